@@ -1,0 +1,177 @@
+"""Run a function on n real ranks and bring back what each of them returned.
+
+`run_ranks(4, worker, *args)` starts one launcher process, which imports the worker's module once and forks the
+ranks from there: a rank costs a fork, not another import of torch. Every rank has the launcher's environment
+(RANK, WORLD_SIZE, ...), one thread, the CPU, and, unless `process_group=False`, gloo initialised. A worker is a
+function at the top of an importable module; arguments and results are pickled; asserts belong into the test.
+A rank that fails or hangs fails the test with the last lines of all ranks, the first one to fail on top; a rank
+that runs out of time prints where it stands. Nothing is left running.
+"""
+
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+START_LIMIT_S = 120  # for the launcher's imports, on top of the ranks' own time
+GRACE_S = 3.0  # how long the other ranks may go on after one has failed, to print what they have to say
+TAIL_LINES = 30
+
+
+def run_ranks(
+    n: int,
+    worker: Callable[..., Any] | str,
+    *args: Any,
+    timeout_s: float = 120,
+    env: Mapping[str, str] | None = None,
+    process_group: bool = True,
+) -> list[Any]:
+    """Call `worker(*args)` on `n` ranks and return the results in rank order; one failing rank fails the test.
+
+    `worker` is a function or "module:function"; `env` is laid over the ranks' environment.
+    """
+    name = worker if isinstance(worker, str) else f"{worker.__module__}:{worker.__qualname__}"
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        job = Path(folder)
+        (job / "args").write_bytes(pickle.dumps((n, timeout_s, process_group, args)))
+        with (job / "launcher.log").open("wb") as log:
+            launcher = subprocess.Popen(
+                [sys.executable, "-m", "tests.distributed.ranks", name, folder],
+                cwd=ROOT,
+                env=_environment(n, env or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # one process group: launcher and ranks are killed together
+            )
+            try:
+                code: int | None = launcher.wait(timeout_s + START_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                _kill_group(launcher)
+        if code != 0:
+            pytest.fail(_report(name, n, job, code), pytrace=False)
+        return [pickle.loads((job / f"rank_{rank}.result").read_bytes()) for rank in range(n)]
+
+
+def _environment(n: int, extra: Mapping[str, str]) -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        **os.environ,
+        "WORLD_SIZE": str(n),
+        "LOCAL_WORLD_SIZE": str(n),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",  # the same ranks on a machine with a GPU
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        **extra,
+    }
+
+
+def _kill_group(launcher: "subprocess.Popen[bytes]") -> None:
+    try:
+        os.killpg(launcher.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    launcher.wait()
+
+
+def _report(name: str, n: int, job: Path, code: int | None) -> str:
+    """Tell what each rank said last, the first failed rank on top."""
+    first = job / "first_failed"
+    order = sorted(range(n), key=lambda rank: not (first.exists() and first.read_text() == str(rank)))
+    how = "ran out of time" if code is None else "failed"
+    lines = [f"{name} {how} on {n} ranks", *_tail("launcher", job / "launcher.log")]
+    for rank in order:
+        lines += _tail(f"rank {rank}", job / f"rank_{rank}.log")
+    return "\n".join(lines)
+
+
+def _tail(who: str, log: Path) -> list[str]:
+    said = log.read_text(errors="replace").splitlines()[-TAIL_LINES:] if log.exists() else []
+    return [f"--- {who}: last lines ---" if said else f"--- {who}: silent ---", *said]
+
+
+def _launch(name: str, job: Path) -> int:
+    """Fork the ranks and wait for them; after the first failure give the others a moment, then kill them."""
+    module, _, function = name.partition(":")
+    n, timeout_s, process_group, args = pickle.loads((job / "args").read_bytes())
+    if process_group:
+        import torch.distributed  # noqa: F401  imported before the fork, so once
+    worker = getattr(importlib.import_module(module), function)
+    alive: dict[int, int] = {}
+    for rank in range(n):
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(rank, job, timeout_s, lambda: _call(worker, args, process_group))
+        alive[pid] = rank
+    deadline: float | None = None
+    while alive:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            rank = alive.pop(pid)
+            if status != 0 and deadline is None:
+                deadline = time.monotonic() + GRACE_S
+                (job / "first_failed").write_text(str(rank))
+                print(f"rank {rank} was the first to fail, status {os.waitstatus_to_exitcode(status)}")
+        elif deadline is not None and time.monotonic() > deadline:
+            for other in alive:
+                os.kill(other, signal.SIGKILL)
+            break
+        else:
+            time.sleep(0.01)
+    return 0 if deadline is None else 1
+
+
+def _be_rank(rank: int, job: Path, timeout_s: float, call: Callable[[], Any]) -> None:
+    """Become rank `rank` in a forked child: own log, own environment, never return."""
+    code = 1
+    try:
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+        log = os.open(job / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
+        (job / f"rank_{rank}.result").write_bytes(pickle.dumps(call()))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _call(worker: Callable[..., Any], args: tuple[Any, ...], process_group: bool) -> Any:
+    if not process_group:
+        return worker(*args)
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    result = worker(*args)
+    dist.barrier()  # no rank tears its sockets down while another still computes
+    dist.destroy_process_group()
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(_launch(sys.argv[1], Path(sys.argv[2])))
