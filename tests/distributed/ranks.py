@@ -1,11 +1,11 @@
 """Run a function on n real ranks and bring back what each of them returned.
 
-`run_ranks(4, worker, *args)` starts one launcher process, which imports the worker's module once and forks the
-ranks from there: a rank costs a fork, not another import of torch. Every rank has the launcher's environment
-(RANK, WORLD_SIZE, ...), one thread, the CPU, and, unless `process_group=False`, gloo initialised. A worker is a
-function at the top of an importable module; arguments and results are pickled; asserts belong into the test.
-A rank that fails or hangs fails the test with the last lines of all ranks, the first one to fail on top; a rank
-that runs out of time prints where it stands. Nothing is left running.
+`run_ranks(4, worker, *args)` starts one launcher process, which imports the worker's module once and forks
+the ranks from there: a rank costs a fork, not another import of torch. Every rank has the launcher's
+environment (RANK, WORLD_SIZE, ...), one thread, the CPU, and, unless `process_group=False`, gloo
+initialised. A worker is a function at the top of an importable module; arguments and results are pickled;
+asserts belong into the test. A rank that fails or hangs fails the test with the last lines of all ranks,
+the first one to fail on top; a rank that runs out of time prints where it stands. Nothing is left running.
 """
 
 import faulthandler
@@ -39,7 +39,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     process_group: bool = True,
 ) -> list[Any]:
-    """Call `worker(*args)` on `n` ranks and return the results in rank order; one failing rank fails the test.
+    """Call `worker(*args)` on `n` ranks and return the results in rank order; a failing rank fails the test.
 
     `worker` is a function or "module:function"; `env` is laid over the ranks' environment.
     """
