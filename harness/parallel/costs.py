@@ -49,7 +49,7 @@ class LayerCost:
         """Forward and backward, and the second forward where the layer is checkpointed.
 
         A matmul costs 2 FLOPs a parameter forward and 4 backward. Attention multiplies a query with every key
-        and a probability with every value: 2 x 2 x width x length forward, twice that backward, causal or not.
+        and a probability with every value: 2 x 2 x width x length forward, and twice that backward.
         """
         matmuls = 6 * self.matmul_parameters
         attention = 12 * self.attention_width * self.sequence_length
