@@ -1,0 +1,73 @@
+"""The live process groups of one rank, built once from a `Layout` and passed on as an argument.
+
+A group of one rank is `None`: nothing is created for it, and code that gets `None` does not communicate. A
+layout of one rank therefore needs no torch.distributed at all. Otherwise torch.distributed must be
+initialised, and its world must be the layout's.
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from harness.config.errors import UserError
+from harness.topology.layout import AXES, Axis, Coordinate, Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """What one rank needs to know to talk to the others; a group in which it would be alone is None."""
+
+    layout: Layout
+    rank: int
+    coordinate: Coordinate
+    world: ProcessGroup | None
+    pipeline: ProcessGroup | None  # the stages of one replica, in order
+    data: ProcessGroup | None  # the replicas of this rank's shard
+    tensor: ProcessGroup | None  # the shards of this rank's layers
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank reads the inputs."""
+        return self.coordinate.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank reads the labels and computes the loss."""
+        return self.coordinate.stage == self.layout.pipeline - 1
+
+
+def build_groups(layout: Layout) -> Groups:
+    """Create the process groups of `layout`; every rank of the world calls this, at the same point.
+
+    Raises UserError if the running world has another number of ranks than the layout.
+    """
+    running = dist.get_world_size() if dist.is_initialized() else 1
+    if running != layout.world_size:
+        raise UserError(
+            f"layout {layout} is for {layout.world_size} ranks, but {running} are running: "
+            "start as many processes, or change the pipeline and tensor parallel sizes"
+        )
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    groups = {axis: _build_axis(layout, axis, rank) for axis in AXES}
+    return Groups(
+        layout=layout,
+        rank=rank,
+        coordinate=layout.coordinate(rank),
+        world=dist.group.WORLD if layout.world_size > 1 else None,
+        **groups,
+    )
+
+
+def _build_axis(layout: Layout, axis: Axis, rank: int) -> ProcessGroup | None:
+    """This rank's group along `axis`. All ranks create all groups, in one order, as new_group demands."""
+    mine = None
+    for ranks in layout.groups(axis):
+        if len(ranks) == 1:
+            return None
+        if len(ranks) == layout.world_size:
+            return dist.group.WORLD
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            mine = group
+    return mine

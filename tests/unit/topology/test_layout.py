@@ -1,0 +1,148 @@
+"""The arithmetic of ranks, held to DeepSpeed's own and to properties that any layout must have."""
+
+import re
+
+import pytest
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.config.errors import UserError
+from harness.topology.layout import AXES, Layout
+
+SIZES = st.integers(1, 5)
+LAYOUTS = st.builds(lambda p, t, d: Layout(pipeline=p, tensor=t, data=d), SIZES, SIZES, SIZES)
+DEEPSPEED_AXIS = {"pipeline": "pipe", "data": "data", "tensor": "model"}
+
+
+@given(LAYOUTS)
+def test_ranks_and_groups_are_those_of_deepspeed(layout: Layout) -> None:
+    theirs = PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data)
+    for rank in range(layout.world_size):
+        place, expected = layout.coordinate(rank), theirs.get_coord(rank)
+        assert (place.stage, place.data, place.tensor) == (expected.pipe, expected.data, expected.model)
+        assert layout.rank(stage=place.stage, data=place.data, tensor=place.tensor) == rank
+    for axis in AXES:
+        if getattr(layout, axis) > 1:  # DeepSpeed lists no groups of one
+            assert sorted(layout.groups(axis)) == sorted(theirs.get_axis_comm_lists(DEEPSPEED_AXIS[axis]))
+    for stage in range(layout.pipeline):
+        assert layout.stage_ranks(stage) == sorted(theirs.get_axis_list("pipe", stage))
+
+
+@given(LAYOUTS)
+def test_the_groups_of_an_axis_hold_every_rank_once(layout: Layout) -> None:
+    for axis in AXES:
+        groups = layout.groups(axis)
+        assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+        assert groups == sorted(groups)
+        assert all(layout.ranks_along(axis, rank) == group for group in groups for rank in group)
+
+
+def test_neighbouring_ranks_share_a_tensor_group() -> None:
+    layout = Layout(pipeline=2, tensor=2, data=2)
+    assert layout.groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.groups("data") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.groups("pipeline") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert layout.ranks_along("data", 7) == [5, 7]
+    assert str(layout) == "pp2 x dp2 x tp2"
+    assert str(layout.coordinate(6)) == "stage 1, data 1, tensor 0"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"tensor": 0}, "tensor parallel size is 0"),
+        ({"pipeline": -2}, "pipeline parallel size is -2"),
+        ({"data": 1.5}, "data parallel size is 1.5"),
+        ({"tensor": True}, "tensor parallel size is True"),
+        ({"pipeline": "2"}, "pipeline parallel size is '2'"),
+    ],
+)
+def test_a_size_that_is_no_count_is_refused(sizes: dict, text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        Layout(**sizes)
+
+
+def test_data_takes_what_pipeline_and_tensor_leave() -> None:
+    assert Layout.from_world(8, pipeline=2, tensor=2) == Layout(pipeline=2, tensor=2, data=2)
+    assert Layout.from_world(1) == Layout()
+
+
+@pytest.mark.parametrize(
+    ("world", "pipeline", "tensor", "text"),
+    [
+        (
+            6,
+            2,
+            2,
+            "pipeline 2 x tensor 2 = 4 ranks do not divide the world of 6 ranks: set pipeline to 1 or 3 with "
+            "tensor 2, or set tensor to 1 or 3 with pipeline 2, or start a multiple of 4 processes",
+        ),
+        (
+            8,
+            3,
+            3,
+            "pipeline 3 x tensor 3 = 9 ranks do not divide the world of 8 ranks: "
+            "start a multiple of 9 processes",
+        ),
+        (
+            0,
+            2,
+            1,
+            "a world of 0 ranks cannot hold pipeline 2 x tensor 1 = 2 ranks: start at least 2 processes",
+        ),
+    ],
+)
+def test_a_world_that_does_not_fit_is_told_what_would(
+    world: int, pipeline: int, tensor: int, text: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        Layout.from_world(world, pipeline=pipeline, tensor=tensor)
+    assert str(error.value) == text
+
+
+@given(st.integers(1, 64), SIZES, SIZES)
+def test_every_size_that_is_advised_fits(world: int, pipeline: int, tensor: int) -> None:
+    try:
+        Layout.from_world(world, pipeline=pipeline, tensor=tensor)
+    except UserError as error:
+        sizes = {"pipeline": pipeline, "tensor": tensor}
+        for axis, advised in re.findall(r"set (\w+) to ([\d or]+) with", str(error)):
+            for size in re.findall(r"\d+", advised):
+                Layout.from_world(world, **{**sizes, axis: int(size)})
+
+
+def test_places_and_ranks_outside_the_layout_are_index_errors() -> None:
+    layout = Layout(pipeline=2, data=2)
+    for outside in (-1, 4):
+        with pytest.raises(IndexError):
+            layout.coordinate(outside)
+        with pytest.raises(IndexError):
+            layout.ranks_along("data", outside)
+    with pytest.raises(IndexError, match="pipeline index 2"):
+        layout.rank(stage=2, data=0, tensor=0)
+    with pytest.raises(IndexError, match="tensor index 1"):
+        layout.rank(stage=0, data=0, tensor=1)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "micro_batches", "bubble"), [(1, 1, 0.0), (2, 8, 1 / 9), (4, 4, 3 / 7), (4, 1, 3 / 4)]
+)
+def test_bubble_is_the_share_of_the_step_spent_waiting(
+    pipeline: int, micro_batches: int, bubble: float
+) -> None:
+    assert Layout(pipeline=pipeline).bubble(micro_batches) == pytest.approx(bubble)
+
+
+def test_bubble_matches_the_slots_of_deepspeeds_schedule() -> None:
+    from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
+
+    for stages, micro_batches in [(2, 8), (4, 4), (4, 12)]:
+        steps = list(TrainSchedule(micro_batches=micro_batches, stages=stages, stage_id=0).steps())
+        busy = sum(any(isinstance(c, (ForwardPass, BackwardPass)) for c in commands) for commands in steps)
+        assert 1 - busy / len(steps) == pytest.approx(Layout(pipeline=stages).bubble(micro_batches))
+
+
+def test_a_step_without_micro_batches_is_refused() -> None:
+    with pytest.raises(UserError, match="0 micro-batches"):
+        Layout(pipeline=2).bubble(0)
