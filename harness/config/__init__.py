@@ -1,1 +1,26 @@
+"""What a DeepSpeed JSON may say, and what a run makes of it.
 
+`load` reads a file or preset, `check` says what is wrong with it, `resolve` fills in every "auto". Nothing
+here imports torch or deepspeed: a config is judged in milliseconds, before any process starts.
+"""
+
+from harness.config.check import check
+from harness.config.diagnostic import Diagnostic, Severity
+from harness.config.document import Document, load
+from harness.config.errors import ConfigError, UserError
+from harness.config.resolve import resolve
+from harness.config.values import AutoValues, Filled, Resolved
+
+__all__ = [
+    "AutoValues",
+    "ConfigError",
+    "Diagnostic",
+    "Document",
+    "Filled",
+    "Resolved",
+    "Severity",
+    "UserError",
+    "check",
+    "load",
+    "resolve",
+]

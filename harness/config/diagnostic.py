@@ -1,0 +1,53 @@
+"""A finding about a config: where, how grave, what is wrong, what to do, and what DeepSpeed does with it.
+
+A finding is a plain value. Who prints it (text, JSON, annotations) is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Severity(str, Enum):
+    """How grave a finding is; each level means one thing."""
+
+    ERROR = "error"  # DeepSpeed, or the program named as target, refuses the config
+    WARNING = "warning"  # it runs, but not as it is written
+    INFO = "info"  # advice with a number behind it
+
+    @property
+    def rank(self) -> int:
+        """0 for an error, 1 for a warning, 2 for an info: the order in which findings matter."""
+        return list(Severity).index(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edit:
+    """Replace `text[start:end]` by `new` (offsets in characters of the original text)."""
+
+    start: int
+    end: int
+    new: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnostic:
+    """One finding. `line` and `column` count from 1; `length` is the number of characters to underline."""
+
+    code: str
+    severity: Severity
+    message: str
+    file: str = ""
+    pointer: str = ""
+    line: int = 1
+    column: int = 1
+    length: int = 1
+    hint: str = ""
+    deepspeed: str = ""
+    edits: tuple[Edit, ...] = ()
+
+    def __str__(self) -> str:
+        """`file:line:column: code message; hint`, the form of a finding that stands alone on a line."""
+        place = f"{self.file}:{self.line}:{self.column}: " if self.file else ""
+        return f"{place}{self.code} {self.message}" + (f"; {self.hint}" if self.hint else "")

@@ -1,0 +1,23 @@
+"""The errors that a user can cause.
+
+`UserError` is one line of text; every entry point prints it and ends with exit code 1. `ConfigError` is the
+same for a config: it carries the findings, so that a caller can show the place of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from harness.config.diagnostic import Diagnostic
+
+
+class UserError(Exception):
+    """Something the user can mend. The text is one line: what is wrong, where, what to do."""
+
+
+class ConfigError(UserError):
+    """A config that cannot be used; `str()` is one line a finding."""
+
+    def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
+        self.diagnostics = list(diagnostics)
+        super().__init__("\n".join(str(diagnostic) for diagnostic in self.diagnostics))

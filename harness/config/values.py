@@ -1,0 +1,94 @@
+"""What the arguments of a run say about the things a config may leave "auto", and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoValues:
+    """Arguments by their HuggingFace names and defaults; `given` holds the names that the user set."""
+
+    learning_rate: float = 5e-5
+    lr_scheduler_type: str = "linear"
+    warmup_steps: int = 0
+    max_steps: int = 1
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    bf16: bool = False
+    fp16: bool = False
+    hidden_size: int | None = None
+    pipeline_parallel_size: int | None = None
+    tensor_parallel_size: int | None = None
+    world_size: int = 1
+    given: frozenset[str] = field(default_factory=frozenset)
+
+    def source(self, name: str) -> str:
+        """Where an argument's value comes from, in words."""
+        return f"--{name}" if name in self.given else f"default of --{name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled:
+    """One value that was not in the file: where it stands now, what it is, where it came from."""
+
+    pointer: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A config without any "auto", ready for DeepSpeed, and what the harness reads from it itself."""
+
+    config: dict[str, Any]
+    filled: tuple[Filled, ...]
+    pipeline: int
+    tensor: int
+    data: int
+    micro_batch: int
+    accumulation: int
+    train_batch: int
+    zero_stage: int
+    precision: str  # fp32, bf16 or fp16
+    partition: str  # balanced, measured, uniform, parameters or type:REGEX
+    activation_checkpoint_interval: int  # in decoder layers; 0 is off
+
+
+def lookup(config: Mapping[str, Any], pointer: str) -> Any:
+    """The value at a JSON pointer, or None where there is none."""
+    value: Any = config
+    for step in pointer.split("/")[1:]:
+        if not isinstance(value, Mapping) or step not in value:
+            return None
+        value = value[step]
+    return value
+
+
+def put(config: dict[str, Any], pointer: str, value: Any) -> None:
+    """Writes a value at a JSON pointer, making the objects on the way."""
+    *steps, last = pointer.split("/")[1:]
+    for step in steps:
+        config = config.setdefault(step, {})
+    config[last] = value
+
+
+def whole(value: Any) -> int | None:
+    """`value` as an int if it is a whole number (5e8 counts, true does not), else None."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or value != value
+        or abs(value) == float("inf")
+    ):
+        return None
+    return int(value) if value == int(value) else None

@@ -1,0 +1,113 @@
+"""Every "auto" is filled as documented, and what cannot run is refused with both sides named."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.config import AutoValues, ConfigError, resolve
+
+
+def resolved(config, **values):
+    return resolve(config, AutoValues(**values))
+
+
+def test_an_empty_config_takes_the_batch_from_the_arguments():
+    run = resolved({}, world_size=4)
+    assert (run.micro_batch, run.accumulation, run.train_batch) == (8, 1, 32)
+    assert (run.pipeline, run.tensor, run.data) == (1, 1, 4)
+
+
+def test_the_batch_counts_data_parallel_ranks_only():
+    config = {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}, "train_batch_size": 32}
+    run = resolved(config | {"gradient_accumulation_steps": 4}, world_size=8)
+    assert (run.data, run.micro_batch) == (2, 4)
+
+
+def test_a_pipeline_gets_four_micro_batches_a_stage():
+    config = {"pipeline": {"stages": 2}, "gradient_accumulation_steps": "auto"}
+    assert resolved(config, world_size=2).accumulation == 8
+    given = frozenset({"gradient_accumulation_steps"})
+    assert resolved(config, world_size=2, gradient_accumulation_steps=3, given=given).accumulation == 3
+
+
+def test_a_pipeline_divides_a_fixed_batch_as_finely_as_it_can():
+    config = {"pipeline": {"stages": 2}, "train_batch_size": 12, "gradient_accumulation_steps": "auto"}
+    run = resolved(config, world_size=2)
+    assert (run.micro_batch, run.accumulation) == (2, 6)
+
+
+def test_flags_override_the_layout():
+    run = resolved(
+        {"pipeline": {"stages": 4}}, world_size=4, pipeline_parallel_size=2, tensor_parallel_size=2
+    )
+    assert (run.pipeline, run.tensor, run.data) == (2, 2, 1)
+    assert run.config["pipeline"]["stages"] == 2
+
+
+def test_clipping_is_always_written_out():
+    assert resolved({}, max_grad_norm=0.5).config["gradient_clipping"] == 0.5
+    assert resolved({"gradient_clipping": "auto"}).config["gradient_clipping"] == 1.0
+
+
+def test_tensor_parallel_and_schema_are_not_handed_on():
+    config = resolved({"tensor_parallel": {"autotp_size": 2}, "$schema": "x"}, world_size=2).config
+    assert not {"tensor_parallel", "$schema"} & config.keys()
+
+
+def test_the_input_is_left_alone():
+    config = {"bf16": {"enabled": "auto"}}
+    resolved(config, bf16=True)
+    assert config == {"bf16": {"enabled": "auto"}}
+
+
+def test_optimizer_and_scheduler_are_filled_as_hf_does():
+    names = ("lr", "betas", "eps", "weight_decay")
+    config = {
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(names, "auto")},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"},
+        },
+    }
+    run = resolved(config, learning_rate=1e-3, max_steps=50)
+    assert run.config["optimizer"]["params"] == {
+        "lr": 1e-3,
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+    }
+    assert run.config["scheduler"]["params"] == {"warmup_num_steps": 1, "total_num_steps": 50}
+
+
+def test_zero_buckets_follow_the_hidden_size_and_the_rest_is_left_to_deepspeed():
+    keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    config = {"zero_optimization": {"stage": 3, **dict.fromkeys(keys, "auto"), "sub_group_size": "auto"}}
+    run = resolved(config, hidden_size=64)
+    assert [run.config["zero_optimization"][key] for key in keys] == [4096, 3686, 640]
+    assert "sub_group_size" not in run.config["zero_optimization"]
+    assert run.zero_stage == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "code", "says"),
+    [
+        ({"pipeline": {"stages": 2}}, {"world_size": 3}, "DS802", "3 ranks"),
+        ({"train_batch_size": 7}, {"world_size": 2}, "DS803", "train_batch_size 7"),
+        ({"gradient_clipping": 1.0}, {"max_grad_norm": 0.5, "given": {"max_grad_norm"}}, "DS804", "0.5"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, "DS805", "both"),
+        ({"pipeline": {"partition": "best"}}, {}, "DS806", "best"),
+        (
+            {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 3}},
+            {"world_size": 2},
+            "DS807",
+            "ZeRO-3",
+        ),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "DS808", "ZeRO-3 only"),
+        ({"train_batch_size": "8"}, {}, "DS801", "'8'"),
+    ],
+)
+def test_what_cannot_run_is_refused(config, values, code, says):
+    with pytest.raises(ConfigError) as caught:
+        resolved(config, **values)
+    assert [d.code for d in caught.value.diagnostics] == [code]
+    assert says in str(caught.value)
