@@ -1,0 +1,92 @@
+"""The training samples of one data-parallel coordinate, step after step.
+
+A global batch is a run of samples in the order of `order.py`. It is dealt out in micro-batches: the k-th goes
+to data rank k % data_size, so that another data-parallel size computes the very same micro-batches elsewhere.
+The only state is the number of samples consumed by all ranks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from harness.config.errors import UserError
+from harness.training.data.collate import Collator, MicroBatch, as_micro_batch, collate
+from harness.training.data.order import batch_indices, sample_order
+
+
+class BatchStream:
+    """Micro-batches without end: when the data is through, the next epoch begins in a new order.
+
+    `dataset` is map-style (`len`, `[i]`); only rows of this `data_rank` are read. `consumed`: samples used up
+    by the run so far, to go on from. Raises UserError if the data set is smaller than one global batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        micro_batch: int,
+        accumulation: int,
+        data_rank: int = 0,
+        data_size: int = 1,
+        consumed: int = 0,
+        data_collator: Collator = collate,
+    ) -> None:
+        self.dataset = dataset
+        self.n = dataset_length(dataset)
+        self.seed = seed
+        self.micro_batch = micro_batch
+        self.accumulation = accumulation
+        self.data_rank = data_rank
+        self.data_size = data_size
+        self.consumed = consumed
+        self.collator = data_collator
+        self._order = lru_cache(maxsize=2)(
+            sample_order
+        )  # an epoch's end needs two permutations, no step more
+        if self.n < self.global_batch:
+            raise UserError(
+                f"the data set has {self.n} samples, fewer than one global batch of {self.global_batch} "
+                f"(micro-batch {micro_batch} x accumulation {accumulation} x data parallel {data_size}): "
+                "give more text, a smaller --block_size or a smaller train_batch_size"
+            )
+
+    @property
+    def global_batch(self) -> int:
+        """Samples that all data ranks together consume in a step."""
+        return self.micro_batch * self.accumulation * self.data_size
+
+    @property
+    def epoch(self) -> float:
+        """Passes through the data so far."""
+        return self.consumed / self.n
+
+    def next_step(self) -> list[MicroBatch]:
+        """This coordinate's micro-batches of the next step, each (inputs, labels); goes on to the step after."""
+        indices = batch_indices(self.consumed, self.global_batch, self.n, self.seed, self._order)
+        mine = indices.reshape(self.accumulation, self.data_size, self.micro_batch)[:, self.data_rank]
+        self.skip_step()
+        return [read_micro_batch(self.dataset, rows, self.collator) for rows in mine.tolist()]
+
+    def skip_step(self) -> None:
+        """Go on by one step without reading: for a rank that needs neither inputs nor labels."""
+        self.consumed += self.global_batch
+
+
+def dataset_length(dataset: Any) -> int:
+    """The number of samples. UserError for a data set without a length or an index: it has no order."""
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return len(dataset)
+    raise UserError(
+        f"{type(dataset).__name__} is not map-style: the data set needs len(dataset) and dataset[i]"
+    )
+
+
+def read_micro_batch(dataset: Any, rows: Sequence[int], collator: Collator) -> MicroBatch:
+    """Read these rows, in one call where the data set offers it, and collate them into (inputs, labels)."""
+    read = getattr(dataset, "__getitems__", None)
+    samples = read(list(rows)) if read is not None else [dataset[i] for i in rows]
+    return as_micro_batch(collator(samples))

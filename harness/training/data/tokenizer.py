@@ -1,0 +1,163 @@
+"""Tokenizers: HuggingFace's from a directory, or the bytes of the text themselves.
+
+The bytes tokenizer needs no file and no training, takes any text and gives it back exactly. When it is saved
+it becomes a `tokenizer.json` that does the same, so that `AutoTokenizer` reads an exported model's directory,
+and a mark in `tokenizer_config.json` by which `load_tokenizer` knows it again. No hub is ever asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.config.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BYTES = "bytes"
+_MARK = "harness_tokenizer"
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+
+
+class ByteTokenizer:
+    """One id a byte of UTF-8: the byte's value. 256 ends a document, 257 pads; there are no merges."""
+
+    eos_token_id = 256
+    pad_token_id = 257
+    eos_token = "<|end-of-document|>"
+    pad_token = "<|padding|>"
+    vocab_size = 258
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of the text; nothing is added, and nothing in the text is special."""
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the ids that are bytes, others left out; a broken UTF-8 sequence shows as U+FFFD."""
+        return bytes(i for i in map(int, ids) if 0 <= i < 256).decode("utf-8", errors="replace")
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write tokenizer.json and tokenizer_config.json, for `AutoTokenizer` and `load_tokenizer` to read."""
+        target = Path(directory)
+        target.mkdir(parents=True, exist_ok=True)
+        _as_byte_level_bpe(self).save(str(target / "tokenizer.json"))
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.eos_token,
+            "pad_token": self.pad_token,
+            "clean_up_tokenization_spaces": False,
+            _MARK: BYTES,
+        }
+        (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+Tokenizer: TypeAlias = "ByteTokenizer | PreTrainedTokenizerBase"
+
+
+def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
+    """Whether the directory holds a tokenizer's files."""
+    return any(Path(directory, name).is_file() for name in _FILES)
+
+
+def load_tokenizer(name: str | None = None, model_dir: str | os.PathLike[str] | None = None) -> Tokenizer:
+    """The tokenizer called `name`: "bytes" or a directory; by default the model directory's own, else bytes.
+
+    Raises UserError if the directory is missing, holds no tokenizer, or one that cannot be read or that has
+    no end-of-sequence token to close a document with.
+    """
+    if name is None:
+        name = os.fspath(model_dir) if model_dir is not None and has_tokenizer(model_dir) else BYTES
+    if name == BYTES:
+        return ByteTokenizer()
+    if not Path(name).is_dir():
+        raise UserError(f'tokenizer {name} is not a directory: give one, or "{BYTES}"')
+    if not has_tokenizer(name):
+        raise UserError(
+            f'{name} holds no tokenizer ({", ".join(_FILES)}): give another directory, or "{BYTES}"'
+        )
+    return ByteTokenizer() if _is_marked(name) else _from_directory(name)
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """UserError if the tokenizer has ids that the model's embedding, `vocab_size` rows, does not."""
+    if len(tokenizer) > vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} ids, the model's vocab_size is {vocab_size}: "
+            f"take the tokenizer of this model, or a model with vocab_size >= {len(tokenizer)}"
+        )
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[npt.NDArray[np.integer]]:
+    """The ids of each document, closed by the end-of-document id. No other special token is added."""
+    end = tokenizer.eos_token_id
+    if isinstance(tokenizer, ByteTokenizer):
+        rows = [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+    else:
+        # verbose=False: documents are longer than the model's context, and are cut only afterwards.
+        rows = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    dtype = id_type(tokenizer)
+    return [np.append(np.asarray(row, dtype=dtype), dtype.type(end)) for row in rows]
+
+
+def id_type(tokenizer: Tokenizer) -> np.dtype:
+    """The smallest of uint16 and int32 that holds every id."""
+    return np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.int32)
+
+
+def _from_directory(directory: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # the reader of a broken file may raise anything
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"cannot read the tokenizer in {directory}: {reason[:200]}") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer in {directory} has no end-of-sequence token: "
+            "name its `eos_token` in tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def _is_marked(directory: str) -> bool:
+    try:
+        config = json.loads(Path(directory, "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get(_MARK) == BYTES
+
+
+def _as_byte_level_bpe(tokenizer: ByteTokenizer):
+    """A BPE without merges over GPT-2's printable stand-ins for the 256 bytes, the byte being the id."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    # GPT-2's alphabet (Radford et al., 2019): printable Latin-1 stands for itself, the others from U+0100 on.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens([AddedToken(t, special=True) for t in (tokenizer.eos_token, tokenizer.pad_token)])
+    return bpe
