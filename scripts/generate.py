@@ -1,6 +1,6 @@
 """Let an exported model continue a prompt: python scripts/generate.py runs/demo --prompt "def ".
 
-Plain transformers, nothing of the harness: what a run leaves behind is a HuggingFace directory like any other.
+Plain transformers, nothing of the harness: what a run leaves behind is a HuggingFace directory like any.
 """
 
 import argparse
