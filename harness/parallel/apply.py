@@ -1,0 +1,129 @@
+"""Cut a module for one tensor-parallel rank, as a plan says.
+
+`cut` walks one pipeline layer, or a whole model, and puts this rank's part in the place of every module and
+parameter that the plan names; names are those of the whole model. It works on the meta device, before any
+weight exists, and on modules that hold weights, of which each rank then keeps its part. Parameters that are
+one object (tied embeddings) stay one. Every cut parameter carries its `Shard`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from harness.parallel.comm import TensorParallel
+from harness.parallel.heads import require_width
+from harness.parallel.plan import InputRule, Plan, wildcard
+from harness.parallel.shard import shard_of
+from harness.parallel.styles import STYLE_FUNCTIONS, Site, cut_bare_parameter
+
+
+def cut(
+    module: nn.Module,
+    prefix: str,
+    plan: Plan,
+    tensor: TensorParallel,
+    config: Any,
+    *,
+    local_logits: bool = False,
+) -> None:
+    """Replace, in place, what `plan` cuts in `module`, whose name in the model is `prefix` ("" for the model
+    itself).
+
+    `config` is the model's (heads, sizes). With `local_logits` the head's output stays this rank's part of
+    the vocabulary, where the plan splits the head (`plan.splits_head`). A group of one rank changes nothing.
+    Raises UserError where the ranks cannot share heads or widths, or a style does not fit a module.
+    """
+    if tensor.size == 1:
+        return
+    shared: dict[int, nn.Parameter] = {}
+    for name, child in list(module.named_modules()):
+        full_name = _join(prefix, name)
+        rule = plan.rules.get(wildcard(full_name))
+        if rule is None:
+            continue
+        site = Site(
+            name=full_name,
+            module=child,
+            owner=module.get_submodule(name.rpartition(".")[0]),
+            rule=rule,
+            tensor=tensor,
+            config=config,
+            local_output=local_logits and full_name == plan.head,
+        )
+        new = STYLE_FUNCTIONS[rule.style](site)
+        if new is not child:
+            _keep_shared(child, new, shared)
+            module.set_submodule(name, new)
+    _cut_bare_parameters(module, prefix, plan, tensor)
+    for name, child in module.named_modules():
+        pattern = wildcard(_join(prefix, name))
+        _divide_attributes(child, _join(prefix, name), plan.attributes.get(pattern, {}), tensor)
+        _cut_inputs(child, _join(prefix, name), plan.inputs.get(pattern, {}), tensor, config)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _keep_shared(old: nn.Module, new: nn.Module, shared: dict[int, nn.Parameter]) -> None:
+    """Where `old` shared a parameter with a module that was cut before, let `new` share the cut one."""
+    for name, param in old.named_parameters(recurse=False):
+        local = getattr(new, name)
+        first = shared.setdefault(id(param), local)
+        if shard_of(first) != shard_of(local):
+            raise ValueError(f"{name} of {type(old).__name__} is shared with a module that is cut otherwise")
+        setattr(new, name, first)
+
+
+def _cut_bare_parameters(module: nn.Module, prefix: str, plan: Plan, tensor: TensorParallel) -> None:
+    for name, param in list(module.named_parameters()):
+        full_name = _join(prefix, name)
+        rule = plan.rules.get(wildcard(full_name))
+        if rule is not None and shard_of(param) is None:
+            owner_name, _, own_name = name.rpartition(".")
+            owner = module.get_submodule(owner_name)
+            setattr(owner, own_name, cut_bare_parameter(param, full_name, rule, tensor))
+
+
+def _divide_attributes(module: nn.Module, name: str, words: Any, tensor: TensorParallel) -> None:
+    for attribute in words:  # "divide" is the only word so far
+        value = getattr(module, attribute)
+        require_width(value, tensor.size, f"{name}.{attribute}")
+        setattr(module, attribute, value // tensor.size)
+
+
+def _cut_inputs(module: nn.Module, name: str, rules: Any, tensor: TensorParallel, config: Any) -> None:
+    """Let `module` receive only this rank's part of the inputs that `rules` name, by position or by
+    keyword."""
+    if not rules:
+        return
+    positions = {name: place for place, name in enumerate(inspect.signature(module.forward).parameters)}
+    runs = {key: getattr(config, rule.run) if rule.run else None for key, rule in rules.items()}
+    for key, run in runs.items():
+        if run is not None:
+            require_width(run, tensor.size, f"{key}, given to {name}")
+
+    def before_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own, kwargs = list(args), dict(kwargs)
+        for key, rule in rules.items():
+            if key in kwargs:
+                kwargs[key] = own_part(kwargs[key], rule, runs[key], tensor)
+            elif positions[key] < len(own):
+                own[positions[key]] = own_part(own[positions[key]], rule, runs[key], tensor)
+        return tuple(own), kwargs
+
+    module.register_forward_pre_hook(before_forward, with_kwargs=True)
+
+
+def own_part(x: Tensor | None, rule: InputRule, run: int | None, tensor: TensorParallel) -> Tensor | None:
+    """This rank's share of every run of `run` entries of dimension `rule.dim` (one run without a length)."""
+    if x is None:
+        return None
+    dim = rule.dim % x.ndim
+    run = run or x.shape[dim]
+    share = run // tensor.size
+    runs = x.unflatten(dim, (-1, run)).narrow(dim + 1, tensor.rank * share, share)
+    return runs.flatten(dim, dim + 1)

@@ -1,0 +1,193 @@
+"""What each style of a tensor-parallel plan makes of a module: one function a style.
+
+The words are transformers' (`transformers.distributed.tensor_parallel`), so that the plans which models
+declare are read as they are. A function takes the `Site` and returns what stands there from now on: a new
+module, or the same one with hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from harness.config.errors import UserError
+from harness.parallel.comm import TensorParallel, sum_over_group
+from harness.parallel.heads import attention_heads, copies_of_share, require_width
+from harness.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    sum_gradients,
+    sum_of_copies,
+)
+from harness.parallel.plan import Rule
+from harness.parallel.shard import cut_parameter, padded_share_of, share_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A module that a rule of the plan names: its full name, the module that owns it, and this rank's place.
+
+    `local_output`: a gathered output shall stay this rank's part.
+    """
+
+    name: str
+    module: Any
+    owner: Any
+    rule: Rule
+    tensor: TensorParallel
+    config: Any
+    local_output: bool = False
+
+
+def colwise(site: Site, parts: int = 1) -> nn.Module:
+    """A linear layer split over its outputs, which stay local; in attention by whole heads."""
+    transposed = _is_transposed(site)
+    shape, dim = tuple(site.module.weight.shape), int(transposed)
+    tensor = site.tensor
+    if shape[dim] % parts:
+        raise UserError(f"the {shape[dim]} outputs of {site.name} are not {parts} equal parts: mend the plan")
+    copies = copies_of_share(shape[dim] // parts, site.owner, site.config, tensor.size, site.name)
+    shard = share_of(shape, dim, tensor.rank, tensor.size, parts=parts, copies=copies)
+    layer = ColumnParallelLinear.from_linear(
+        site.module, tensor.group, shard=shard, weight_transposed=transposed
+    )
+    if copies > 1:
+        _repeat_less(site, copies)
+        sum_gradients(layer, ["weight", "bias"], sum_of_copies(tensor, copies))
+    return layer
+
+
+def packed_colwise(site: Site) -> nn.Module:
+    """As colwise, for a weight that holds several parts side by side: a share of each (gate|up,
+    query|key|value)."""
+    return colwise(site, site.rule.parts)
+
+
+def colwise_gather_output(site: Site) -> nn.Module:
+    """A linear layer split over its outputs, which are padded where they do not divide, and gathered, unless
+    the site wants them local (a head, for vocabulary-parallel logits)."""
+    transposed = _is_transposed(site)
+    tensor = site.tensor
+    return ColumnParallelLinear.from_linear(
+        site.module,
+        tensor.group,
+        shard=padded_share_of(tuple(site.module.weight.shape), int(transposed), tensor.rank, tensor.size),
+        gather_output=not site.local_output,
+        weight_transposed=transposed,
+    )
+
+
+def rowwise(site: Site) -> nn.Module:
+    """A linear layer split over its inputs, which come split; the outputs are summed."""
+    return _row(site, input_is_parallel=True)
+
+
+def rowwise_split_input(site: Site) -> nn.Module:
+    """A linear layer split over its inputs, which come whole; the outputs are summed."""
+    return _row(site, input_is_parallel=False)
+
+
+def packed_rowwise(site: Site) -> nn.Module:
+    """As rowwise, for inputs that are several parts side by side, each of which was split."""
+    return _row(site, input_is_parallel=True, parts=site.rule.parts)
+
+
+def embedding_rowwise(site: Site) -> nn.Module:
+    """An embedding split by vocabulary."""
+    module, tensor = site.module, site.tensor
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
+        raise _misfit(site, "a plain nn.Embedding")
+    shard = padded_share_of(tuple(module.weight.shape), 0, tensor.rank, tensor.size)
+    return VocabParallelEmbedding.from_embedding(module, tensor.group, shard=shard)
+
+
+def replicated_with_grad_allreduce(site: Site) -> nn.Module:
+    """A module that every rank holds whole but applies to its own heads: its gradients are summed."""
+    for module in site.module.modules():
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        if names:
+            sum_gradients(module, names, lambda grad: sum_over_group(grad, site.tensor.group))
+    return site.module
+
+
+def replicate(site: Site) -> nn.Module:
+    """A module that every rank holds whole and applies to the same input: nothing to do."""
+    return site.module
+
+
+STYLE_FUNCTIONS: dict[str, Callable[[Site], nn.Module]] = {
+    function.__name__: function
+    for function in (
+        colwise,
+        packed_colwise,
+        colwise_gather_output,
+        rowwise,
+        rowwise_split_input,
+        packed_rowwise,
+        embedding_rowwise,
+        replicated_with_grad_allreduce,
+        replicate,
+    )
+}
+
+
+def cut_bare_parameter(param: nn.Parameter, name: str, rule: Rule, tensor: TensorParallel) -> nn.Parameter:
+    """This rank's part of a parameter that the plan itself names (fused experts, attention sinks): its
+    outputs are the last dimension but one, or the only one; its inputs the last."""
+    shape, style = tuple(param.shape), rule.style
+    if style == "replicate" or (style in ("rowwise", "packed_rowwise") and len(shape) == 1):
+        return param
+    if style not in ("colwise", "packed_colwise", "rowwise", "packed_rowwise"):
+        raise UserError(
+            f"the tensor-parallel style {style} of {name} is not one for a parameter: mend the plan"
+        )
+    parts = rule.parts if style.startswith("packed") else 1
+    dim = max(len(shape) - 2, 0) if style.endswith("colwise") else len(shape) - 1
+    require_width(shape[dim] // parts, tensor.size, name)
+    return cut_parameter(param, share_of(shape, dim, tensor.rank, tensor.size, parts=parts))
+
+
+def _row(site: Site, *, input_is_parallel: bool, parts: int = 1) -> nn.Module:
+    transposed = _is_transposed(site)
+    shape, dim, tensor = tuple(site.module.weight.shape), 0 if transposed else 1, site.tensor
+    require_width(shape[dim] // parts, tensor.size, site.name)
+    return RowParallelLinear.from_linear(
+        site.module,
+        tensor.group,
+        shard=share_of(shape, dim, tensor.rank, tensor.size, parts=parts),
+        input_is_parallel=input_is_parallel,
+        weight_transposed=transposed,
+    )
+
+
+def _is_transposed(site: Site) -> bool:
+    """Whether the linear layer at `site` stores its weight as (in, out). Raises UserError where there is
+    none."""
+    if isinstance(site.module, Conv1D):
+        return True
+    if isinstance(site.module, nn.Linear) and type(site.module).forward is nn.Linear.forward:
+        return False
+    raise _misfit(site, "nn.Linear or Conv1D")
+
+
+def _misfit(site: Site, wanted: str) -> UserError:
+    return UserError(
+        f"the tensor-parallel style {site.rule.style} is for {wanted}, but {site.name} is a "
+        f"{type(site.module).__name__}: set tensor_parallel.autotp_size to 1, or mend the plan"
+    )
+
+
+def _repeat_less(site: Site, copies: int) -> None:
+    """Tell an attention module that each of its key/value heads now serves fewer query heads on this rank."""
+    heads = attention_heads(site.owner, site.config)
+    if heads is None or not hasattr(site.owner, "num_key_value_groups"):
+        raise UserError(
+            f"{site.name} has fewer key/value heads than tensor_parallel.autotp_size {site.tensor.size}, "
+            f"and its {type(site.owner).__name__} cannot share them: use at most {site.tensor.size // copies}"
+        )
+    site.owner.num_key_value_groups = heads // site.tensor.size
