@@ -29,9 +29,7 @@ class Coordinate:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The sizes of the three axes; their product is the number of ranks. Raises UserError for a size below
-    1.
-    """
+    """The sizes of the three axes; their product is the number of ranks. UserError for a size below 1."""
 
     pipeline: int = 1
     tensor: int = 1

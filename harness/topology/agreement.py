@@ -1,0 +1,107 @@
+"""Do all ranks run the same thing? One small collective at start, before anything is built.
+
+Hosts drift: an edited config, a stale checkout. Ranks that differ train something that nobody asked for, or
+hang in a collective that the others never enter. So each rank hashes its resolved config, its layout and its
+code, all ranks exchange the digests (96 bytes each) and every one of them raises the same error, which names
+who differs and in what. Call it on the whole world, before process groups are made from the layout.
+"""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.config.errors import UserError
+from harness.topology.layout import Layout
+
+SUBJECTS = ("config", "layout", "code")
+DIGEST_BYTES = hashlib.sha256().digest_size
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def check_agreement(
+    config: Mapping[str, Any], layout: Layout, *, code: str | None = None, device: torch.device | str = "cpu"
+) -> None:
+    """Raise UserError on every rank unless all ranks hold the same config, layout and code.
+
+    `config` must be JSON; what is meant to differ between ranks (paths of logs, ...) does not belong into
+    it. `code` is this package's digest unless given. `device` is where the backend communicates: "cpu" for
+    gloo, the rank's own GPU for nccl. Without a process group there is nobody to disagree with.
+    """
+    if not dist.is_initialized():
+        return
+    digests = (digest(config), digest(asdict(layout)), digest(code_version() if code is None else code))
+    mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).to(device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    rows = [bytes(row.tolist()) for row in gathered]
+    columns = {
+        subject: [row[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES] for row in rows]
+        for i, subject in enumerate(SUBJECTS)
+    }
+    if found := [told for subject, column in columns.items() if (told := disagreement(subject, column))]:
+        raise UserError("; ".join(found) + ": give every host the same files and arguments")
+
+
+def disagreement(subject: str, values: Sequence[Any]) -> str | None:
+    """Name the ranks (indices of `values`) that differ from the rest; None if all are equal.
+
+    The value that most ranks hold is right; among values held by equally many, the one met first from rank 0
+    on.
+    """
+    right, count = Counter(values).most_common(1)[0]  # in a tie, Counter keeps the order of first meeting
+    wrong = [rank for rank, value in enumerate(values) if value != right]
+    if not wrong:
+        return None
+    example = next(rank for rank, value in enumerate(values) if value == right)
+    have = "has" if len(wrong) == 1 else "have"
+    others = f"rank {example}" if count == 1 else f"the other {count} ranks (rank {example}, ...)"
+    return f"{spell_ranks(wrong)} {have} another {subject} than {others}"
+
+
+def digest(value: Any) -> bytes:
+    """SHA-256 of the value's canonical JSON (keys sorted, no blanks). TypeError for what is not JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).digest()
+
+
+def code_version() -> str:
+    """The installed version of the harness and a digest of its code and plans, as they lie on this host."""
+    try:
+        installed = version("ds-harness")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        installed = "not installed"
+    return f"{installed} {tree_digest(PACKAGE)}"
+
+
+def tree_digest(root: Path) -> str:
+    """SHA-256, in hex, over the names and contents of the code under `root`: Python files and plans."""
+    total = hashlib.sha256()
+    for folder, folders, files in os.walk(root, followlinks=True):  # models/ is a link in a checkout
+        folders.sort()
+        for name in sorted(files):
+            path = Path(folder, name)
+            if path.suffix == ".py" or (path.suffix == ".json" and path.parent.name == "plans"):
+                total.update(f"{path.relative_to(root).as_posix()}\0".encode())
+                total.update(hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()
+
+
+def spell_ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks in short: "rank 6", "ranks 0-3, 6"."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    text = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -1,0 +1,148 @@
+"""Which ranks share a host, and which tensor-parallel groups and pipeline neighbours do not.
+
+Tensor parallelism communicates several times a layer and belongs on the links inside a host; a pipeline
+sends one activation a micro-batch and may cross. Ranks fill the hosts in order, as the deepspeed launcher
+places them, and the tensor axis is innermost, so a tensor group is torn apart only where a host's slots are
+no multiple of its size. The remedy is then to leave slots unused. No torch here.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from harness.config.errors import UserError
+from harness.topology.env import LaunchEnv
+from harness.topology.layout import Layout
+
+HOST_LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One machine and how many ranks it takes."""
+
+    name: str
+    slots: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """Ranks that talk along an axis and do not share a host: a whole tensor group, or two pipeline
+    neighbours.
+    """
+
+    axis: Literal["tensor", "pipeline"]
+    ranks: tuple[int, ...]
+    hosts: tuple[int, ...]  # index of each rank's host
+
+
+def read_hostfile(path: str | Path) -> tuple[Host, ...]:
+    """Read `host slots=N` lines; blank lines and lines that start with # are skipped, as DeepSpeed does.
+
+    Raises UserError, with the line, for what is not such a line, a host named twice, or no host at all.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read hostfile {path}: {error}") from None
+    hosts: dict[str, Host] = {}
+    for number, text in enumerate(map(str.strip, lines), start=1):
+        if not text or text.startswith("#"):
+            continue
+        match = HOST_LINE.match(text)
+        if match is None or int(match["slots"]) < 1:
+            raise UserError(f"{path}:{number}: {text!r} is not `host slots=N` with N of at least 1")
+        if match["name"] in hosts:
+            raise UserError(
+                f"{path}:{number}: host {match['name']} is named twice: join its slots in one line"
+            )
+        hosts[match["name"]] = Host(name=match["name"], slots=int(match["slots"]))
+    if not hosts:
+        raise UserError(f"hostfile {path} names no host: write one `host slots=N` a line")
+    return tuple(hosts.values())
+
+
+def hosts_of_launch(env: LaunchEnv) -> tuple[Host, ...]:
+    """The hosts of a running launch, all taken to be as large as this one; they have numbers for names."""
+    full, rest = divmod(env.world_size, env.local_world_size)
+    sizes = [env.local_world_size] * full + [rest] * bool(rest)
+    return tuple(Host(name=f"host {index}", slots=slots) for index, slots in enumerate(sizes))
+
+
+def host_of_ranks(world_size: int, hosts: Sequence[Host]) -> list[int]:
+    """The index of each rank's host, filling the hosts in order. Raises UserError if the slots do not
+    suffice.
+    """
+    places = [index for index, host in enumerate(hosts) for _ in range(host.slots)]
+    if len(places) < world_size:
+        raise UserError(
+            f"{world_size} ranks need as many slots, but the {len(hosts)} hosts have {len(places)}: "
+            "add hosts, or make the layout smaller"
+        )
+    return places[:world_size]
+
+
+def crossings(layout: Layout, hosts: Sequence[Host]) -> list[Crossing]:
+    """All tensor groups, then all pairs of neighbouring stages, whose ranks are not on one host."""
+    host = host_of_ranks(layout.world_size, hosts)
+    pairs = [pair for ranks in layout.groups("pipeline") for pair in pairwise(ranks)]
+    return [
+        Crossing(axis="tensor", ranks=tuple(ranks), hosts=tuple(host[rank] for rank in ranks))
+        for ranks in layout.groups("tensor")
+        if len({host[rank] for rank in ranks}) > 1
+    ] + [
+        Crossing(axis="pipeline", ranks=pair, hosts=(host[pair[0]], host[pair[1]]))
+        for pair in pairs
+        if host[pair[0]] != host[pair[1]]
+    ]
+
+
+def place(layout: Layout, hosts: Sequence[Host]) -> tuple[Host, ...] | None:
+    """The slots to use of each host so that every tensor group lies inside one; None if there is no such way.
+
+    Uses of each host, in order, as many whole tensor groups as it can hold, until all ranks have a place.
+    """
+    used = []
+    left = layout.world_size
+    for host in hosts:
+        slots = min(left, host.slots // layout.tensor * layout.tensor)
+        left -= slots
+        if slots:
+            used.append(replace(host, slots=slots))
+    return None if left else tuple(used)
+
+
+def advise(layout: Layout, hosts: Sequence[Host]) -> str | None:
+    """One sentence for the user if tensor groups cross hosts, with the remedy; None if none does."""
+    torn = _torn(layout, hosts)
+    if not torn:
+        return None
+    example = torn[0]
+    names = " and ".join(dict.fromkeys(hosts[index].name for index in example.hosts))
+    total = len(layout.groups("tensor"))
+    ranks = ", ".join(map(str, example.ranks))
+    problem = (
+        f"{len(torn)} of {total} tensor-parallel groups of {layout} cross hosts (ranks {ranks}: {names}), "
+        "and tensor parallelism is slow between hosts"
+    )
+    return f"{problem}: {_remedy(layout, hosts)}"
+
+
+def _remedy(layout: Layout, hosts: Sequence[Host]) -> str:
+    if used := place(layout, hosts):
+        chosen = "@".join(f"{host.name}:{','.join(map(str, range(host.slots)))}" for host in used)
+        return f"start with --include {chosen!r}, which fills each host with whole groups"
+    smaller = (
+        Layout.from_world(layout.world_size, pipeline=layout.pipeline, tensor=tensor)
+        for tensor in range(layout.tensor - 1, 0, -1)
+        if layout.world_size % (layout.pipeline * tensor) == 0
+    )
+    fits = next(other for other in smaller if not _torn(other, hosts))  # groups of one always do
+    return f"set the tensor parallel size to {fits.tensor} ({fits})"
+
+
+def _torn(layout: Layout, hosts: Sequence[Host]) -> list[Crossing]:
+    return [crossing for crossing in crossings(layout, hosts) if crossing.axis == "tensor"]

@@ -1,0 +1,124 @@
+"""Which groups cross hosts, and remedies that do what they say, held to the deepspeed launcher's own
+parsers.
+"""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from deepspeed.launcher.runner import _parse_hostfile, parse_resource_filter
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.config.errors import UserError
+from harness.topology.env import LaunchEnv
+from harness.topology.layout import Layout
+from harness.topology.placement import (
+    Crossing,
+    Host,
+    advise,
+    crossings,
+    host_of_ranks,
+    hosts_of_launch,
+    place,
+    read_hostfile,
+)
+
+
+def hosts(*slots: int) -> tuple[Host, ...]:
+    return tuple(Host(name=f"worker-{index}", slots=size) for index, size in enumerate(slots))
+
+
+def tensor_crossings(layout: Layout, machines: tuple[Host, ...]) -> list[Crossing]:
+    return [crossing for crossing in crossings(layout, machines) if crossing.axis == "tensor"]
+
+
+def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    text = "# fast ones\nworker-0 slots=4\n\n  worker-1   slots=2   # spare\n10.0.0.3 slots=16 max_slots=16\n"
+    (tmp_path / "hostfile").write_text(text)
+    ours = {host.name: host.slots for host in read_hostfile(tmp_path / "hostfile")}
+    assert ours == dict(_parse_hostfile(text.splitlines())) == {"worker-0": 4, "worker-1": 2, "10.0.0.3": 16}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a slots=2\nb 4\n", "hostfile:2: 'b 4' is not `host slots=N`"),
+        ("a slots=2\na slots=4\n", "hostfile:2: host a is named twice"),
+        ("a slots=0\n", "hostfile:1: 'a slots=0' is not `host slots=N` with N of at least 1"),
+        ("# nothing\n\n", "names no host"),
+        (None, "cannot read hostfile .*No such file"),
+        (b"\xff\xfe slots=2", "cannot read hostfile"),
+    ],
+)
+def test_a_bad_hostfile_is_told_with_its_line(tmp_path: Path, text: str | bytes | None, message: str) -> None:
+    path = tmp_path / "hostfile"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=message):
+        read_hostfile(path)
+
+
+def test_a_launch_tells_its_hosts_by_the_ranks_on_each() -> None:
+    assert [host.slots for host in hosts_of_launch(LaunchEnv(world_size=8, local_world_size=4))] == [4, 4]
+    assert [host.slots for host in hosts_of_launch(LaunchEnv(world_size=7, local_world_size=4))] == [4, 3]
+    assert [host.slots for host in hosts_of_launch(LaunchEnv())] == [1]
+
+
+def test_ranks_fill_the_hosts_in_order() -> None:
+    assert host_of_ranks(5, hosts(2, 4)) == [0, 0, 1, 1, 1]
+    with pytest.raises(UserError, match="7 ranks need as many slots, but the 2 hosts have 6"):
+        host_of_ranks(7, hosts(2, 4))
+
+
+def test_groups_inside_a_host_do_not_cross_but_a_pipeline_over_two_does() -> None:
+    layout = Layout(pipeline=2, tensor=2, data=2)
+    assert crossings(layout, hosts(8)) == []
+    found = crossings(layout, hosts(4, 4))
+    assert [crossing.ranks for crossing in found] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert {(crossing.axis, crossing.hosts) for crossing in found} == {("pipeline", (0, 1))}
+    assert advise(layout, hosts(4, 4)) is None
+
+
+def test_a_group_over_the_edge_of_a_host_is_told_with_a_remedy() -> None:
+    layout = Layout(tensor=4, data=2)
+    assert tensor_crossings(layout, hosts(6, 2)) == [
+        Crossing(axis="tensor", ranks=(4, 5, 6, 7), hosts=(0, 0, 1, 1))
+    ]
+    assert advise(layout, hosts(6, 2)) == (
+        "1 of 2 tensor-parallel groups of pp1 x dp2 x tp4 cross hosts "
+        "(ranks 4, 5, 6, 7: worker-0 and worker-1), "
+        "and tensor parallelism is slow between hosts: set the tensor parallel size to 2 (pp1 x dp4 x tp2)"
+    )
+
+
+def test_spare_slots_are_left_unused_where_that_keeps_groups_whole() -> None:
+    layout, machines = Layout(tensor=4, data=2), hosts(6, 6)
+    assert place(layout, machines) == hosts(4, 4)
+    assert "start with --include 'worker-0:0,1,2,3@worker-1:0,1,2,3'" in str(advise(layout, machines))
+
+
+def test_a_host_too_small_for_a_group_is_passed_over() -> None:
+    assert place(Layout(tensor=4), hosts(2, 4)) == (Host(name="worker-1", slots=4),)
+    assert place(Layout(tensor=4), hosts(3, 3)) is None
+
+
+@given(
+    st.builds(lambda p, t, d: Layout(pipeline=p, tensor=t, data=d), *[st.integers(1, 4)] * 3),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+)
+def test_every_advice_ends_the_crossing(layout: Layout, slots: list[int]) -> None:
+    machines = hosts(*slots)
+    if sum(slots) < layout.world_size:
+        return
+    told = advise(layout, machines)
+    assert (told is None) == (tensor_crossings(layout, machines) == [])
+    if told and "--include" in told:
+        include = shlex.split(told)[told.split().index("--include") + 1].rstrip(",")
+        left = parse_resource_filter({host.name: list(range(host.slots)) for host in machines}, include)
+        used = tuple(Host(name=name, slots=len(chosen)) for name, chosen in left.items())
+        assert tensor_crossings(layout, used) == []
+    elif told:
+        size = int(told.split("parallel size to ")[1].split()[0])
+        smaller = Layout.from_world(layout.world_size, pipeline=layout.pipeline, tensor=size)
+        assert tensor_crossings(smaller, machines) == []
