@@ -8,16 +8,18 @@ are kept on disk and mapped from there, so ranks of a host share the pages.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from harness.config.errors import UserError
-from harness.training.data.tokenizer import ByteTokenizer, Tokenizer, encode_documents, id_type
+from harness.training.data.tokenizer import ByteTokenizer, Tokenizer, encode_documents, largest_id
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -54,7 +56,7 @@ def make_blocks(
         batched=True,
         batch_size=_DOCUMENTS_AT_ONCE,
         remove_columns=documents.column_names,
-        features=Features({"input_ids": List(Value(id_type(tokenizer).name), length=block_size)}),
+        features=Features({"input_ids": List(Value(joiner.dtype.name), length=block_size)}),
         cache_file_name=str(folder / f"{key}.arrow"),
         load_from_cache_file=True,
         new_fingerprint=key,
@@ -77,11 +79,12 @@ class BlockJoiner:
     def __init__(self, tokenizer: Tokenizer, block_size: int) -> None:
         self.tokenizer = tokenizer
         self.block_size = block_size
-        self.rest = np.empty(0, dtype=id_type(tokenizer))
+        self.dtype = np.dtype(np.uint16 if largest_id(tokenizer) < 2**16 else np.int32)
+        self.rest = np.empty(0, dtype=self.dtype)
 
     def cut(self, texts: list[str]) -> npt.NDArray[np.integer]:
         """The blocks, [n, block_size], that end within these documents."""
-        ids = np.concatenate([self.rest, *encode_documents(self.tokenizer, texts)])
+        ids = np.concatenate([self.rest, *encode_documents(self.tokenizer, texts, self.dtype)])
         whole = len(ids) // self.block_size * self.block_size
         self.rest = ids[whole:].copy()
         return ids[:whole].reshape(-1, self.block_size)
@@ -115,11 +118,17 @@ def _fingerprint(documents: Dataset, tokenizer: Tokenizer, block_size: int) -> s
 
 
 def _identity(tokenizer: Tokenizer) -> str:
-    """All that decides how a tokenizer cuts text; a HF tokenizer's pickle changes with use, this does not."""
+    """All that decides how a tokenizer cuts text: not its pickle, which changes with use."""
     if isinstance(tokenizer, ByteTokenizer):
         return repr(tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    return "\0".join(
-        (type(tokenizer).__name__, str(tokenizer.eos_token_id), repr(tokenizer.init_kwargs), rules)
-    )
+    if backend is not None:
+        rules = json.loads(backend.to_str())
+        for state_of_the_last_call in ("truncation", "padding"):
+            rules.pop(state_of_the_last_call, None)
+        parts = [json.dumps(rules, sort_keys=True)]
+    else:
+        with TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            parts = [file.read_text(encoding="latin-1") for file in sorted(Path(folder).iterdir())]
+    return "\0".join((type(tokenizer).__name__, str(tokenizer.eos_token_id), *parts))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils.data import default_collate
 
 from harness.config.errors import UserError
 
@@ -28,7 +29,7 @@ def collate(samples: Sequence[Any]) -> MicroBatch:
     if isinstance(samples[0], Mapping):
         return _language(samples)
     if isinstance(samples[0], Sequence) and len(samples[0]) == 2:
-        inputs, labels = torch.utils.data.default_collate(list(samples))
+        inputs, labels = default_collate(list(samples))
         return inputs, labels
     raise UserError(
         f"a sample is {type(samples[0]).__name__}: give dicts with input_ids, pairs (inputs, labels), "

@@ -7,9 +7,12 @@ The only state is the number of samples consumed by all ranks together.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
+
+import torch
 
 from harness.config.errors import UserError
 from harness.training.data.collate import Collator, MicroBatch, as_micro_batch, collate
@@ -65,7 +68,7 @@ class BatchStream:
         return self.consumed / self.n
 
     def next_step(self) -> list[MicroBatch]:
-        """This coordinate's micro-batches of the next step, each (inputs, labels); goes on to the step after."""
+        """This coordinate's micro-batches of the next step, each (inputs, labels); the stream moves on."""
         indices = batch_indices(self.consumed, self.global_batch, self.n, self.seed, self._order)
         mine = indices.reshape(self.accumulation, self.data_size, self.micro_batch)[:, self.data_rank]
         self.skip_step()
@@ -83,6 +86,16 @@ def dataset_length(dataset: Any) -> int:
     raise UserError(
         f"{type(dataset).__name__} is not map-style: the data set needs len(dataset) and dataset[i]"
     )
+
+
+def data_digest(dataset: Any, looked_at: int = 16) -> str:
+    """A short hash of the length and of a few samples, spread evenly: ranks with the same data agree."""
+    n = dataset_length(dataset)
+    digest = hashlib.sha256(str(n).encode())
+    for i in sorted({k * (n - 1) // max(looked_at - 1, 1) for k in range(looked_at)} if n else ()):
+        for part in as_micro_batch(collate([dataset[i]])):
+            digest.update(repr(part.tolist() if isinstance(part, torch.Tensor) else part).encode())
+    return digest.hexdigest()[:16]
 
 
 def read_micro_batch(dataset: Any, rows: Sequence[int], collator: Collator) -> MicroBatch:

@@ -57,7 +57,7 @@ class ByteTokenizer:
         return bytes(i for i in map(int, ids) if 0 <= i < 256).decode("utf-8", errors="replace")
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write tokenizer.json and tokenizer_config.json, for `AutoTokenizer` and `load_tokenizer` to read."""
+        """Write tokenizer.json and tokenizer_config.json, for `AutoTokenizer` and `load_tokenizer`."""
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
         _as_byte_level_bpe(self).save(str(target / "tokenizer.json"))
@@ -72,6 +72,16 @@ class ByteTokenizer:
 
 
 Tokenizer: TypeAlias = "ByteTokenizer | PreTrainedTokenizerBase"
+
+
+def end_of_document_id(tokenizer: Tokenizer) -> int:
+    """The id that closes a document: the end-of-sequence token. UserError if the tokenizer names none."""
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer {getattr(tokenizer, 'name_or_path', '')} has no end-of-sequence token: "
+            "name its `eos_token` in tokenizer_config.json"
+        )
+    return tokenizer.eos_token_id
 
 
 def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
@@ -100,43 +110,43 @@ def load_tokenizer(name: str | None = None, model_dir: str | os.PathLike[str] | 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     """UserError if the tokenizer has ids that the model's embedding, `vocab_size` rows, does not."""
-    if len(tokenizer) > vocab_size:
+    if (largest := largest_id(tokenizer)) >= vocab_size:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} ids, the model's vocab_size is {vocab_size}: "
-            f"take the tokenizer of this model, or a model with vocab_size >= {len(tokenizer)}"
+            f"the tokenizer's ids go up to {largest}, the model's vocab_size is {vocab_size}: "
+            f"take the tokenizer of this model, or a model with vocab_size >= {largest + 1}"
         )
 
 
-def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[npt.NDArray[np.integer]]:
+def largest_id(tokenizer: Tokenizer) -> int:
+    """The largest id that can stand in a document; of the bytes tokenizer, which pads none, its end."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return tokenizer.eos_token_id
+    return max(tokenizer.get_vocab().values())
+
+
+def encode_documents(
+    tokenizer: Tokenizer, texts: Sequence[str], dtype: npt.DTypeLike = np.int64
+) -> list[npt.NDArray[np.integer]]:
     """The ids of each document, closed by the end-of-document id. No other special token is added."""
-    end = tokenizer.eos_token_id
+    end = end_of_document_id(tokenizer)
     if isinstance(tokenizer, ByteTokenizer):
         rows = [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
     else:
-        # verbose=False: documents are longer than the model's context, and are cut only afterwards.
-        rows = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    dtype = id_type(tokenizer)
-    return [np.append(np.asarray(row, dtype=dtype), dtype.type(end)) for row in rows]
-
-
-def id_type(tokenizer: Tokenizer) -> np.dtype:
-    """The smallest of uint16 and int32 that holds every id."""
-    return np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.int32)
+        # verbose=False: documents may be longer than the model's context; they are cut afterwards.
+        only_ids = {"return_attention_mask": False, "return_token_type_ids": False}
+        rows = tokenizer(list(texts), add_special_tokens=False, verbose=False, **only_ids)["input_ids"]
+    return [np.append(np.asarray(row, dtype=dtype), np.asarray(end, dtype=dtype)) for row in rows]
 
 
 def _from_directory(directory: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the reader of a broken file may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"cannot read the tokenizer in {directory}: {reason[:200]}") from error
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"the tokenizer in {directory} has no end-of-sequence token: "
-            "name its `eos_token` in tokenizer_config.json"
-        )
+    end_of_document_id(tokenizer)
     return tokenizer
 
 

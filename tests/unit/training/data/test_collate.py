@@ -1,0 +1,56 @@
+"""The default collator: labels from ids and masks, and everything that it must not pass over in silence."""
+
+import pytest
+import torch
+
+from harness.config.errors import UserError
+from harness.training.data.collate import IGNORED, as_micro_batch, collate
+
+IDS = [[1, 2, 3], [4, 5, 6]]
+
+
+def test_labels_are_the_ids_where_none_are_given():
+    ids, labels = collate([{"input_ids": row, "text": "kept out"} for row in IDS])
+    assert ids.tolist() == labels.tolist() == IDS
+    labels[0, 0] = 9
+    assert ids.tolist() == IDS
+
+
+def test_given_labels_are_kept():
+    _, labels = collate([{"input_ids": row, "labels": [IGNORED, *row[1:]]} for row in IDS])
+    assert labels.tolist() == [[-100, 2, 3], [-100, 5, 6]]
+
+
+def test_padding_is_not_counted():
+    masks = [[1, 1, 1], [1, 0, 0]]
+    samples = [{"input_ids": i, "attention_mask": m} for i, m in zip(IDS, masks, strict=True)]
+    assert collate(samples)[1].tolist() == [[1, 2, 3], [4, -100, -100]]
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        (
+            [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3]}],
+            r"input_ids of \(2,\) and \(3,\) in one micro-batch",
+        ),
+        ([{"input_ids": [1, 2], "attention_mask": [0, 1]}], "pad on the right"),
+        (
+            [{"input_ids": [1, 2], "position_ids": [0, 0]}],
+            "carry position_ids, which is not handed to the model",
+        ),
+        ([{"input_ids": [1, 2], "labels": [1]}], r"labels of \(1, 1\) beside input_ids of \(1, 2\)"),
+        ([{"text": "x"}], r"no input_ids \(it has: text\)"),
+        ([3], "a sample is int"),
+    ],
+)
+def test_what_would_be_trained_wrong_is_refused(samples, words):
+    with pytest.raises(UserError, match=words):
+        collate(samples)
+
+
+def test_a_collator_must_give_ids_or_a_pair():
+    with pytest.raises(UserError, match="the data_collator gave pixels"):
+        as_micro_batch({"pixels": torch.zeros(1)})
+    with pytest.raises(UserError, match="the data_collator gave Tensor"):
+        as_micro_batch(torch.zeros(3))

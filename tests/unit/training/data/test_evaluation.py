@@ -1,0 +1,76 @@
+"""Evaluation batches: equally many and equally shaped on every rank, each sample counted once."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
+
+from harness.config.errors import UserError
+from harness.training.data.evaluation import evaluation_batches, evaluation_steps
+
+SIZES = {
+    "n": st.integers(1, 30),
+    "micro": st.integers(1, 5),
+    "data_size": st.integers(1, 4),
+    "multiple_of": st.integers(1, 3),
+}
+
+
+def on_all_ranks(dataset, micro, data_size, multiple_of=1):
+    return [
+        list(evaluation_batches(dataset, micro, rank, data_size, multiple_of=multiple_of))
+        for rank in range(data_size)
+    ]
+
+
+@given(**SIZES)
+def test_every_rank_runs_alike_and_counts_each_sample_once(n, micro, data_size, multiple_of):
+    dataset = [{"input_ids": [i, i]} for i in range(n)]
+    ranks = on_all_ranks(dataset, micro, data_size, multiple_of)
+    counted = []
+    for batches in ranks:
+        assert len(batches) == evaluation_steps(n, micro, data_size, multiple_of)
+        assert len(batches) % multiple_of == 0
+        for batch in batches:
+            assert batch.inputs.shape == batch.labels.shape == (micro, 2)
+            valid = (batch.labels != -100).all(dim=1)
+            assert valid.tolist() == [row < batch.rows for row in range(micro)]
+            counted += batch.inputs[valid][:, 0].tolist()
+    assert sorted(counted) == list(range(n))
+
+
+@given(**SIZES)
+def test_the_mean_of_the_counted_rows_is_the_mean_of_the_data(n, micro, data_size, multiple_of):
+    targets = torch.arange(float(n)).view(n, 1) ** 2
+    ranks = on_all_ranks(TensorDataset(torch.zeros(n, 3), targets), micro, data_size, multiple_of)
+    batches = [batch for rank in ranks for batch in rank]
+    total = sum(float(batch.labels[: batch.rows].sum()) for batch in batches)
+    assert all(batch.labels.shape == (micro, 1) for batch in batches)
+    assert total / sum(batch.rows for batch in batches) == pytest.approx(float(targets.mean()))
+
+
+def test_class_labels_are_left_alone():
+    dataset = TensorDataset(torch.zeros(3, 4), torch.tensor([0, 1, 2]))
+    batches = list(evaluation_batches(dataset, 2))
+    assert [batch.labels.tolist() for batch in batches] == [[0, 1], [2, 1]]
+    assert [batch.rows for batch in batches] == [2, 1]
+
+
+def test_labels_of_the_data_set_are_not_written_to():
+    ids = torch.arange(6).view(3, 2)
+    dataset = [{"input_ids": row, "labels": row} for row in ids]
+    list(evaluation_batches(dataset, 2))
+    assert ids.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_an_abandoned_evaluation_can_be_repeated():
+    dataset = [{"input_ids": [i]} for i in range(5)]
+    next(evaluation_batches(dataset, 2))
+    again = [batch.inputs.flatten().tolist() for batch in evaluation_batches(dataset, 2)]
+    assert again == [[0, 1], [2, 3], [4, 1]]
+
+
+def test_nothing_to_evaluate_is_told_at_the_call():
+    with pytest.raises(UserError, match="for evaluation is empty"):
+        evaluation_batches([], 2)

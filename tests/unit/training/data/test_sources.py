@@ -1,0 +1,145 @@
+"""Reading documents: what comes out, in which order, and every way in which it cannot."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from harness.config.errors import UserError
+from harness.training.data.sources import find_files, hold_out, preflight, read_documents
+
+
+@pytest.fixture
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def texts(source, cache):
+    return list(read_documents(source, cache)["text"])
+
+
+def test_a_txt_file_is_one_document_with_its_exact_bytes(tmp_path, cache):
+    raw = "\ufeffno newline at the end\r\n\x00\x85\u2028日本語 🙂".encode()
+    (tmp_path / "a.txt").write_bytes(raw)
+    (text,) = texts(tmp_path / "a.txt", cache)
+    assert text.encode() == raw
+
+
+def test_rows_of_jsonl_and_parquet_are_documents(tmp_path, cache):
+    rows = ["one", "", "drei\nvier 日本"]
+    lines = [json.dumps({"text": row, "id": i}) for i, row in enumerate(rows)]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(lines))  # blank lines, and no newline at the end
+    pq.write_table(pa.table({"id": [1, 2, 3], "text": rows}), tmp_path / "a.parquet")
+    assert texts(tmp_path / "a.jsonl", cache) == rows
+    assert texts(tmp_path / "a.parquet", cache) == rows
+
+
+def test_a_directory_is_read_to_the_bottom_sorted_by_path(tmp_path, cache):
+    for name in ["b.txt", "a/z.txt", "a/b/c.txt", "a.txt", ".hidden.txt", ".git/x.txt", "readme.md"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "c.jsonl").write_text('{"text": "row"}\n')
+    assert texts(tmp_path, cache) == ["a/b/c.txt", "a/z.txt", "a.txt", "b.txt", "row"]
+
+
+def test_the_standard_library_is_its_sources_without_tests(cache):
+    top = Path(sysconfig.get_path("stdlib"))
+    documents = read_documents("python-stdlib", cache)
+    names = [file.relative_to(top).parts for file in find_files("python-stdlib")]
+    assert names == sorted(names) and len(documents) == len(names)
+    assert ("json", "decoder.py") in names and not any("test" in parts or "tests" in parts for parts in names)
+    assert documents[names.index(("this.py",))]["text"] == (top / "this.py").read_bytes().decode()
+
+
+def test_a_changed_file_is_read_again(tmp_path, cache):
+    file = tmp_path / "a.txt"
+    file.write_text("old")
+    first = read_documents(file, cache)
+    assert read_documents(file, cache)._fingerprint == first._fingerprint
+    file.write_text("new")
+    os.utime(file, ns=(1, 1))
+    assert texts(file, cache) == ["new"]
+
+
+def test_every_twentieth_document_is_held_out(tmp_path, cache):
+    lines = "".join(json.dumps({"text": str(i)}) + "\n" for i in range(45))
+    (tmp_path / "a.jsonl").write_text(lines)
+    training, held_out = hold_out(read_documents(tmp_path / "a.jsonl", cache))
+    assert held_out["text"][:] == ["0", "20", "40"]
+    assert sorted([*training["text"], *held_out["text"]], key=int) == [str(i) for i in range(45)]
+    with pytest.raises(UserError, match="1 document cannot be split"):
+        hold_out(held_out.select([0]))
+
+
+BAD = {
+    "missing": ("gone.txt", None, "gone.txt does not exist"),
+    "suffix": ("a.csv", b"text\nx\n", r"a\.csv is none of \.txt, \.jsonl, \.parquet"),
+    "empty": ("a.txt", b"", "a.txt is empty"),
+    "no line is JSON": ("a.jsonl", b"{text: 1}\n", r"a.jsonl:1 is not JSON \(.*column 2\)"),
+    "no column": ("a.jsonl", b'{"content": "x"}\n', r"a.jsonl:1 has no column `text` \(it has: content\)"),
+    "no object": ("a.jsonl", b'["x"]\n', "a.jsonl:1 is not an object"),
+    "no string": ("a.jsonl", b'{"text": 3}\n', "a.jsonl:1: `text` is int, not a string"),
+    "null": ("a.jsonl", b'{"text": null}\n', "a.jsonl:1: `text` is missing"),
+    "no parquet": ("a.parquet", b"PAR1 not really", "a.parquet is not a parquet file"),
+}
+LATE = {
+    "bad line": ("a.jsonl", b'{"text": "x"}\n\n{"text": "y"\n', "a.jsonl:3 is not JSON"),
+    "half a pair": (
+        "a.jsonl",
+        b'{"text": "x"}\n{"text": "\\ud800"}\n',
+        "a.jsonl:2: `text` holds half a surrogate",
+    ),
+    "bytes of a line": ("a.jsonl", b'{"text": "x"}\n{"text": "\xe9"}\n', "a.jsonl:2 is not UTF-8"),
+    "latin-1": ("a.txt", b"caf\xe9", r"a.txt is not UTF-8 \(byte 3 is 0xe9\)"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "words"), [*BAD.values(), *LATE.values()], ids=[*BAD, *LATE])
+def test_what_cannot_be_read_is_one_line_with_its_place(name, content, words, tmp_path, cache):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=words) as caught:
+        read_documents(tmp_path / name, cache)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "content", "words"), BAD.values(), ids=BAD)
+def test_most_of_it_is_told_before_anything_is_read(name, content, words, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        preflight(tmp_path / name)
+
+
+def test_rows_and_columns_of_parquet_are_checked(tmp_path, cache):
+    pq.write_table(pa.table({"content": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"no column `text` \(it has: content\)"):
+        preflight(tmp_path / "a.parquet")
+    pq.write_table(pa.table({"text": ["x", None]}), tmp_path / "b.parquet")
+    with pytest.raises(UserError, match=r"b\.parquet, row 2: `text` is missing"):
+        read_documents(tmp_path / "b.parquet", cache)
+
+
+def test_a_directory_without_text_is_told(tmp_path):
+    with pytest.raises(UserError, match="holds no file with one of the suffixes"):
+        preflight(tmp_path)
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(UserError, match="is empty"):
+        preflight(tmp_path)
+
+
+def test_the_early_checks_load_nothing_heavy(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    code = (
+        "import sys; from harness.training.data.sources import preflight; "
+        f"preflight('python-stdlib'); preflight({str(tmp_path)!r}); "
+        "print(sorted({'torch', 'datasets', 'transformers', 'deepspeed'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
