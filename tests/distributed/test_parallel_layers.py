@@ -1,0 +1,252 @@
+"""Every tensor-parallel layer against the layer that it replaces: output, gradients of input, weight and
+bias.
+
+Four ranks are launched once. They run every case twice: in groups of two, and in one group of four. A rank's
+share of a gradient is put back through the parameter's shard. In float64 what is left is the order of the
+sums.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from harness.parallel.comm import copy_to_group, gather_from_group, reduce_from_group, split_to_group
+from harness.parallel.cross_entropy import vocab_parallel_cross_entropy
+from harness.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from harness.parallel.shard import shard_of
+from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+TOLERANCE = 1e-12  # float64; the cross entropy sums in float32
+TOLERANCE_F32 = 2e-6
+IN, OUT, TOKENS, VOCABULARY = 8, 12, (2, 5), 13
+Errors = dict[str, float]
+
+
+def difference(got: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest expected value; infinite where the shapes differ."""
+    if got.shape != expected.shape:
+        return float("inf")
+    return ((got - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
+
+
+def whole_grad(param: nn.Parameter, group: dist.ProcessGroup) -> Tensor:
+    """The gradient of the whole parameter, put together from the ranks that own a part of it."""
+    assert param.grad is not None
+    shard = shard_of(param)
+    if shard is None:
+        return param.grad
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, (shard, param.grad), group=group)
+    full = param.new_full(shard.full_shape, float("nan"))  # what no rank holds stays visible
+    for part, grad in parts:
+        part.put(grad, full)
+    return full
+
+
+def share(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)].detach().clone()
+
+
+def compare(
+    whole: Any,
+    cut: Any,
+    x: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    split_in: bool = False,
+    split_out: bool = False,
+) -> Errors:
+    """The differences between a layer and its cut form, on the same input and output gradient."""
+    floating = x.is_floating_point()
+    x_whole = x.clone().requires_grad_(floating)
+    x_cut = (share(x, group) if split_in else x.clone()).requires_grad_(floating)
+    y_whole, y_cut = whole(x_whole), cut(x_cut)
+    grad = torch.randn(y_whole.shape, dtype=y_whole.dtype, generator=torch.Generator().manual_seed(3))
+    y_whole.backward(grad)
+    y_cut.backward(share(grad, group) if split_out else grad)
+    errors = {"output": difference(y_cut, share(y_whole, group) if split_out else y_whole)}
+    if x_whole.grad is not None and x_cut.grad is not None:
+        errors["input gradient"] = difference(
+            x_cut.grad, share(x_whole.grad, group) if split_in else x_whole.grad
+        )
+    for name, param in whole.named_parameters():
+        errors[f"{name} gradient"] = difference(whole_grad(cut.get_parameter(name), group), param.grad)
+    return errors
+
+
+def column(group: dist.ProcessGroup) -> Errors:
+    whole = nn.Linear(IN, OUT)
+    return compare(
+        whole, ColumnParallelLinear.from_linear(whole, group), torch.randn(*TOKENS, IN), group, split_out=True
+    )
+
+
+def column_gathered_and_padded(group: dist.ProcessGroup) -> Errors:
+    whole = nn.Linear(IN, VOCABULARY)
+    cut = ColumnParallelLinear.from_linear(whole, group, gather_output=True)
+    return compare(whole, cut, torch.randn(*TOKENS, IN), group)
+
+
+def column_transposed(group: dist.ProcessGroup) -> Errors:
+    whole = Conv1D(OUT, IN)
+    cut = ColumnParallelLinear.from_linear(whole, group, weight_transposed=True)
+    return compare(whole, cut, torch.randn(*TOKENS, IN), group, split_out=True)
+
+
+def row(group: dist.ProcessGroup) -> Errors:
+    whole = nn.Linear(IN, OUT)
+    return compare(
+        whole, RowParallelLinear.from_linear(whole, group), torch.randn(*TOKENS, IN), group, split_in=True
+    )
+
+
+def row_that_splits_its_input(group: dist.ProcessGroup) -> Errors:
+    whole = nn.Linear(IN, OUT)
+    cut = RowParallelLinear.from_linear(whole, group, input_is_parallel=False)
+    return compare(whole, cut, torch.randn(*TOKENS, IN), group)
+
+
+def row_transposed(group: dist.ProcessGroup) -> Errors:
+    whole = Conv1D(OUT, IN)
+    cut = RowParallelLinear.from_linear(whole, group, weight_transposed=True)
+    return compare(whole, cut, torch.randn(*TOKENS, IN), group, split_in=True)
+
+
+def made_alone(group: dist.ProcessGroup) -> Errors:
+    """A block of the user's own, made of the layers themselves, from the same random state."""
+    torch.manual_seed(7)
+    whole = nn.Sequential(nn.Linear(IN, OUT), nn.GELU(), nn.Linear(OUT, IN))
+    torch.manual_seed(7)
+    cut = nn.Sequential(
+        ColumnParallelLinear(IN, OUT, group=group), nn.GELU(), RowParallelLinear(OUT, IN, group=group)
+    )
+    return compare(whole, cut, torch.randn(*TOKENS, IN), group)
+
+
+def embedding(group: dist.ProcessGroup) -> Errors:
+    torch.manual_seed(7)
+    whole = nn.Embedding(VOCABULARY, OUT, padding_idx=12)
+    torch.manual_seed(7)
+    cut = VocabParallelEmbedding(VOCABULARY, OUT, padding_idx=12, group=group)
+    return compare(whole, cut, torch.arange(VOCABULARY).repeat(2, 2), group)
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding with a forward of its own, as several families have."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 3.0
+
+
+def embedding_of_a_subclass(group: dist.ProcessGroup) -> Errors:
+    whole = ScaledEmbedding(VOCABULARY, OUT)
+    return compare(
+        whole,
+        VocabParallelEmbedding.from_embedding(whole, group),
+        torch.arange(VOCABULARY).repeat(3, 1),
+        group,
+    )
+
+
+def gather_then_split(group: dist.ProcessGroup) -> Errors:
+    """Whole in the middle, as between a gathered column-parallel and a splitting row-parallel layer."""
+    x = torch.randn(*TOKENS, OUT, requires_grad=True)
+    own = share(x, group).requires_grad_()
+    y = split_to_group(gather_from_group(own, group).square(), group)
+    x.square().sum().backward()
+    y.sum().backward()
+    return {
+        "output": difference(y, share(x.square(), group)),
+        "gradient": difference(own.grad, share(x.grad, group)),
+    }
+
+
+def copy_then_reduce(group: dist.ProcessGroup) -> Errors:
+    x = torch.randn(*TOKENS, OUT, requires_grad=True)
+    size = dist.get_world_size(group)
+    y = reduce_from_group(copy_to_group(x, group) * (dist.get_rank(group) + 1.0), group)
+    y.sum().backward()
+    factor = size * (size + 1) / 2
+    return {"output": difference(y, x * factor), "gradient": difference(x.grad, torch.full_like(x, factor))}
+
+
+def cross_entropy(group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) -> Errors:
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    logits = (20 * torch.randn(3, 7, VOCABULARY)).to(dtype)
+    labels = torch.randint(VOCABULARY, (3, 7))
+    labels[0, :3] = -100
+    whole = logits.clone().requires_grad_()
+    expected = F.cross_entropy(whole.float().flatten(0, 1), labels.flatten(), reduction="none").view(3, 7)
+    width = -(-VOCABULARY // size)
+    padded = F.pad(
+        logits, (0, width * size - VOCABULARY), value=1e4
+    )  # the padding must not count, whatever it holds
+    own = padded[..., rank * width : (rank + 1) * width].clone().requires_grad_()
+    losses = vocab_parallel_cross_entropy(own, labels, group, VOCABULARY)
+    weights = torch.rand(3, 7)
+    (expected * weights).sum().backward()
+    (losses * weights).sum().backward()
+    assert whole.grad is not None
+    grad = F.pad(whole.grad, (0, width * size - VOCABULARY))[..., rank * width : (rank + 1) * width]
+    return {"loss": difference(losses, expected), "gradient": difference(own.grad, grad)}
+
+
+def cross_entropy_in_bfloat16(group: dist.ProcessGroup) -> Errors:
+    return cross_entropy(group, torch.bfloat16)
+
+
+CASES: dict[str, Callable[[dist.ProcessGroup], Errors]] = {
+    case.__name__: case
+    for case in (
+        column,
+        column_gathered_and_padded,
+        column_transposed,
+        row,
+        row_that_splits_its_input,
+        row_transposed,
+        made_alone,
+        embedding,
+        embedding_of_a_subclass,
+        gather_then_split,
+        copy_then_reduce,
+        cross_entropy,
+        cross_entropy_in_bfloat16,
+    )
+}
+
+
+def run_cases() -> dict[str, dict[int, Errors]]:
+    """What every rank does: every case, in its group of two and in the group of all four."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    groups = {2: pairs[dist.get_rank() // 2], 4: dist.group.WORLD}
+    results: dict[str, dict[int, Errors]] = {}
+    torch.set_default_dtype(torch.float64)
+    for name, case in CASES.items():
+        torch.manual_seed(1)
+        results[name] = {size: case(group) for size, group in groups.items()}
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, dict[int, Errors]]]:
+    return run_ranks(4, run_cases)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_a_cut_layer_gives_what_the_whole_one_gives(results: Any, case: str, size: int) -> None:
+    tolerance = TOLERANCE_F32 if case.startswith("cross_entropy") else TOLERANCE
+    if case.endswith("bfloat16"):
+        tolerance = 2**-8  # one rounding of the gradient
+    for rank, result in enumerate(results):
+        errors = result[case][size]
+        assert errors, f"{case} compared nothing"
+        wrong = {what: error for what, error in errors.items() if not error <= tolerance}
+        assert not wrong, f"{case} on rank {rank} of {size}: {wrong}"
