@@ -72,9 +72,9 @@ class ProcessSet:
             )
         if not self._communicates():
             return tensor[0].clone()
-        part = torch.empty_like(tensor[0])
-        dist.reduce_scatter_tensor(part, tensor.contiguous(), op=op, group=self._group)
-        return part
+        part = tensor.new_empty(tensor[0].numel())
+        dist.reduce_scatter_tensor(part, tensor.reshape(-1), op=op, group=self._group)
+        return part.view(tensor.shape[1:])
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrite `tensor` with that of the member whose rank within the set is `source`, and return it."""
@@ -170,7 +170,7 @@ class ProcessSets:
         try:
             dist.monitored_barrier(self._control, timeout=self._timeout, wait_all_ranks=True)
         except RuntimeError as error:
-            reason = " ".join(str(error).split())
+            reason = str(error).splitlines()[0]
             raise UserError(
                 f"not every rank called {call} within {self._timeout.total_seconds():g} s: {reason}"
             ) from error
