@@ -1,0 +1,272 @@
+"""The shape of the house, read from the sources with the standard library alone, in about a second.
+
+Sizes of files and functions, imports one way and without cycles, no torch where configs are read, the
+environment read in one place, no family of models named in code, no shared mutable state. An exception is a
+line in a table here, with its reason.
+"""
+
+import ast
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = sorted(
+    p
+    for top in ("harness", "models")
+    for p in (ROOT / top).rglob("*.py")
+    if not p.is_relative_to(ROOT / "harness/models")
+)
+SOURCES = PRODUCT + sorted(p for top in ("scripts", "tests") for p in (ROOT / top).rglob("*.py"))
+
+LONGEST_FILE, LONGEST_FUNCTION = 400, 60
+
+LAYERS = ("config", "topology", "parallel", "models", "checkpoint", "training", "train", "cli")
+
+HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
+
+# Who reads the environment, besides harness/topology/env.py, and why.
+ENVIRONMENT_READERS: dict[str, str] = {}
+
+# Names of families that are words of their own as well.
+ORDINARY_WORDS = {"beam", "git", "opt", "flint", "doge", "laguna"}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def module_name(path: Path) -> str:
+    """models/decoder.py is harness.models.decoder: the folder at the top is the package's, by a link."""
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    parts = ["harness", *parts] if parts[0] == "models" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in PRODUCT}
+
+
+def where(path: Path, node: ast.AST) -> str:
+    return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+
+
+def imported(path: Path, nodes: Iterator[ast.AST]) -> Iterator[str]:
+    """Full names of the modules that these nodes import; `from package import module` gives the module."""
+    package = module_name(path).split(".")
+    package = package if path.name == "__init__.py" else package[:-1]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield inner if inner in MODULES else base
+
+
+def at_import(module: ast.Module) -> Iterator[ast.AST]:
+    """The nodes that run when the module is imported: no function bodies, nothing under TYPE_CHECKING."""
+    waiting: list[ast.AST] = [module]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting.extend(node.orelse)
+            continue
+        yield node
+        waiting.extend(ast.iter_child_nodes(node))
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (n for n in ast.walk(tree(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_the_sources_are_found():
+    assert {"harness.parallel.partition", "harness.config.errors", "harness.models"} <= set(MODULES)
+
+
+def test_the_folders_at_the_top_are_the_packages():
+    for name in ("models", "ds_configs"):
+        assert (ROOT / "harness" / name).is_symlink()
+        assert (ROOT / "harness" / name).resolve() == ROOT / name
+
+
+def test_no_file_is_too_long():
+    long = {
+        str(p.relative_to(ROOT)): n for p in SOURCES if (n := len(p.read_text().splitlines())) > LONGEST_FILE
+    }
+    assert long == {}
+
+
+def test_no_function_is_too_long():
+    long = {
+        f"{where(path, f)} {f.name}": f.end_lineno - f.lineno + 1
+        for path in SOURCES
+        for f in functions(path)
+        if f.end_lineno - f.lineno + 1 > LONGEST_FUNCTION
+    }
+    assert long == {}
+
+
+def test_every_module_says_what_it_is_for():
+    assert [
+        str(p.relative_to(ROOT)) for p in SOURCES if tree(p).body and not ast.get_docstring(tree(p))
+    ] == []
+
+
+def test_imports_go_one_way():
+    def layer(module: str) -> int | None:
+        part = module.split(".")[1] if module.startswith("harness.") else ""
+        return LAYERS.index(part) if part in LAYERS else None
+
+    upward = []
+    for name, path in MODULES.items():
+        for target in imported(path, ast.walk(tree(path))):
+            ours, theirs = layer(name), layer(target)
+            if ours is not None and theirs is not None and theirs > ours:
+                upward.append(f"{name} imports {target}")
+    assert upward == []
+
+
+def test_no_import_goes_in_a_circle():
+    graph = {
+        name: {target for target in imported(path, at_import(tree(path))) if target in MODULES} - {name}
+        for name, path in MODULES.items()
+    }
+    while leaves := {name for name, targets in graph.items() if not targets}:
+        graph = {name: targets - leaves for name, targets in graph.items() if name not in leaves}
+    assert graph == {}, "these modules import each other"
+
+
+def test_configs_are_read_without_torch():
+    heavy = [
+        f"{name} imports {target}"
+        for name, path in MODULES.items()
+        if name.startswith("harness.config")
+        for target in imported(path, ast.walk(tree(path)))
+        if target.split(".")[0] in HEAVY
+    ]
+    assert heavy == []
+
+
+def test_the_environment_is_read_in_one_place():
+    readers = {
+        str(path.relative_to(ROOT))
+        for path in PRODUCT
+        for node in ast.walk(tree(path))
+        if (isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "environb"})
+        or (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and any("env" in a.name for a in node.names)
+        )
+    }
+    assert readers - {"harness/topology/env.py"} == set(ENVIRONMENT_READERS)
+
+
+def test_nothing_mutable_is_shared():
+    shared = []
+    for path in PRODUCT:
+        shared += [f"{where(path, n)} global" for n in ast.walk(tree(path)) if isinstance(n, ast.Global)]
+        for node in tree(path).body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(
+                node.value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp
+            ):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+                shared += [
+                    f"{where(path, node)} {n}" for n in names if not n.isupper() and not n.startswith("__")
+                ]
+    assert shared == []
+
+
+def families() -> set[str]:
+    """The causal decoders that transformers knows, without importing it."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).parent / "models/auto/modeling_auto.py"
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+        ):
+            return {pair.elts[0].value for pair in node.value.args[0].elts}
+    raise AssertionError(f"{source} has no list of causal decoders any more")
+
+
+def words(text: str) -> str:
+    """A name or a text as lower-case words between underscores: GPTNeoXBlock2 is _gpt_neo_x_block2_."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", text)
+    return "_" + re.sub(r"[^a-z0-9]+", "_", snake.lower()) + "_"
+
+
+def spoken(module: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+    """Every identifier and every text of the code, docstrings left out: those may give examples."""
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(module)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(module):
+        match node:
+            case ast.Name(id=text) | ast.Attribute(attr=text) | ast.arg(arg=text) | ast.alias(name=text):
+                yield node, text
+            case ast.FunctionDef(name=text) | ast.ClassDef(name=text) | ast.keyword(arg=str(text)):
+                yield node, text
+            case ast.Constant(value=str(text)) if id(node) not in docstrings:
+                yield node, text
+
+
+def test_no_code_names_a_family():
+    names = {words(family) for family in families() - ORDINARY_WORDS}
+    assert len(names) > 150
+    presets = {path.name for path in (ROOT / "models/presets").iterdir()}
+    # one pattern; families are looked for between underscores that neighbours may share
+    pattern = re.compile(
+        "|".join(sorted((re.escape(n[:-1]) + "(?=_)" for n in names), key=len, reverse=True))
+    )
+    named = [
+        f"{where(path, node)} {text[:60]!r}"
+        for path in PRODUCT
+        for node, text in spoken(tree(path))
+        if text not in presets and pattern.search(words(text))
+    ]
+    assert named == []
+
+
+def test_every_json_that_travels_is_json():
+    files = [p for top in ("ds_configs", "models") for p in (ROOT / top).rglob("*.json")]
+    assert len(files) > 10
+    for path in files:
+        assert isinstance(json.loads(path.read_text(encoding="utf-8")), dict), path
+
+
+def test_every_model_preset_is_a_decoder():
+    known = families()
+    for path in (ROOT / "models/presets").iterdir():
+        assert json.loads((path / "config.json").read_text())["model_type"] in known, path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.stem)
+def test_every_preset_is_found_by_its_name_and_passes_check(path):
+    from harness.config import check, load
+
+    assert [str(finding) for finding in check(load(path.stem))] == []
+
+
+@pytest.mark.parametrize(
+    "script", ["scripts/demo", "scripts/test", "scripts/check", "scripts/install", ".ci/run"]
+)
+def test_a_command_can_be_run(script):
+    assert os.access(ROOT / script, os.X_OK)
