@@ -1,0 +1,192 @@
+"""Whole models, cut by their plans: logits, loss and every gradient against the uncut model.
+
+Four ranks are launched once. They cut each family of `CASES`, tiny and random, in groups of two and in one
+group of four (where two key/value heads are fewer than the ranks), run it with gathered and with
+vocabulary-parallel logits, and put the gradients together through the parameters' shards. The norm is counted
+as DeepSpeed counts it.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.parallel.apply import cut
+from harness.parallel.comm import TensorParallel
+from harness.parallel.cross_entropy import vocab_parallel_cross_entropy
+from harness.parallel.plan import plan_for
+from harness.parallel.shard import shard_of
+from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+TOLERANCE = 1e-5  # float32, sums in another order
+PLANS = Path(__file__).resolve().parents[2] / "models" / "plans"
+VOCABULARY = 131  # divides by neither size
+LLAMA_LIKE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+GPT_LIKE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", LLAMA_LIKE),
+    "llama, tied": ("llama", {**LLAMA_LIKE, "tie_word_embeddings": True}),
+    "llama, one key/value head, biases": (
+        "llama",
+        {**LLAMA_LIKE, "num_key_value_heads": 1, "attention_bias": True},
+    ),
+    "llama, no groups": ("llama", {**LLAMA_LIKE, "num_key_value_heads": 4, "mlp_bias": True}),
+    "mistral": ("mistral", {**LLAMA_LIKE, "sliding_window": 5}),
+    "qwen2": ("qwen2", LLAMA_LIKE),
+    "qwen3": ("qwen3", LLAMA_LIKE),
+    "qwen3, tied": ("qwen3", {**LLAMA_LIKE, "tie_word_embeddings": True}),
+    "olmo2": ("olmo2", LLAMA_LIKE),
+    "gemma2": ("gemma2", {**LLAMA_LIKE, "query_pre_attn_scalar": 8}),
+    "gemma3": ("gemma3_text", {**LLAMA_LIKE, "query_pre_attn_scalar": 8}),
+    "phi3": ("phi3", LLAMA_LIKE),
+    "gpt2": ("gpt2", GPT_LIKE),
+    "gpt2, untied": ("gpt2", {**GPT_LIKE, "tie_word_embeddings": False}),
+    "bloom": ("bloom", GPT_LIKE),
+    "bloom, untied": ("bloom", {**GPT_LIKE, "tie_word_embeddings": False}),
+}
+
+
+def tiny(case: str) -> Any:
+    """A random model of the case, biases and norms included, the same on every rank."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, sizes = CASES[case]
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, vocab_size=VOCABULARY, **sizes))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param) * 0.1)
+    return model.eval()
+
+
+def whole_grads(model: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Every gradient, put together through the shards; NaN where no rank, or two owners, hold an element."""
+    grads: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        shard, grad = shard_of(param), param.grad
+        assert grad is not None, f"{name} has no gradient"
+        if shard is None:
+            grads[name] = grad
+            continue
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, (shard, grad), group=group)
+        full, owners = grad.new_zeros(shard.full_shape), grad.new_zeros(shard.full_shape)
+        for part, part_grad in parts:
+            if part.owner:
+                part.put(part_grad, full)
+                part.put(torch.ones_like(part_grad), found := torch.zeros_like(full))
+                owners += found
+        grads[name] = full.masked_fill(owners != 1, float("nan"))
+    return grads
+
+
+def norm_as_deepspeed_counts(model: nn.Module, group: dist.ProcessGroup) -> Tensor:
+    """A parameter counts on a rank where it says `tensor_model_parallel`, and on tensor-parallel rank 0."""
+    first = dist.get_rank(group) == 0
+    counted = [p.grad for p in model.parameters() if first or getattr(p, "tensor_model_parallel", False)]
+    total = sum((g.square().sum() for g in counted if g is not None), torch.zeros(()))
+    dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def spread_over(group: dist.ProcessGroup, model: nn.Module) -> float:
+    """The largest difference of a gradient that all ranks, or the holders of a copy, should have alike."""
+    own = [
+        (name, shard_of(p) and shard_of(p).pieces, p.grad)  # type: ignore[union-attr]
+        for name, p in model.named_parameters()
+    ]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    pairs = [(a, b) for other in everyone for a, b in zip(own, other, strict=True) if a[:2] == b[:2]]
+    return max((a[2] - b[2]).abs().max().item() for a, b in pairs)
+
+
+def compare(case: str, group: dist.ProcessGroup, local_logits: bool) -> dict[str, float]:
+    """The largest differences, each relative to the uncut model's largest value of its kind."""
+    model = tiny(case)
+    part = copy.deepcopy(model)
+    plan = plan_for(part, PLANS)
+    cut(part, "", plan, TensorParallel.of(group), part.config, local_logits=local_logits)
+    ids = torch.randint(VOCABULARY, (3, 9))
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.2, -100)
+
+    logits = model(input_ids=ids, use_cache=False).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    got_logits = part(input_ids=ids, use_cache=False).logits
+    if local_logits:
+        losses = vocab_parallel_cross_entropy(got_logits, labels, group, VOCABULARY)
+        loss = losses.sum() / (labels != -100).sum()
+        first = dist.get_rank(group) * got_logits.shape[-1]
+        logits = logits[..., first : first + got_logits.shape[-1]]
+        got_logits = got_logits[..., : logits.shape[-1]]
+    else:
+        loss = F.cross_entropy(got_logits.flatten(0, 1), labels.flatten())
+    expected.backward()
+    loss.backward()
+
+    grads = whole_grads(part, group)
+    real = {name: param.grad for name, param in model.named_parameters()}
+    assert grads.keys() == real.keys(), "the cut model names its parameters otherwise"
+    scale = max(grad.abs().max() for grad in real.values())
+    norm = torch.stack([grad.norm() for grad in real.values()]).norm()
+    return {
+        "logits": ((got_logits - logits).abs().max() / logits.abs().max()).item(),
+        "loss": ((loss - expected).abs() / expected).item(),
+        # The gradient of a key's bias is zero but for rounding: hence a floor under what it is compared with.
+        **{
+            f"gradient of {name}": (
+                (grads[name] - grad).abs().max() / grad.abs().max().clamp_min(scale / 100)
+            ).item()
+            for name, grad in real.items()
+        },
+        "norm": ((norm_as_deepspeed_counts(part, group) - norm).abs() / norm).item(),
+        "spread over ranks": spread_over(group, part) / scale.item(),
+    }
+
+
+def run_cases() -> dict[tuple[str, int, bool], dict[str, float]]:
+    """What every rank does: every case, in both group sizes, with gathered and with local logits."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    groups = {2: pairs[dist.get_rank() // 2], 4: dist.group.WORLD}
+    results = {}
+    for case in CASES:
+        for size, group in groups.items():
+            for local_logits in (False, True):
+                torch.manual_seed(1)
+                results[case, size, local_logits] = compare(case, group, local_logits)
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> Any:
+    return run_ranks(4, run_cases, timeout_s=240)
+
+
+@pytest.mark.parametrize("local_logits", [False, True], ids=["gathered", "local"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_a_cut_model_is_the_model(results: Any, case: str, size: int, local_logits: bool) -> None:
+    for rank, result in enumerate(results):
+        errors = result[case, size, local_logits]
+        wrong = {what: error for what, error in errors.items() if not error <= TOLERANCE}
+        assert not wrong, f"{case} on rank {rank} of {size}: {wrong}"
