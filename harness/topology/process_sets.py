@@ -108,7 +108,9 @@ class ProcessSets:
         self._groups = groups
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._alone = groups.layout.world_size == 1
-        self._control = None if self._alone else dist.new_group(backend="gloo")
+        # In a monitored barrier rank 0 alone keeps its time-out; the others wait for it by the group's.
+        patience = self._timeout + datetime.timedelta(seconds=2)
+        self._control = None if self._alone else dist.new_group(backend="gloo", timeout=patience)
         self._sets: dict[str, ProcessSet] = {}
         layout, rank = groups.layout, groups.rank
         self._keep("world", range(layout.world_size), groups.world)
