@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.config.errors import UserError
+from harness.training.data.sources import cache_error
 from harness.training.data.tokenizer import ByteTokenizer, Tokenizer, encode_documents, largest_id
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def make_blocks(
 
     What does not fill the last block is dropped. The result is kept in `cache_dir` (default
     HF_DATASETS_CACHE) under a name made from documents, tokenizer and block size, and a second call maps
-    nothing. Raises UserError if `block_size` < 2 or the documents do not fill one block.
+    nothing. Raises UserError if `block_size` < 2, the documents do not fill one block, or the cache cannot be
+    written.
     """
     import datasets
     from datasets import Features, List, Value
@@ -49,19 +51,22 @@ def make_blocks(
         raise UserError(f"--block_size {block_size}: a block of fewer than 2 tokens predicts nothing")
     key = _fingerprint(documents, tokenizer, block_size)
     folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "blocks"
-    folder.mkdir(parents=True, exist_ok=True)
     joiner = BlockJoiner(tokenizer, block_size)
-    blocks = documents.map(
-        joiner,
-        batched=True,
-        batch_size=_DOCUMENTS_AT_ONCE,
-        remove_columns=documents.column_names,
-        features=Features({"input_ids": List(Value(joiner.dtype.name), length=block_size)}),
-        cache_file_name=str(folder / f"{key}.arrow"),
-        load_from_cache_file=True,
-        new_fingerprint=key,
-        desc=f"Cutting text into blocks of {block_size}",
-    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        blocks = documents.map(
+            joiner,
+            batched=True,
+            batch_size=_DOCUMENTS_AT_ONCE,
+            remove_columns=documents.column_names,
+            features=Features({"input_ids": List(Value(joiner.dtype.name), length=block_size)}),
+            cache_file_name=str(folder / f"{key}.arrow"),
+            load_from_cache_file=True,
+            new_fingerprint=key,
+            desc=f"Cutting text into blocks of {block_size}",
+        )
+    except OSError as error:
+        raise cache_error(error, cache_dir) from error
     if not len(blocks):
         total = sum(map(len, encode_documents(tokenizer, documents["text"])))
         raise UserError(
@@ -99,8 +104,8 @@ class BlockJoiner:
 def once_per_host(build: Callable[[], T], *, local_rank: int, barrier: Callable[[], object]) -> T:
     """Let local rank 0 of each host build what is then read from its cache, and the others wait at `barrier`.
 
-    All ranks call it. If the building fails the barrier is still passed, and the others fail in `build` for
-    themselves: an error, never a hang.
+    All ranks call it, and the barrier must have the patience for a long corpus. If the building fails the
+    barrier is still passed, and the others fail in `build` for themselves: an error, never a hang.
     """
     if local_rank != 0:
         barrier()

@@ -1,9 +1,9 @@
 """Where text lies and whether it can be read: the files behind `--train_file`, and documents out of them.
 
 A source is a .txt file (one document), a .jsonl or .parquet file (column `text`, one document a row), a
-directory of such files (searched recursively, sorted by path, hidden ones left out) or "python-stdlib": the
-running Python's standard library. `preflight` needs neither torch nor datasets, so a wrong path is told
-before anything is built.
+directory of such files (searched recursively, links followed, sorted by path, hidden ones left out) or
+"python-stdlib": the running Python's standard library. `preflight` needs neither torch nor datasets, so a
+wrong path is told before anything is built.
 """
 
 from __future__ import annotations
@@ -96,11 +96,24 @@ def read_documents(
             cache_dir=os.fspath(cache_dir) if cache_dir else None,
             gen_kwargs={"stamps": stamps, "version": _FORMAT},
         )
-    except DatasetGenerationError as error:
-        if isinstance(error.__cause__, UserError):
-            raise error.__cause__ from None
-        raise UserError(f"cannot read {source}: {error.__cause__ or error}") from error
+    except (DatasetGenerationError, OSError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, UserError):
+            raise cause from None
+        if isinstance(cause, OSError):  # the reader tells its own as UserError: what fails here is the writer
+            raise cache_error(cause, cache_dir) from error
+        raise
     return documents
+
+
+def cache_error(error: OSError, cache_dir: str | os.PathLike[str] | None) -> UserError:
+    """What to tell where prepared data cannot be written: the disk is full, the directory is not ours."""
+    from datasets.config import HF_DATASETS_CACHE
+
+    place = cache_dir or HF_DATASETS_CACHE
+    return UserError(
+        f"cannot keep prepared data in {place} ({error.strerror or error}): set HF_DATASETS_CACHE"
+    )
 
 
 def hold_out(documents: Dataset, every: int = 20) -> tuple[Dataset, Dataset]:
@@ -133,7 +146,12 @@ def _walk(top: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
         raise UserError(f"cannot list {error.filename}: {error.strerror}") from error
 
     found = []
-    for here, directories, names in os.walk(top, onerror=stop):
+    seen = set()  # links to directories are followed, but no circle of them is
+    for here, directories, names in os.walk(top, onerror=stop, followlinks=True):
+        if (real := os.path.realpath(here)) in seen:
+            directories.clear()
+            continue
+        seen.add(real)
         directories[:] = [d for d in directories if not d.startswith(".") and d not in left_out]
         found += [Path(here, name) for name in names if not name.startswith(".")]
     return sorted(found, key=lambda file: file.relative_to(top).parts)

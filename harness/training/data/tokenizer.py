@@ -151,11 +151,14 @@ def _from_directory(directory: str) -> PreTrainedTokenizerBase:
 
 
 def _is_marked(directory: str) -> bool:
+    """Whether this is a saved bytes tokenizer, and nobody has added tokens to it since."""
     try:
         config = json.loads(Path(directory, "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError):
+        if not isinstance(config, dict) or config.get(_MARK) != BYTES:
+            return False
+        return len(json.loads(Path(directory, "tokenizer.json").read_bytes())["added_tokens"]) == 2
+    except (OSError, ValueError, KeyError, TypeError):
         return False
-    return isinstance(config, dict) and config.get(_MARK) == BYTES
 
 
 def _as_byte_level_bpe(tokenizer: ByteTokenizer):

@@ -12,7 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.config.errors import UserError
+from harness.training.data.blocks import make_blocks
 from harness.training.data.sources import find_files, hold_out, preflight, read_documents
+from harness.training.data.tokenizer import ByteTokenizer
 
 
 @pytest.fixture
@@ -46,6 +48,25 @@ def test_a_directory_is_read_to_the_bottom_sorted_by_path(tmp_path, cache):
         (tmp_path / name).write_text(name)
     (tmp_path / "c.jsonl").write_text('{"text": "row"}\n')
     assert texts(tmp_path, cache) == ["a/b/c.txt", "a/z.txt", "a.txt", "b.txt", "row"]
+
+
+def test_links_are_followed_and_circles_are_not(tmp_path, cache):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.txt").write_text("a")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "shard").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data" / "again").symlink_to(tmp_path / "data")
+    assert texts(tmp_path / "data", cache) == ["a"]
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 20)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot keep prepared data in .*/file .*HF_DATASETS_CACHE"):
+        read_documents(tmp_path / "a.txt", tmp_path / "file")
+    documents = read_documents(tmp_path / "a.txt", tmp_path / "cache")
+    with pytest.raises(UserError, match=r"cannot keep prepared data in .*/file .*HF_DATASETS_CACHE"):
+        make_blocks(documents, ByteTokenizer(), 8, tmp_path / "file")
 
 
 def test_the_standard_library_is_its_sources_without_tests(cache):

@@ -45,6 +45,16 @@ def test_a_saved_bytes_tokenizer_is_found_again(saved):
     assert isinstance(load_tokenizer(None, model_dir=saved), ByteTokenizer)
 
 
+def test_a_saved_bytes_tokenizer_with_added_tokens_is_no_longer_one(theirs, tmp_path):
+    theirs.save_pretrained(tmp_path)
+    assert isinstance(load_tokenizer(str(tmp_path)), ByteTokenizer)
+    grown = AutoTokenizer.from_pretrained(tmp_path)
+    grown.add_tokens(["<|user|>"])
+    grown.save_pretrained(tmp_path)
+    ids = encode_documents(load_tokenizer(str(tmp_path)), ["<|user|>a"])[0]
+    assert ids.tolist() == [258, 97, 256]
+
+
 @pytest.fixture(scope="module")
 def theirs(saved):
     return AutoTokenizer.from_pretrained(saved, local_files_only=True)
