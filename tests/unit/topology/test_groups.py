@@ -38,7 +38,7 @@ def test_sets_are_added_and_removed_in_one_process_too() -> None:
     with pytest.raises(UserError, match="already a process set 'mine'"):
         sets.add("mine", [0])
     sets.remove("mine")
-    with pytest.raises(UserError, match="'mine' .* was removed"):
+    with pytest.raises(UserError, match=r"'mine' .* was removed"):
         mine.barrier()
     with pytest.raises(UserError, match="no process set 'mine': there are world"):
         sets["mine"]
