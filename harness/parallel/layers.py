@@ -248,18 +248,17 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 def sum_gradients(module: nn.Module, names: list[str], reduce: Callable[[Tensor], Tensor]) -> None:
-    """Replace the gradients of `module`'s own parameters `names` by `reduce(gradient)`, before they are
-    accumulated.
+    """Accumulate `reduce(gradient)` instead of the gradients of `module`'s own parameters `names`.
 
     The parameters are looked up at each forward, so that those which take the place of meta tensors are
-    served too.
+    served too; a mark on each, good for that very object, keeps it from being served twice.
     """
 
     def before_forward(owner: nn.Module, _args: Any) -> None:
-        for name in names:
-            param = getattr(owner, name)
-            if param is not None and param.requires_grad and not hasattr(param, "gradient_sum"):
-                param.gradient_sum = param.register_hook(reduce)
+        for name, param in owner.named_parameters(recurse=False):
+            if name in names and param.requires_grad and getattr(param, "summed_id", None) != id(param):
+                param.register_hook(reduce)
+                param.summed_id = id(param)  # type: ignore[attr-defined]
 
     module.register_forward_pre_hook(before_forward)
 

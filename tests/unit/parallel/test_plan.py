@@ -1,0 +1,96 @@
+"""Plans: the model's own, a file's, and what is said where there is none or it cannot be followed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from harness.config.errors import UserError
+from harness.parallel.plan import STYLES, Rule, plan_for, read_plan_file, wildcard
+from harness.parallel.styles import STYLE_FUNCTIONS
+
+PLANS = Path(__file__).resolve().parents[3] / "models" / "plans"
+
+
+def on_meta(model_type: str, **sizes: Any) -> Any:
+    """A tiny model without data."""
+    tiny = {"vocab_size": 131, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**tiny, **sizes}))
+
+
+def test_a_number_becomes_a_wildcard_and_a_digit_in_a_name_does_not() -> None:
+    assert wildcard("model.layers.12.mlp.experts.3.w1") == "model.layers.*.mlp.experts.*.w1"
+
+
+def test_a_family_s_own_plan_is_taken_with_its_embeddings() -> None:
+    plan = plan_for(on_meta("llama"), PLANS)
+    assert plan.rules["model.layers.*.self_attn.o_proj"] == Rule(style="rowwise")
+    assert (plan.head, plan.embedding, plan.splits_head) == ("lm_head", "model.embed_tokens", True)
+    assert plan.rules["model.embed_tokens"].style == "embedding_rowwise"
+
+
+def test_a_family_without_a_plan_is_served_by_a_file() -> None:
+    plan = plan_for(on_meta("gpt2"), PLANS)
+    assert plan.rules["transformer.h.*.attn.c_attn"] == Rule(style="packed_colwise", parts=3)
+    assert plan.attributes["transformer.h.*.attn"] == {"num_heads": "divide", "split_size": "divide"}
+
+
+def test_a_family_without_plan_and_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as told:
+        plan_for(on_meta("gpt2"), tmp_path)
+    assert str(told.value) == (
+        "model type 'gpt2' declares no tensor-parallel plan: set tensor_parallel.autotp_size to 1, "
+        f"or describe how to cut it in {tmp_path / 'gpt2.json'}"
+    )
+
+
+def test_an_unknown_style_is_refused_by_name() -> None:
+    model = on_meta("llama")
+    model._tp_plan = {**model.tp_plan, "model.layers.*.mlp.up_proj": "diagonal"}
+    with pytest.raises(
+        UserError, match=r"'llama' has the style 'diagonal' for model\.layers\.\*\.mlp\.up_proj"
+    ):
+        plan_for(model)
+
+
+def test_tied_embeddings_are_split_alike_even_where_the_plan_names_one() -> None:
+    model = on_meta("llama", tie_word_embeddings=True)
+    model._tp_plan = {name: style for name, style in model.tp_plan.items() if name != "lm_head"}
+    plan = plan_for(model)
+    assert plan.rules["lm_head"].style == "colwise_gather_output"
+    assert plan.rules["model.embed_tokens"].style == "embedding_rowwise"
+
+
+def test_every_style_has_its_function() -> None:
+    assert set(STYLE_FUNCTIONS) == STYLES
+
+
+@pytest.mark.parametrize("path", sorted(PLANS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_name_in_a_plan_file_is_in_the_model(path: Path) -> None:
+    plan = read_plan_file(path)
+    model = on_meta(path.stem)
+    modules = {wildcard(name): module for name, module in model.named_modules()}
+    assert plan.rules.keys() <= modules.keys() | {wildcard(name) for name, _ in model.named_parameters()}
+    for name, attributes in plan.attributes.items():
+        assert all(isinstance(getattr(modules[name], attribute), int) for attribute in attributes)
+    assert plan.inputs.keys() <= modules.keys()
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ("[", "JSONDecodeError"),
+        ({}, "KeyError: 'styles'"),
+        ({"styles": {"a": {"stile": "rowwise"}}}, "TypeError"),
+        ({"styles": {}, "attributes": {"a": {"heads": "halve"}}}, "says 'halve', known is divide"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_told(tmp_path: Path, data: Any, reason: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    with pytest.raises(UserError, match=r"broken\.json is not a tensor-parallel plan: .*" + reason):
+        read_plan_file(path)
