@@ -87,12 +87,14 @@ def dynamic(sets: ProcessSets, rank: int) -> dict[str, Any]:
     odd = sets.add("odd", [7, 1, 3, 5])
     lone = sets.add("lone", [2])
     gathered = odd.all_gather(torch.tensor(rank)).tolist() if odd.included() else None
+    place = odd.rank() if odd.included() else None
     alone = lone.all_reduce(torch.tensor(rank)).item() if lone.included() else None
     sets.remove("odd")
     stale = told(odd.barrier)
     again = sets.add("odd", [0, 1])
     return {
         "gathered": gathered,
+        "place": place,
         "alone": alone,
         "stale": stale,
         "again": again.all_reduce(torch.tensor(1)).item() if again.included() else None,
@@ -188,6 +190,7 @@ def test_collectives_stay_within_the_set(seen: list[dict[str, Any]]) -> None:
 def test_sets_come_and_go_while_running(seen: list[dict[str, Any]]) -> None:
     for rank, got in enumerate(each["dynamic"] for each in seen):
         assert got["gathered"] == ([1, 3, 5, 7] if rank % 2 else None)
+        assert got["place"] == (rank // 2 if rank % 2 else None)
         assert got["alone"] == (2 if rank == 2 else None)
         assert got["again"] == (2 if rank < 2 else None)
         assert "was removed" in got["stale"]

@@ -55,6 +55,15 @@ def test_code_and_plans_move_the_code_digest_and_nothing_else_does(tmp_path: Pat
     assert tree_digest(root) != before
 
 
+def test_the_same_code_has_the_same_digest_in_whatever_order_it_was_written(tmp_path: Path) -> None:
+    names = ["b", "a", "c", "e", "d"]
+    for root, order in (("first", names), ("second", names[::-1])):
+        for name in order:
+            (tmp_path / root / name).mkdir(parents=True)
+            (tmp_path / root / name / "code.py").write_text(name)
+    assert tree_digest(tmp_path / "first") == tree_digest(tmp_path / "second")
+
+
 def test_the_code_version_names_the_release_and_a_digest() -> None:
     release, tree = code_version().rsplit(" ", 1)
     assert release[0].isdigit() and len(bytes.fromhex(tree)) == 32

@@ -49,6 +49,7 @@ def test_without_a_launcher_a_process_is_alone_and_exports_a_free_port() -> None
     assert alone == LaunchEnv() and not alone.launched
     environ: dict[str, str] = {"MASTER_PORT": "1"}
     alone.export(environ)
+    assert int(environ["MASTER_PORT"]) > 1
     with socket.socket() as server:
         server.bind((environ["MASTER_ADDR"], int(environ["MASTER_PORT"])))
     again = LaunchEnv.from_environ(environ)
