@@ -57,11 +57,15 @@ def test_class_labels_are_left_alone():
     assert [batch.rows for batch in batches] == [2, 1]
 
 
-def test_labels_of_the_data_set_are_not_written_to():
-    ids = torch.arange(6).view(3, 2)
-    dataset = [{"input_ids": row, "labels": row} for row in ids]
-    list(evaluation_batches(dataset, 2))
-    assert ids.tolist() == [[0, 1], [2, 3], [4, 5]]
+def test_a_collator_whose_labels_are_its_ids_keeps_its_ids():
+    def one_tensor_for_both(samples):
+        ids = torch.tensor([sample["input_ids"] for sample in samples])
+        return ids, ids
+
+    dataset = [{"input_ids": [i, i]} for i in range(3)]
+    *_, last = evaluation_batches(dataset, 2, data_collator=one_tensor_for_both)
+    assert last.inputs.tolist() == [[2, 2], [1, 1]]
+    assert last.labels.tolist() == [[2, 2], [-100, -100]]
 
 
 def test_an_abandoned_evaluation_can_be_repeated():
