@@ -2,3 +2,27 @@
 
 Importing this package imports neither torch nor deepspeed; `Trainer` and its companions are loaded on first use.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness.config.errors import UserError as UserError
+    from harness.training.arguments import TrainingArguments as TrainingArguments
+    from harness.training.callbacks import TrainerCallback as TrainerCallback
+    from harness.training.trainer import Trainer as Trainer
+
+_HOMES = {
+    "Trainer": "harness.training.trainer",
+    "TrainerCallback": "harness.training.callbacks",
+    "TrainingArguments": "harness.training.arguments",
+    "UserError": "harness.config.errors",
+}
+
+__all__ = ["Trainer", "TrainerCallback", "TrainingArguments", "UserError"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'harness' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

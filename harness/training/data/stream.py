@@ -67,16 +67,15 @@ class BatchStream:
         """Passes through the data so far."""
         return self.consumed / self.n
 
-    def next_step(self) -> list[MicroBatch]:
-        """This coordinate's micro-batches of the next step, each (inputs, labels); the stream moves on."""
+    def next_step(self, *, read: bool = True) -> list[MicroBatch]:
+        """This coordinate's micro-batches of the next step, (inputs, labels) each, and go on to the step after.
+
+        With `read` false none is read: for a rank that needs neither inputs nor labels.
+        """
         indices = batch_indices(self.consumed, self.global_batch, self.n, self.seed, self._order)
         mine = indices.reshape(self.accumulation, self.data_size, self.micro_batch)[:, self.data_rank]
-        self.skip_step()
-        return [read_micro_batch(self.dataset, rows, self.collator) for rows in mine.tolist()]
-
-    def skip_step(self) -> None:
-        """Go on by one step without reading: for a rank that needs neither inputs nor labels."""
         self.consumed += self.global_batch
+        return [read_micro_batch(self.dataset, rows, self.collator) for rows in mine.tolist()] if read else []
 
 
 def dataset_length(dataset: Any) -> int:

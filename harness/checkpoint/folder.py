@@ -1,0 +1,124 @@
+"""The checkpoints of a run as folders: `output_dir/checkpoint-STEP`, whole as soon as they have that name.
+
+A checkpoint is written under another name and renamed at the end, so a process that is killed half-way leaves no
+folder that looks like a checkpoint. Importing this needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from harness.config.errors import UserError
+
+NAME = re.compile(r"checkpoint-(\d+)")
+STATE = "trainer_state.json"
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a run stood when it was saved.
+
+    Attributes:
+        step: optimizer steps done.
+        consumed_samples: samples seen by all ranks together.
+        layout: as `Layout` prints it.
+        zero_stage: 0 to 3.
+    """
+
+    step: int
+    consumed_samples: int
+    layout: str
+    zero_stage: int
+
+
+def partial_name(step: int) -> str:
+    """The folder's name while it is written."""
+    return f"writing-checkpoint-{step}"
+
+
+def finished_name(step: int) -> str:
+    """The folder's name once it is whole."""
+    return f"checkpoint-{step}"
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    found = []
+    for path in output_dir.glob("checkpoint-*"):
+        match = NAME.fullmatch(path.name)
+        if match and (path / STATE).is_file():
+            found.append((int(match.group(1)), path))
+    return [path for _, path in sorted(found)]
+
+
+def find_resume(output_dir: Path, wanted: str | None) -> Path | None:
+    """The checkpoint that `--resume_from_checkpoint` means, None for a fresh start.
+
+    Raises UserError if a named checkpoint is not whole, or a fresh start would overwrite a run.
+    """
+    if wanted == "auto":
+        found = checkpoints(output_dir)
+        return found[-1] if found else None
+    if wanted is not None:
+        if not (Path(wanted) / STATE).is_file():
+            raise UserError(f"--resume_from_checkpoint {wanted}: no whole checkpoint there ({STATE} is missing)")
+        return Path(wanted)
+    if (output_dir / METRICS).exists() or checkpoints(output_dir):
+        raise UserError(
+            f"--output_dir {output_dir} already holds a run: give another directory, "
+            "or --resume_from_checkpoint auto to go on with it"
+        )
+    return None
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """What a checkpoint says of itself; UserError if it cannot be read."""
+    path = checkpoint / STATE
+    try:
+        return Progress(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+
+
+def finish(output_dir: Path, progress: Progress) -> Path:
+    """Give a checkpoint whose files are all written its name; called by one rank, after the others are done."""
+    partial = output_dir / partial_name(progress.step)
+    final = output_dir / finished_name(progress.step)
+    (partial / STATE).write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
+    _sync(partial)
+    if final.exists():
+        shutil.rmtree(final)
+    partial.rename(final)
+    _sync_folder(output_dir)
+    return final
+
+
+def prune(output_dir: Path, keep: int | None) -> None:
+    """Remove all but the newest `keep` checkpoints (None: keep all), and what unfinished saves have left."""
+    for path in checkpoints(output_dir)[: -keep if keep else None] if keep else []:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in output_dir.glob("writing-checkpoint-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the files of a folder are on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,60 @@
+"""Save and load what DeepSpeed's engine holds, with the random-number states beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from harness.checkpoint.folder import Progress, finish, partial_name, prune, read_progress
+from harness.config.errors import UserError
+
+
+def save(engine: DeepSpeedEngine, output_dir: Path, progress: Progress, keep: int | None) -> Path:
+    """Write a checkpoint; all ranks call it. Returns its directory.
+
+    Args:
+        keep: how many newest checkpoints remain; None for all.
+    """
+    tag = partial_name(progress.step)
+    engine.save_checkpoint(str(output_dir), tag=tag, save_latest=False)
+    rank = dist.get_rank()
+    torch.save(_random_state(), output_dir / tag / f"random_state_{rank}.pt")
+    dist.barrier()
+    if rank == 0:
+        finish(output_dir, progress)
+        prune(output_dir, keep)
+    dist.barrier()
+    return output_dir / f"checkpoint-{progress.step}"
+
+
+def load(engine: DeepSpeedEngine, checkpoint: Path, layout: str, zero_stage: int) -> Progress:
+    """Load a checkpoint into the engine; all ranks call it. UserError if it was saved in another layout."""
+    progress = read_progress(checkpoint)
+    if (progress.layout, progress.zero_stage) != (layout, zero_stage):
+        raise UserError(
+            f"{checkpoint} was saved by {progress.layout} with ZeRO-{progress.zero_stage}, this run is {layout} with "
+            f"ZeRO-{zero_stage}: resume it in the layout that it was saved in"
+        )
+    path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    if path is None:
+        raise UserError(f"{checkpoint}: DeepSpeed finds no state of this rank in it")
+    random_state = checkpoint / f"random_state_{dist.get_rank()}.pt"
+    _set_random_state(torch.load(random_state, weights_only=True))
+    return progress
+
+
+def _random_state() -> dict[str, Any]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

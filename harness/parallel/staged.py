@@ -1,0 +1,187 @@
+"""A list of layers as DeepSpeed runs it: cut into pipeline stages, or whole on every rank for ZeRO-2 and ZeRO-3.
+
+Both forms build only the layers of their own stage, name a parameter `<index of its layer>.<name in the layer>`
+and tie weights alike, so that a checkpoint of one can be read by the other. Layers are what DeepSpeed's
+PipelineModule takes: LayerSpec, TiedLayerSpec, modules, functions; the output of one is the input of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+
+from harness.topology.layout import Layout
+
+Layer = LayerSpec | nn.Module | Callable[..., Any]
+
+
+def deepspeed_topology(layout: Layout) -> PipeModelDataParallelTopology:
+    """The layout as DeepSpeed names it; ranks are numbered alike."""
+    return PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data)
+
+
+class TiedWeights(nn.Module):
+    """The parameters that one tied layer shares with its namesakes, and nothing else of it."""
+
+    def __init__(self, owner: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        for index, name in enumerate(names):
+            self.register_parameter(str(index), owner.get_parameter(name))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the shared parameters in this holder, in the order of the spec."""
+        return list(self._parameters)
+
+
+@dataclass(frozen=True)
+class BuiltLayers:
+    """The layers of one stage.
+
+    Attributes:
+        calls: what the forward calls, in order.
+        modules: pipeline index -> module, to be registered under that index; a module that two specs share is there once.
+        tied: key -> the parameters shared under that key on this stage.
+    """
+
+    calls: list[Callable[..., Any]] = field(default_factory=list)
+    modules: dict[int, nn.Module] = field(default_factory=dict)
+    tied: dict[str, TiedWeights] = field(default_factory=dict)
+
+
+def build_layers(layers: Sequence[Layer], start: int, stop: int, seed: int) -> BuiltLayers:
+    """Build layers `start` to `stop` - 1; the random numbers of each depend on `seed` and its index alone.
+
+    Two TiedLayerSpecs of one key and one type are one module, called twice. Of two types they are two modules
+    whose tied parameters are one: the spec's `tied_weight_attr` names them in each.
+    """
+    built = BuiltLayers()
+    owners: dict[str, nn.Module] = {}
+    for index in range(start, stop):
+        layer = layers[index]
+        torch.manual_seed(seed + index)
+        if isinstance(layer, TiedLayerSpec):
+            module = _build_tied(layer, index, owners, built)
+            built.calls.append(partial(layer.forward_fn, module) if layer.forward_fn else module)
+        elif isinstance(layer, (LayerSpec, nn.Module)):
+            module = layer.build() if isinstance(layer, LayerSpec) else layer
+            built.modules[index] = module
+            built.calls.append(module)
+        else:
+            built.calls.append(layer)
+    return built
+
+
+def _build_tied(spec: TiedLayerSpec, index: int, owners: dict[str, nn.Module], built: BuiltLayers) -> nn.Module:
+    owner = owners.get(spec.key)
+    if owner is not None and type(owner) is spec.typename:
+        return owner
+    module = spec.build()
+    built.modules[index] = module
+    if owner is None:
+        owners[spec.key] = module
+        built.tied[spec.key] = TiedWeights(module, spec.tied_weight_attr)
+    else:
+        for shared, name in zip(built.tied[spec.key].parameters(), spec.tied_weight_attr, strict=True):
+            path, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(path), leaf, shared)
+    return module
+
+
+def is_recomputed(layers: Sequence[Any]) -> bool:
+    """Whether activation checkpointing applies to these layers: a layer's own `recompute`, else if it has parameters."""
+    modules = [layer for layer in layers if isinstance(layer, nn.Module)]
+    return any(getattr(module, "recompute", any(True for _ in module.parameters())) for module in modules)
+
+
+class StagedModule(PipelineModule):
+    """DeepSpeed's PipelineModule with the stage boundaries given, and names and ties as the module's docstring says.
+
+    Args:
+        layers: the whole model's layers; only those of this rank's stage are built.
+        layout: pipeline x data x tensor sizes.
+        boundaries: stage i holds layers boundaries[i] to boundaries[i + 1] - 1.
+        loss_fn: loss of one micro-batch, `loss_fn(outputs, labels)`.
+        checkpoint_interval: layers between stored activations; 0 stores all.
+        seed: of the layers' initial weights.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        *,
+        layout: Layout,
+        boundaries: Sequence[int],
+        loss_fn: Callable[..., Any],
+        checkpoint_interval: int,
+        seed: int,
+    ) -> None:
+        self.__dict__["_boundaries"] = list(boundaries)  # read by _partition_layers before nn.Module is set up
+        super().__init__(
+            layers,
+            topology=deepspeed_topology(layout),
+            loss_fn=loss_fn,
+            activation_checkpoint_interval=checkpoint_interval,
+            base_seed=seed,
+        )
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        self.parts = self.__dict__["_boundaries"]
+        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
+
+    def _build(self) -> None:
+        built = build_layers(self._layer_specs, self._local_start, self._local_stop, self.base_seed)
+        self.forward_funcs = built.calls
+        for position, module in enumerate(built.modules.values()):
+            self.fwd_map[str(position)] = position
+        for index, module in built.modules.items():
+            self.add_module(str(index), module)
+        # Not registered: the parameters keep their layer's name. DeepSpeed leaves everything in here out of the
+        # gradient norm on all stages but the first, so it must be the shared parameters alone.
+        del self.tied_modules
+        self.__dict__["tied_modules"] = built.tied
+        self.tied_weight_attrs = {key: weights.names for key, weights in built.tied.items()}
+
+    def _is_checkpointable(self, funcs: Sequence[Any]) -> bool:
+        return is_recomputed(funcs)
+
+
+class LayerSequence(nn.Module):
+    """All layers on every rank, one after the other, for engines without a pipeline (ZeRO-2, ZeRO-3).
+
+    Args:
+        layers: the whole model's layers.
+        checkpoint_interval: layers between stored activations; 0 stores all.
+        seed: of the layers' initial weights.
+    """
+
+    def __init__(self, layers: Sequence[Layer], *, checkpoint_interval: int, seed: int) -> None:
+        super().__init__()
+        built = build_layers(layers, 0, len(layers), seed)
+        self.calls = built.calls
+        for index, module in built.modules.items():
+            self.add_module(str(index), module)
+        step = checkpoint_interval or len(layers)
+        self._blocks = [self.calls[start : start + step] for start in range(0, len(layers), step)]
+        self._recomputed = [checkpoint_interval > 0 and is_recomputed(block) for block in self._blocks]
+
+    def forward(self, inputs: Any) -> Any:
+        """The last layer's output."""
+        for block, recomputed in zip(self._blocks, self._recomputed, strict=True):
+            run = partial(_run_block, block)
+            inputs = checkpointing.non_reentrant_checkpoint(run, inputs) if recomputed and self.training else run(inputs)
+        return inputs
+
+
+def _run_block(block: Sequence[Callable[..., Any]], inputs: Any) -> Any:
+    for layer in block:
+        inputs = layer(inputs)
+    return inputs

@@ -1,0 +1,111 @@
+"""The training script: `deepspeed scripts/train.py ...`, `deepspeed --module harness.train ...`, or plain `python`.
+
+Everything that can be refused is refused before torch is imported. An error is one line on standard error: the rank
+that caused it speaks, ranks that merely lost their peer wait for it to have spoken, tracebacks go to the rank's log.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.config.errors import ConfigError, UserError
+from harness.topology.env import LaunchEnv
+from harness.training.arguments import TrainingArguments, parse
+from harness.training.console import Console, plain_console, quiet
+from harness.training.preflight import ScriptArguments, check_before_start
+
+if TYPE_CHECKING:
+    from harness.training.trainer import Trainer
+
+DESCRIPTION = "Train a HuggingFace decoder in the layout of a DeepSpeed JSON config."
+EXAMPLE = """example:
+  deepspeed --num_accelerators 2 scripts/train.py --deepspeed_config ds_configs/pipeline_checkpointing.json \\
+      --max_steps 200 --learning_rate 3e-3 --output_dir runs/first"""
+GRACE_S = 6.0  # longer than the launcher takes to see that a rank has ended and to stop the others
+LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket", "nccl", "timed out")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script with these arguments; returns the exit code."""
+    console = plain_console(0)
+    rank = 0
+    try:
+        env = LaunchEnv.from_environ(os.environ)
+        rank = env.rank
+        script, args = parse([ScriptArguments, TrainingArguments], argv, "train.py", DESCRIPTION, EXAMPLE)
+        check_before_start(script, args, env)
+        with quiet(Path(args.output_dir) / "logs" / f"rank_{rank}.log", rank) as console:
+            return _guarded(script, args, env, console)
+    except UserError as error:
+        _tell(console, rank, error)
+        return 1
+
+
+def run(script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, console: Console) -> None:
+    """Read the data, train, evaluate, export."""
+    from harness.training.text import text_datasets
+    from harness.training.trainer import Trainer
+
+    console.say(f"preparing {script.model_name_or_path} and {script.train_file}")
+    data = text_datasets(script, args, env)
+    trainer = Trainer(
+        model=script.model_name_or_path,
+        args=args,
+        train_dataset=data.train,
+        eval_dataset=data.evaluation,
+        processing_class=data.tokenizer,
+        console=console,
+    )
+    trainer.train()
+    directory = trainer.save_model()
+    console.say(f"the model is in {directory}, the metrics in {directory / 'metrics.jsonl'}")
+    _shut_down(trainer)
+
+
+def _guarded(script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, console: Console) -> int:
+    try:
+        run(script, args, env, console)
+    except KeyboardInterrupt:
+        return 130
+    except BaseException as error:
+        traceback.print_exc()  # into this rank's log
+        _tell(console, env.rank, error)
+        sys.stderr.flush()
+        os._exit(1)  # a process group whose peers are gone may hang when it is torn down
+    return 0
+
+
+def _tell(console: Console, rank: int, error: BaseException) -> None:
+    """One line for the user, by the rank that knows the cause."""
+    if isinstance(error, UserError):
+        if rank > 0:  # usually every rank finds the same: rank 0 tells it, and the launcher ends the others
+            time.sleep(GRACE_S)
+        lines = [str(found) for found in error.diagnostics] if isinstance(error, ConfigError) else [str(error)]
+        for line in lines:
+            console.fail(line)
+        return
+    text = f"{type(error).__name__}: {error}".strip()
+    if any(sign in text.lower() for sign in LOST_PEER):
+        time.sleep(GRACE_S)
+        text = f"lost contact with another rank ({text.splitlines()[0]})"
+    console.fail(f"rank {rank}: {text.splitlines()[0]}; the traceback is in {console.log}")
+
+
+def _shut_down(trainer: Trainer) -> None:
+    """Leave the process group together, so that no rank sees its peers vanish."""
+    import torch.distributed as dist
+
+    engine: Any = trainer.engine.deepspeed
+    engine.destroy()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

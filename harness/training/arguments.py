@@ -1,0 +1,134 @@
+"""The arguments of a run, named and defaulted as in HuggingFace's TrainingArguments and run_clm.py.
+
+A dataclass is the one list of flags: the command line is made from it. Neither torch nor transformers is imported,
+so that a wrong argument is told at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, NoReturn, TypeVar, get_type_hints
+
+from harness.config import AutoValues
+from harness.config.errors import UserError
+
+T = TypeVar("T")
+
+
+def _flag(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(kw_only=True)
+class TrainingArguments:
+    """How to train. Where the DeepSpeed JSON says "auto", or nothing, the value comes from here."""
+
+    deepspeed_config: str | Mapping[str, Any] | None = _flag(None, "DeepSpeed JSON: a file or a preset's name")
+    output_dir: str = _flag("runs/default", "where checkpoints, metrics and the trained model go")
+    resume_from_checkpoint: str | None = _flag(None, "auto: the newest whole checkpoint in output_dir; or a checkpoint's path")
+    max_steps: int = _flag(-1, "optimizer steps; -1: as many as num_train_epochs take")
+    num_train_epochs: float = _flag(3.0, "passes through the data, unless max_steps is given")
+    per_device_train_batch_size: int = _flag(8, "samples of a micro-batch")
+    per_device_eval_batch_size: int | None = _flag(None, "samples of an evaluation micro-batch; default: as in training")
+    gradient_accumulation_steps: int = _flag(1, "micro-batches a step on each data-parallel rank")
+    learning_rate: float = _flag(5e-5, "peak learning rate")
+    lr_scheduler_type: str = _flag("linear", "linear, cosine, constant, constant_with_warmup, ... as in transformers")
+    warmup_steps: float = _flag(0, "steps of linear warm-up; below 1: the fraction of all steps")
+    weight_decay: float = _flag(0.0, "AdamW's decay of matrices; biases and norms are not decayed")
+    adam_beta1: float = _flag(0.9, "AdamW's beta1")
+    adam_beta2: float = _flag(0.999, "AdamW's beta2")
+    adam_epsilon: float = _flag(1e-8, "AdamW's epsilon")
+    max_grad_norm: float = _flag(1.0, "gradients are clipped to this norm; 0: not clipped")
+    bf16: bool = _flag(False, "train in bfloat16")
+    fp16: bool = _flag(False, "train in float16 with loss scaling")
+    seed: int = _flag(42, "of initial weights, sample order and dropout")
+    logging_steps: int = _flag(500, "steps between log events")
+    eval_steps: int | None = _flag(None, "steps between evaluations; absent: none during training")
+    save_steps: int = _flag(500, "steps between checkpoints, and one at the end; 0: no checkpoints")
+    save_total_limit: int | None = _flag(None, "keep this many newest checkpoints; absent: all")
+    report_to: str = _flag("none", "none, or a comma-separated list of tensorboard, wandb, csv")
+    pipeline_parallel_size: int | None = _flag(None, "pipeline stages; overrides pipeline.stages")
+    tensor_parallel_size: int | None = _flag(None, "tensor-parallel ranks; overrides tensor_parallel.autotp_size")
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_steps", -1), ("logging_steps", 1), ("save_steps", 0), ("warmup_steps", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"--{name} {getattr(self, name)}: must be at least {least}")
+        for name in ("eval_steps", "save_total_limit", "per_device_train_batch_size", "per_device_eval_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"--{name} {value}: must be at least 1")
+        unknown = set(self.reporters()) - {"tensorboard", "wandb", "csv"}
+        if unknown:
+            raise UserError(f"--report_to {self.report_to}: {sorted(unknown)[0]} is none of tensorboard, wandb, csv, none")
+
+    def reporters(self) -> list[str]:
+        """The monitors that `report_to` names."""
+        return [name.strip() for name in self.report_to.split(",") if name.strip() not in ("", "none")]
+
+    def warmup(self, max_steps: int) -> int:
+        """Steps of warm-up in a run of `max_steps`."""
+        return int(self.warmup_steps if self.warmup_steps >= 1 else self.warmup_steps * max_steps)
+
+    def auto_values(self, *, world_size: int, max_steps: int, hidden_size: int | None = None) -> AutoValues:
+        """What the arguments say about the config's "auto"s. An argument that is not at its default counts as given."""
+        shared = {item.name for item in fields(AutoValues)} & {item.name for item in fields(self)}
+        given = {item.name for item in fields(self) if getattr(self, item.name) != item.default}
+        values = {name: getattr(self, name) for name in shared}
+        values.update(max_steps=max_steps, warmup_steps=self.warmup(max_steps))
+        return AutoValues(**values, world_size=world_size, hidden_size=hidden_size, given=frozenset(given & shared))
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are UserErrors: one line, no usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
+    """Add a flag for each field of a dataclass: its type, default and the `help` of its metadata."""
+    hints = get_type_hints(kind)
+    for item in fields(kind):
+        default = None if item.default is MISSING else item.default
+        text = item.metadata["help"].replace("%", "%%")
+        suffix = "" if default is None else f" (default: {default})"
+        convert = _converter(hints[item.name])
+        extra: dict[str, Any] = {"nargs": "?", "const": True} if convert is _boolean else {}
+        parser.add_argument(
+            f"--{item.name}", type=convert, default=argparse.SUPPRESS, help=text + suffix, metavar=item.name.upper(), **extra
+        )
+
+
+def parse(kinds: Sequence[type[T]], argv: Sequence[str] | None, prog: str, description: str, epilog: str) -> list[T]:
+    """Parse `argv` into one instance of each dataclass; UserError for what cannot be parsed."""
+    parser = Parser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    for kind in kinds:
+        add_flags(parser, kind)
+    given = vars(parser.parse_args(argv))
+    return [kind(**{item.name: given[item.name] for item in fields(kind) if item.name in given}) for kind in kinds]  # type: ignore[arg-type]
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in ("true", "1", "yes"):
+        return True
+    if text.lower() in ("false", "0", "no"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+def _converter(hint: Any) -> Any:
+    names = str(hint)
+    for kind, convert in (("bool", _boolean), ("float", float), ("int", int)):
+        if kind in names or hint is convert:
+            return convert
+    return str

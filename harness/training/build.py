@@ -1,0 +1,142 @@
+"""From a resolved config and a list of layers to an engine that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+from torch import nn
+
+from harness.config import Resolved
+from harness.parallel.staged import Layer, LayerSequence, StagedModule, deepspeed_topology
+from harness.topology.groups import Groups
+from harness.training.arguments import TrainingArguments
+from harness.training.clipping import clip_and_keep_norm
+from harness.training.engine import Engine, PipelineStages, WholeModel
+from harness.training.losses import Loss
+from harness.training.optimizer import adamw, parameter_groups, schedule
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv": "csv_monitor"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where an engine is built: the run's arguments and config, and this rank's place and device."""
+
+    args: TrainingArguments
+    resolved: Resolved
+    groups: Groups
+    device: torch.device
+    max_steps: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return DTYPES[self.resolved.precision]
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether DeepSpeed's pipeline engine drives the run; ZeRO-2 and ZeRO-3 exclude it."""
+        return self.resolved.zero_stage < 2
+
+
+def build_engine(setting: Setting, layers: Sequence[Layer], boundaries: Sequence[int], loss: Loss) -> Engine:
+    """Build this rank's layers and the DeepSpeed engine around them; all ranks call it together."""
+    config = deepspeed_config(setting)
+    interval = setting.resolved.activation_checkpoint_interval
+    grid = None
+    if setting.is_pipeline:
+        module: nn.Module = StagedModule(
+            layers,
+            layout=setting.groups.layout,
+            boundaries=boundaries,
+            loss_fn=loss,
+            checkpoint_interval=interval,
+            seed=setting.args.seed,
+        )
+    else:
+        grid = PipelineParallelGrid(topology=deepspeed_topology(setting.groups.layout), process_group=dist.group.WORLD)
+        module = LayerSequence(layers, checkpoint_interval=interval, seed=setting.args.seed)
+    _configure_checkpointing(setting)
+    groups = parameter_groups(module.parameters(), setting.args.weight_decay)
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        model_parameters=groups,
+        optimizer=None if "optimizer" in config else adamw(groups, setting.args),
+        lr_scheduler=None if "scheduler" in config else schedule(setting.args, setting.max_steps),
+        mpu=grid,
+        config=config,
+        dist_init_required=False,
+    )
+    if setting.resolved.zero_stage == 0 and setting.resolved.precision == "fp32":
+        clip_and_keep_norm(engine, setting.groups)
+    torch.manual_seed(setting.args.seed + setting.groups.coordinate.data + 1000 * setting.groups.coordinate.stage)
+    kind = PipelineStages if setting.is_pipeline else WholeModel
+    return kind(engine, setting.groups, loss, setting.device)
+
+
+class _TensorUnit:
+    """The tensor-parallel group by the names under which DeepSpeed's activation checkpointing asks for it."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.get_tensor_model_parallel_rank = lambda: groups.coordinate.tensor
+        self.get_tensor_model_parallel_world_size = lambda: groups.layout.tensor
+        self.get_tensor_model_parallel_group = lambda: groups.tensor
+
+
+def _configure_checkpointing(setting: Setting) -> None:
+    """Hand the section `activation_checkpointing` to DeepSpeed; only tensor-parallel ranks can share activations."""
+    section = setting.resolved.config.get("activation_checkpointing", {})
+    checkpointing.configure(
+        _TensorUnit(setting.groups),
+        partition_activations=section.get("partition_activations", False) and setting.groups.tensor is not None,
+        contiguous_checkpointing=section.get("contiguous_memory_optimization", False),
+        num_checkpoints=section.get("number_checkpoints"),
+        checkpoint_in_cpu=section.get("cpu_checkpointing", False),
+        synchronize=section.get("synchronize_checkpoint_boundary", False),
+        profile=section.get("profile", False),
+    )
+
+
+def layer_finisher(setting: Setting) -> Callable[[nn.Module], None]:
+    """What is done with each layer once it has its weights: under ZeRO-3 its parameters are spread over the data group."""
+    if setting.resolved.zero_stage < 3:
+        return lambda layer: None
+    config = deepspeed_config(setting)
+
+    def partition(layer: nn.Module) -> None:
+        deepspeed.zero.Init(
+            module=layer,
+            data_parallel_group=setting.groups.data or dist.new_group([dist.get_rank()]),
+            config_dict_or_path=config,
+            dtype=setting.dtype,
+        )
+
+    return partition
+
+
+def deepspeed_config(setting: Setting) -> dict[str, Any]:
+    """The resolved config as DeepSpeed gets it."""
+    config = dict(setting.resolved.config)
+    config.setdefault("steps_per_print", 2**31)  # the harness has its own metrics
+    config["zero_allow_untested_optimizer"] = True
+    # torch's fused AdamW serves offloaded parameters too; DeepSpeed's own would have to be compiled first
+    config.setdefault("zero_force_ds_cpu_optimizer", False)
+    optimizer = config.get("optimizer", {})
+    if setting.device.type == "cpu" and optimizer.get("type", "").lower() in ("adam", "adamw"):
+        params = {"torch_adam": True, **optimizer.get("params", {})}
+        config["optimizer"] = {**optimizer, "params": params}
+    for name in setting.args.reporters():
+        place = {"enabled": True, "output_path": str(Path(setting.args.output_dir) / name), "job_name": "run"}
+        if name == "wandb":
+            place = {"enabled": True, "project": Path(setting.args.output_dir).name}
+        config[MONITORS[name]] = {**place, **config.get(MONITORS[name], {}), "enabled": True}
+    return config

@@ -1,0 +1,92 @@
+"""What can happen at the usual moments of a run, shaped as HuggingFace's TrainerCallback.
+
+Callbacks are called on every rank. What they ask for through `TrainerControl` is agreed over all ranks before it is
+done: if one rank's callback asks, all ranks act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from harness.training.arguments import TrainingArguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step, as `metrics.jsonl` holds it.
+
+    Attributes:
+        loss: mean over the valid labels of the global batch.
+        grad_norm: global norm before clipping; None where an overflow left none.
+        learning_rate: the rate this step used.
+        tokens_per_second: of the whole run, all ranks together (samples for a model without tokens).
+        consumed_samples: all samples the run has seen, this step's included.
+        epoch: consumed samples as passes through the data.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    learning_rate: float
+    tokens_per_second: float
+    step_seconds: float
+    consumed_samples: int
+    epoch: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as it is written."""
+        return asdict(self)
+
+
+@dataclass
+class TrainerState:
+    """Where the run stands."""
+
+    global_step: int = 0
+    max_steps: int = 0
+    epoch: float = 0.0
+    consumed_samples: int = 0
+    is_world_process_zero: bool = True
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class TrainerControl:
+    """What a callback may ask for; reset after it was done."""
+
+    should_training_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+
+
+class TrainerCallback:
+    """Override what you need. Keyword arguments: `trainer`, and `record`, `metrics` or `checkpoint` where they fit."""
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Before the first step."""
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Before each step."""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After each step; `record` is its StepRecord."""
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Every `logging_steps` and after an evaluation; `logs` is a dict."""
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After an evaluation; `metrics` holds eval_loss and more."""
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After a checkpoint was written; `checkpoint` is its directory."""
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After the last step."""
+
+
+def call(callbacks: Sequence[TrainerCallback], moment: str, trainer: Any, **kwargs: Any) -> None:
+    """Call the method `moment` of every callback, in order."""
+    for callback in callbacks:
+        getattr(callback, moment)(trainer.args, trainer.state, trainer.control, trainer=trainer, **kwargs)

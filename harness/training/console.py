@@ -1,0 +1,97 @@
+"""Who speaks, and where the chatter goes.
+
+Rank 0 speaks to the user on standard output; an error is one line on standard error. Under `quiet` everything else
+that a process prints (DeepSpeed's, torch's and the compiler's words, from C++ too) goes to a file of its rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Console:
+    """The way to the user.
+
+    Attributes:
+        out: where rank 0 speaks.
+        error: where an error goes.
+        speaks: whether this rank speaks at all.
+        log: this rank's log file, if its chatter was sent there.
+    """
+
+    out: TextIO
+    error: TextIO
+    speaks: bool
+    log: Path | None = None
+
+    def say(self, text: str = "") -> None:
+        """Print a line, on rank 0."""
+        if self.speaks:
+            print(text, file=self.out, flush=True)
+
+    def warn(self, text: str) -> None:
+        """Print a warning, on rank 0."""
+        self.say(f"warning: {text}")
+
+    def fail(self, text: str) -> None:
+        """Print an error, on any rank, as one line."""
+        print(f"error: {' '.join(text.split())}", file=self.error, flush=True)
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the user sees a terminal, where a line can be redrawn."""
+        return self.out.isatty()
+
+
+def plain_console(rank: int) -> Console:
+    """The console of a program that keeps its own output where it is."""
+    return Console(out=sys.stdout, error=sys.stderr, speaks=rank == 0)
+
+
+@contextmanager
+def quiet(log: Path, rank: int) -> Iterator[Console]:
+    """Send this process's standard output and error to `log`; yields the console that still reaches the user.
+
+    Warnings that this package itself gives stay visible on rank 0. OSError if the log cannot be written.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with _duplicate(sys.stdout) as out, _duplicate(sys.stderr) as error, log.open("a", encoding="utf-8") as file:
+        console = Console(out=out, error=error, speaks=rank == 0, log=log)
+        saved = os.dup(1), os.dup(2)
+        show = warnings.showwarning
+        warnings.showwarning = _show_ours(console, show)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield console
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            warnings.showwarning = show
+            for number, duplicate in zip((1, 2), saved, strict=True):
+                os.dup2(duplicate, number)
+                os.close(duplicate)
+
+
+def _duplicate(stream: TextIO) -> TextIO:
+    stream.flush()
+    return os.fdopen(os.dup(stream.fileno()), "w", encoding="utf-8", errors="replace", buffering=1)
+
+
+def _show_ours(console: Console, show: Any) -> Any:
+    def show_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        if Path(filename).resolve().is_relative_to(PACKAGE) or "harness" in Path(filename).parts:
+            console.warn(str(message))
+        show(message, category, filename, lineno, file, line)
+
+    return show_warning

@@ -1,0 +1,34 @@
+"""Start the process group, once, before anything is built."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from harness.topology.env import LaunchEnv
+
+TIMEOUT = timedelta(minutes=30)
+
+
+def start(env: LaunchEnv) -> torch.device:
+    """Initialise torch.distributed for this process, alone or launched; returns this rank's device."""
+    accelerator = get_accelerator()
+    accelerator.set_device(env.local_rank)
+    if not dist.is_initialized():
+        env.export(os.environ)
+        _avoid_compiling()
+        backend = accelerator.communication_backend_name()
+        deepspeed.init_distributed(dist_backend=backend, timeout=TIMEOUT, auto_mpi_discovery=False, verbose=False)
+    elif not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed()
+    return torch.device(accelerator.device_name(env.local_rank) if accelerator.device_name() != "cpu" else "cpu")
+
+
+def _avoid_compiling() -> None:
+    """On a CPU, DeepSpeed compiles a shared-memory all-reduce (about 25 s) that only its inference engine uses."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,0 +1,154 @@
+"""One narrow interface over DeepSpeed's engines: a step, an evaluation, and what a step leaves to be read.
+
+`PipelineStages` runs ZeRO-0 and ZeRO-1 with any number of stages through PipelineEngine; `WholeModel` runs ZeRO-2
+and ZeRO-3, where every rank passes through all layers. Both take the same micro-batches and return the same numbers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+from harness.topology.groups import Groups
+from harness.training.data.collate import MicroBatch
+from harness.training.data.evaluation import EvaluationBatch
+from harness.training.losses import Loss, Targets, targets
+
+Batch = tuple[Any, Targets]
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Loss and gradient norm of a step; the norm is None where gradients overflowed and the step was skipped."""
+
+    loss: float
+    grad_norm: float | None
+
+
+class Engine(ABC):
+    """A DeepSpeed engine with the loss and the groups that it runs with.
+
+    Attributes:
+        deepspeed: the engine itself.
+        device: where the batches go.
+    """
+
+    def __init__(self, deepspeed: DeepSpeedEngine, groups: Groups, loss: Loss, device: torch.device) -> None:
+        self.deepspeed = deepspeed
+        self.groups = groups
+        self.loss = loss
+        self.device = device
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank needs inputs or labels at all."""
+        return self.groups.is_first_stage or self.groups.is_last_stage
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate that the next step will use."""
+        return float(self.deepspeed.get_lr()[0])
+
+    def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepOutcome:
+        """Forward, backward and update over one global batch; `micro_batches` is empty where no data is read."""
+        whole = [EvaluationBatch(inputs=x, labels=y, rows=len(_first(y))) for x, y in micro_batches]
+        loss = self._train(self._weigh(whole, self._count(whole)))
+        norm = self.deepspeed.get_global_grad_norm()
+        norm = None if norm is None else float(norm)
+        finite = norm is not None and norm == norm and abs(norm) != float("inf")
+        return StepOutcome(loss=float(loss), grad_norm=norm if finite else None)
+
+    def evaluate(self, micro_batches: Sequence[EvaluationBatch], steps: int) -> tuple[float, float]:
+        """Sum of the losses and number of what counts, over `steps` micro-batches a data-parallel rank; equal on all ranks.
+
+        `micro_batches` holds them where data is read, and is empty elsewhere.
+        """
+        counted = self._count(micro_batches)
+        with torch.no_grad():
+            mean = self._evaluate(self._weigh(micro_batches, counted), steps)
+        if self.groups.pipeline is not None:
+            last = dist.get_process_group_ranks(self.groups.pipeline)[-1]
+            dist.broadcast(counted, src=last, group=self.groups.pipeline)
+        return float(mean) * float(counted), float(counted)
+
+    def _count(self, micro_batches: Sequence[EvaluationBatch]) -> Tensor:
+        """What counts in these micro-batches of all data-parallel ranks; known on the last stage, which has the labels."""
+        counted = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.groups.is_last_stage:
+            counted += sum(self.loss.count(batch.labels, batch.rows) for batch in micro_batches)
+            if self.groups.data is not None:
+                dist.all_reduce(counted, group=self.groups.data)
+        return counted
+
+    def _weigh(self, micro_batches: Sequence[EvaluationBatch], counted: Tensor) -> list[Batch]:
+        """Give each micro-batch the weight by which the engine's mean becomes the mean over all that counts."""
+        weight = len(micro_batches) * self.groups.layout.data / max(1.0, float(counted))
+        return [(batch.inputs, targets(batch.labels, weight, batch.rows)) for batch in micro_batches]
+
+    @abstractmethod
+    def _train(self, batches: list[Batch]) -> Tensor:
+        """One step; the mean loss over micro-batches and data-parallel ranks."""
+
+    @abstractmethod
+    def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
+        """The same mean, forward only."""
+
+
+class PipelineStages(Engine):
+    """Layers cut into stages (one is enough), driven by PipelineEngine's schedule."""
+
+    deepspeed: PipelineEngine
+
+    def _train(self, batches: list[Batch]) -> Tensor:
+        return self.deepspeed.train_batch(iter(batches))
+
+    def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
+        self.deepspeed.reset_activation_shape()  # evaluation may have another micro-batch size or block size
+        loss = self.deepspeed.eval_batch(iter(batches), num_micro_batches=steps, bcast_loss=True)
+        self.deepspeed.reset_activation_shape()
+        self.deepspeed.module.train()
+        return loss
+
+
+class WholeModel(Engine):
+    """All layers on every rank, for ZeRO-2 and ZeRO-3."""
+
+    def _train(self, batches: list[Batch]) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        for inputs, wanted in batches:
+            loss = self.loss(self.deepspeed(_move(inputs, self.device)), _move(wanted, self.device))
+            self.deepspeed.backward(loss)
+            self.deepspeed.step()
+            total += loss.detach()
+        return self._mean(total / len(batches))
+
+    def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
+        self.deepspeed.eval()
+        total = torch.zeros((), device=self.device)
+        for inputs, wanted in batches:
+            total += self.loss(self.deepspeed(_move(inputs, self.device)), _move(wanted, self.device))
+        self.deepspeed.train()
+        return self._mean(total / steps)
+
+    def _mean(self, value: Tensor) -> Tensor:
+        if self.groups.data is not None:
+            dist.all_reduce(value, group=self.groups.data)
+        return value / self.groups.layout.data
+
+
+def _first(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else value[0]
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    return tuple(_move(item, device) for item in value)

@@ -1,0 +1,118 @@
+"""Losses that give the same number in every layout.
+
+A loss here returns, for one micro-batch, the sum over what it counts (valid labels, or samples) times a weight. The
+weight is chosen before the forward from the count of the whole global batch, so that the engine's mean over
+micro-batches and data-parallel ranks is the mean over all that was counted, however it is spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from harness.parallel.cross_entropy import vocab_parallel_cross_entropy
+from harness.training.data.collate import IGNORED
+
+
+Targets = tuple[Tensor, ...]
+"""What the last stage gets beside the outputs, flat as DeepSpeed's pipeline wants it: (weight, rows, *labels).
+
+weight: scalar, what each counted label or sample weighs. rows: scalar, how many samples of the micro-batch count; the
+others fill its shape.
+"""
+
+
+def targets(labels: Any, weight: float, rows: int) -> Targets:
+    """Targets of plain numbers and one or more tensors of labels."""
+    return torch.tensor(weight), torch.tensor(rows), *_tensors(labels)
+
+
+class Loss(Protocol):
+    """A loss of one micro-batch, and what it counts."""
+
+    def count(self, labels: Any, rows: int) -> int:
+        """How many labels or samples count in the first `rows` of these labels."""
+
+    def units(self, inputs: Any) -> int:
+        """Tokens (or samples) of these inputs, for the speed."""
+
+    def __call__(self, outputs: Any, targets: Targets) -> Tensor:
+        """Weighted sum of the losses, a scalar in float32."""
+
+
+@dataclass(frozen=True)
+class CausalLoss:
+    """Cross entropy of the next token: position i predicts label i + 1; labels of -100 do not count.
+
+    Attributes:
+        vocab_size: ids of the vocabulary.
+        group: the tensor-parallel group if the logits are this rank's part of the vocabulary, else None.
+    """
+
+    vocab_size: int
+    group: dist.ProcessGroup | None
+
+    def count(self, labels: Tensor, rows: int) -> int:
+        """Labels that are predicted and valid."""
+        return int((labels[:rows, 1:] != IGNORED).sum())
+
+    def units(self, inputs: Tensor) -> int:
+        """Tokens."""
+        return inputs.numel()
+
+    def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
+        """Weighted sum over valid labels; outputs [batch, sequence, vocabulary or a part], labels [batch, sequence].
+
+        Rows that do not count have no valid label.
+        """
+        weight, _, labels = targets
+        wanted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # the logits stay as they are: no copy
+        if self.group is not None:
+            return vocab_parallel_cross_entropy(outputs, wanted, self.group, self.vocab_size).sum() * weight
+        flat = outputs.view(-1, outputs.shape[-1]).float()
+        return functional.cross_entropy(flat, wanted.view(-1), ignore_index=IGNORED, reduction="sum") * weight
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """A user's own `loss_fn(outputs, labels)` that returns the mean over the samples it is given."""
+
+    loss_fn: Callable[[Any, Any], Tensor]
+
+    def count(self, labels: Any, rows: int) -> int:
+        """Samples."""
+        return rows
+
+    def units(self, inputs: Any) -> int:
+        """Samples."""
+        return _first(inputs).shape[0]
+
+    def __call__(self, outputs: Any, targets: Targets) -> Tensor:
+        """Mean over the rows that count, times their number and weight."""
+        weight, rows, *labels = targets
+        n = _first(outputs).shape[0]
+        if not torch.is_grad_enabled():  # in training all rows count, and asking would wait for the device
+            n = int(rows)
+        if n == 0:
+            return weight * 0.0
+        kept = tuple(label[:n] for label in labels)
+        return self.loss_fn(_head(outputs, n), kept[0] if len(kept) == 1 else kept).float() * n * weight
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def _first(value: Any) -> Tensor:
+    return _tensors(value)[0]
+
+
+def _head(value: Any, rows: int) -> Any:
+    return value[:rows] if isinstance(value, Tensor) else tuple(tensor[:rows] for tensor in value)
+

@@ -1,0 +1,52 @@
+"""Everything about a run that can be refused before torch is imported or a process group exists."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.checkpoint.folder import find_resume, read_progress
+from harness.config.errors import UserError
+from harness.models.locate import DEFAULT_MODEL, model_directory
+from harness.topology.env import LaunchEnv
+from harness.training.arguments import TrainingArguments, _flag
+from harness.training.configure import configure
+from harness.training.data.sources import PYTHON_STDLIB, preflight
+
+
+@dataclass(kw_only=True)
+class ScriptArguments:
+    """What to train on what, as in run_clm.py."""
+
+    model_name_or_path: str = _flag(DEFAULT_MODEL, "a preset's name, or a directory with HuggingFace's config.json")
+    tokenizer_name: str | None = _flag(None, "bytes, or a directory; default: the model directory's own, else bytes")
+    train_file: str = _flag(PYTHON_STDLIB, ".txt, .jsonl, .parquet (column text), or a directory of them")
+    validation_file: str | None = _flag(None, "the same, for evaluation; with eval_steps and without it a part is held out")
+    block_size: int | None = _flag(None, "tokens of a sample; default: the model's length, at most 1024")
+
+
+def check_before_start(script: ScriptArguments, args: TrainingArguments, env: LaunchEnv) -> None:
+    """Raise UserError for a config, model, data or output directory that cannot be used. Takes well under a second."""
+    configure(args, world_size=env.world_size)
+    model_directory(script.model_name_or_path)
+    preflight(script.train_file)
+    if script.validation_file is not None:
+        preflight(script.validation_file)
+    output_dir = Path(args.output_dir)
+    resume = find_resume(output_dir, args.resume_from_checkpoint)
+    if resume is not None:
+        read_progress(resume)
+    require_writable(output_dir)
+
+
+def require_writable(directory: Path) -> None:
+    """Create `directory` and a file in it; UserError if that fails."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=directory, prefix="writable-")
+        os.close(descriptor)
+        Path(name).unlink()
+    except OSError as error:
+        raise UserError(f"--output_dir {directory}: cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,84 @@
+"""Writes what a run leaves behind, on rank 0: metrics, evaluations, `run.json`, and DeepSpeed's monitors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from harness.training.callbacks import StepRecord
+from harness.training.metrics import MetricsFile, write_run
+
+if TYPE_CHECKING:
+    from harness.training.trainer import Trainer
+
+EVALUATIONS = "evaluations.jsonl"
+
+
+class Recorder:
+    """Open while a run goes on; on ranks other than 0 it does nothing."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.writes = trainer.state.is_world_process_zero
+        self._metrics: MetricsFile | None = None
+
+    def __enter__(self) -> Recorder:
+        if self.writes:
+            directory = self.trainer.output_dir
+            directory.mkdir(parents=True, exist_ok=True)
+            write_run(directory, describe(self.trainer))
+            self._metrics = MetricsFile(directory, self.trainer.state.global_step + 1)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def step(self, record: StepRecord) -> None:
+        """One line in metrics.jsonl."""
+        if self._metrics is not None:
+            self._metrics.write(record)
+
+    def log(self, logs: dict[str, Any]) -> None:
+        """Hand the step's figures to the monitors, and keep them in the trainer's history."""
+        self.trainer.state.log_history.append(logs)
+        names = ("loss", "grad_norm", "learning_rate", "tokens_per_second")
+        self._monitor({f"train/{name}": logs[name] for name in names if logs[name] is not None})
+
+    def evaluation(self, metrics: dict[str, float]) -> None:
+        """One line in evaluations.jsonl."""
+        step = self.trainer.state.global_step
+        self.trainer.state.log_history.append({"step": step, **metrics})
+        if self.writes:
+            with (self.trainer.output_dir / EVALUATIONS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._monitor({"eval/loss": metrics["eval_loss"]})
+
+    def _monitor(self, values: dict[str, float]) -> None:
+        monitor = self.trainer.engine.deepspeed.monitor
+        if self.writes and monitor.enabled:
+            step = self.trainer.state.global_step
+            monitor.write_events([(name, value, step) for name, value in values.items()])
+
+
+def describe(trainer: Trainer) -> dict[str, Any]:
+    """What `run.json` holds: resolved config, layout, arguments, model shape, stage boundaries."""
+    causal = trainer.subject.causal
+    arguments = asdict(trainer.args)
+    arguments["deepspeed_config"] = str(arguments["deepspeed_config"])
+    return {
+        "config": trainer.resolved.config,
+        "filled": [asdict(filled) for filled in trainer.resolved.filled],
+        "layout": {**asdict(trainer.layout), "world_size": trainer.layout.world_size},
+        "arguments": arguments,
+        "model": causal.config.to_dict() if causal is not None else {"layers": trainer.subject.names},
+        "parameters": sum(trainer.subject.parameters),
+        "stage_boundaries": trainer.boundaries,
+        "stages": [asdict(line) for line in trainer.stages],
+        "output_dir": str(Path(trainer.output_dir).resolve()),
+    }

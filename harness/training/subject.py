@@ -1,0 +1,111 @@
+"""What is trained: a HuggingFace decoder or a user's own list of layers, in the one form that the engine takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from harness.config.errors import UserError
+from harness.models.causal import CausalModel, assemble
+from harness.models.skeleton import ModelSource, read_source
+from harness.parallel.comm import TensorParallel
+from harness.parallel.costs import LayerCost
+from harness.parallel.staged import Layer
+from harness.training.build import Setting, layer_finisher
+from harness.training.losses import CausalLoss, Loss, MeanLoss
+
+Model = str | ModelSource | PretrainedConfig | PreTrainedModel | nn.Sequential | Sequence[Layer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model as pipeline layers.
+
+    Attributes:
+        layers: to be built stage by stage.
+        names: class name of each layer.
+        parameters: number of parameters of each layer.
+        costs: what each layer costs to compute, in proportion.
+        loss: of a micro-batch.
+        causal: the decoder, if it is one.
+    """
+
+    layers: Sequence[Layer]
+    names: list[str]
+    parameters: list[int]
+    costs: list[float]
+    loss: Loss
+    causal: CausalModel | None = None
+
+    def saved_name(self, name: str) -> str:
+        """The name under which a parameter is exported: a decoder's loses the index of its pipeline layer."""
+        return name.partition(".")[2] if self.causal is not None else name
+
+
+def model_source(model: Model) -> ModelSource | None:
+    """What a decoder is made from; None for a list of layers."""
+    if isinstance(model, str):
+        return read_source(model)
+    if isinstance(model, PretrainedConfig):
+        return ModelSource(name=model.model_type, config=model, weights=None)
+    if isinstance(model, PreTrainedModel):
+        return ModelSource.of_model(model)
+    return model if isinstance(model, ModelSource) else None
+
+
+def decoder_subject(source: ModelSource, setting: Setting, sequence_length: int) -> Subject:
+    """Prepare the decoder that `source` names; UserError for one that cannot be cut as the layout asks."""
+    causal = assemble(
+        source,
+        tensor=TensorParallel.of(setting.groups.tensor),
+        device=setting.device,
+        dtype=setting.dtype,
+        seed=setting.args.seed,
+        finish=layer_finisher(setting),
+    )
+    checkpointed = setting.resolved.activation_checkpoint_interval > 0
+    return Subject(
+        layers=causal.layers,
+        names=causal.layer_names,
+        parameters=causal.parameter_counts(),
+        costs=[cost.flops_per_token() for cost in causal.costs(sequence_length, checkpointed)],
+        loss=CausalLoss(vocab_size=causal.vocab_size, group=setting.groups.tensor if causal.local_logits else None),
+        causal=causal,
+    )
+
+
+def layers_subject(layers: Sequence[Layer], loss_fn: Callable[..., Any] | None) -> Subject:
+    """Prepare a user's own layers; they are counted on the meta device, and built only where they run."""
+    if loss_fn is None:
+        raise UserError("a list of layers needs loss_fn(outputs, labels), the mean loss over the samples it is given")
+    counted = [_on_meta(layer) for layer in layers]
+    return Subject(
+        layers=list(layers),
+        names=[type(module).__name__ for module in counted],
+        parameters=[_parameters(module, 0) for module in counted],
+        costs=[
+            LayerCost(matmul_parameters=_parameters(m, 2), vector_parameters=_parameters(m, 1, 1)).flops_per_token()
+            for m in counted
+        ],
+        loss=MeanLoss(loss_fn),
+    )
+
+
+def _on_meta(layer: Layer) -> Any:
+    if isinstance(layer, LayerSpec):
+        with torch.device("meta"):
+            return layer.build()
+    return layer
+
+
+def _parameters(module: Any, least: int, most: int = 99) -> int:
+    if not isinstance(module, nn.Module):
+        return 0
+    return sum(p.numel() for p in module.parameters() if least <= p.dim() <= most)
+

@@ -1,0 +1,280 @@
+"""The Trainer: shaped like HuggingFace's, over DeepSpeed's engines, in any layout.
+
+    trainer = Trainer(model="tiny-llama", args=TrainingArguments(deepspeed_config="zero3"), train_dataset=blocks)
+    trainer.train()
+    trainer.save_model()
+
+Started by the deepspeed launcher every process makes one; started by plain `python` it is alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.checkpoint import export, folder, state
+from harness.config.errors import UserError
+from harness.topology.agreement import check_agreement
+from harness.topology.env import LaunchEnv
+from harness.topology.groups import build_groups
+from harness.topology.layout import Layout
+from harness.topology.placement import advise, hosts_of_launch
+from harness.training.arguments import TrainingArguments
+from harness.training.build import Setting, build_engine
+from harness.training.callbacks import StepRecord, TrainerCallback, TrainerControl, TrainerState, call
+from harness.training.configure import configure
+from harness.training.console import Console, plain_console
+from harness.training.data.collate import Collator, collate
+from harness.training.data.evaluation import evaluation_batches, evaluation_steps
+from harness.training.data.stream import BatchStream, dataset_length, read_micro_batch
+from harness.training.distributed import start
+from harness.training.progress import ProgressCallback
+from harness.training.recorder import Recorder
+from harness.training.stages import choose_boundaries, stage_lines
+from harness.training.subject import Model, decoder_subject, layers_subject, model_source
+
+EVALUATION_CHUNK = 16  # micro-batches that are read before they are evaluated
+
+
+class Trainer:
+    """Trains, evaluates, saves.
+
+    Args:
+        model: a preset's name or a HuggingFace directory, a config, a model in memory; or a list of layers
+            (modules, LayerSpecs, functions) with `loss_fn`.
+        args: the arguments; `args.deepspeed_config` is the DeepSpeed JSON.
+        train_dataset, eval_dataset: map-style; items are dicts with input_ids (and labels), or pairs (inputs, labels).
+        loss_fn: of a list of layers: `loss_fn(outputs, labels)`, the mean over the samples it is given.
+        processing_class: the tokenizer, saved beside the model.
+        data_collator: makes a micro-batch of a list of items.
+        callbacks: called at the usual moments, on every rank.
+        console: where to speak; by default standard output on rank 0.
+
+    Raises:
+        UserError: what the user can mend, before a model is built wherever that is possible.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        args: TrainingArguments,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        processing_class: Any = None,
+        data_collator: Collator = collate,
+        callbacks: Sequence[TrainerCallback] = (),
+        console: Console | None = None,
+    ) -> None:
+        env = LaunchEnv.from_environ(os.environ)
+        self.args = args
+        self.output_dir = Path(args.output_dir)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.processing_class = processing_class
+        self.data_collator = data_collator
+        self.console = console or plain_console(env.rank)
+        source = model_source(model)
+        hidden_size = None if source is None else source.config.get_text_config(decoder=True).hidden_size
+        samples = None if train_dataset is None else dataset_length(train_dataset)
+        self.resolved, steps = configure(args, world_size=env.world_size, samples=samples, hidden_size=hidden_size)
+        self.resume_from = folder.find_resume(self.output_dir, args.resume_from_checkpoint)
+        self.layout = Layout.from_world(env.world_size, pipeline=self.resolved.pipeline, tensor=self.resolved.tensor)
+        device = start(env)
+        check_agreement(self.resolved.config, self.layout, device=device)
+        self.groups = build_groups(self.layout)
+        self._tell_placement(env)
+        setting = Setting(args=args, resolved=self.resolved, groups=self.groups, device=device, max_steps=steps)
+        self.stream = self._stream()
+        sample = None
+        if train_dataset is not None:
+            sample = read_micro_batch(train_dataset, range(self.resolved.micro_batch), data_collator)
+        if source is not None:
+            length = sample[0].shape[1] if sample is not None else 1024
+            self.subject = decoder_subject(source, setting, length)
+        else:
+            self.subject = layers_subject(model, loss_fn)  # type: ignore[arg-type]
+        self.boundaries = choose_boundaries(self.subject, setting, sample)
+        self.engine = build_engine(setting, self.subject.layers, self.boundaries, self.subject.loss)
+        self.stages = stage_lines(self.subject, self.boundaries, self.engine.deepspeed.module, self.groups)
+        self.state = TrainerState(max_steps=steps, is_world_process_zero=env.rank == 0)
+        self.control = TrainerControl()
+        self.user_callbacks = list(callbacks)
+        self.callbacks = [ProgressCallback(self.console), *callbacks]
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def train(self) -> TrainerState:
+        """Train to the last step, from the checkpoint that the arguments name if they do; returns the final state."""
+        if self.stream is None:
+            raise UserError("train() needs a train_dataset")
+        self._tell_stages()
+        self._resume()
+        with Recorder(self) as recorder:
+            call(self.callbacks, "on_train_begin", self)
+            while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
+                record = self.training_step()
+                recorder.step(record)
+                self._after_step(record, recorder)
+            call(self.callbacks, "on_train_end", self)
+        return self.state
+
+    def training_step(self) -> StepRecord:
+        """One optimizer step over one global batch, the same in every layout."""
+        call(self.callbacks, "on_step_begin", self)
+        assert self.stream is not None
+        begun = time.perf_counter()
+        learning_rate = self.engine.learning_rate
+        micro_batches = self.stream.next_step(read=self.engine.reads_data)
+        outcome = self.engine.train_step(micro_batches)  # forward, backward, reduction, clipping, update
+        seconds = time.perf_counter() - begun
+        units = sum(self.subject.loss.units(inputs) for inputs, _ in micro_batches) * self.layout.data
+        self.state.global_step += 1
+        self.state.consumed_samples, self.state.epoch = self.stream.consumed, self.stream.epoch
+        return StepRecord(
+            step=self.state.global_step,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            learning_rate=learning_rate,
+            tokens_per_second=units / seconds,
+            step_seconds=seconds,
+            consumed_samples=self.stream.consumed,
+            epoch=self.stream.epoch,
+        )
+
+    def _after_step(self, record: StepRecord, recorder: Recorder) -> None:
+        """What is due after a step: callbacks, log, evaluation, checkpoint."""
+        args, step = self.args, record.step
+        last = step == self.state.max_steps
+        call(self.callbacks, "on_step_end", self, record=record)
+        self._agree_on_control()
+        if step % args.logging_steps == 0 or last:
+            logs = record.as_dict()
+            recorder.log(logs)
+            call(self.callbacks, "on_log", self, logs=logs)
+        if self.control.should_evaluate or (args.eval_steps and (step % args.eval_steps == 0 or last)):
+            recorder.evaluation(self.evaluate())
+        if self.control.should_save or (args.save_steps and (step % args.save_steps == 0 or last)):
+            self.save_checkpoint()
+        self.control.should_evaluate = self.control.should_save = False
+
+    def _agree_on_control(self) -> None:
+        """Do on all ranks what a callback asked for on any: a rank that acts alone would wait for the others for ever."""
+        if not self.user_callbacks or self.groups.world is None:
+            return
+        control = self.control
+        flags = [control.should_training_stop, control.should_save, control.should_evaluate]
+        wanted = torch.tensor(flags, dtype=torch.int32, device=self.engine.device)
+        dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+        control.should_training_stop, control.should_save, control.should_evaluate = map(bool, wanted.tolist())
+
+    # -- evaluation ----------------------------------------------------------------------------------------
+
+    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+        """Mean loss over the evaluation data, each sample counted once: eval_loss, perplexity, eval_samples, eval_seconds.
+
+        Any number of samples, any number of times: every rank runs the same number of micro-batches.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise UserError("evaluate() needs an eval_dataset")
+        begun = time.perf_counter()
+        size = self.args.per_device_eval_batch_size or self.resolved.micro_batch
+        steps = evaluation_steps(dataset_length(dataset), size, self.layout.data)
+        batches = evaluation_batches(
+            dataset, size, self.groups.coordinate.data, self.layout.data, data_collator=self.data_collator
+        )
+        total = counted = 0.0
+        for first in range(0, steps, EVALUATION_CHUNK):
+            count = min(EVALUATION_CHUNK, steps - first)
+            chunk = [next(batches) for _ in range(count)] if self.engine.reads_data else []
+            losses, valid = self.engine.evaluate(chunk, count)
+            total, counted = total + losses, counted + valid
+        loss = total / counted if counted else float("nan")
+        metrics = {
+            "eval_loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)),
+            "eval_samples": dataset_length(dataset),
+            "eval_seconds": time.perf_counter() - begun,
+        }
+        call(self.callbacks, "on_evaluate", self, metrics=metrics)
+        return metrics
+
+    # -- saving --------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self) -> Path:
+        """Write `output_dir/checkpoint-STEP`, from which the run can go on; all ranks call it."""
+        progress = folder.Progress(
+            step=self.state.global_step,
+            consumed_samples=self.state.consumed_samples,
+            layout=str(self.layout),
+            zero_stage=self.resolved.zero_stage,
+        )
+        path = state.save(self.engine.deepspeed, self.output_dir, progress, self.args.save_total_limit)
+        call(self.callbacks, "on_save", self, checkpoint=path)
+        return path
+
+    def save_model(self, output_dir: str | Path | None = None) -> Path:
+        """Write the model as a HuggingFace directory (a list of layers: its tensors alone); all ranks call it."""
+        directory = Path(output_dir or self.output_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        causal = self.subject.causal
+        export.export_weights(
+            self.engine.deepspeed.module,
+            self.groups,
+            directory,
+            rename=self.subject.saved_name,
+            left_out=causal.tied if causal else frozenset(),
+        )
+        if self.state.is_world_process_zero and causal is not None:
+            export.export_config(causal.config, next(self.engine.deepspeed.module.parameters()).dtype, directory)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(directory)
+        dist.barrier()
+        return directory
+
+    # -- pieces of the start -------------------------------------------------------------------------------
+
+    def _stream(self) -> BatchStream | None:
+        if self.train_dataset is None:
+            return None
+        return BatchStream(
+            self.train_dataset,
+            seed=self.args.seed,
+            micro_batch=self.resolved.micro_batch,
+            accumulation=self.resolved.accumulation,
+            data_rank=self.groups.coordinate.data,
+            data_size=self.layout.data,
+            data_collator=self.data_collator,
+        )
+
+    def _resume(self) -> None:
+        if self.resume_from is None:
+            return
+        assert self.stream is not None
+        progress = state.load(self.engine.deepspeed, self.resume_from, str(self.layout), self.resolved.zero_stage)
+        self.state.global_step = progress.step
+        self.stream.consumed = self.state.consumed_samples = progress.consumed_samples
+        self.state.epoch = self.stream.epoch
+        self.console.say(f"resumed from {self.resume_from} at step {progress.step}")
+
+    def _tell_placement(self, env: LaunchEnv) -> None:
+        advice = advise(self.layout, hosts_of_launch(env)) if env.world_size > 1 else None
+        if advice:
+            self.console.warn(advice)
+
+    def _tell_stages(self) -> None:
+        resolved = self.resolved
+        self.console.say(
+            f"{self.layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}: {self.state.max_steps} steps of "
+            f"{resolved.train_batch} samples ({resolved.accumulation} micro-batches of {resolved.micro_batch} a data rank)"
+        )
+        for line in self.stages:
+            self.console.say(f"  {line}")

@@ -1,0 +1,170 @@
+"""A causal language model made ready for a layout: its pipeline layers, what they cost, how its loss is taken."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from harness.models.decoder import Blueprint, decoder_layers
+from harness.models.frame import Frame
+from harness.models.locate import PLANS
+from harness.models.skeleton import ModelSource, build_skeleton
+from harness.models.weights import Initialiser, MemoryReader, SafetensorsReader, WeightSource
+from harness.parallel.apply import cut
+from harness.parallel.comm import TensorParallel
+from harness.parallel.costs import LayerCost
+from harness.parallel.plan import Plan, plan_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalModel:
+    """A decoder cut for one rank's place; nothing of it is built yet but the skeleton.
+
+    Attributes:
+        layers: the pipeline layers, to be built stage by stage.
+        config: HuggingFace's config, as it was read.
+        frame: the model's forward.
+        vocab_size: ids of the vocabulary, padding left out.
+        local_logits: whether the epilogue gives this rank's part of the vocabulary instead of all of it.
+        tied: names that are stored under another name in a checkpoint.
+    """
+
+    layers: list[LayerSpec]
+    config: PretrainedConfig
+    frame: Frame
+    vocab_size: int
+    local_logits: bool
+    tied: frozenset[str]
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Class names of the pipeline layers, as `pipeline.partition` type:REGEX matches them."""
+        return ["Prologue", *(type(layer).__name__ for layer in self.frame.layers), "Epilogue"]
+
+    def parameter_counts(self) -> list[int]:
+        """Parameters of each pipeline layer, a tied one counted in both of its places."""
+        return [sum(p.numel() for module in modules for p in module.parameters()) for modules in self._modules()]
+
+    def costs(self, sequence_length: int, checkpointed: bool) -> list[LayerCost]:
+        """What each pipeline layer costs to compute; a tied head multiplies like one of its own."""
+        width = _attention_width(self.config)
+        first, *middle, last = (_weights(modules) for modules in self._modules())
+        return [
+            LayerCost(
+                matmul_parameters=first.matrices,
+                lookup_width=first.lookup_width,
+                vector_parameters=first.vectors,
+            ),
+            *(
+                LayerCost(
+                    matmul_parameters=weights.matrices,
+                    vector_parameters=weights.vectors,
+                    attention_width=width,
+                    sequence_length=sequence_length,
+                    checkpointed=checkpointed,
+                )
+                for weights in middle
+            ),
+            LayerCost(matmul_parameters=last.matrices, vector_parameters=last.vectors, logits=self.vocab_size),
+        ]
+
+    def _modules(self) -> list[list[nn.Module]]:
+        frame = self.frame
+        return [list(frame.prologue.values()), *([layer] for layer in frame.layers), list(frame.epilogue.values())]
+
+
+def assemble(
+    source: ModelSource,
+    *,
+    tensor: TensorParallel,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    finish: Callable[[nn.Module], None],
+) -> CausalModel:
+    """Prepare the model that `source` names for this rank; UserError for one that cannot be cut as asked.
+
+    Args:
+        tensor: this rank's place in its tensor-parallel group.
+        device, dtype: of the parameters that will be built.
+        seed: of initial weights, where the source has none.
+        finish: called with each layer once its weights are in place.
+    """
+    config = copy.deepcopy(source.config)
+    model = build_skeleton(source.config)
+    plan = plan_for(model, PLANS) if tensor.size > 1 else None
+    weights = _weight_source(source, model, seed)
+    tied = frozenset(model.all_tied_weights_keys)
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    frame = Frame(model, device)
+    local_logits = plan is not None and plan.splits_head and _tail_is_elementwise(frame, plan, vocab_size, tensor.size)
+
+    def cut_layer(layer: nn.Module) -> None:
+        if plan is not None:
+            cut(layer, "", plan, tensor, source.config, local_logits=local_logits)
+
+    blueprint = Blueprint(frame=frame, cut=cut_layer, source=weights, device=device, dtype=dtype, finish=finish)
+    return CausalModel(
+        layers=decoder_layers(blueprint),
+        config=config,
+        frame=frame,
+        vocab_size=vocab_size,
+        local_logits=local_logits,
+        tied=tied,
+    )
+
+
+def _weight_source(source: ModelSource, model: PreTrainedModel, seed: int) -> WeightSource:
+    if source.weights is None:
+        return Initialiser(model=model, seed=seed)
+    if not isinstance(source.weights, Path):
+        return MemoryReader(tensors=source.weights)
+    return SafetensorsReader(source.weights, model, seed)
+
+
+def _tail_is_elementwise(frame: Frame, plan: Plan, vocab_size: int, size: int) -> bool:
+    """Whether what the model does with its head's output (scaling, soft-capping) can be done part by part.
+
+    Only then may the logits stay local. Tried on random numbers: the part of the whole must be the whole of the part.
+    """
+    if plan.head not in frame.epilogue:
+        return False
+    part = vocab_size // size
+    generator = torch.Generator().manual_seed(0)
+    output: Tensor = torch.randn(1, 2, vocab_size, generator=generator).to(frame.device)
+    whole = frame.finish(plan.head, output)
+    return whole.shape == output.shape and torch.equal(whole[..., :part], frame.finish(plan.head, output[..., :part]))
+
+
+@dataclass(frozen=True)
+class _Weights:
+    matrices: int
+    vectors: int
+    lookup_width: int
+
+
+def _weights(modules: list[nn.Module]) -> _Weights:
+    """Count the parameters by what is done with them: matrices multiply, tables are looked up, vectors scale."""
+    tables = [child for module in modules for child in module.modules() if isinstance(child, nn.Embedding)]
+    looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
+    rest = [p for module in modules for p in module.parameters() if id(p) not in looked_up]
+    return _Weights(
+        matrices=sum(p.numel() for p in rest if p.dim() > 1),
+        vectors=sum(p.numel() for p in rest if p.dim() == 1),
+        lookup_width=sum(table.embedding_dim for table in tables),
+    )
+
+
+def _attention_width(config: PretrainedConfig) -> int:
+    """Attention heads x head size, as far as the config tells."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", None)
+    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    return heads * size if heads else 0

@@ -1,0 +1,63 @@
+"""A HuggingFace causal language model without weights, and where its weights would come from.
+
+A skeleton is the model built on the meta device: every module and shape is there, no memory is taken. Each
+rank later materialises the parts that it keeps (see `weights.py`), so no rank ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from harness.config.errors import UserError
+from harness.models.locate import model_directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """What `--model_name_or_path` names.
+
+    Attributes:
+        name: as the user wrote it.
+        config: the HuggingFace config.
+        weights: directory that holds safetensors, or tensors by name, or None if they are to be initialised.
+    """
+
+    name: str
+    config: PretrainedConfig
+    weights: Path | Mapping[str, Tensor] | None
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel) -> ModelSource:
+        """A model that is already in memory, with its weights and buffers."""
+        tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        return cls(name=type(model).__name__, config=model.config, weights=tensors)
+
+
+def read_source(name: str) -> ModelSource:
+    """Read the config of the preset or directory `name`; UserError if it is none or does not describe a model."""
+    directory = model_directory(name)
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{directory / 'config.json'}: not a model that transformers knows: {reason}") from error
+    has_weights = any(directory.glob("*.safetensors"))
+    return ModelSource(name=name, config=config, weights=directory if has_weights else None)
+
+
+def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
+    """The causal language model of `config` on the meta device, in training mode; UserError if it has none."""
+    config.use_cache = False
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"model type {config.model_type!r} cannot be trained as a causal decoder: {reason}") from error
+    return model.train()
