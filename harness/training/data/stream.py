@@ -68,7 +68,7 @@ class BatchStream:
         return self.consumed / self.n
 
     def next_step(self, *, read: bool = True) -> list[MicroBatch]:
-        """This coordinate's micro-batches of the next step, (inputs, labels) each, and go on to the step after.
+        """This coordinate's micro-batches of the next step, each (inputs, labels); the stream moves on.
 
         With `read` false none is read: for a rank that needs neither inputs nor labels.
         """
