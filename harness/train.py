@@ -28,7 +28,14 @@ EXAMPLE = """example:
   deepspeed --num_accelerators 2 scripts/train.py --deepspeed_config ds_configs/pipeline_checkpointing.json \\
       --max_steps 200 --learning_rate 3e-3 --output_dir runs/first"""
 GRACE_S = 6.0  # longer than the launcher takes to see that a rank has ended and to stop the others
-LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket", "nccl", "timed out")
+LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "socket",
+    "nccl",
+    "timed out",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         env = LaunchEnv.from_environ(os.environ)
         rank = env.rank
-        script, args = parse([ScriptArguments, TrainingArguments], argv, "train.py", DESCRIPTION, EXAMPLE)
+        script: ScriptArguments
+        args: TrainingArguments
+        script, args = parse(
+            [ScriptArguments, TrainingArguments], argv, prog="train.py", description=DESCRIPTION, epilog=EXAMPLE
+        )
         check_before_start(script, args, env)
         with quiet(Path(args.output_dir) / "logs" / f"rank_{rank}.log", rank) as console:
             return _guarded(script, args, env, console)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec
@@ -77,7 +78,11 @@ class CausalModel:
 
     def _modules(self) -> list[list[nn.Module]]:
         frame = self.frame
-        return [list(frame.prologue.values()), *([layer] for layer in frame.layers), list(frame.epilogue.values())]
+        return [
+            list(frame.prologue.values()),
+            *([layer] for layer in frame.layers),
+            list(frame.epilogue.values()),
+        ]
 
 
 def assemble(
@@ -102,7 +107,8 @@ def assemble(
     plan = plan_for(model, PLANS) if tensor.size > 1 else None
     weights = _weight_source(source, model, seed)
     tied = frozenset(model.all_tied_weights_keys)
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    embedding: Any = model.get_input_embeddings()
+    vocab_size: int = embedding.weight.shape[0]
     frame = Frame(model, device)
     local_logits = plan is not None and plan.splits_head and _tail_is_elementwise(frame, plan, vocab_size, tensor.size)
 

@@ -65,7 +65,7 @@ class Frame:
         self._handler: Callable[[int, Call, Tensor], Tensor] | None = None
         self._notes: dict[Shape, list[Call]] = {}
         stack = find_stack(model)
-        self.layers = list(model.get_submodule(stack))
+        self.layers: list[nn.Module] = list(model.get_submodule(stack).children())
         self.layer_names = [f"{stack}.{index}" for index in range(len(self.layers))]
         owners = parameter_owners(model, stack)
         self.revive_buffers(stack)
@@ -230,7 +230,7 @@ def find_stack(model: PreTrainedModel) -> str:
     ]
     if not lists:
         raise UserError(
-            f"model type {model.config.model_type!r} has no list of {depth} decoder layers, so it cannot be cut into stages"
+            f"model type {model.config.model_type!r} has no list of {depth} decoder layers: it cannot be cut"
         )
     return max(lists)[1]
 
@@ -243,7 +243,9 @@ def parameter_owners(model: nn.Module, stack: str) -> dict[str, nn.Module]:
             continue
         if name == "" or stack.startswith(name + "."):
             parameters = [key for key, _ in module.named_parameters(recurse=False)]
-            raise UserError(f"{type(module).__name__} holds {parameters} beside its layers, so it cannot be cut into stages")
+            raise UserError(
+                f"{type(module).__name__} holds {parameters} beside its layers, so it cannot be cut into stages"
+            )
         owners[name] = module
     return owners
 

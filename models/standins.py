@@ -120,7 +120,11 @@ def count_outputs(layer: nn.Module, call: Call, hidden: Tensor) -> int:
     try:
         args, kwargs = tree_map(_to_meta, (call.args, call.kwargs))
         output = Call(args, kwargs, call.key).apply(layer, hidden.to("meta"))
-    except (NotImplementedError, RuntimeError, ValueError):  # a forward that looks at values cannot run on meta
+    except (
+        NotImplementedError,
+        RuntimeError,
+        ValueError,
+    ):  # a forward that looks at values cannot run on meta
         real = copy.deepcopy(layer).to_empty(device=hidden.device)
         for tensor in (*real.parameters(), *real.buffers()):
             tensor.zero_()

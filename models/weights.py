@@ -112,7 +112,9 @@ class SafetensorsReader:
         expected = [name for name in model.state_dict() if name not in tied]
         missing = [name for name in expected if self._stored_name(name) is None]
         if missing:
-            raise UserError(f"{directory}: {_some(missing)} not in the safetensors of this {model.config.model_type} model")
+            raise UserError(
+                f"{directory}: {_some(missing)} not in the safetensors of this {model.config.model_type} model"
+            )
         known = {self._stored_name(name) for name in (*expected, *tied)}
         extra = [name for name in self._files if name not in known]
         if extra:

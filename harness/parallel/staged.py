@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -20,7 +20,7 @@ from torch import nn
 
 from harness.topology.layout import Layout
 
-Layer = LayerSpec | nn.Module | Callable[..., Any]
+Layer: TypeAlias = LayerSpec | nn.Module | Callable[..., Any]
 
 
 def deepspeed_topology(layout: Layout) -> PipeModelDataParallelTopology:
@@ -177,7 +177,9 @@ class LayerSequence(nn.Module):
         """The last layer's output."""
         for block, recomputed in zip(self._blocks, self._recomputed, strict=True):
             run = partial(_run_block, block)
-            inputs = checkpointing.non_reentrant_checkpoint(run, inputs) if recomputed and self.training else run(inputs)
+            inputs = (
+                checkpointing.non_reentrant_checkpoint(run, inputs) if recomputed and self.training else run(inputs)
+            )
         return inputs
 
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 from harness.config import AutoValues
 from harness.config.errors import UserError
-
-T = TypeVar("T")
 
 
 def _flag(default: Any, text: str) -> Any:
@@ -27,11 +25,15 @@ class TrainingArguments:
 
     deepspeed_config: str | Mapping[str, Any] | None = _flag(None, "DeepSpeed JSON: a file or a preset's name")
     output_dir: str = _flag("runs/default", "where checkpoints, metrics and the trained model go")
-    resume_from_checkpoint: str | None = _flag(None, "auto: the newest whole checkpoint in output_dir; or a checkpoint's path")
+    resume_from_checkpoint: str | None = _flag(
+        None, "auto: the newest whole checkpoint in output_dir; or a checkpoint's path"
+    )
     max_steps: int = _flag(-1, "optimizer steps; -1: as many as num_train_epochs take")
     num_train_epochs: float = _flag(3.0, "passes through the data, unless max_steps is given")
     per_device_train_batch_size: int = _flag(8, "samples of a micro-batch")
-    per_device_eval_batch_size: int | None = _flag(None, "samples of an evaluation micro-batch; default: as in training")
+    per_device_eval_batch_size: int | None = _flag(
+        None, "samples of an evaluation micro-batch; default: as in training"
+    )
     gradient_accumulation_steps: int = _flag(1, "micro-batches a step on each data-parallel rank")
     learning_rate: float = _flag(5e-5, "peak learning rate")
     lr_scheduler_type: str = _flag("linear", "linear, cosine, constant, constant_with_warmup, ... as in transformers")
@@ -56,13 +58,20 @@ class TrainingArguments:
         for name, least in (("max_steps", -1), ("logging_steps", 1), ("save_steps", 0), ("warmup_steps", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"--{name} {getattr(self, name)}: must be at least {least}")
-        for name in ("eval_steps", "save_total_limit", "per_device_train_batch_size", "per_device_eval_batch_size"):
+        for name in (
+            "eval_steps",
+            "save_total_limit",
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name} {value}: must be at least 1")
         unknown = set(self.reporters()) - {"tensorboard", "wandb", "csv"}
         if unknown:
-            raise UserError(f"--report_to {self.report_to}: {sorted(unknown)[0]} is none of tensorboard, wandb, csv, none")
+            raise UserError(
+                f"--report_to {self.report_to}: {sorted(unknown)[0]} is none of tensorboard, wandb, csv, none"
+            )
 
     def reporters(self) -> list[str]:
         """The monitors that `report_to` names."""
@@ -98,11 +107,18 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
         convert = _converter(hints[item.name])
         extra: dict[str, Any] = {"nargs": "?", "const": True} if convert is _boolean else {}
         parser.add_argument(
-            f"--{item.name}", type=convert, default=argparse.SUPPRESS, help=text + suffix, metavar=item.name.upper(), **extra
+            f"--{item.name}",
+            type=convert,
+            default=argparse.SUPPRESS,
+            help=text + suffix,
+            metavar=item.name.upper(),
+            **extra,
         )
 
 
-def parse(kinds: Sequence[type[T]], argv: Sequence[str] | None, prog: str, description: str, epilog: str) -> list[T]:
+def parse(
+    kinds: Sequence[type], argv: Sequence[str] | None, *, prog: str, description: str, epilog: str
+) -> tuple[Any, ...]:
     """Parse `argv` into one instance of each dataclass; UserError for what cannot be parsed."""
     parser = Parser(
         prog=prog,
@@ -115,7 +131,7 @@ def parse(kinds: Sequence[type[T]], argv: Sequence[str] | None, prog: str, descr
     for kind in kinds:
         add_flags(parser, kind)
     given = vars(parser.parse_args(argv))
-    return [kind(**{item.name: given[item.name] for item in fields(kind) if item.name in given}) for kind in kinds]  # type: ignore[arg-type]
+    return tuple(kind(**{f.name: given[f.name] for f in fields(kind) if f.name in given}) for kind in kinds)
 
 
 def _boolean(text: str) -> bool:

@@ -107,7 +107,7 @@ def _configure_checkpointing(setting: Setting) -> None:
 
 
 def layer_finisher(setting: Setting) -> Callable[[nn.Module], None]:
-    """What is done with each layer once it has its weights: under ZeRO-3 its parameters are spread over the data group."""
+    """What is done with each layer once it has its weights: under ZeRO-3 they are spread over the data group."""
     if setting.resolved.zero_stage < 3:
         return lambda layer: None
     config = deepspeed_config(setting)

@@ -41,7 +41,9 @@ def max_steps(args: TrainingArguments, samples: int | None, global_batch: int) -
         return max(1, args.max_steps)
     steps = math.ceil(args.num_train_epochs * samples / global_batch)
     if steps < 1:
-        raise UserError(f"--num_train_epochs {args.num_train_epochs}: not one step; give a positive number or --max_steps")
+        raise UserError(
+            f"--num_train_epochs {args.num_train_epochs}: not one step; give a positive number or --max_steps"
+        )
     return steps
 
 

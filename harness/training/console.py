@@ -65,7 +65,11 @@ def quiet(log: Path, rank: int) -> Iterator[Console]:
     Warnings that this package itself gives stay visible on rank 0. OSError if the log cannot be written.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with _duplicate(sys.stdout) as out, _duplicate(sys.stderr) as error, log.open("a", encoding="utf-8") as file:
+    with (
+        _duplicate(sys.stdout) as out,
+        _duplicate(sys.stderr) as error,
+        log.open("a", encoding="utf-8") as file,
+    ):
         console = Console(out=out, error=error, speaks=rank == 0, log=log)
         saved = os.dup(1), os.dup(2)
         show = warnings.showwarning
@@ -89,7 +93,9 @@ def _duplicate(stream: TextIO) -> TextIO:
 
 
 def _show_ours(console: Console, show: Any) -> Any:
-    def show_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+    def show_warning(
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
         if Path(filename).resolve().is_relative_to(PACKAGE) or "harness" in Path(filename).parts:
             console.warn(str(message))
         show(message, category, filename, lineno, file, line)

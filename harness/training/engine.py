@@ -67,7 +67,7 @@ class Engine(ABC):
         return StepOutcome(loss=float(loss), grad_norm=norm if finite else None)
 
     def evaluate(self, micro_batches: Sequence[EvaluationBatch], steps: int) -> tuple[float, float]:
-        """Sum of the losses and number of what counts, over `steps` micro-batches a data-parallel rank; equal on all ranks.
+        """Sum of the losses, and number of what counts, in `steps` micro-batches a data rank; equal on all ranks.
 
         `micro_batches` holds them where data is read, and is empty elsewhere.
         """
@@ -80,7 +80,7 @@ class Engine(ABC):
         return float(mean) * float(counted), float(counted)
 
     def _count(self, micro_batches: Sequence[EvaluationBatch]) -> Tensor:
-        """What counts in these micro-batches of all data-parallel ranks; known on the last stage, which has the labels."""
+        """What counts in the micro-batches of all data ranks; known on the last stage, which has the labels."""
         counted = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.groups.is_last_stage:
             counted += sum(self.loss.count(batch.labels, batch.rows) for batch in micro_batches)

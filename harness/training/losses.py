@@ -19,7 +19,6 @@ from torch.nn import functional
 from harness.parallel.cross_entropy import vocab_parallel_cross_entropy
 from harness.training.data.collate import IGNORED
 
-
 Targets = tuple[Tensor, ...]
 """What the last stage gets beside the outputs, flat as DeepSpeed's pipeline wants it: (weight, rows, *labels).
 
@@ -115,4 +114,3 @@ def _first(value: Any) -> Tensor:
 
 def _head(value: Any, rows: int) -> Any:
     return value[:rows] if isinstance(value, Tensor) else tuple(tensor[:rows] for tensor in value)
-

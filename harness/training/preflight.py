@@ -23,7 +23,9 @@ class ScriptArguments:
     model_name_or_path: str = _flag(DEFAULT_MODEL, "a preset's name, or a directory with HuggingFace's config.json")
     tokenizer_name: str | None = _flag(None, "bytes, or a directory; default: the model directory's own, else bytes")
     train_file: str = _flag(PYTHON_STDLIB, ".txt, .jsonl, .parquet (column text), or a directory of them")
-    validation_file: str | None = _flag(None, "the same, for evaluation; with eval_steps and without it a part is held out")
+    validation_file: str | None = _flag(
+        None, "the same, for evaluation; with eval_steps and without it a part is held out"
+    )
     block_size: int | None = _flag(None, "tokens of a sample; default: the model's length, at most 1024")
 
 

@@ -22,16 +22,17 @@ class ProgressCallback(TrainerCallback):
         self.bar: tqdm[Any] | None = None
         self._last_line = 0.0
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._last_line = time.monotonic()
         if self.console.speaks and self.console.is_terminal:
             self.bar = tqdm(
                 total=state.max_steps, initial=state.global_step, file=self.console.out, unit="step", dynamic_ncols=True
             )
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, record: StepRecord, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        record: StepRecord = kwargs["record"]
         if self.bar is not None:
             self.bar.set_postfix_str(f"loss {record.loss:.4f}, {record.tokens_per_second:,.0f} tokens/s", refresh=False)
             self.bar.update()
@@ -43,17 +44,16 @@ class ProgressCallback(TrainerCallback):
                 f"{record.tokens_per_second:,.0f} tokens/s  {left:.0f} s left"
             )
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, metrics: dict[str, float], **kwargs: Any
-    ) -> None:
-        self._above_the_bar(f"step {state.global_step}: evaluation loss {metrics['eval_loss']:.4f}")
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        loss: float = kwargs["metrics"]["eval_loss"]
+        self._above_the_bar(f"step {state.global_step}: evaluation loss {loss:.4f}")
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, checkpoint: Any, **kwargs: Any
-    ) -> None:
-        self._above_the_bar(f"step {state.global_step}: checkpoint in {checkpoint}")
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._above_the_bar(f"step {state.global_step}: checkpoint in {kwargs['checkpoint']}")
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None

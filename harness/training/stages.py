@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def stage_lines(subject: Subject, boundaries: Sequence[int], module: nn.Module, 
             kinds=dict(Counter(subject.names[start:stop])),
             parameters=largest[stage],
         )
-        for stage, (start, stop) in enumerate(zip(boundaries, boundaries[1:], strict=False))
+        for stage, (start, stop) in enumerate(pairwise(boundaries))
     ]
 
 
@@ -93,7 +94,7 @@ def measured_costs(subject: Subject, setting: Setting, inputs: Any, labels: Any)
     known: dict[tuple[str, int], float] = {}
     seconds = []
     value = _to(inputs, setting.device)
-    for index, layer in enumerate(subject.layers):
+    for index in range(len(subject.layers)):
         kind = (subject.names[index], subject.parameters[index])
         if kind not in known:
             loss = subject.loss if index == len(subject.layers) - 1 else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from deepspeed.pipe import LayerSpec
@@ -20,7 +20,7 @@ from harness.parallel.staged import Layer
 from harness.training.build import Setting, layer_finisher
 from harness.training.losses import CausalLoss, Loss, MeanLoss
 
-Model = str | ModelSource | PretrainedConfig | PreTrainedModel | nn.Sequential | Sequence[Layer]
+Model: TypeAlias = str | ModelSource | PretrainedConfig | PreTrainedModel | nn.Sequential | Sequence[Layer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,4 +108,3 @@ def _parameters(module: Any, least: int, most: int = 99) -> int:
     if not isinstance(module, nn.Module):
         return 0
     return sum(p.numel() for p in module.parameters() if least <= p.dim() <= most)
-

@@ -166,7 +166,7 @@ class Trainer:
         self.control.should_evaluate = self.control.should_save = False
 
     def _agree_on_control(self) -> None:
-        """Do on all ranks what a callback asked for on any: a rank that acts alone would wait for the others for ever."""
+        """Do on all ranks what a callback asked for on any: a rank that acts alone would wait for ever."""
         if not self.user_callbacks or self.groups.world is None:
             return
         control = self.control
@@ -178,7 +178,7 @@ class Trainer:
     # -- evaluation ----------------------------------------------------------------------------------------
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
-        """Mean loss over the evaluation data, each sample counted once: eval_loss, perplexity, eval_samples, eval_seconds.
+        """Mean loss over the evaluation data, each sample once: eval_loss, perplexity, eval_samples, eval_seconds.
 
         Any number of samples, any number of times: every rank runs the same number of micro-batches.
         """
@@ -274,7 +274,7 @@ class Trainer:
         resolved = self.resolved
         self.console.say(
             f"{self.layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}: {self.state.max_steps} steps of "
-            f"{resolved.train_batch} samples ({resolved.accumulation} micro-batches of {resolved.micro_batch} a data rank)"
+            f"{resolved.train_batch} samples ({resolved.accumulation} x {resolved.micro_batch} a data rank)"
         )
         for line in self.stages:
             self.console.say(f"  {line}")

@@ -69,9 +69,7 @@ def make_blocks(
         raise cache_error(error, cache_dir) from error
     if not len(blocks):
         total = sum(map(len, encode_documents(tokenizer, documents["text"])))
-        raise UserError(
-            f"the text makes {total} tokens, less than one block of {block_size}: lower --block_size"
-        )
+        raise UserError(f"the text makes {total} tokens, less than one block of {block_size}: lower --block_size")
     return blocks.with_format("torch")
 
 

@@ -41,15 +41,11 @@ def as_micro_batch(collated: Any) -> MicroBatch:
     """What a collator returned, as (inputs, labels): a dict with input_ids and labels, or the pair itself."""
     if isinstance(collated, Mapping):
         if "input_ids" not in collated:
-            raise UserError(
-                f"the data_collator gave {', '.join(collated) or 'nothing'}: it must give input_ids"
-            )
+            raise UserError(f"the data_collator gave {', '.join(collated) or 'nothing'}: it must give input_ids")
         return _with_labels(collated)
     if isinstance(collated, Sequence) and len(collated) == 2:
         return collated[0], collated[1]
-    raise UserError(
-        f"the data_collator gave {type(collated).__name__}: it must give a dict or a pair (inputs, labels)"
-    )
+    raise UserError(f"the data_collator gave {type(collated).__name__}: it must give a dict or a pair (inputs, labels)")
 
 
 def _language(samples: Sequence[Mapping[str, Any]]) -> MicroBatch:
@@ -79,14 +75,10 @@ def _with_labels(batch: Mapping[str, torch.Tensor]) -> MicroBatch:
     labels = batch.get("labels")
     labels = ids.clone() if labels is None else labels.long()
     if labels.shape != ids.shape:
-        raise UserError(
-            f"labels of {tuple(labels.shape)} beside input_ids of {tuple(ids.shape)}: they must agree"
-        )
+        raise UserError(f"labels of {tuple(labels.shape)} beside input_ids of {tuple(ids.shape)}: they must agree")
     mask = batch.get("attention_mask")
     if mask is not None:
         if bool((mask.long().diff(dim=-1) > 0).any()):
-            raise UserError(
-                "the attention_mask hides tokens before others: pad on the right (causal attention only)"
-            )
+            raise UserError("the attention_mask hides tokens before others: pad on the right (causal attention only)")
         labels = labels.masked_fill(mask == 0, IGNORED)
     return ids, labels

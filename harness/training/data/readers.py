@@ -78,23 +78,17 @@ def _text_of_line(line: bytes, place: str) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"{place} is not UTF-8 (byte {error.start} of the line): convert the file") from error
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"{place} is not JSON ({error.msg}, column {error.colno}): one object a line"
-        ) from error
+        raise UserError(f"{place} is not JSON ({error.msg}, column {error.colno}): one object a line") from error
     if not isinstance(row, dict):
         raise UserError(f'{place} is not an object: each line is {{"text": "..."}}')
     if "text" not in row:
-        raise UserError(
-            f"{place} has no column `text` (it has: {', '.join(row) or 'none'}): rename one to `text`"
-        )
+        raise UserError(f"{place} has no column `text` (it has: {', '.join(row) or 'none'}): rename one to `text`")
     return _checked(row["text"], place)
 
 
 def _checked(text: object, place: str) -> str:
     if not isinstance(text, str):
-        raise UserError(
-            f"{place}: `text` is {'missing' if text is None else type(text).__name__}, not a string"
-        )
+        raise UserError(f"{place}: `text` is {'missing' if text is None else type(text).__name__}, not a string")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -111,9 +105,7 @@ def _check_parquet_columns(file: Path) -> None:
     except ArrowInvalid as error:
         raise UserError(f"{file} is not a parquet file: {_one_line(error)}") from error
     if "text" not in names:
-        raise UserError(
-            f"{file} has no column `text` (it has: {', '.join(names) or 'none'}): rename one to `text`"
-        )
+        raise UserError(f"{file} has no column `text` (it has: {', '.join(names) or 'none'}): rename one to `text`")
 
 
 def _one_line(error: Exception) -> str:

@@ -63,17 +63,13 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
             raise UserError(f"{path} holds no file with one of the suffixes {suffixes}")
         return files
     if not path.exists():
-        raise UserError(
-            f"{path} does not exist: give a {suffixes} file, a directory of them, or {PYTHON_STDLIB}"
-        )
+        raise UserError(f"{path} does not exist: give a {suffixes} file, a directory of them, or {PYTHON_STDLIB}")
     if path.suffix not in READERS:
         raise UserError(f"{path} is none of {suffixes}: convert it, or rename it if it is plain text")
     return [path]
 
 
-def read_documents(
-    source: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None
-) -> Dataset:
+def read_documents(source: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> Dataset:
     """The documents of a source: a `datasets.Dataset` with one column, `text`, mapped from disk.
 
     A .txt file's text is its bytes decoded as UTF-8 and nothing else: no newline is added, dropped or
@@ -86,9 +82,7 @@ def read_documents(
 
     files = preflight(source)
     # Tuples: `datasets` takes a list among these arguments for shards that may be read in any grouping.
-    stamps = tuple(
-        (str(file.absolute()), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())
-    )
+    stamps = tuple((str(file.absolute()), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat()))
     try:
         documents = Dataset.from_generator(
             _documents,
@@ -111,9 +105,7 @@ def cache_error(error: OSError, cache_dir: str | os.PathLike[str] | None) -> Use
     from datasets.config import HF_DATASETS_CACHE
 
     place = cache_dir or HF_DATASETS_CACHE
-    return UserError(
-        f"cannot keep prepared data in {place} ({error.strerror or error}): set HF_DATASETS_CACHE"
-    )
+    return UserError(f"cannot keep prepared data in {place} ({error.strerror or error}): set HF_DATASETS_CACHE")
 
 
 def hold_out(documents: Dataset, every: int = 20) -> tuple[Dataset, Dataset]:

@@ -47,9 +47,7 @@ class BatchStream:
         self.data_size = data_size
         self.consumed = consumed
         self.collator = data_collator
-        self._order = lru_cache(maxsize=2)(
-            sample_order
-        )  # an epoch's end needs two permutations, no step more
+        self._order = lru_cache(maxsize=2)(sample_order)  # an epoch's end needs two permutations, no step more
         if self.n < self.global_batch:
             raise UserError(
                 f"the data set has {self.n} samples, fewer than one global batch of {self.global_batch} "
@@ -82,9 +80,7 @@ def dataset_length(dataset: Any) -> int:
     """The number of samples. UserError for a data set without a length or an index: it has no order."""
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return len(dataset)
-    raise UserError(
-        f"{type(dataset).__name__} is not map-style: the data set needs len(dataset) and dataset[i]"
-    )
+    raise UserError(f"{type(dataset).__name__} is not map-style: the data set needs len(dataset) and dataset[i]")
 
 
 def data_digest(dataset: Any, looked_at: int = 16) -> str:
