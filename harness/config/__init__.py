@@ -4,7 +4,7 @@
 here imports torch or deepspeed: a config is judged in milliseconds, before any process starts.
 """
 
-from harness.config.check import check
+from harness.config.check import check, refusals
 from harness.config.diagnostic import Diagnostic, Severity
 from harness.config.document import Document, load
 from harness.config.errors import ConfigError, UserError
@@ -22,5 +22,6 @@ __all__ = [
     "UserError",
     "check",
     "load",
+    "refusals",
     "resolve",
 ]

@@ -23,9 +23,7 @@ class Batch:
         return sizes_are_positive and self.train == self.micro * self.accumulation * data_parallel
 
 
-def complete(
-    train: int | None, micro: int | None, accumulation: int | None, data_parallel: int
-) -> Batch | None:
+def complete(train: int | None, micro: int | None, accumulation: int | None, data_parallel: int) -> Batch | None:
     """The batch that DeepSpeed makes of what is given; None where it has too little. It need not fit.
 
     Source: DeepSpeedConfig._set_batch_related_parameters.

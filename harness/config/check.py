@@ -2,12 +2,54 @@
 
 from __future__ import annotations
 
-from harness.config.diagnostic import Diagnostic
+from harness.config.diagnostic import Diagnostic, Severity
 from harness.config.document import Document
+from harness.config.rule import Finding, Rule
+from harness.config.rules import RULES
+from harness.config.shape import read_shape
+from harness.config.view import RunView, Target
 
 
 def check(
-    document: Document, *, world_size: int | None = None, model: str | None = None, target: str = "harness"
+    document: Document, *, world_size: int | None = None, model: str | None = None, target: Target = "harness"
 ) -> list[Diagnostic]:
-    """All findings about a config, in the order of the file."""
-    return []
+    """All findings about a config, in the order of the file.
+
+    `world_size` is the number of ranks, `model` a preset's name or a directory with config.json, `target`
+    the program that will read the file. Raises UserError if the model's config cannot be read.
+    """
+    shape = read_shape(model) if model is not None else None
+    view = RunView(document, world_size=world_size, model=shape, target=target)
+    found = [_diagnostic(document, rule, finding) for rule in RULES for finding in rule.check(view)]
+    return sorted(found, key=lambda item: (item.line, item.column, item.severity.rank, item.code))
+
+
+def refusals(diagnostics: list[Diagnostic], *, allow_ignored_keys: bool = False) -> list[Diagnostic]:
+    """The findings that keep a run from starting: errors, and ignored keys that look like a real one's
+    misspelling.
+
+    Nobody wants a run at ZeRO stage 0 because of one letter; `allow_ignored_keys` lets such a key pass.
+    """
+    misspelt = () if allow_ignored_keys else ("DS101", "DS102")
+    return [item for item in diagnostics if item.severity is Severity.ERROR or item.code in misspelt]
+
+
+def _diagnostic(document: Document, rule: Rule, finding: Finding) -> Diagnostic:
+    """A finding with its place in the file."""
+    start, end = finding.span or document.span(finding.pointer, of_value=finding.on_value)
+    line, column = document.line_column(start)
+    stop = document.text.find("\n", start)
+    on_line = end if stop < 0 else min(end, stop)
+    return Diagnostic(
+        code=rule.code,
+        severity=finding.severity or rule.severity,
+        message=finding.message,
+        file=document.path,
+        pointer=finding.pointer,
+        line=line,
+        column=column,
+        length=max(1, on_line - start),
+        hint=finding.hint,
+        deepspeed=finding.deepspeed,
+        edits=finding.edits,
+    )

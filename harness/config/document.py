@@ -130,9 +130,7 @@ def _read(path: Path) -> str:
         if path.exists() and not path.is_file():
             raise refuse("is not a regular file", "name a JSON file")
         if path.stat().st_size > MAX_BYTES:
-            raise refuse(
-                f"is larger than {MAX_BYTES >> 20} MiB", "a DeepSpeed config has a few kilobytes; name that"
-            )
+            raise refuse(f"is larger than {MAX_BYTES >> 20} MiB", "a DeepSpeed config has a few kilobytes; name that")
         raw = path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
         reason = (getattr(error, "strerror", None) or "cannot be read").lower()

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+MAX_DIGITS = 1000
 MAX_DEPTH = 100  # a config is four or five levels deep; beyond this a reader would exhaust the stack
 
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?[\t ]*")
@@ -240,25 +241,27 @@ class _Reader:
         """An unquoted word: a literal or a number if one ends here, else all up to the end of the line."""
         text = self.text
         line_end = _line_end(text, start)
-        for at in [m.start() for m in re.finditer(r"[,}\]#]|//|/\*", text[start:line_end])] + [
-            line_end - start
-        ]:
+        for at in [m.start() for m in re.finditer(r"[,}\]#]|//|/\*", text[start:line_end])] + [line_end - start]:
             word = text[start : start + at]
             if word.strip() in _LITERALS:
                 return Node(start, start + len(word.rstrip()), _LITERALS[word.strip()])
             match = _NUMBER.fullmatch(word)
             if match is not None:
-                return Node(start, start + len(word.rstrip()), _number(word.strip(), match))
+                return Node(start, start + len(word.rstrip()), _number(word.strip(), match, start))
         word = text[start:line_end].rstrip()
         self.note("bare-word", start, start + len(word), word)
         return Node(start, start + len(word), word)
 
 
-def _number(word: str, match: re.Match[str]) -> int | float:
+def _number(word: str, match: re.Match[str], offset: int) -> int | float:
     """An int or a float; a whole float below 1e10 comes as an int, as in DeepSpeed's reader."""
+    if len(word) > MAX_DIGITS:
+        raise TextError(f"a number has more than {MAX_DIGITS} digits", offset)
     if not (match.group(1) or match.group(2)):
-        return int(word) if len(word) < 4000 else float(word)
+        return int(word)
     value = float(word)
+    if abs(value) == float("inf"):
+        raise TextError(f"the number {word} is too large", offset)
     return int(value) if abs(value) < 1e10 and value == int(value) else value
 
 

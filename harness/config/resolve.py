@@ -43,9 +43,7 @@ class _Run:
             return None
         number = whole(value)
         if number is None:
-            self.refuse(
-                "DS801", pointer, f"{name_of(pointer)} is {value!r}, not a whole number", "write a number"
-            )
+            self.refuse("DS801", pointer, f"{name_of(pointer)} is {value!r}, not a whole number", "write a number")
         return number
 
     def fill(self, pointer: str, value: Any, source: str) -> None:
@@ -113,17 +111,13 @@ def _layout(run: _Run) -> tuple[int, int, int]:
     pipeline = values.pipeline_parallel_size or run.number("/pipeline/stages") or 1
     tensor = values.tensor_parallel_size or run.number("/tensor_parallel/autotp_size") or 1
     if pipeline < 1 or tensor < 1:
-        run.refuse(
-            "DS802", "", f"a layout of {pipeline} stages x {tensor} tensor-parallel ranks", "use sizes from 1"
-        )
+        run.refuse("DS802", "", f"a layout of {pipeline} stages x {tensor} tensor-parallel ranks", "use sizes from 1")
         return 1, 1, max(1, values.world_size)
     if values.world_size % (pipeline * tensor):
         cuts = f"{pipeline} pipeline stages x {tensor} tensor-parallel ranks"
         message = f"{values.world_size} ranks cannot be divided into {cuts}"
         pointer = "/pipeline/stages" if pipeline > 1 else "/tensor_parallel/autotp_size"
-        run.refuse(
-            "DS802", pointer, message, f"start a multiple of {pipeline * tensor} ranks, or change the layout"
-        )
+        run.refuse("DS802", pointer, message, f"start a multiple of {pipeline * tensor} ranks, or change the layout")
     if pipeline > 1 or isinstance(run.get("/pipeline"), dict):
         if run.get("/pipeline/stages") not in (None, pipeline):
             source = "--pipeline_parallel_size" if values.pipeline_parallel_size else "default"
@@ -161,9 +155,7 @@ def _batch(run: _Run, pipeline: int, data_parallel: int) -> None:
         sizes[accumulation_at], sources[accumulation_at] = chosen
     batch = complete(train, sizes[micro_at], sizes[accumulation_at], data_parallel)
     if batch is None or not batch.fits(data_parallel):
-        run.refuse(
-            "DS803", "/train_batch_size", _misfit(run, train, sizes, data_parallel), "give two of the three"
-        )
+        run.refuse("DS803", "/train_batch_size", _misfit(run, train, sizes, data_parallel), "give two of the three")
         return
     for pointer, size in {micro_at: batch.micro, accumulation_at: batch.accumulation}.items():
         if run.get(pointer) != size:
@@ -227,9 +219,7 @@ def _precision(run: _Run) -> str:
 def _fill_from_arguments(run: _Run) -> None:
     """Clipping, optimizer and scheduler: the argument where the file says "auto", and the two must agree."""
     values = run.values
-    if (
-        run.get("/gradient_clipping") is None
-    ):  # absent, DeepSpeed would clip at 1.0 whatever the argument says
+    if run.get("/gradient_clipping") is None:  # absent, DeepSpeed would clip at 1.0 whatever the argument says
         run.fill("/gradient_clipping", values.max_grad_norm, values.source("max_grad_norm"))
     betas = [values.adam_beta1, values.adam_beta2]
     betas_name = next((n for n in ("adam_beta1", "adam_beta2") if n in values.given), "adam_beta1")
@@ -249,13 +239,13 @@ def _fill_from_arguments(run: _Run) -> None:
             run.fill(pointer, value, values.source(name))
         elif name in values.given:
             _must_agree(run, pointer, name, stated, value)
+    if run.get("/scheduler/params/warmup_num_steps") == 0:
+        run.fill("/scheduler/params/warmup_num_steps", 1, "DeepSpeed refuses 0; 1 is as good as none")
     if run.get("/scheduler/params/warmup_min_lr") == AUTO:
         run.fill("/scheduler/params/warmup_min_lr", 0, "default, as in HF")
     kind = SCHEDULERS.get(str(run.get("/scheduler/type")))
     if kind and "lr_scheduler_type" in values.given and values.lr_scheduler_type != kind:
-        _must_agree(
-            run, "/scheduler/type", "lr_scheduler_type", run.get("/scheduler/type"), values.lr_scheduler_type
-        )
+        _must_agree(run, "/scheduler/type", "lr_scheduler_type", run.get("/scheduler/type"), values.lr_scheduler_type)
 
 
 def _fill_from_model(run: _Run) -> None:
@@ -288,17 +278,13 @@ def _zero_stage(run: _Run, pipeline: int) -> int:
     """The ZeRO stage, and what cannot run with it."""
     stage = run.number("/zero_optimization/stage") or 0
     if pipeline > 1 and stage > 1:
-        message = (
-            f"ZeRO-{stage} with {pipeline} pipeline stages: a stage keeps its gradients between micro-batches"
-        )
+        message = f"ZeRO-{stage} with {pipeline} pipeline stages: a stage keeps its gradients between micro-batches"
         hint = "use ZeRO-1 with the pipeline, or ZeRO without pipeline stages"
         run.refuse("DS807", "/zero_optimization/stage", message, hint)
     device = run.get("/zero_optimization/offload_param/device")
     if device not in (None, "none", AUTO) and stage < 3:
         message = f"offload_param works at ZeRO-3 only, and the stage is {stage}"
-        run.refuse(
-            "DS808", "/zero_optimization/offload_param", message, "set stage to 3, or remove offload_param"
-        )
+        run.refuse("DS808", "/zero_optimization/offload_param", message, "set stage to 3, or remove offload_param")
     return stage
 
 

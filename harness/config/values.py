@@ -84,11 +84,6 @@ def put(config: dict[str, Any], pointer: str, value: Any) -> None:
 
 def whole(value: Any) -> int | None:
     """`value` as an int if it is a whole number (5e8 counts, true does not), else None."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or value != value
-        or abs(value) == float("inf")
-    ):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) == float("inf"):
         return None
     return int(value) if value == int(value) else None

@@ -1,0 +1,127 @@
+"""How DeepSpeed reads one value: what it takes as it is, what it converts, what it refuses.
+
+Its pydantic sections are lenient: 5e8, true and "500" all pass for an integer, "yes" and 1 for a boolean. Plain
+sections check nothing, and only some of their values are used at once. Rules that call a value wrong ask here, so
+that nothing is refused that DeepSpeed accepts. Source: pydantic's conversion table, lax mode.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from harness.config.schema import Key
+
+_TRUE = {"1", "on", "t", "true", "y", "yes"}
+_FALSE = {"0", "off", "f", "false", "n", "no"}
+NAMES = {
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "a string",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The outcome: the value as DeepSpeed has it, and what is odd about it.
+
+    `fault` is "" (fine), "quoted" (it is converted from a string), "type", "choice" or "range".
+    """
+
+    value: Any
+    fault: str = ""
+    wanted: str = ""
+
+
+def as_bool(value: Any) -> bool | None:
+    """A value as pydantic's bool, or None if it refuses it."""
+    if isinstance(value, str):
+        word = value.lower()
+        return True if word in _TRUE else False if word in _FALSE else None
+    return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
+
+
+def as_int(value: Any) -> int | None:
+    """A value as pydantic's int, or None if it refuses it."""
+    if isinstance(value, str):
+        whole_number = len(value) < 400 and re.fullmatch(r"\s*([-+]?\d+(_\d+)*)(\.0*)?\s*", value)
+        return int(whole_number.group(1)) if whole_number else None
+    if isinstance(value, float):
+        return int(value) if math.isfinite(value) and value == int(value) else None
+    return int(value) if isinstance(value, int) else None
+
+
+def as_float(value: Any) -> float | None:
+    """A value as pydantic's float, or None if it refuses it."""
+    if isinstance(value, (bool, int, float)):
+        return float(value) if abs(value) < 1e308 else math.inf
+    try:
+        return float(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
+
+
+def read(key: Key, value: Any, *, pydantic: bool) -> Reading:
+    """How DeepSpeed takes `value` for `key`."""
+    types = key.types
+    if not types or (value is None and "null" in types):
+        return Reading(value)
+    for kind in types:
+        converted = _convert(kind, value, lenient=pydantic)
+        if converted is None:
+            continue
+        fault, wanted = _limits(key, converted)
+        if not fault and isinstance(value, str) and kind in ("boolean", "integer", "number"):
+            fault, wanted = "quoted", NAMES[kind]
+        return Reading(converted, fault, wanted)
+    wanted = " or ".join(NAMES[kind] for kind in types)
+    return Reading(value, "choice" if "enum" in key.core and isinstance(value, str) else "type", wanted)
+
+
+def _convert(kind: str, value: Any, *, lenient: bool) -> Any:
+    """`value` as a JSON type, or None if it does not pass for one."""
+    if kind == "boolean":
+        return as_bool(value) if lenient or not isinstance(value, str) else None
+    if kind == "integer":
+        return as_int(value) if lenient or not isinstance(value, (str, bool)) else None
+    if kind == "number":
+        return as_float(value) if lenient or not isinstance(value, (str, bool)) else None
+    accepted = {"string": str, "array": list, "object": dict}.get(kind)
+    return value if accepted is not None and isinstance(value, accepted) else None
+
+
+def _limits(key: Key, value: Any) -> tuple[str, str]:
+    """The fault of a value of the right type: outside its choices or its range."""
+    core = key.core
+    if "enum" in core:
+        choices = core["enum"]
+        word = value.lower() if key.spec.get("x-case") == "any" and isinstance(value, str) else value
+        if word not in choices:
+            return "choice", one_of(choices)
+    for bound, words, fits in (
+        ("minimum", "at least", lambda limit: value >= limit),
+        ("exclusiveMinimum", "more than", lambda limit: value > limit),
+        ("maximum", "at most", lambda limit: value <= limit),
+        ("exclusiveMaximum", "less than", lambda limit: value < limit),
+    ):
+        if bound in core and isinstance(value, (int, float)) and not fits(core[bound]):
+            return "range", f"{words} {core[bound]}"
+    if "items" in core and isinstance(value, list):
+        kind = core["items"]["type"]
+        if any(_convert(kind, item, lenient=False) is None for item in value):
+            return "type", f"a list in which each item is {NAMES[kind]}"
+    if "x-items" in key.spec and isinstance(value, list) and any(item not in key.spec["x-items"] for item in value):
+        return "choice", "a list of " + one_of(key.spec["x-items"])
+    return "", ""
+
+
+def one_of(choices: list[Any]) -> str:
+    """`a, b or c`."""
+    words = [str(choice) for choice in choices]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]

@@ -1,0 +1,81 @@
+"""What a rule is: a function over one config, with a code, a page and two examples.
+
+The function's docstring is the page that `ds-harness explain CODE` prints. `wrong` is a config that raises the
+rule, `right` its nearest neighbour that does not; `claim` says what DeepSpeed itself does with `wrong`, and a test
+holds it to that.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from harness.config.diagnostic import Edit, Severity
+from harness.config.view import RunView
+
+# refuses: DeepSpeed's parser raises; engine: deepspeed.initialize raises; runs: both accept it;
+# elsewhere: it takes more than one process, a model or another program to see it
+Claim = Literal["refuses", "engine", "runs", "elsewhere"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a rule found at one place; the rule gives code and, unless stated here, severity."""
+
+    pointer: str
+    message: str
+    hint: str = ""
+    deepspeed: str = ""
+    severity: Severity | None = None
+    on_value: bool = False  # underline the value and not the key
+    span: tuple[int, int] | None = None  # offsets, where no pointer leads
+    edits: tuple[Edit, ...] = ()
+
+
+Check = Callable[[RunView], Iterator[Finding]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A rule and its page."""
+
+    code: str
+    name: str
+    severity: Severity
+    claim: Claim
+    wrong: str
+    right: str
+    options: dict[str, Any]  # how `check` is called for the examples: world_size, model, target
+    check: Check
+
+    @property
+    def page(self) -> str:
+        """The rule's documentation."""
+        return inspect.cleandoc(self.check.__doc__ or "")
+
+    @property
+    def title(self) -> str:
+        """The first sentence of the page."""
+        return self.page.split("\n\n")[0].replace("\n", " ")
+
+
+def rule(
+    code: str, name: str, severity: Severity, *, claim: Claim, wrong: str, right: str, **options: Any
+) -> Callable[[Check], Rule]:
+    """Makes a function a rule."""
+
+    def decorate(check: Check) -> Rule:
+        return Rule(
+            code=code,
+            name=name,
+            severity=severity,
+            claim=claim,
+            wrong=wrong,
+            right=right,
+            options=options,
+            check=check,
+        )
+
+    return decorate

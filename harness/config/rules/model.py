@@ -1,0 +1,92 @@
+"""Rules that hold a config against a model: what can be cut into how many parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.diagnostic import Severity
+from harness.config.rule import Finding, rule
+from harness.config.view import RunView
+
+_TINY = "tiny-llama"
+
+
+@rule(
+    "DS901",
+    "fewer-layers-than-stages",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4096, "pipeline": {"stages": 1000}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2}}',
+    model=_TINY,
+)
+def fewer_layers_than_stages(view: RunView) -> Iterator[Finding]:
+    """The model has fewer decoder layers than the pipeline has stages, so some stages would be empty."""
+    layers = view.model.layers if view.model is not None else None
+    if view.target == "harness" and layers is not None and view.stages > layers:
+        yield Finding(
+            pointer="/pipeline/stages",
+            message=f"{view.stages} stages, and the model has {layers} decoder layers",
+            hint=f"use at most {layers} stages",
+            deepspeed="builds empty stages",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS902",
+    "heads-do-not-divide",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1009}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}',
+    model=_TINY,
+)
+def heads_do_not_divide(view: RunView) -> Iterator[Finding]:
+    """Attention heads cannot be dealt out to the tensor-parallel ranks.
+
+    Every rank takes the same number of query heads. Key-value heads may be fewer than ranks, if the ranks
+    are a multiple of them: then several ranks hold one.
+    """
+    if view.target != "harness" or view.model is None or view.tensor == 1:
+        return
+    heads, kv_heads = view.model.heads, view.model.kv_heads
+    if heads is not None and heads % view.tensor:
+        message = f"{heads} attention heads cannot be divided by {view.tensor} tensor-parallel ranks"
+    elif kv_heads and kv_heads % view.tensor and view.tensor % kv_heads:
+        message = f"{kv_heads} key-value heads and {view.tensor} tensor-parallel ranks do not divide each other"
+    else:
+        return
+    fits = [size for size in range(2, heads + 1) if heads % size == 0][:4] if heads else []
+    yield Finding(
+        pointer="/tensor_parallel/autotp_size",
+        message=message,
+        hint="use " + ", ".join(map(str, fits)) if fits else "use 1",
+        deepspeed="is not asked; the harness cuts the layers itself",
+        on_value=True,
+    )
+
+
+@rule(
+    "DS903",
+    "padded-vocabulary",
+    Severity.INFO,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 8}}',
+    right='{"train_micro_batch_size_per_gpu": 1}',
+    model=_TINY,
+)
+def padded_vocabulary(view: RunView) -> Iterator[Finding]:
+    """The vocabulary is no multiple of the tensor-parallel ranks.
+
+    The harness adds rows until it is, and takes them away on export; the message says how many.
+    """
+    vocabulary = view.model.vocabulary if view.model is not None else None
+    if view.target == "harness" and vocabulary is not None and vocabulary % view.tensor:
+        rows = -vocabulary % view.tensor
+        yield Finding(
+            pointer="/tensor_parallel/autotp_size",
+            message=f"a vocabulary of {vocabulary} over {view.tensor} ranks is padded by {rows} rows",
+            deepspeed="is not asked; the harness cuts the layers itself",
+            on_value=True,
+        )

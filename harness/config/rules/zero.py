@@ -1,0 +1,327 @@
+"""Rules about ZeRO: what works at which stage, and what excludes what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from harness.config import edits
+from harness.config.diagnostic import Severity
+from harness.config.reading import as_float
+from harness.config.rule import Finding, rule
+from harness.config.values import AUTO
+from harness.config.view import RunView
+
+ZERO = "/zero_optimization"
+
+
+def offloads(view: RunView, section: str) -> bool:
+    """Whether a section moves something off the accelerator."""
+    return view.get(f"{ZERO}/{section}/device") in ("cpu", "nvme")
+
+
+@rule(
+    "DS501",
+    "offload-param-below-stage-3",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
+)
+def offload_param_below_stage_3(view: RunView) -> Iterator[Finding]:
+    """Parameters are to be offloaded at a stage at which every rank holds them all.
+
+    DeepSpeed accepts that and keeps them where they are. The harness refuses it: the memory that you
+    counted on would not be free.
+    """
+    if offloads(view, "offload_param") and view.zero_stage in (0, 1, 2):
+        yield Finding(
+            pointer=f"{ZERO}/offload_param",
+            message=f"offload_param works at ZeRO-3 only, and the stage is {view.zero_stage}",
+            hint="set stage to 3, or remove offload_param",
+            severity=Severity.ERROR if view.target == "harness" else None,
+            deepspeed="ignores it: the parameters stay on the accelerator",
+        )
+
+
+@rule(
+    "DS502",
+    "nvme-without-path",
+    Severity.ERROR,
+    claim="engine",
+    wrong='{"train_batch_size": 8, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3,'
+    ' "offload_optimizer": {"device": "nvme"}}}',
+    right='{"train_batch_size": 8, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3,'
+    ' "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"}}}',
+)
+def nvme_without_path(view: RunView) -> Iterator[Finding]:
+    """Offloading to NVMe, without the folder to write to."""
+    for section in ("offload_param", "offload_optimizer"):
+        here = f"{ZERO}/{section}"
+        path = view.get(f"{here}/nvme_path")
+        if view.get(f"{here}/device") == "nvme" and path in (None, AUTO) and view.zero_stage == 3:
+            yield Finding(
+                pointer=f"{here}/device",
+                message=f"{section} goes to NVMe, and nvme_path is not given",
+                hint="add nvme_path, a folder on the NVMe device",
+                deepspeed="raises TypeError when the engine starts",
+                on_value=True,
+            )
+
+
+def _acts(value: Any, default: Any) -> bool:
+    """Whether a value would do something if its key were read."""
+    return value is not None and value is not False and value != AUTO and (value != default or value is not True)
+
+
+@rule(
+    "DS503",
+    "key-of-another-stage",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9}}',
+)
+def key_of_another_stage(view: RunView) -> Iterator[Finding]:
+    """A key of one ZeRO stage stands in a config of another.
+
+    It is accepted and does nothing: `stage3_*` keys, sub_group_size, ZeRO++ (zero_hpz_partition_size,
+    zero_quantized_*) act at stage 3, round_robin_gradients and parameter_alignment at stages 1 and 2.
+    """
+    stage = view.zero_stage
+    if stage is None or isinstance(view.get(ZERO), bool):
+        return
+    for visit in view.visits:
+        if visit.parent != ZERO or visit.key is None or visit.key.name in ("offload_param", "zenflow"):
+            continue
+        stages = visit.key.spec.get("x-stages")
+        if stages and stage not in stages and _acts(visit.value, visit.key.spec.get("default")):
+            where = " and ".join(str(number) for number in stages)
+            yield Finding(
+                pointer=visit.pointer,
+                message=f"{visit.name} acts at ZeRO stage {where} only, and the stage is {stage}",
+                hint="remove it, or change the stage",
+                deepspeed="ignores it",
+                edits=edits.remove(view.document, visit.pointer),
+            )
+
+
+@rule(
+    "DS504",
+    "partial-offload-below-stage-3",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2,'
+    ' "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 3,'
+    ' "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}',
+)
+def partial_offload_below_stage_3(view: RunView) -> Iterator[Finding]:
+    """Only a part of the optimizer state is to be offloaded, which stage 3 alone can do."""
+    ratio = as_float(view.section(f"{ZERO}/offload_optimizer").get("ratio", 1.0))
+    if ratio is not None and ratio < 1 and view.zero_stage in (0, 1, 2):
+        yield Finding(
+            pointer=f"{ZERO}/offload_optimizer/ratio",
+            message=f"offload_optimizer.ratio {ratio} works at ZeRO-3 only, and the stage is {view.zero_stage}",
+            hint="set stage to 3, or remove ratio",
+            deepspeed="refuses the config",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS505",
+    "no-gradient-norm",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "compute_grad_norm": false}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "compute_grad_norm": false},'
+    ' "gradient_clipping": 0}',
+)
+def no_gradient_norm(view: RunView) -> Iterator[Finding]:
+    """The gradient norm is not to be computed, where it must be.
+
+    It can be left out at stages 1 and 2, and only if nothing is clipped; an absent gradient_clipping clips
+    at 1.0.
+    """
+    value = view.section(ZERO).get("compute_grad_norm", True)
+    if value == AUTO or view.on(f"{ZERO}/compute_grad_norm") or value is True:
+        return
+    clipping = view.data.get("gradient_clipping", 1.0)
+    clips = isinstance(clipping, (int, float)) and clipping > 0
+    if view.zero_stage in (0, 3):
+        message, hint = (
+            f"compute_grad_norm false at ZeRO stage {view.zero_stage}",
+            "use stage 1 or 2, or remove it",
+        )
+    elif clips:
+        shown = "absent, which clips at 1.0" if "gradient_clipping" not in view.data else str(clipping)
+        message, hint = (
+            f"compute_grad_norm is false and gradient_clipping is {shown}",
+            "set gradient_clipping to 0",
+        )
+    else:
+        return
+    yield Finding(pointer=f"{ZERO}/compute_grad_norm", message=message, hint=hint, deepspeed="raises ValueError")
+
+
+@rule(
+    "DS506",
+    "summed-gradients",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": 8, "gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}',
+    right='{"train_batch_size": 8, "gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}}',
+)
+def summed_gradients(view: RunView) -> Iterator[Finding]:
+    """Gradients are to be summed over the ranks, with something that averages them.
+
+    ZeRO-3, ZenFlow and DeepCompile know the mean only.
+    """
+    if str(view.get("/gradient_allreduce_op")).lower() != "sum":
+        return
+    zenflow = view.get(f"{ZERO}/zenflow") not in (None, AUTO)
+    reasons = (
+        ("ZeRO-3", view.zero_stage == 3),
+        ("ZenFlow", zenflow),
+        ("DeepCompile", view.on("/compile/deepcompile")),
+    )
+    for name, holds in reasons:
+        if holds:
+            yield Finding(
+                pointer="/gradient_allreduce_op",
+                message=f"gradient_allreduce_op sum does not work with {name}",
+                hint='use "mean"',
+                deepspeed="raises ValueError",
+                on_value=True,
+            )
+            return
+
+
+@rule(
+    "DS507",
+    "prescaled-gradients",
+    Severity.ERROR,
+    claim="engine",
+    wrong='{"train_batch_size": 8, "prescale_gradients": true, "optimizer": {"type": "Adam", "params":'
+    ' {"torch_adam": true}}, "zero_optimization": {"stage": 2}}',
+    right='{"train_batch_size": 8, "prescale_gradients": true, "optimizer": {"type": "Adam", "params":'
+    ' {"torch_adam": true}}, "zero_optimization": {"stage": 2, "reduce_scatter": false}}',
+)
+def prescaled_gradients(view: RunView) -> Iterator[Finding]:
+    """Gradients are to be scaled before they are reduced, and reduce-scatter cannot do that.
+
+    prescale_gradients and a gradient_predivide_factor other than 1 exclude reduce_scatter, which is on by
+    default, at stages 2 and 3.
+    """
+    scatters = view.section(ZERO).get("reduce_scatter", True)
+    if view.zero_stage not in (2, 3) or not (scatters == AUTO or view.on(f"{ZERO}/reduce_scatter") or scatters is True):
+        return
+    factor = view.get("/gradient_predivide_factor")
+    for name, holds in (
+        ("prescale_gradients", view.get("/prescale_gradients") is True),
+        ("gradient_predivide_factor", isinstance(factor, (int, float)) and factor != 1),
+    ):
+        if holds:
+            yield Finding(
+                pointer=f"/{name}",
+                message=f"{name} does not work with reduce_scatter at ZeRO stage {view.zero_stage}",
+                hint=f"remove {name}, or set zero_optimization.reduce_scatter to false",
+                deepspeed="raises AssertionError when the engine starts",
+            )
+
+
+@rule(
+    "DS508",
+    "legacy-stage-1",
+    Severity.ERROR,
+    claim="engine",
+    wrong='{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"torch_adam": true}},'
+    ' "zero_optimization": {"stage": 1, "legacy_stage1": true}}',
+    right='{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"torch_adam": true}},'
+    ' "zero_optimization": {"stage": 1}}',
+)
+def legacy_stage_1(view: RunView) -> Iterator[Finding]:
+    """The first implementation of ZeRO-1 is asked for, and it is gone."""
+    if view.on(f"{ZERO}/legacy_stage1") and view.zero_stage in (1, 2, 3):
+        yield Finding(
+            pointer=f"{ZERO}/legacy_stage1",
+            message="legacy_stage1 asks for an implementation that DeepSpeed no longer has",
+            hint="remove it",
+            deepspeed="raises an exception when the engine starts",
+            edits=edits.remove(view.document, f"{ZERO}/legacy_stage1"),
+        )
+
+
+@rule(
+    "DS509",
+    "contiguous-gradients-forced",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "contiguous_gradients": false,'
+    ' "offload_optimizer": {"device": "cpu"}}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "contiguous_gradients": true,'
+    ' "offload_optimizer": {"device": "cpu"}}}',
+)
+def contiguous_gradients_forced(view: RunView) -> Iterator[Finding]:
+    """contiguous_gradients is switched off, and offloading switches it on again.
+
+    At stages 1 and 2 gradients travel to the CPU through the contiguous buffer, so it is always there, with
+    the memory that it takes.
+    """
+    off = view.get(f"{ZERO}/contiguous_gradients") is False
+    if off and view.zero_stage in (1, 2) and offloads(view, "offload_optimizer"):
+        yield Finding(
+            pointer=f"{ZERO}/contiguous_gradients",
+            message="contiguous_gradients false has no effect with an offloaded optimizer",
+            hint="remove it",
+            deepspeed="switches contiguous_gradients on",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS510",
+    "secondary-partition-does-not-fit",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}',
+    world_size=8,
+)
+def secondary_partition_does_not_fit(view: RunView) -> Iterator[Finding]:
+    """The number of ranks is no multiple of zero_hpz_partition_size.
+
+    The secondary copy of the parameters (ZeRO++ hpZ) is shared out over groups of that many ranks, normally
+    the ranks of one host.
+    """
+    size = view.size(f"{ZERO}/zero_hpz_partition_size") or 1
+    if view.zero_stage == 3 and view.world_size and view.world_size % min(size, view.world_size):
+        yield Finding(
+            pointer=f"{ZERO}/zero_hpz_partition_size",
+            message=f"{view.world_size} ranks cannot be divided into groups of {size}",
+            hint="use the number of ranks on a host",
+            deepspeed="raises AssertionError when the engine starts",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS511",
+    "quantized-weights-under-autocast",
+    Severity.ERROR,
+    claim="engine",
+    wrong='{"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "bfloat16"}, "optimizer": {"type":'
+    ' "Adam", "params": {"torch_adam": true}}, "zero_optimization": {"stage": 3, "zero_quantized_weights": true}}',
+    right='{"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "bfloat16"}, "optimizer": {"type":'
+    ' "Adam", "params": {"torch_adam": true}}, "zero_optimization": {"stage": 3}}',
+)
+def quantized_weights_under_autocast(view: RunView) -> Iterator[Finding]:
+    """torch_autocast and quantized weights (ZeRO++ qwZ) are both on, and exclude each other."""
+    if view.on("/torch_autocast/enabled") and view.on(f"{ZERO}/zero_quantized_weights"):
+        yield Finding(
+            pointer=f"{ZERO}/zero_quantized_weights",
+            message="zero_quantized_weights does not work under torch_autocast",
+            hint="use bf16 in the place of torch_autocast, or remove it",
+            deepspeed="raises AssertionError when the engine starts",
+        )

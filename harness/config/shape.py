@@ -1,0 +1,60 @@
+"""The sizes of a model that decide whether a layout fits it, read from its config.json alone.
+
+Nothing is built and no model family is named: the usual names of each size are tried in turn.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.config.errors import UserError
+
+PRESETS = Path(__file__).resolve().parent.parent / "models" / "presets"
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder; None where its config does not say."""
+
+    name: str
+    layers: int | None
+    heads: int | None
+    kv_heads: int | None
+    hidden: int | None
+    vocabulary: int | None
+
+
+def read_shape(source: str) -> ModelShape:
+    """Reads a preset's name, a directory with config.json, or such a file. Raises UserError if there is none."""
+    preset = PRESETS / source / "config.json"
+    path = preset if preset.is_file() else Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        names = ", ".join(sorted(p.parent.name for p in PRESETS.glob("*/config.json"))) or "none"
+        hint = f"name a directory with config.json or one of the presets: {names}"
+        raise UserError(f"--model {source}: no readable config.json; {hint}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"--model {source}: config.json is not an object")
+    text = config.get("text_config", config)
+    config = config | text if isinstance(text, dict) else config
+    return ModelShape(
+        name=source,
+        layers=_first(config, _LAYERS),
+        heads=_first(config, _HEADS),
+        kv_heads=_first(config, _KV_HEADS),
+        hidden=_first(config, _HIDDEN),
+        vocabulary=_first(config, ("vocab_size",)),
+    )
+
+
+def _first(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((config[name] for name in names if isinstance(config.get(name), int)), None)

@@ -1,0 +1,43 @@
+"""Guesses what an unknown key was meant to be: a misspelling, another program's name, or a key of elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from harness.config import schema
+
+# names that many sections have say nothing about where a key belongs
+_EVERYWHERE = frozenset({"enabled", "type", "params", "device", "dtype", "seed", "metric", "debug", "verbose", "mode"})
+_ALIKE = 0.8  # share of matching characters; 0.8 still tells "lr_scheduler" from "scheduler"
+
+
+def plain(name: str) -> str:
+    """A name without the differences that spelling makes: case, dashes, -ise for -ize."""
+    return name.lower().replace("-", "_").replace(" ", "_").replace("isation", "ization").replace("ise", "ize")
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that `name` is most likely a misspelling of, or None."""
+    by_plain = {plain(candidate): candidate for candidate in candidates}
+    found = get_close_matches(plain(name), by_plain, n=1, cutoff=_ALIKE)
+    return by_plain[found[0]] if found else None
+
+
+def elsewhere(name: str, section: str) -> str | None:
+    """The pointer of the key that `name`, standing in `section`, names in another section, or None."""
+    meant = schema.aliases().get(plain(name))
+    if meant is not None and meant.rsplit("/", 1)[0] != section:
+        return meant
+    pointers = [p for p in schema.places().get(plain(name), ()) if p.rsplit("/", 1)[0] != section]
+    if plain(name) in _EVERYWHERE or not pointers or len(pointers) > 2:
+        return None
+    return min(pointers, key=len)
+
+
+def alias_here(name: str, section: str) -> str | None:
+    """The key of the same section that another program calls `name`, or None."""
+    meant = schema.aliases().get(plain(name))
+    if meant is not None and meant.rsplit("/", 1)[0] == section:
+        return meant.rsplit("/", 1)[1]
+    return None

@@ -1,0 +1,135 @@
+"""One config under examination: its values, the sizes of the run as far as they are known, and who will
+read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from harness.config import schema
+from harness.config.document import Document
+from harness.config.reading import as_bool, as_int
+from harness.config.schema import Key
+from harness.config.shape import ModelShape
+from harness.config.values import AUTO, lookup, whole
+
+Target = Literal["harness", "hf", "deepspeed"]
+TARGETS: tuple[Target, ...] = ("harness", "hf", "deepspeed")
+COMMENT_MARKS = ("_", "$", "//", "#")
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A key as it stands in the file: its value, its schema (None if unknown), and the section it stands
+    in.
+    """
+
+    pointer: str
+    name: str
+    value: Any
+    key: Key | None
+    section: Key
+
+    @property
+    def parent(self) -> str:
+        """The pointer of the section."""
+        return self.pointer.rsplit("/", 1)[0]
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What every rule is given."""
+
+    document: Document
+    world_size: int | None = None
+    model: ModelShape | None = None
+    target: Target = "harness"
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The config as plain values."""
+        return self.document.data
+
+    def get(self, pointer: str) -> Any:
+        """The value at a pointer; None if it is absent."""
+        return lookup(self.data, pointer)
+
+    def has(self, pointer: str) -> bool:
+        """Whether a key stands in the file, whatever its value."""
+        section, name = pointer.rsplit("/", 1)
+        parent = lookup(self.data, section) if section else self.data
+        return isinstance(parent, dict) and name in parent
+
+    def on(self, pointer: str) -> bool:
+        """Whether a switch is on as DeepSpeed's lenient reader has it."""
+        return as_bool(self.get(pointer)) is True
+
+    def section(self, pointer: str) -> dict[str, Any]:
+        """The object at a pointer; empty if there is none."""
+        value = self.get(pointer)
+        return value if isinstance(value, dict) else {}
+
+    @cached_property
+    def visits(self) -> tuple[Visit, ...]:
+        """Every key of the file, parents first."""
+        return tuple(_walk(self.data, schema.root(), ""))
+
+    @cached_property
+    def zero_stage(self) -> int | None:
+        """The stage that DeepSpeed will run; None if it cannot be told."""
+        zero = self.get("/zero_optimization")
+        if isinstance(zero, bool):
+            return int(zero)
+        stage = self.section("/zero_optimization").get("stage", 0)
+        return 0 if stage == AUTO else as_int(stage)
+
+    def size(self, pointer: str) -> int | None:
+        """A whole number of at least 1 at a pointer, else None."""
+        number = whole(self.get(pointer))
+        return number if number is not None and number > 0 else None
+
+    @cached_property
+    def stages(self) -> int:
+        """Pipeline stages that the config asks for."""
+        return self.size("/pipeline/stages") or 1
+
+    @cached_property
+    def tensor(self) -> int:
+        """Tensor-parallel ranks that the config asks for."""
+        return self.size("/tensor_parallel/autotp_size") or 1
+
+    @cached_property
+    def data_parallel(self) -> int | None:
+        """Data-parallel ranks; None if the number of ranks is unknown or does not fit the layout.
+
+        Without the harness DeepSpeed counts every rank as data-parallel.
+        """
+        if self.world_size is None:
+            return None
+        cut = self.stages * self.tensor if self.target == "harness" else 1
+        cut *= self.size("/sequence_parallel_size") or 1
+        return self.world_size // cut if self.world_size % cut == 0 else None
+
+    @cached_property
+    def precision(self) -> str:
+        """fp32, bf16 or fp16, as far as the file says it."""
+        bf16 = self.on("/bf16/enabled") or self.on("/bfloat16/enabled")
+        return "bf16" if bf16 else "fp16" if self.on("/fp16/enabled") else "fp32"
+
+
+def is_comment(name: str) -> bool:
+    """Whether a key is there for people only."""
+    return name.startswith(COMMENT_MARKS) or "comment" in name.lower()
+
+
+def _walk(values: dict[str, Any], section: Key, pointer: str) -> Iterator[Visit]:
+    keys = section.keys
+    for name, value in values.items():
+        key = keys.get(name)
+        here = f"{pointer}/{name.replace('~', '~0').replace('/', '~1')}"
+        yield Visit(here, name, value, key, section)
+        if key is not None and key.is_section and isinstance(value, dict):
+            yield from _walk(value, key, here)
