@@ -1,0 +1,102 @@
+"""The layout never changes the numbers: every layout against plain torch in one process, from the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Job, reference, tiny_model, train_all, worst
+
+pytestmark = pytest.mark.ranks
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gpt2", "bloom")
+LOSS, NORM = 2e-6, 2e-5  # fp32 sums in another order: 5e-7 and 3e-7 were measured
+
+no_checkpointing = {"pipeline": {"stages": 1, "activation_checkpoint_interval": 0}}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        (family, tied): tiny_model(folder / f"{family}-{tied}", family, tied)
+        for family in FAMILIES
+        for tied in (False, True)
+    }
+
+
+def check(jobs: list[Job], ranks: int, folder: Path) -> None:
+    curves = run_ranks(ranks, train_all, jobs, str(folder), timeout_s=400)[0]
+    wrong = []
+    for job, curve in zip(jobs, curves, strict=True):
+        loss, norm = worst(curve, reference(job.model, masked=job.masked))
+        if loss > LOSS or norm > NORM:
+            wrong.append(f"{Path(job.model).name} {job.layout} {job.config}: loss {loss:.1e}, norm {norm:.1e}")
+    assert not wrong
+
+
+def test_every_family_tied_and_untied_on_four_ranks(models: dict[tuple[str, bool], str], tmp_path: Path) -> None:
+    jobs = [Job(model, layout) for model in models.values() for layout in ("pp2tp2z1", "tp2dp2z3")]
+    check(jobs, 4, tmp_path)
+
+
+def test_the_other_layouts_on_two_ranks(models: dict[tuple[str, bool], str], tmp_path: Path) -> None:
+    jobs = [
+        Job(models[family, tied], layout)
+        for family, tied in (("llama", True), ("gemma2", True), ("gpt2", True), ("qwen3", False))
+        for layout in ("pp2z0", "pp2z1", "tp2z0", "tp2z2", "dp2z1", "dp2z2", "dp2z3")
+    ]
+    plain = models["olmo2", False]
+    jobs += [
+        Job(plain, "pp2z1", {"pipeline": {"stages": 2, "activation_checkpoint_interval": 0}}),
+        Job(plain, "pp2z1", {"pipeline": {"stages": 2, "activation_checkpoint_interval": 2, "partition": "uniform"}}),
+        Job(plain, "pp2z1", {"pipeline": {"stages": 2, "partition": "measured"}}),
+        Job(plain, "pp2z1", {"pipeline": {"stages": 2, "partition": "type:DecoderLayer"}}),
+        Job(plain, "dp2z3", no_checkpointing),
+        Job(plain, "tp2z1", {"activation_checkpointing": {"partition_activations": True}}),
+        Job(
+            plain,
+            "tp2z1",
+            {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}},
+        ),
+        Job(
+            plain,
+            "dp2z3",
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {"device": "cpu"},
+                    "offload_param": {"device": "cpu"},
+                }
+            },
+        ),
+    ]
+    check(jobs, 2, tmp_path)
+
+
+def test_masked_labels_weigh_the_same_in_every_layout(models: dict[tuple[str, bool], str], tmp_path: Path) -> None:
+    model = models["llama", False]
+    check([Job(model, layout, masked=True) for layout in ("pp2dp2z1", "pp2tp2z1", "tp2dp2z2")], 4, tmp_path)
+
+
+def test_all_three_axes_on_eight_ranks(models: dict[tuple[str, bool], str], tmp_path: Path) -> None:
+    check([Job(models["llama", True], "pp2tp2dp2z1"), Job(models["bloom", True], "pp2tp2dp2z0")], 8, tmp_path)
+
+
+def test_key_value_heads_fewer_than_ranks_and_a_vocabulary_that_does_not_divide(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "m", "llama", True, vocab_size=319, num_key_value_heads=2)
+    check([Job(path, "tp4z1"), Job(path, "tp4z3"), Job(path, "pp2tp2z1")], 4, tmp_path)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_follows_one_process_within_a_percent(precision: str, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "m", "llama", False)
+    section = {precision: {"enabled": True}}
+    jobs = [Job(path, layout, section) for layout in ("pp2z1", "tp2z1", "dp2z3", "pp2z0")]
+    curves = run_ranks(2, train_all, jobs, str(tmp_path), timeout_s=300)[0]
+    wanted = reference(path, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    for job, curve in zip(jobs, curves, strict=True):
+        assert worst(curve, wanted)[0] < 0.01, job.layout

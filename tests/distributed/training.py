@@ -1,0 +1,139 @@
+"""What the training tests run on ranks, and the plain single-process training that they are compared with."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from harness import Trainer, TrainingArguments
+
+BLOCK, BATCH, STEPS = 32, 8, 3
+
+Curve = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run: a layout as a name (`pp2tp2z1`), changes to the config and to the arguments."""
+
+    model: str
+    layout: str
+    config: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    masked: bool = False
+
+    def size(self, axis: str) -> int:
+        """The number after an axis' letters in the layout's name; 1 if it is not named."""
+        head, found, tail = self.layout.partition(axis)
+        return int(tail[0]) if found else 1
+
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The DeepSpeed JSON of this run."""
+        data = self.size("dp")
+        micro = 1 if data > 1 else 2
+        config = {
+            "train_batch_size": BATCH,
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": BATCH // data // micro,
+            "zero_optimization": {"stage": int(self.layout[-1])},
+            "pipeline": {"stages": self.size("pp"), "activation_checkpoint_interval": 1},
+            "tensor_parallel": {"autotp_size": self.size("tp")},
+        }
+        return {**config, **self.config}
+
+
+def rows(masked: bool = False) -> list[dict[str, list[int]]]:
+    """One global batch of samples; with `masked` they have very different numbers of valid labels."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(2, 300, (BATCH, BLOCK), generator=generator).tolist()
+    if not masked:
+        return [{"input_ids": row} for row in ids]
+    return [{"input_ids": row, "labels": [-100] * (3 * i) + row[3 * i :]} for i, row in enumerate(ids)]
+
+
+def train(job: Job, output_dir: str) -> Curve:
+    """Run a job on these ranks; the loss and gradient norm of each step."""
+    curve: Curve = []
+    arguments = TrainingArguments(
+        deepspeed_config=job.deepspeed_config(),
+        output_dir=f"{output_dir}/{job.layout}",
+        **{
+            "max_steps": STEPS,
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "constant",
+            "adam_beta2": 0.95,
+            "save_steps": 0,
+            **job.arguments,
+        },
+    )
+    trainer = Trainer(job.model, arguments, train_dataset=rows(job.masked))
+    for _ in range(arguments.max_steps):
+        record = trainer.training_step()
+        curve.append((record.loss, record.grad_norm or 0.0))
+    forget(trainer)
+    return curve
+
+
+def train_all(jobs: list[Job], output_dir: str) -> list[Curve]:
+    """Several jobs one after the other in the same processes."""
+    return [train(job, output_dir) for job in jobs]
+
+
+def forget(trainer: Trainer) -> None:
+    """Let go of an engine, so that the next one finds the memory free."""
+    trainer.engine.deepspeed.destroy()
+    del trainer
+    gc.collect()
+
+
+def tiny_model(path: Path, family: str, tied: bool, **changes: Any) -> str:
+    """Save a tiny random model of a family with grouped-query attention; returns its directory."""
+    if family == "gpt2":
+        sizes = dict(vocab_size=320, n_embd=64, n_layer=4, n_head=4, n_positions=128)
+        sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    elif family == "bloom":
+        sizes = dict(vocab_size=320, hidden_size=64, n_layer=4, n_head=4)
+    else:
+        sizes = dict(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=4, head_dim=16)
+        sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+    none = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](**{**sizes, **none, "tie_word_embeddings": tied, **changes})
+    shutil.rmtree(path, ignore_errors=True)
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
+    return str(path)
+
+
+def reference(model_dir: str, steps: int = STEPS, masked: bool = False, dtype: torch.dtype = torch.float32) -> Curve:
+    """The same training by plain torch on the whole HuggingFace model, the whole batch at once."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+    data = rows(masked)
+    ids = torch.tensor([row["input_ids"] for row in data])
+    labels = torch.tensor([row.get("labels", row["input_ids"]) for row in data])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    curve = []
+    for _ in range(steps):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            logits = model(ids).logits
+        flat = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
+        loss = torch.nn.functional.cross_entropy(flat, labels[:, 1:].reshape(-1))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((loss.item(), norm.item()))
+    return curve
+
+
+def worst(curve: Curve, wanted: Curve) -> tuple[float, float]:
+    """The largest relative difference of the losses and of the norms."""
+    pairs = list(zip(curve, wanted, strict=True))
+    losses = max(abs(a[0] - b[0]) / abs(b[0]) for a, b in pairs)
+    return losses, max(abs(a[1] - b[1]) / abs(b[1]) for a, b in pairs)

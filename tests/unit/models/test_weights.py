@@ -1,0 +1,111 @@
+"""Reading weights: what is missing, extra or misshapen is told by name; a round trip changes no bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from harness.config.errors import UserError
+from harness.models.locate import model_directory, presets
+from harness.models.skeleton import ModelSource, read_source
+from harness.parallel.staged import build_layers
+from tests.unit.models.test_decoder import config, prepare
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config("llama", tie_word_embeddings=True)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def tensors(source: ModelSource) -> dict[str, torch.Tensor]:
+    causal = prepare(source)
+    built = build_layers(causal.layers, 0, len(causal.layers), seed=0)
+    return {name: p for module in built.modules.values() for name, p in module.named_parameters()}
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    path = folder / "model.safetensors"
+    content = load_file(path)
+    change(content)
+    save_file(content, path, metadata={"format": "pt"})
+
+
+def test_weights_are_read_to_the_bit(saved: Path) -> None:
+    read = tensors(read_source(str(saved)))
+    for name, tensor in load_file(saved / "model.safetensors").items():
+        assert torch.equal(read[name], tensor), name
+
+
+def test_weights_are_read_from_shards_with_an_index(saved: Path) -> None:
+    whole = load_file(saved / "model.safetensors")
+    AutoModelForCausalLM.from_pretrained(saved).save_pretrained(saved, max_shard_size="100KB")
+    (saved / "model.safetensors").unlink(missing_ok=True)
+    assert (saved / "model.safetensors.index.json").is_file()
+    read = tensors(read_source(str(saved)))
+    assert all(torch.equal(read[name], tensor) for name, tensor in whole.items())
+
+
+def test_a_base_models_checkpoint_is_read_without_its_prefix(saved: Path) -> None:
+    whole = load_file(saved / "model.safetensors")
+
+    def strip(content: dict[str, torch.Tensor]) -> None:
+        for name in list(content):
+            content[name.removeprefix("model.")] = content.pop(name)
+
+    rewrite(saved, strip)
+    read = tensors(read_source(str(saved)))
+    assert all(torch.equal(read[name], tensor) for name, tensor in whole.items())
+
+
+def test_a_missing_tensor_is_named(saved: Path) -> None:
+    rewrite(saved, lambda content: content.pop("model.norm.weight"))
+    with pytest.raises(UserError, match=r"model\.norm\.weight not in the safetensors"):
+        tensors(read_source(str(saved)))
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(saved: Path) -> None:
+    rewrite(saved, lambda content: content.update({"model.norm.weight": torch.ones(7)}))
+    with pytest.raises(UserError, match=r"model\.norm\.weight has shape \(7,\), the config asks for \(64,\)"):
+        tensors(read_source(str(saved)))
+
+
+def test_an_extra_tensor_is_a_warning_that_names_it(saved: Path) -> None:
+    rewrite(saved, lambda content: content.update({"model.extra": torch.ones(7)}))
+    with pytest.warns(UserWarning, match=r"model\.extra"):
+        tensors(read_source(str(saved)))
+
+
+def test_a_broken_file_is_one_line(saved: Path) -> None:
+    (saved / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(UserError, match="cannot be read"):
+        tensors(read_source(str(saved)))
+
+
+def test_presets_can_be_read() -> None:
+    for name in presets():
+        assert read_source(name).weights is None
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [(None, "no config.json"), ("{", "cannot be read as JSON"), ("{}", "names no model_type")],
+)
+def test_a_directory_that_holds_no_model_is_told(tmp_path: Path, content: str | None, wanted: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=wanted):
+        model_directory(str(tmp_path))
+
+
+def test_an_unknown_model_type_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-type"}))
+    with pytest.raises(UserError, match="not a model that transformers knows"):
+        read_source(str(tmp_path))
