@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from harness.config.diagnostic import Diagnostic, Severity
 from harness.config.document import Document
+from harness.config.registry import RULES
 from harness.config.rule import Finding, Rule
-from harness.config.rules import RULES
 from harness.config.shape import read_shape
 from harness.config.view import RunView, Target
 
 
 def check(
-    document: Document, *, world_size: int | None = None, model: str | None = None, target: Target = "harness"
+    document: Document,
+    *,
+    world_size: int | None = None,
+    model: str | None = None,
+    target: Target = "harness",
+    pipeline_parallel_size: int | None = None,
+    tensor_parallel_size: int | None = None,
 ) -> list[Diagnostic]:
     """All findings about a config, in the order of the file.
 
-    `world_size` is the number of ranks, `model` a preset's name or a directory with config.json, `target`
-    the program that will read the file. Raises UserError if the model's config cannot be read.
+    `world_size` is the number of ranks, `model` a preset's name or a directory with config.json, `target` the
+    program that will read the file; the two sizes override the file's layout, as the arguments of a run do.
+    Raises UserError if the model's config cannot be read.
     """
-    shape = read_shape(model) if model is not None else None
-    view = RunView(document, world_size=world_size, model=shape, target=target)
+    view = RunView(
+        document,
+        world_size=world_size,
+        model=read_shape(model) if model is not None else None,
+        target=target,
+        pipeline_override=pipeline_parallel_size,
+        tensor_override=tensor_parallel_size,
+    )
     found = [_diagnostic(document, rule, finding) for rule in RULES for finding in rule.check(view)]
     return sorted(found, key=lambda item: (item.line, item.column, item.severity.rank, item.code))
 

@@ -43,7 +43,7 @@ class _Run:
             return None
         number = whole(value)
         if number is None:
-            self.refuse("DS801", pointer, f"{name_of(pointer)} is {value!r}, not a whole number", "write a number")
+            self.refuse("DS201", pointer, f"{name_of(pointer)} is {value!r}, not a whole number", "write a number")
         return number
 
     def fill(self, pointer: str, value: Any, source: str) -> None:
@@ -111,13 +111,13 @@ def _layout(run: _Run) -> tuple[int, int, int]:
     pipeline = values.pipeline_parallel_size or run.number("/pipeline/stages") or 1
     tensor = values.tensor_parallel_size or run.number("/tensor_parallel/autotp_size") or 1
     if pipeline < 1 or tensor < 1:
-        run.refuse("DS802", "", f"a layout of {pipeline} stages x {tensor} tensor-parallel ranks", "use sizes from 1")
+        run.refuse("DS311", "", f"a layout of {pipeline} stages x {tensor} tensor-parallel ranks", "use sizes from 1")
         return 1, 1, max(1, values.world_size)
     if values.world_size % (pipeline * tensor):
         cuts = f"{pipeline} pipeline stages x {tensor} tensor-parallel ranks"
         message = f"{values.world_size} ranks cannot be divided into {cuts}"
         pointer = "/pipeline/stages" if pipeline > 1 else "/tensor_parallel/autotp_size"
-        run.refuse("DS802", pointer, message, f"start a multiple of {pipeline * tensor} ranks, or change the layout")
+        run.refuse("DS311", pointer, message, f"start a multiple of {pipeline * tensor} ranks, or change the layout")
     if pipeline > 1 or isinstance(run.get("/pipeline"), dict):
         if run.get("/pipeline/stages") not in (None, pipeline):
             source = "--pipeline_parallel_size" if values.pipeline_parallel_size else "default"
@@ -155,7 +155,7 @@ def _batch(run: _Run, pipeline: int, data_parallel: int) -> None:
         sizes[accumulation_at], sources[accumulation_at] = chosen
     batch = complete(train, sizes[micro_at], sizes[accumulation_at], data_parallel)
     if batch is None or not batch.fits(data_parallel):
-        run.refuse("DS803", "/train_batch_size", _misfit(run, train, sizes, data_parallel), "give two of the three")
+        run.refuse("DS302", "/train_batch_size", _misfit(run, train, sizes, data_parallel), "give two of the three")
         return
     for pointer, size in {micro_at: batch.micro, accumulation_at: batch.accumulation}.items():
         if run.get(pointer) != size:
@@ -195,7 +195,7 @@ def _must_agree(run: _Run, pointer: str, name: str, in_file: Any, argument: Any)
     if in_file is None or in_file in (AUTO, argument):
         return
     message = f"--{name} is {argument} and {name_of(pointer)} is {in_file}"
-    run.refuse("DS804", pointer, message, 'give one of them, or write "auto" in the file')
+    run.refuse("DS951", pointer, message, 'give one of them, or write "auto" in the file')
 
 
 def _precision(run: _Run) -> str:
@@ -212,7 +212,7 @@ def _precision(run: _Run) -> str:
             run.fill(pointer, wanted, run.values.source(name))
         enabled[name] = run.get(pointer) is True
     if all(enabled.values()):
-        run.refuse("DS805", "/fp16/enabled", "bf16 and fp16 are both enabled", "enable one of them")
+        run.refuse("DS401", "/fp16/enabled", "bf16 and fp16 are both enabled", "enable one of them")
     return next((name for name, on in enabled.items() if on), "fp32")
 
 
@@ -270,7 +270,7 @@ def _partition(run: _Run) -> str:
     if isinstance(method, str) and (method in PARTITIONS or (method.startswith("type:") and len(method) > 5)):
         return method
     known = ", ".join((*PARTITIONS, "type:REGEX"))
-    run.refuse("DS806", "/pipeline/partition", f"unknown partition {method!r}", f"use one of {known}")
+    run.refuse("DS604", "/pipeline/partition", f"unknown partition {method!r}", f"use one of {known}")
     return PARTITIONS[0]
 
 
@@ -280,11 +280,11 @@ def _zero_stage(run: _Run, pipeline: int) -> int:
     if pipeline > 1 and stage > 1:
         message = f"ZeRO-{stage} with {pipeline} pipeline stages: a stage keeps its gradients between micro-batches"
         hint = "use ZeRO-1 with the pipeline, or ZeRO without pipeline stages"
-        run.refuse("DS807", "/zero_optimization/stage", message, hint)
+        run.refuse("DS601", "/zero_optimization/stage", message, hint)
     device = run.get("/zero_optimization/offload_param/device")
     if device not in (None, "none", AUTO) and stage < 3:
         message = f"offload_param works at ZeRO-3 only, and the stage is {stage}"
-        run.refuse("DS808", "/zero_optimization/offload_param", message, "set stage to 3, or remove offload_param")
+        run.refuse("DS501", "/zero_optimization/offload_param", message, "set stage to 3, or remove offload_param")
     return stage
 
 

@@ -47,6 +47,8 @@ class RunView:
     world_size: int | None = None
     model: ModelShape | None = None
     target: Target = "harness"
+    pipeline_override: int | None = None
+    tensor_override: int | None = None
 
     @property
     def data(self) -> dict[str, Any]:
@@ -93,13 +95,13 @@ class RunView:
 
     @cached_property
     def stages(self) -> int:
-        """Pipeline stages that the config asks for."""
-        return self.size("/pipeline/stages") or 1
+        """Pipeline stages that the config, or an argument in its place, asks for."""
+        return self.pipeline_override or self.size("/pipeline/stages") or 1
 
     @cached_property
     def tensor(self) -> int:
-        """Tensor-parallel ranks that the config asks for."""
-        return self.size("/tensor_parallel/autotp_size") or 1
+        """Tensor-parallel ranks that the config, or an argument in its place, asks for."""
+        return self.tensor_override or self.size("/tensor_parallel/autotp_size") or 1
 
     @cached_property
     def data_parallel(self) -> int | None:

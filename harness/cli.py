@@ -1,0 +1,68 @@
+"""The command `ds-harness`: it finds the verb and hands over. Thin on purpose, since starting it must be
+quick.
+
+A verb's package is imported only when the verb is called. Exit codes: 0 done, 1 the user has something to
+mend (one line on standard error), 2 unusable arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+VERBS = {
+    "check": ("harness.config.commands", "say what is wrong with DeepSpeed configs"),
+    "explain": ("harness.config.commands", "the page of a rule"),
+    "schema": ("harness.config.commands", "the JSON Schema of DeepSpeed's config"),
+    "resolve": ("harness.config.commands", 'fill in every "auto", and say from where'),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    verb = args[0] if args else ""
+    if verb not in VERBS:
+        return _help(verb)
+    from harness.config.errors import UserError
+
+    module = import_module(VERBS[verb][0])
+    try:
+        code: int = getattr(module, verb)(args[1:])
+    except UserError as error:
+        print(f"ds-harness {verb}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        sys.stderr.close()
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _help(verb: str) -> int:
+    """Prints the verbs; 2 if something else was asked for."""
+    if verb == "--version":
+        from importlib.metadata import version
+
+        print(f"ds-harness {version('ds-harness')}")
+        return 0
+    verbs = "\n".join(f"  {name:<9} {text}" for name, (_, text) in VERBS.items())
+    parser = argparse.ArgumentParser(
+        prog="ds-harness",
+        usage="ds-harness VERB ...",
+        description="Tools around DeepSpeed training. `ds-harness VERB --help` says more.",
+        epilog=f"verbs:\n{verbs}\n\nexample:\n  ds-harness check ds_configs/zero3.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if verb in ("", "-h", "--help"):
+        parser.print_help()
+        return 0 if verb else 2
+    print(f"ds-harness: unknown verb {verb!r}; use one of {', '.join(VERBS)}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

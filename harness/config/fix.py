@@ -1,0 +1,81 @@
+"""Applies the remedies that keep a config's meaning plain: renames, moves, removals of dead keys, JSON
+syntax.
+
+One finding is mended at a time and the text is checked again, so that remedies cannot overlap and one that
+another has made idle is never applied. A remedy that would bring a new error, or would not settle, is left
+to the user.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from harness.config.check import check
+from harness.config.diagnostic import Diagnostic, Severity
+from harness.config.document import Document, from_text
+from harness.config.edits import apply
+from harness.config.errors import ConfigError
+from harness.config.view import Target
+
+_ROUNDS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """The text after all remedies, and the findings that they answered."""
+
+    text: str
+    applied: tuple[Diagnostic, ...]
+
+
+def fix(document: Document, *, world_size: int | None = None, target: Target = "harness") -> Fixed:
+    """Applies every remedy that brings no new error."""
+    applied: list[Diagnostic] = []
+    refused: set[tuple[str, str, str]] = set()
+    for _ in range(_ROUNDS):
+        findings = check(document, world_size=world_size, target=target)
+        chosen = next((item for item in findings if item.edits and _key(item) not in refused), None)
+        if chosen is None:
+            break
+        better = _try(document, chosen, findings, world_size, target)
+        if better is None:
+            refused.add(_key(chosen))
+        else:
+            applied.append(chosen)
+            document = better
+    return Fixed(text=document.text, applied=tuple(applied))
+
+
+def _key(finding: Diagnostic) -> tuple[str, str, str]:
+    return finding.code, finding.pointer, finding.message
+
+
+def _try(
+    document: Document, chosen: Diagnostic, before: list[Diagnostic], world_size: int | None, target: Target
+) -> Document | None:
+    """The document after one remedy; None if it can no longer be read, or has an error more than before."""
+    text = apply(document.text, chosen.edits)
+    if text == document.text:
+        return None
+    try:
+        after = from_text(text, document.path)
+    except ConfigError:
+        return None
+    findings = check(after, world_size=world_size, target=target)
+    known = {(item.code, item.pointer) for item in before}
+    new = [item for item in findings if item.severity is Severity.ERROR and (item.code, item.pointer) not in known]
+    return None if new else after
+
+
+def diff(path: str, before: str, after: str, *, colour: bool = False) -> str:
+    """A unified diff of two texts."""
+    lines = difflib.unified_diff(
+        before.splitlines(keepends=True), after.splitlines(keepends=True), path, path + " (fixed)"
+    )
+    styled = []
+    for line in lines:
+        end = "" if line.endswith("\n") else "\n"
+        shade = {"+": "32", "-": "31"}.get(line[0]) if colour else None
+        styled.append(f"\x1b[{shade}m{line.rstrip()}\x1b[0m\n" if shade else line + end)
+    return "".join(styled).rstrip("\n")

@@ -1,0 +1,29 @@
+"""Which DeepSpeed the rules speak of, and whether it is the one that is installed. DeepSpeed is not
+imported.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+from harness.config.schema import supported
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def version_warning(installed: str | None = None) -> str | None:
+    """A sentence if another DeepSpeed is installed than the rules were held to; None if it fits or is
+    absent.
+    """
+    if installed is None:
+        try:
+            installed = metadata.version("deepspeed")
+        except metadata.PackageNotFoundError:
+            return None
+    low, high = supported()
+    if _numbers(low) <= _numbers(installed) < _numbers(high):
+        return None
+    return f"the rules speak of DeepSpeed {low} up to (not including) {high}, and {installed} is installed"

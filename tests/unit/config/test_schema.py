@@ -1,0 +1,174 @@
+"""The schema is JSON Schema 2020-12, describes every key, and is what the installed DeepSpeed reads."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from harness.config import schema
+from harness.config.schema import bundle, every_key, files
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("name", sorted(files()))
+def test_every_file_is_json_schema(name):
+    jsonschema.Draft202012Validator.check_schema(files()[name])
+
+
+def test_the_bundle_is_json_schema_and_complete():
+    jsonschema.Draft202012Validator.check_schema(bundle())
+    assert set(bundle()["$defs"]) == {name.removesuffix(".json") for name in files()} - {"deepspeed"}
+    assert bundle()["properties"].keys() == schema.root().spec["properties"].keys()
+
+
+def test_every_key_has_a_description():
+    assert [pointer for pointer, key in every_key() if not key.spec.get("description")] == []
+
+
+@pytest.mark.parametrize("preset", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda path: path.stem)
+def test_the_presets_satisfy_it(preset):
+    jsonschema.Draft202012Validator(bundle()).validate(json.loads(preset.read_text("utf-8")))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"zero_optimization": {"stage": 4}},
+        {"zero_optimization": {"stages": 3}},
+        {"zero_optimisation": {"stage": 3}},
+        {"train_batch_size": "8"},
+        {"fp16": {"enabled": True, "min_loss_scale": 0.5}},
+        {"zero_optimization": {"offload_optimizer": {"device": "gpu"}}},
+    ],
+)
+def test_it_refuses_what_an_editor_should_underline(config):
+    assert not jsonschema.Draft202012Validator(bundle()).is_valid(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"$schema": "x", "_comment": "y", "train_batch_size": "auto"},
+        {"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8, "overlap_comm": "auto"}},
+        {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "anything": 1}}},
+        {"zero_optimization": True, "aio": None},
+    ],
+)
+def test_it_takes_what_is_right(config):
+    jsonschema.Draft202012Validator(bundle()).validate(config)
+
+
+MODELS = {
+    "/zero_optimization": "deepspeed.runtime.zero.config:DeepSpeedZeroConfig",
+    "/zero_optimization/offload_param": "deepspeed.runtime.zero.offload_config:DeepSpeedZeroOffloadParamConfig",
+    "/zero_optimization/offload_optimizer": "deepspeed.runtime.zero.offload_config:DeepSpeedZeroOffloadOptimizerConfig",
+    "/zero_optimization/zenflow": "deepspeed.runtime.zenflow.zenflow_config:ZenFlowConfig",
+    "/zero_optimization/leaf_module": "deepspeed.runtime.zero.leaf_module_config:DeepSpeedZeroLeafModuleConfig",
+    "/fp16": "deepspeed.runtime.precision_config:DeepSpeedFP16Config",
+    "/bf16": "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
+    "/comms_logger": "deepspeed.comm.config:CommsLoggerConfig",
+    "/tensorboard": "deepspeed.monitor.config:TensorBoardConfig",
+    "/wandb": "deepspeed.monitor.config:WandbConfig",
+    "/csv_monitor": "deepspeed.monitor.config:CSVConfig",
+    "/comet": "deepspeed.monitor.config:CometConfig",
+    "/compile": "deepspeed.compile.config:CompileConfig",
+    "/timers/throughput": "deepspeed.utils.config:DeepSpeedThroughputTimerConfig",
+    "/hybrid_engine": "deepspeed.runtime.config:HybridEngineConfig",
+    "/tensor_parallel": "deepspeed.runtime.tensor_parallel.config:TPTrainingConfig",
+    "/tensor_parallel/tensor_parallel": "deepspeed.runtime.tensor_parallel.config:TPConfig",
+    "/weight_quantization": "deepspeed.inference.config:WeightQuantConfig",
+}
+
+
+def _attribute(path: str):
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("pointer", MODELS)
+def test_a_checked_section_has_the_keys_and_defaults_of_deepspeeds_model(pointer):
+    fields = _attribute(MODELS[pointer]).model_fields
+    section = schema.find(pointer)
+    assert section is not None and section.is_pydantic
+    names = set(fields) | {field.alias for field in fields.values() if field.alias}
+    come, gone = names - section.keys.keys(), section.keys.keys() - names
+    assert not come, f"DeepSpeed has new keys in {pointer}: {sorted(come)}"
+    assert not gone, f"DeepSpeed no longer knows in {pointer}: {sorted(gone)}"
+    for name, key in section.keys.items():
+        field = fields.get(name) or next(f for f in fields.values() if f.alias == name)
+        extra = field.json_schema_extra or {}
+        assert bool(key.spec.get("deprecated")) == bool(extra.get("deprecated")), name
+        if "default" in key.spec and not key.is_section and not field.is_required():
+            default = field.get_default(call_default_factory=True)
+            assert key.spec["default"] == getattr(default, "value", default), name
+
+
+def test_every_checked_section_is_held_to_a_model():
+    pydantic = {p for p, key in every_key() if key.is_pydantic and key.is_section}
+    seconds = {"/bfloat16", "/tensor_parallel/tp"}
+    assert pydantic - seconds == set(MODELS)
+
+
+def test_the_removed_features_are_deepspeeds():
+    from deepspeed.runtime import config
+
+    assert set(schema.root().spec["x-removed"]) == set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    assert set(schema.find("/zero_optimization").spec["x-removed"]) == set(config._REMOVED_ZERO_CONFIG_KEYS)
+
+
+PLAIN = {
+    "": ("deepspeed.runtime.constants", ("TRAIN_", "GRADIENT_", "STEPS_", "PRESCALE_", "COMMUNICATION_", "DUMP_")),
+    "/aio": ("deepspeed.runtime.swap_tensor.constants", ("AIO_",)),
+    "/activation_checkpointing": ("deepspeed.runtime.activation_checkpointing.config", ("ACT_CHKPT_",)),
+    "/flops_profiler": ("deepspeed.profiling.constants", ("FLOPS_PROFILER_",)),
+    "/autotuning": ("deepspeed.autotuning.constants", ("AUTOTUNING_",)),
+}
+
+
+@pytest.mark.parametrize("pointer", PLAIN)
+def test_an_unchecked_section_has_the_keys_and_defaults_of_deepspeeds_constants(pointer):
+    module, prefixes = PLAIN[pointer]
+    constants = vars(importlib.import_module(module))
+    section = schema.find(pointer) if pointer else schema.root()
+    for name, default in constants.items():
+        key_name = constants.get(name.removesuffix("_DEFAULT"))
+        if not (name.endswith("_DEFAULT") and name.startswith(prefixes) and isinstance(key_name, str)) or isinstance(
+            default, dict
+        ):
+            continue
+        assert key_name in section.keys, f"DeepSpeed reads {key_name} in {pointer or 'the top level'}"
+        stated = section.keys[key_name].spec.get("default")
+        assert stated == default or default is None, key_name
+
+
+def test_the_pipeline_section_has_deepspeeds_defaults():
+    from deepspeed.runtime.config import get_pipeline_config
+
+    keys = schema.find("/pipeline").keys
+    for name, default in get_pipeline_config({}).items():
+        assert keys[name].spec["default"] == default, name
+
+
+def test_the_arguments_of_optimizers_and_schedules_are_those_of_the_classes():
+    import inspect
+
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.ops.adam.fused_adam import FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+    from deepspeed.runtime import lr_schedules
+
+    for own in (DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, FusedAdam, FusedLamb, DeepSpeedCPULion, FusedLion):
+        names = list(inspect.signature(own.__init__).parameters)[2:]
+        assert schema.signatures()["deepspeed_optimizers"][own.__name__]["params"] == names
+    schedules = schema.signatures()["deepspeed_schedulers"]
+    assert set(schedules) == set(lr_schedules.VALID_LR_SCHEDULES)
+    for name, arguments in schedules.items():
+        names = list(inspect.signature(getattr(lr_schedules, name).__init__).parameters)[2:]
+        assert arguments["params"] == names
