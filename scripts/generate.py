@@ -5,6 +5,7 @@ Plain transformers, nothing of the harness: what a run leaves behind is a Huggin
 
 import argparse
 import sys
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,13 +22,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
+    if not Path(args.model, "config.json").is_file():
+        print(f"generate: {args.model} holds no config.json: name the folder of a finished run", file=sys.stderr)
+        return 1
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(args.model, local_files_only=True).eval()
     except (OSError, ValueError) as error:
-        print(f"generate: no model in {args.model}: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"generate: cannot load {args.model}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
     torch.manual_seed(args.seed)
     sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature > 0 else {}

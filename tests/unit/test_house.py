@@ -101,9 +101,7 @@ def test_the_folders_at_the_top_are_the_packages():
 
 
 def test_no_file_is_too_long():
-    long = {
-        str(p.relative_to(ROOT)): n for p in SOURCES if (n := len(p.read_text().splitlines())) > LONGEST_FILE
-    }
+    long = {str(p.relative_to(ROOT)): n for p in SOURCES if (n := len(p.read_text().splitlines())) > LONGEST_FILE}
     assert long == {}
 
 
@@ -118,9 +116,7 @@ def test_no_function_is_too_long():
 
 
 def test_every_module_says_what_it_is_for():
-    assert [
-        str(p.relative_to(ROOT)) for p in SOURCES if tree(p).body and not ast.get_docstring(tree(p))
-    ] == []
+    assert [str(p.relative_to(ROOT)) for p in SOURCES if tree(p).body and not ast.get_docstring(tree(p))] == []
 
 
 def test_imports_go_one_way():
@@ -159,17 +155,21 @@ def test_configs_are_read_without_torch():
 
 
 def test_the_environment_is_read_in_one_place():
-    readers = {
-        str(path.relative_to(ROOT))
-        for path in PRODUCT
-        for node in ast.walk(tree(path))
-        if (isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "environb"})
-        or (
-            isinstance(node, ast.ImportFrom)
-            and node.module == "os"
-            and any("env" in a.name for a in node.names)
-        )
-    }
+    """Others may hand os.environ on as a whole to LaunchEnv, which lives there."""
+    readers = set()
+    for path in PRODUCT:
+        calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
+        handed_on = {
+            id(argument)
+            for call in calls
+            if isinstance(call.func, ast.Attribute) and call.func.attr in {"from_environ", "export"}
+            for argument in call.args
+        }
+        for node in ast.walk(tree(path)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            names += [node.attr] if isinstance(node, ast.Attribute) and id(node) not in handed_on else []
+            if {"environ", "environb", "getenv", "putenv"} & set(names):
+                readers.add(str(path.relative_to(ROOT)))
     assert readers - {"harness/topology/env.py"} == set(ENVIRONMENT_READERS)
 
 
@@ -183,9 +183,7 @@ def test_nothing_mutable_is_shared():
             ):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 names = [target.id for target in targets if isinstance(target, ast.Name)]
-                shared += [
-                    f"{where(path, node)} {n}" for n in names if not n.isupper() and not n.startswith("__")
-                ]
+                shared += [f"{where(path, node)} {n}" for n in names if not n.isupper() and not n.startswith("__")]
     assert shared == []
 
 
@@ -195,10 +193,7 @@ def families() -> set[str]:
     assert spec is not None and spec.origin is not None
     source = Path(spec.origin).parent / "models/auto/modeling_auto.py"
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        if (
-            isinstance(node, ast.Assign)
-            and ast.unparse(node.targets[0]) == "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-        ):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES":
             return {pair.elts[0].value for pair in node.value.args[0].elts}
     raise AssertionError(f"{source} has no list of causal decoders any more")
 
@@ -233,9 +228,7 @@ def test_no_code_names_a_family():
     assert len(names) > 150
     presets = {path.name for path in (ROOT / "models/presets").iterdir()}
     # one pattern; families are looked for between underscores that neighbours may share
-    pattern = re.compile(
-        "|".join(sorted((re.escape(n[:-1]) + "(?=_)" for n in names), key=len, reverse=True))
-    )
+    pattern = re.compile("|".join(sorted((re.escape(n[:-1]) + "(?=_)" for n in names), key=len, reverse=True)))
     named = [
         f"{where(path, node)} {text[:60]!r}"
         for path in PRODUCT
@@ -265,8 +258,6 @@ def test_every_preset_is_found_by_its_name_and_passes_check(path):
     assert [str(finding) for finding in check(load(path.stem))] == []
 
 
-@pytest.mark.parametrize(
-    "script", ["scripts/demo", "scripts/test", "scripts/check", "scripts/install", ".ci/run"]
-)
+@pytest.mark.parametrize("script", ["scripts/demo", "scripts/test", "scripts/check", "scripts/install", ".ci/run"])
 def test_a_command_can_be_run(script):
     assert os.access(ROOT / script, os.X_OK)
