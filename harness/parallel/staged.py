@@ -48,7 +48,7 @@ class BuiltLayers:
 
     Attributes:
         calls: what the forward calls, in order.
-        modules: pipeline index -> module, to be registered under that index; a module that two specs share is there once.
+        modules: pipeline index -> module, to be registered under it; a module that two specs share is there once.
         tied: key -> the parameters shared under that key on this stage.
     """
 
@@ -97,7 +97,7 @@ def _build_tied(spec: TiedLayerSpec, index: int, owners: dict[str, nn.Module], b
 
 
 def is_recomputed(layers: Sequence[Any]) -> bool:
-    """Whether activation checkpointing applies to these layers: a layer's own `recompute`, else if it has parameters."""
+    """Whether activation checkpointing applies to layers: by their own `recompute`, else if they have parameters."""
     modules = [layer for layer in layers if isinstance(layer, nn.Module)]
     return any(getattr(module, "recompute", any(True for _ in module.parameters())) for module in modules)
 
@@ -140,8 +140,6 @@ class StagedModule(PipelineModule):
     def _build(self) -> None:
         built = build_layers(self._layer_specs, self._local_start, self._local_stop, self.base_seed)
         self.forward_funcs = built.calls
-        for position, module in enumerate(built.modules.values()):
-            self.fwd_map[str(position)] = position
         for index, module in built.modules.items():
             self.add_module(str(index), module)
         # Not registered: the parameters keep their layer's name. DeepSpeed leaves everything in here out of the

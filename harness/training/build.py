@@ -110,7 +110,10 @@ def layer_finisher(setting: Setting) -> Callable[[nn.Module], None]:
     """What is done with each layer once it has its weights: under ZeRO-3 they are spread over the data group."""
     if setting.resolved.zero_stage < 3:
         return lambda layer: None
-    config = deepspeed_config(setting)
+    # without the batch sizes, which zero.Init would hold against the world's size instead of the data group's
+    kept = ("zero_optimization", "bf16", "fp16", "aio")
+    config = {name: value for name, value in deepspeed_config(setting).items() if name in kept}
+    config["train_micro_batch_size_per_gpu"] = 1
 
     def partition(layer: nn.Module) -> None:
         deepspeed.zero.Init(

@@ -31,7 +31,7 @@ class Job:
 
     def size(self, axis: str) -> int:
         """The number after an axis' letters in the layout's name; 1 if it is not named."""
-        head, found, tail = self.layout.partition(axis)
+        _, found, tail = self.layout.partition(axis)
         return int(tail[0]) if found else 1
 
     def deepspeed_config(self) -> dict[str, Any]:

@@ -1,0 +1,180 @@
+"""The Trainer as a library: a user's own layers, callbacks, evaluation that never hangs, export in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from harness import Trainer, TrainerCallback, TrainingArguments, UserError
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Job, forget, rows, tiny_model
+
+pytestmark = pytest.mark.ranks
+
+
+def arguments(folder: Path, config: dict[str, Any], **changes: Any) -> TrainingArguments:
+    settings = {"max_steps": 4, "learning_rate": 1e-2, "save_steps": 0, "lr_scheduler_type": "constant", **changes}
+    return TrainingArguments(deepspeed_config=config, output_dir=str(folder), **settings)
+
+
+# -- a model that is no language model ---------------------------------------------------------------------
+
+
+class Points(torch.utils.data.Dataset):
+    """Points of the plane, labelled by a smooth function of them."""
+
+    def __init__(self, n: int) -> None:
+        self.x = torch.randn(n, 2, generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.x[i]
+        return x, (x[:1] * x[1:]).sin()
+
+
+def mean_squares(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs - labels).square().mean()
+
+
+def layers() -> list[Any]:
+    return [
+        LayerSpec(nn.Linear, 2, 32),
+        torch.tanh,
+        TiedLayerSpec("middle", nn.Linear, 32, 32, tied_weight_attr=["weight", "bias"]),
+        LayerSpec(nn.Tanh),
+        TiedLayerSpec("middle", nn.Linear, 32, 32, tied_weight_attr=["weight", "bias"]),
+        LayerSpec(nn.Linear, 32, 1),
+    ]
+
+
+def own_layers(config: dict[str, Any], folder: str) -> tuple[list[float], list[float]]:
+    """Losses of the steps, and of evaluations over 13, 1 and 13 samples."""
+    trainer = Trainer(
+        layers(),
+        arguments(Path(folder), config, per_device_eval_batch_size=2),
+        train_dataset=Points(64),
+        eval_dataset=Points(13),
+        loss_fn=mean_squares,
+    )
+    losses = [trainer.training_step().loss for _ in range(4)]
+    evaluated = [trainer.evaluate()["eval_loss"], trainer.evaluate(Points(1))["eval_loss"]]
+    evaluated.append(trainer.evaluate()["eval_loss"])
+    forget(trainer)
+    return losses, evaluated
+
+
+def own_layers_everywhere(configs: list[dict[str, Any]], folder: str) -> list[Any]:
+    return [own_layers(config, folder) for config in configs]
+
+
+def test_a_users_own_layers_train_and_evaluate_alike_in_every_layout(tmp_path: Path) -> None:
+    base = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}
+    configs = [
+        {**base, "pipeline": {"stages": 2, "partition": "uniform"}, "zero_optimization": {"stage": 1}},
+        {**base, "zero_optimization": {"stage": 1}},
+        {**base, "zero_optimization": {"stage": 3}},
+    ]
+    alone = run_ranks(1, own_layers_everywhere, configs[1:2], str(tmp_path))[0][0]
+    assert alone[0][-1] < alone[0][0]
+    assert alone[1][0] == alone[1][2]  # an evaluation changes nothing
+    for ranks in run_ranks(2, own_layers_everywhere, configs, str(tmp_path)):
+        for losses, evaluated in ranks:
+            assert losses == pytest.approx(alone[0], rel=1e-5)
+            assert evaluated == pytest.approx(alone[1], rel=1e-5)
+
+
+# -- evaluation, callbacks, export -------------------------------------------------------------------------
+
+
+class StopAtTwo(TrainerCallback):
+    """Asks on one rank alone, which must be enough and must not hang."""
+
+    def __init__(self, asks: bool) -> None:
+        self.asks = asks
+        self.moments: list[str] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.moments.append("begin")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.moments.append(f"step {kwargs['record'].step}")
+        control.should_training_stop = self.asks and state.global_step == 2
+        control.should_evaluate = self.asks and state.global_step == 1
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.moments.append("evaluate")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.moments.append("save")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.moments.append("end")
+
+
+def stop_and_export(job: Job, folder: str) -> tuple[list[str], float]:
+    trainer = Trainer(job.model, arguments(Path(folder), job.deepspeed_config()), rows(), rows()[:5])
+    callback = StopAtTwo(asks=trainer.groups.rank == 1)
+    trainer.user_callbacks.append(callback)
+    trainer.callbacks.append(callback)
+    trainer.train()
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.save_model()
+    forget(trainer)
+    return callback.moments, loss
+
+
+def test_one_ranks_wish_is_done_by_all_and_the_export_holds_what_was_trained(tmp_path: Path) -> None:
+    for layout, family in (("pp2tp2z1", "gemma2"), ("tp2dp2z3", "gpt2")):
+        folder = tmp_path / layout
+        model = tiny_model(tmp_path / family, family, True, vocab_size=301)
+        results = run_ranks(4, stop_and_export, Job(model, layout), str(folder))
+        assert all(moments == ["begin", "step 1", "evaluate", "step 2", "end", "evaluate"] for moments, _ in results)
+        trained = AutoModelForCausalLM.from_pretrained(folder)
+        assert trained.get_input_embeddings().weight.shape[0] == 301
+        ids = torch.tensor([row["input_ids"] for row in rows()[:5]])
+        with torch.no_grad():
+            loss = trained(ids, labels=ids).loss.item()
+        assert loss == pytest.approx(results[0][1], rel=1e-5)
+
+
+def export_untrained(jobs: list[Job], folder: str) -> None:
+    for job in jobs:
+        trainer = Trainer(job.model, arguments(Path(folder), job.deepspeed_config()), rows())
+        trainer.save_model(Path(folder) / f"{Path(job.model).name}-{job.layout}")
+        forget(trainer)
+
+
+def test_weights_come_out_as_they_went_in_to_the_bit(tmp_path: Path) -> None:
+    models = [tiny_model(tmp_path / family, family, family == "bloom") for family in ("qwen3", "bloom", "olmo2")]
+    jobs = [Job(model, layout) for model in models for layout in ("pp2tp2z1", "tp4z0", "tp2dp2z3")]
+    run_ranks(4, export_untrained, jobs, str(tmp_path))
+    for job in jobs:
+        given = load_file(Path(job.model) / "model.safetensors")
+        folder = tmp_path / f"{Path(job.model).name}-{job.layout}"
+        written = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+        assert written.keys() == given.keys()
+        assert all(torch.equal(written[name], tensor) for name, tensor in given.items()), job
+
+
+def refused(config: dict[str, Any], model: str, folder: str) -> str:
+    try:
+        Trainer(model, arguments(Path(folder), config), train_dataset=rows())
+    except UserError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_heads_that_do_not_divide_are_refused_by_every_rank(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "m", "llama", False)
+    config = {"train_batch_size": 8, "tensor_parallel": {"autotp_size": 3}}
+    for text in run_ranks(3, refused, config, model, str(tmp_path)):
+        assert "autotp_size 3" in text and "attention heads" in text

@@ -1,0 +1,194 @@
+"""The training script as a user starts it: under the deepspeed launcher, with what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+
+pytestmark = pytest.mark.ranks
+
+
+def launch(ranks: int, *flags: object, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+    """`deepspeed scripts/train.py` on `ranks` processes, or plain python on none."""
+    script = [str(ROOT / "scripts" / "train.py"), *map(str, flags)]
+    launcher = [str(BIN / "deepspeed"), "--num_accelerators", str(ranks)] if ranks else [sys.executable]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
+    return subprocess.run(launcher + script, env=env, capture_output=True, text=True, timeout=timeout_s)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "fox.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog; 0123456789. " * 60)
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A run of two stages with evaluation, checkpoints and monitors."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    done = launch(2, *FLAGS, "--train_file", text, "--validation_file", text, "--eval_steps", 2, "--output_dir", folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, done
+
+
+FLAGS = (
+    *("--deepspeed_config", "pipeline_checkpointing", "--block_size", 64, "--max_steps", 6, "--save_steps", 3),
+    *("--per_device_train_batch_size", 2, "--learning_rate", 1e-3, "--report_to", "csv,tensorboard"),
+)
+
+
+def test_the_user_sees_stages_loss_evaluation_and_where_the_results_lie(finished: Any) -> None:
+    folder, done = finished
+    for words in ("stage 0 on rank 0", "stage 1 on rank 1", "parameters a rank", "loss", "tokens/s", "s left"):
+        assert words in done.stdout, words
+    assert "evaluation loss" in done.stdout
+    assert f"the model is in {folder}" in done.stdout
+    assert "SEED_LAYERS" not in done.stdout  # DeepSpeed's chatter is in the log
+    assert "SEED_LAYERS" in (folder / "logs" / "rank_0.log").read_text()
+    assert (folder / "logs" / "rank_1.log").is_file()
+    assert done.stderr.strip() == ""
+
+
+def test_metrics_have_one_object_a_step(finished: Any) -> None:
+    rows = metrics(finished[0])
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    wanted = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "consumed_samples"}
+    assert all(set(row) == wanted | {"epoch"} for row in rows)
+    assert rows[0]["learning_rate"] == 1e-3  # linear from the first step on, no warm-up
+    assert rows[-1]["learning_rate"] == pytest.approx(1e-3 / 6)
+    assert rows[-1]["consumed_samples"] == 6 * 2 * 8  # two samples, 4 x stages micro-batches
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_run_json_says_what_was_run(finished: Any) -> None:
+    run = json.loads((finished[0] / "run.json").read_text())
+    assert run["layout"] == {"pipeline": 2, "tensor": 1, "data": 1, "world_size": 2}
+    assert run["stage_boundaries"][0] == 0 and len(run["stage_boundaries"]) == 3
+    assert run["config"]["gradient_accumulation_steps"] == 8
+    assert run["versions"]["deepspeed"].startswith("0.")
+    assert run["model"]["hidden_size"] == 128
+    assert any(filled["pointer"] == "/gradient_accumulation_steps" for filled in run["filled"])
+
+
+def test_evaluations_and_monitors_are_written(finished: Any) -> None:
+    folder = finished[0]
+    rows = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    assert rows[-1]["eval_loss"] < rows[0]["eval_loss"]
+    assert list(folder.glob("csv/**/*.csv"))
+    assert list(folder.glob("tensorboard/**/events.*"))
+
+
+def test_the_exported_model_gives_the_losses_that_the_run_saw(finished: Any, text: Path) -> None:
+    folder = finished[0]
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(text.read_text())["input_ids"] + [tokenizer.eos_token_id]
+    blocks = torch.tensor(ids[: len(ids) // 64 * 64]).view(-1, 64)
+    with torch.no_grad():
+        logits = model(blocks).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), blocks[:, 1:].reshape(-1))
+    seen = json.loads((folder / "evaluations.jsonl").read_text().splitlines()[-1])["eval_loss"]
+    assert loss.item() == pytest.approx(seen, rel=1e-5)
+    assert (folder / "generation_config.json").is_file()
+
+
+def test_a_resumed_run_goes_on_with_the_same_numbers(finished: Any, text: Path, tmp_path: Path) -> None:
+    folder, wanted = tmp_path / "run", metrics(finished[0])
+    folder.mkdir()
+    shutil.copytree(finished[0] / "checkpoint-3", folder / "checkpoint-3")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wanted[:4]))
+    again = launch(2, *FLAGS, "--train_file", text, "--output_dir", folder)
+    assert again.returncode != 0
+    assert "already holds a run" in again.stderr and "--resume_from_checkpoint auto" in again.stderr
+    done = launch(2, *FLAGS, "--train_file", text, "--output_dir", folder, "--resume_from_checkpoint", "auto")
+    assert done.returncode == 0, done.stderr
+    got = metrics(folder)
+    assert [row["step"] for row in got] == [1, 2, 3, 4, 5, 6]
+    for mine, theirs in zip(got, wanted, strict=True):
+        for key in ("loss", "grad_norm", "learning_rate", "consumed_samples"):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
+
+
+def test_module_form_and_plain_python_do_the_same(text: Path, tmp_path: Path) -> None:
+    flags = ("--train_file", text, "--block_size", 32, "--max_steps", 2, "--per_device_train_batch_size", 2)
+    done = launch(0, *flags, "--deepspeed_config", "zero3", "--output_dir", tmp_path / "plain")
+    assert done.returncode == 0, done.stderr
+    command = [BIN / "deepspeed", "--num_accelerators", "1", "--module", "harness.train", *flags]
+    command += ["--deepspeed_config", "zero3", "--output_dir", tmp_path / "module"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        list(map(str, command)), cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    plain, module = metrics(tmp_path / "plain"), metrics(tmp_path / "module")
+    assert [row["loss"] for row in plain] == [row["loss"] for row in module]
+
+
+BAD = {
+    "missing config": (("--deepspeed_config", "no/such.json"), "no/such.json"),
+    "malformed config": (("--deepspeed_config", "{tmp}/broken.json"), "broken.json:1:"),
+    "unknown model": (("--model_name_or_path", "no-such-model"), "no-such-model"),
+    "unreadable data": (("--train_file", "no/such.txt"), "no/such.txt"),
+    "world that does not fit": (("--deepspeed_config", "pipeline_3d"), "4"),
+    "output that cannot be written": (("--output_dir", "/proc/run"), "/proc/run"),
+    "unknown flag": (("--no_such_flag", "1"), "no_such_flag"),
+    "conflict": (("--deepspeed_config", "{tmp}/clip.json", "--max_grad_norm", "0.5"), "gradient_clipping"),
+    "pipeline with ZeRO-3": (("--deepspeed_config", "{tmp}/pipe3.json"), "pipeline"),
+    "heads that do not divide": (("--deepspeed_config", "{tmp}/tp3.json"), "attention heads"),
+    "data smaller than a batch": (
+        ("--train_file", "{tmp}/short.txt", "--block_size", "8"),
+        "fewer than one global batch",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def bad_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "broken.json").write_text('{"train_batch_size": 8 "zero_optimization": {}}')
+    (folder / "clip.json").write_text('{"train_batch_size": 8, "gradient_clipping": 1.0}')
+    pipe = {"train_batch_size": 8, "pipeline": {"stages": 2}, "zero_optimization": {"stage": 3}}
+    (folder / "pipe3.json").write_text(json.dumps(pipe))
+    (folder / "tp3.json").write_text('{"train_batch_size": 8, "tensor_parallel": {"autotp_size": 3}}')
+    (folder / "short.txt").write_text("just a few words")
+    return folder
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_no_rank_is_left(case: str, bad_folder: Path, tmp_path: Path) -> None:
+    flags, words = BAD[case]
+    filled = [str(flag).replace("{tmp}", str(bad_folder)) for flag in flags]
+    defaults = {"--deepspeed_config": "zero2", "--output_dir": str(tmp_path / "run"), "--max_steps": "1"}
+    for name, value in defaults.items():
+        if name not in filled:
+            filled += [name, value]
+    ranks = 3 if case in ("heads that do not divide", "world that does not fit") else 2
+    begun = time.monotonic()
+    done = launch(ranks, *filled, timeout_s=60)
+    assert done.returncode != 0
+    assert time.monotonic() - begun < 15
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: ") and words in lines[0], lines[0]
+    assert "Traceback" not in done.stdout + done.stderr
+    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(tmp_path) not in listing
