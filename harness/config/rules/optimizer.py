@@ -8,7 +8,7 @@ from harness.config import edits
 from harness.config.diagnostic import Severity
 from harness.config.reading import as_float, one_of
 from harness.config.rule import Finding, rule
-from harness.config.rules.zero import offloads
+from harness.config.rules.offload import offloads
 from harness.config.schema import signatures
 from harness.config.suggest import nearest
 from harness.config.values import AUTO
@@ -197,11 +197,11 @@ def untested_optimizer(view: RunView) -> Iterator[Finding]:
     "lamb-with-fixed-loss-scale",
     Severity.ERROR,
     claim="engine",
-    wrong='{"train_batch_size": 8, "optimizer": {"type": "Lamb"}, "fp16": {"enabled": true, "loss_scale": 128}}',
-    right='{"train_batch_size": 8, "optimizer": {"type": "Lamb"}, "fp16": {"enabled": true, "loss_scale": 0}}',
+    wrong='{"train_batch_size": 8, "optimizer": {"type": "Lamb"}, "fp16": {"loss_scale": 128}}',
+    right='{"train_batch_size": 8, "optimizer": {"type": "Lamb"}, "fp16": {"loss_scale": 0}}',
 )
 def lamb_with_fixed_loss_scale(view: RunView) -> Iterator[Finding]:
-    """Lamb with a fixed loss scale; it works with an adaptive one only."""
+    """Lamb with a fixed loss scale; it works with an adaptive one only, whether fp16 is on or not."""
     scale = view.get("/fp16/loss_scale")
     if kind(view) == "lamb" and scale != AUTO and as_float(scale) not in (None, 0.0):
         yield Finding(

@@ -7,66 +7,11 @@ from typing import Any
 
 from harness.config import edits
 from harness.config.diagnostic import Severity
-from harness.config.reading import as_float
 from harness.config.rule import Finding, rule
 from harness.config.values import AUTO
 from harness.config.view import RunView
 
 ZERO = "/zero_optimization"
-
-
-def offloads(view: RunView, section: str) -> bool:
-    """Whether a section moves something off the accelerator."""
-    return view.get(f"{ZERO}/{section}/device") in ("cpu", "nvme")
-
-
-@rule(
-    "DS501",
-    "offload-param-below-stage-3",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
-)
-def offload_param_below_stage_3(view: RunView) -> Iterator[Finding]:
-    """Parameters are to be offloaded at a stage at which every rank holds them all.
-
-    DeepSpeed accepts that and keeps them where they are. The harness refuses it: the memory that you
-    counted on would not be free.
-    """
-    if offloads(view, "offload_param") and view.zero_stage in (0, 1, 2):
-        yield Finding(
-            pointer=f"{ZERO}/offload_param",
-            message=f"offload_param works at ZeRO-3 only, and the stage is {view.zero_stage}",
-            hint="set stage to 3, or remove offload_param",
-            severity=Severity.ERROR if view.target == "harness" else None,
-            deepspeed="ignores it: the parameters stay on the accelerator",
-        )
-
-
-@rule(
-    "DS502",
-    "nvme-without-path",
-    Severity.ERROR,
-    claim="engine",
-    wrong='{"train_batch_size": 8, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3,'
-    ' "offload_optimizer": {"device": "nvme"}}}',
-    right='{"train_batch_size": 8, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3,'
-    ' "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"}}}',
-)
-def nvme_without_path(view: RunView) -> Iterator[Finding]:
-    """Offloading to NVMe, without the folder to write to."""
-    for section in ("offload_param", "offload_optimizer"):
-        here = f"{ZERO}/{section}"
-        path = view.get(f"{here}/nvme_path")
-        if view.get(f"{here}/device") == "nvme" and path in (None, AUTO) and view.zero_stage == 3:
-            yield Finding(
-                pointer=f"{here}/device",
-                message=f"{section} goes to NVMe, and nvme_path is not given",
-                hint="add nvme_path, a folder on the NVMe device",
-                deepspeed="raises TypeError when the engine starts",
-                on_value=True,
-            )
 
 
 def _acts(value: Any, default: Any) -> bool:
@@ -107,29 +52,6 @@ def key_of_another_stage(view: RunView) -> Iterator[Finding]:
 
 
 @rule(
-    "DS504",
-    "partial-offload-below-stage-3",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2,'
-    ' "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 3,'
-    ' "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}',
-)
-def partial_offload_below_stage_3(view: RunView) -> Iterator[Finding]:
-    """Only a part of the optimizer state is to be offloaded, which stage 3 alone can do."""
-    ratio = as_float(view.section(f"{ZERO}/offload_optimizer").get("ratio", 1.0))
-    if ratio is not None and ratio < 1 and view.zero_stage in (0, 1, 2):
-        yield Finding(
-            pointer=f"{ZERO}/offload_optimizer/ratio",
-            message=f"offload_optimizer.ratio {ratio} works at ZeRO-3 only, and the stage is {view.zero_stage}",
-            hint="set stage to 3, or remove ratio",
-            deepspeed="refuses the config",
-            on_value=True,
-        )
-
-
-@rule(
     "DS505",
     "no-gradient-norm",
     Severity.ERROR,
@@ -150,19 +72,15 @@ def no_gradient_norm(view: RunView) -> Iterator[Finding]:
     clipping = view.data.get("gradient_clipping", 1.0)
     clips = isinstance(clipping, (int, float)) and clipping > 0
     if view.zero_stage in (0, 3):
-        message, hint = (
-            f"compute_grad_norm false at ZeRO stage {view.zero_stage}",
-            "use stage 1 or 2, or remove it",
-        )
+        message = f"compute_grad_norm is false at ZeRO stage {view.zero_stage}"
+        hint, deepspeed = "use stage 1 or 2, or remove it", "refuses the config"
     elif clips:
         shown = "absent, which clips at 1.0" if "gradient_clipping" not in view.data else str(clipping)
-        message, hint = (
-            f"compute_grad_norm is false and gradient_clipping is {shown}",
-            "set gradient_clipping to 0",
-        )
+        message = f"compute_grad_norm is false and gradient_clipping is {shown}"
+        hint, deepspeed = "set gradient_clipping to 0", "raises ValueError when the engine starts"
     else:
         return
-    yield Finding(pointer=f"{ZERO}/compute_grad_norm", message=message, hint=hint, deepspeed="raises ValueError")
+    yield Finding(pointer=f"{ZERO}/compute_grad_norm", message=message, hint=hint, deepspeed=deepspeed)
 
 
 @rule(
@@ -250,33 +168,6 @@ def legacy_stage_1(view: RunView) -> Iterator[Finding]:
             hint="remove it",
             deepspeed="raises an exception when the engine starts",
             edits=edits.remove(view.document, f"{ZERO}/legacy_stage1"),
-        )
-
-
-@rule(
-    "DS509",
-    "contiguous-gradients-forced",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "contiguous_gradients": false,'
-    ' "offload_optimizer": {"device": "cpu"}}}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "contiguous_gradients": true,'
-    ' "offload_optimizer": {"device": "cpu"}}}',
-)
-def contiguous_gradients_forced(view: RunView) -> Iterator[Finding]:
-    """contiguous_gradients is switched off, and offloading switches it on again.
-
-    At stages 1 and 2 gradients travel to the CPU through the contiguous buffer, so it is always there, with
-    the memory that it takes.
-    """
-    off = view.get(f"{ZERO}/contiguous_gradients") is False
-    if off and view.zero_stage in (1, 2) and offloads(view, "offload_optimizer"):
-        yield Finding(
-            pointer=f"{ZERO}/contiguous_gradients",
-            message="contiguous_gradients false has no effect with an offloaded optimizer",
-            hint="remove it",
-            deepspeed="switches contiguous_gradients on",
-            on_value=True,
         )
 
 

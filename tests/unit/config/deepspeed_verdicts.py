@@ -1,0 +1,109 @@
+"""What DeepSpeed itself does with each rule's examples, as JSON on standard output. Run as a process of its
+own.
+
+One rank on the CPU. Each example goes through DeepSpeed's config parser as a file; with `engine` also
+through `deepspeed.initialize`, with a one-layer model and, where the config names no optimizer, torch's SGD
+or AdamW.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+from harness.config.registry import RULES
+
+
+def environment() -> None:
+    """The variables of a launcher that has started one rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def parse(path: str) -> dict[str, object]:
+    """How DeepSpeed's parser takes a file."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        config = DeepSpeedConfig(path)
+    except Exception as error:
+        return {"ok": False, "error": type(error).__name__, "text": str(error)}
+    offload = config.zero_config.offload_optimizer
+    return {
+        "ok": True,
+        "stage": int(config.zero_optimization_stage),
+        "clipping": config.gradient_clipping,
+        "offload": str(offload.device) if offload is not None else None,
+    }
+
+
+def start(path: str) -> dict[str, object]:
+    """How DeepSpeed's engine takes a file."""
+    import deepspeed
+    import torch
+
+    model = torch.nn.Linear(4, 4)
+    named = "optimizer" in Path(path).read_text("utf-8").split("offload_optimizer")[0]
+    optimizer = None if named else torch.optim.AdamW(model.parameters(), lr=1e-3)
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), optimizer=optimizer, config=path
+        )
+    except Exception as error:
+        return {"ok": False, "error": type(error).__name__, "text": str(error)}
+    contiguous = getattr(engine.optimizer, "contiguous_gradients", None)
+    engine.destroy()
+    return {"ok": True, "contiguous_gradients": contiguous}
+
+
+def checkpointing(path: str) -> dict[str, object]:
+    """How DeepSpeed's activation checkpointing takes a file."""
+    from deepspeed.runtime.activation_checkpointing import checkpointing as module
+
+    try:
+        module.configure(None, deepspeed_config=path)
+    except Exception as error:
+        return {"ok": False, "error": type(error).__name__, "text": str(error)}
+    return {"ok": True}
+
+
+def main() -> None:
+    """Prints {code: {wrong|right: {parser|engine: outcome}}}."""
+    environment()
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    with_engine = set(sys.argv[1].split(","))
+    outcomes: dict[str, dict[str, dict[str, object]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for rule in RULES:
+            for side, text in (("wrong", rule.wrong), ("right", rule.right)):
+                path = Path(folder) / f"{rule.code}-{side}.json"
+                path.write_text(text, "utf-8")
+                outcome: dict[str, object] = {"parser": parse(str(path))}
+                if f"{rule.code}-{side}" in with_engine:
+                    outcome["engine"] = start(str(path))
+                if rule.code in ("DS701", "DS702"):
+                    outcome["checkpointing"] = checkpointing(str(path))
+                outcomes.setdefault(rule.code, {})[side] = outcome
+    print("VERDICTS " + json.dumps(outcomes))
+    sys.stdout.flush()
+    os._exit(0)  # DeepSpeed's threads and groups are of no more use
+
+
+if __name__ == "__main__":
+    main()
