@@ -32,7 +32,7 @@ LAYERS = ("config", "topology", "parallel", "models", "checkpoint", "training", 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
 
 # Who reads the environment, besides harness/topology/env.py, and why.
-ENVIRONMENT_READERS: dict[str, str] = {}
+ENVIRONMENT_READERS = {"harness/config/commands.py": "NO_COLOR, the terminal's word on colours"}
 
 # Names of families that are words of their own as well.
 ORDINARY_WORDS = {"beam", "git", "opt", "flint", "doge", "laguna"}
