@@ -68,9 +68,7 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
     ends = [0, *accumulate(_as_integers(costs))]
     highest, _ = _cut(ends, stages, max)
     forbidden = ends[-1] ** 2 + 1  # more than any sum of squares
-    _, boundaries = _cut(
-        ends, stages, lambda first, rest: rest + (first**2 if first <= highest else forbidden)
-    )
+    _, boundaries = _cut(ends, stages, lambda first, rest: rest + (first**2 if first <= highest else forbidden))
     return boundaries
 
 
@@ -155,6 +153,4 @@ def _as_integers(costs: Sequence[float]) -> list[int]:
 
 def _require_enough_layers(n_layers: int, stages: int) -> None:
     if not 1 <= stages <= n_layers:
-        raise UserError(
-            f"pipeline.stages: {stages} stages cannot be cut from {n_layers} layers; use 1 to {n_layers}"
-        )
+        raise UserError(f"pipeline.stages: {stages} stages cannot be cut from {n_layers} layers; use 1 to {n_layers}")
