@@ -97,15 +97,20 @@ def _tell(console: Console, rank: int, error: BaseException) -> None:
     if isinstance(error, UserError):
         if rank > 0:  # usually every rank finds the same: rank 0 tells it, and the launcher ends the others
             time.sleep(GRACE_S)
-        lines = [str(found) for found in error.diagnostics] if isinstance(error, ConfigError) else [str(error)]
-        for line in lines:
-            console.fail(line)
+        console.fail(_first_finding(error) if isinstance(error, ConfigError) else str(error))
         return
     text = f"{type(error).__name__}: {error}".strip()
     if any(sign in text.lower() for sign in LOST_PEER):
         time.sleep(GRACE_S)
         text = f"lost contact with another rank ({text.splitlines()[0]})"
     console.fail(f"rank {rank}: {text.splitlines()[0]}; the traceback is in {console.log}")
+
+
+def _first_finding(error: ConfigError) -> str:
+    """One line of possibly several findings."""
+    first, *rest = error.diagnostics
+    more = f" (and {len(rest)} more: ds-harness check {first.file})" if rest else ""
+    return f"{first}{more}"
 
 
 def _shut_down(trainer: Trainer) -> None:

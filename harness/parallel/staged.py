@@ -7,7 +7,7 @@ PipelineModule takes: LayerSpec, TiedLayerSpec, modules, functions; the output o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from torch import nn
+from torch import Tensor, nn
 
 from harness.topology.layout import Layout
 
@@ -164,21 +164,41 @@ class LayerSequence(nn.Module):
     def __init__(self, layers: Sequence[Layer], *, checkpoint_interval: int, seed: int) -> None:
         super().__init__()
         built = build_layers(layers, 0, len(layers), seed)
-        self.calls = built.calls
         for index, module in built.modules.items():
             self.add_module(str(index), module)
-        step = checkpoint_interval or len(layers)
-        self._blocks = [self.calls[start : start + step] for start in range(0, len(layers), step)]
-        self._recomputed = [checkpoint_interval > 0 and is_recomputed(block) for block in self._blocks]
+        self._blocks = list(_blocks(built.calls, checkpoint_interval))
 
     def forward(self, inputs: Any) -> Any:
         """The last layer's output."""
-        for block, recomputed in zip(self._blocks, self._recomputed, strict=True):
+        if isinstance(inputs, Tensor) and inputs.is_floating_point() and self.training:
+            inputs = inputs.detach().requires_grad_()  # else the first block would be recomputed without gradients
+        for block, recomputed in self._blocks:
             run = partial(_run_block, block)
-            inputs = (
-                checkpointing.non_reentrant_checkpoint(run, inputs) if recomputed and self.training else run(inputs)
-            )
+            if recomputed and self.training and isinstance(inputs, Tensor) and inputs.requires_grad:
+                # Reentrant: the nested backward lets ZeRO-3 gather a block's parameters once more. Without it they
+                # are gone when their gradients arrive (seen with DeepSpeed 0.19.8).
+                inputs = checkpointing.checkpoint(run, inputs)
+            else:
+                inputs = run(inputs)
         return inputs
+
+
+def _blocks(layers: Sequence[Any], interval: int) -> Iterator[tuple[list[Any], bool]]:
+    """Runs of layers, and whether each is recomputed: up to `interval` neighbours that may be, the others alone."""
+    block: list[Any] = []
+    for layer in layers:
+        if interval > 0 and is_recomputed([layer]):
+            block.append(layer)
+            if len(block) < interval:
+                continue
+            yield block, True
+        else:
+            if block:
+                yield block, True
+            yield [layer], False
+        block = []
+    if block:
+        yield block, True
 
 
 def _run_block(block: Sequence[Callable[..., Any]], inputs: Any) -> Any:

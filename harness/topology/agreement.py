@@ -22,30 +22,36 @@ import torch.distributed as dist
 from harness.config.errors import UserError
 from harness.topology.layout import Layout
 
-SUBJECTS = ("config", "layout", "code")
 DIGEST_BYTES = hashlib.sha256().digest_size
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def check_agreement(
-    config: Mapping[str, Any], layout: Layout, *, code: str | None = None, device: torch.device | str = "cpu"
+    config: Mapping[str, Any],
+    layout: Layout,
+    *,
+    code: str | None = None,
+    device: torch.device | str = "cpu",
+    **others: Any,
 ) -> None:
     """Raise UserError on every rank unless all ranks hold the same config, layout and code.
 
     `config` must be JSON; what is meant to differ between ranks (paths of logs, ...) does not belong into
     it. `code` is this package's digest unless given. `device` is where the backend communicates: "cpu" for
-    gloo, the rank's own GPU for nccl. Without a process group there is nobody to disagree with.
+    gloo, the rank's own GPU for nccl. `others` are further subjects by their name (arguments, data). Without a
+    process group there is nobody to disagree with.
     """
     if not dist.is_initialized():
         return
-    digests = (digest(config), digest(asdict(layout)), digest(code_version() if code is None else code))
-    mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).to(device)
+    code = code_version() if code is None else code
+    subjects = {"config": config, "layout": asdict(layout), "code": code, **others}
+    digests = b"".join(map(digest, subjects.values()))
+    mine = torch.frombuffer(bytearray(digests), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
     rows = [bytes(row.tolist()) for row in gathered]
     columns = {
-        subject: [row[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES] for row in rows]
-        for i, subject in enumerate(SUBJECTS)
+        subject: [row[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES] for row in rows] for i, subject in enumerate(subjects)
     }
     if found := [told for subject, column in columns.items() if (told := disagreement(subject, column))]:
         raise UserError("; ".join(found) + ": give every host the same files and arguments")

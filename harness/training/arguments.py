@@ -15,7 +15,7 @@ from harness.config import AutoValues
 from harness.config.errors import UserError
 
 
-def _flag(default: Any, text: str) -> Any:
+def flag(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
@@ -23,36 +23,34 @@ def _flag(default: Any, text: str) -> Any:
 class TrainingArguments:
     """How to train. Where the DeepSpeed JSON says "auto", or nothing, the value comes from here."""
 
-    deepspeed_config: str | Mapping[str, Any] | None = _flag(None, "DeepSpeed JSON: a file or a preset's name")
-    output_dir: str = _flag("runs/default", "where checkpoints, metrics and the trained model go")
-    resume_from_checkpoint: str | None = _flag(
+    deepspeed_config: str | Mapping[str, Any] | None = flag(None, "DeepSpeed JSON: a file or a preset's name")
+    output_dir: str = flag("runs/default", "where checkpoints, metrics and the trained model go")
+    resume_from_checkpoint: str | None = flag(
         None, "auto: the newest whole checkpoint in output_dir; or a checkpoint's path"
     )
-    max_steps: int = _flag(-1, "optimizer steps; -1: as many as num_train_epochs take")
-    num_train_epochs: float = _flag(3.0, "passes through the data, unless max_steps is given")
-    per_device_train_batch_size: int = _flag(8, "samples of a micro-batch")
-    per_device_eval_batch_size: int | None = _flag(
-        None, "samples of an evaluation micro-batch; default: as in training"
-    )
-    gradient_accumulation_steps: int = _flag(1, "micro-batches a step on each data-parallel rank")
-    learning_rate: float = _flag(5e-5, "peak learning rate")
-    lr_scheduler_type: str = _flag("linear", "linear, cosine, constant, constant_with_warmup, ... as in transformers")
-    warmup_steps: float = _flag(0, "steps of linear warm-up; below 1: the fraction of all steps")
-    weight_decay: float = _flag(0.0, "AdamW's decay of matrices; biases and norms are not decayed")
-    adam_beta1: float = _flag(0.9, "AdamW's beta1")
-    adam_beta2: float = _flag(0.999, "AdamW's beta2")
-    adam_epsilon: float = _flag(1e-8, "AdamW's epsilon")
-    max_grad_norm: float = _flag(1.0, "gradients are clipped to this norm; 0: not clipped")
-    bf16: bool = _flag(False, "train in bfloat16")
-    fp16: bool = _flag(False, "train in float16 with loss scaling")
-    seed: int = _flag(42, "of initial weights, sample order and dropout")
-    logging_steps: int = _flag(500, "steps between log events")
-    eval_steps: int | None = _flag(None, "steps between evaluations; absent: none during training")
-    save_steps: int = _flag(500, "steps between checkpoints, and one at the end; 0: no checkpoints")
-    save_total_limit: int | None = _flag(None, "keep this many newest checkpoints; absent: all")
-    report_to: str = _flag("none", "none, or a comma-separated list of tensorboard, wandb, csv")
-    pipeline_parallel_size: int | None = _flag(None, "pipeline stages; overrides pipeline.stages")
-    tensor_parallel_size: int | None = _flag(None, "tensor-parallel ranks; overrides tensor_parallel.autotp_size")
+    max_steps: int = flag(-1, "optimizer steps; -1: as many as num_train_epochs take")
+    num_train_epochs: float = flag(3.0, "passes through the data, unless max_steps is given")
+    per_device_train_batch_size: int = flag(8, "samples of a micro-batch")
+    per_device_eval_batch_size: int | None = flag(None, "samples of an evaluation micro-batch; default: as in training")
+    gradient_accumulation_steps: int = flag(1, "micro-batches a step on each data-parallel rank")
+    learning_rate: float = flag(5e-5, "peak learning rate")
+    lr_scheduler_type: str = flag("linear", "linear, cosine, constant, constant_with_warmup, ... as in transformers")
+    warmup_steps: float = flag(0, "steps of linear warm-up; below 1: the fraction of all steps")
+    weight_decay: float = flag(0.0, "AdamW's decay of matrices; biases and norms are not decayed")
+    adam_beta1: float = flag(0.9, "AdamW's beta1")
+    adam_beta2: float = flag(0.999, "AdamW's beta2")
+    adam_epsilon: float = flag(1e-8, "AdamW's epsilon")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0: not clipped")
+    bf16: bool = flag(False, "train in bfloat16")
+    fp16: bool = flag(False, "train in float16 with loss scaling")
+    seed: int = flag(42, "of initial weights, sample order and dropout")
+    logging_steps: int = flag(500, "steps between log events")
+    eval_steps: int | None = flag(None, "steps between evaluations; absent: none during training")
+    save_steps: int = flag(500, "steps between checkpoints, and one at the end; 0: no checkpoints")
+    save_total_limit: int | None = flag(None, "keep this many newest checkpoints; absent: all")
+    report_to: str = flag("none", "none, or a comma-separated list of tensorboard, wandb, csv")
+    pipeline_parallel_size: int | None = flag(None, "pipeline stages; overrides pipeline.stages")
+    tensor_parallel_size: int | None = flag(None, "tensor-parallel ranks; overrides tensor_parallel.autotp_size")
 
     def __post_init__(self) -> None:
         for name, least in (("max_steps", -1), ("logging_steps", 1), ("save_steps", 0), ("warmup_steps", 0)):

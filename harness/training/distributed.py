@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from harness.config.errors import UserError
 from harness.topology.env import LaunchEnv
 
 TIMEOUT = timedelta(minutes=30)
@@ -27,6 +28,17 @@ def start(env: LaunchEnv) -> torch.device:
     elif not deepspeed.comm.is_initialized():
         deepspeed.init_distributed()
     return torch.device(accelerator.device_name(env.local_rank) if accelerator.device_name() != "cpu" else "cpu")
+
+
+def require_precision(precision: str) -> None:
+    """Raise UserError if this device cannot train in `precision` (fp32, bf16 or fp16)."""
+    accelerator = get_accelerator()
+    supported = {"bf16": accelerator.is_bf16_supported, "fp16": accelerator.is_fp16_supported}
+    if precision in supported and not supported[precision]():
+        others = [name for name, is_supported in supported.items() if is_supported()]
+        raise UserError(
+            f"{precision} is not supported on this {accelerator.device_name()}: use {' or '.join([*others, 'fp32'])}"
+        )
 
 
 def _avoid_compiling() -> None:

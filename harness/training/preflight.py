@@ -11,7 +11,7 @@ from harness.checkpoint.folder import find_resume, read_progress
 from harness.config.errors import UserError
 from harness.models.locate import DEFAULT_MODEL, model_directory
 from harness.topology.env import LaunchEnv
-from harness.training.arguments import TrainingArguments, _flag
+from harness.training.arguments import TrainingArguments, flag
 from harness.training.configure import configure
 from harness.training.data.sources import PYTHON_STDLIB, preflight
 
@@ -20,13 +20,13 @@ from harness.training.data.sources import PYTHON_STDLIB, preflight
 class ScriptArguments:
     """What to train on what, as in run_clm.py."""
 
-    model_name_or_path: str = _flag(DEFAULT_MODEL, "a preset's name, or a directory with HuggingFace's config.json")
-    tokenizer_name: str | None = _flag(None, "bytes, or a directory; default: the model directory's own, else bytes")
-    train_file: str = _flag(PYTHON_STDLIB, ".txt, .jsonl, .parquet (column text), or a directory of them")
-    validation_file: str | None = _flag(
+    model_name_or_path: str = flag(DEFAULT_MODEL, "a preset's name, or a directory with HuggingFace's config.json")
+    tokenizer_name: str | None = flag(None, "bytes, or a directory; default: the model directory's own, else bytes")
+    train_file: str = flag(PYTHON_STDLIB, ".txt, .jsonl, .parquet (column text), or a directory of them")
+    validation_file: str | None = flag(
         None, "the same, for evaluation; with eval_steps and without it a part is held out"
     )
-    block_size: int | None = _flag(None, "tokens of a sample; default: the model's length, at most 1024")
+    block_size: int | None = flag(None, "tokens of a sample; default: the model's length, at most 1024")
 
 
 def check_before_start(script: ScriptArguments, args: TrainingArguments, env: LaunchEnv) -> None:

@@ -33,8 +33,8 @@ from harness.training.configure import configure
 from harness.training.console import Console, plain_console
 from harness.training.data.collate import Collator, collate
 from harness.training.data.evaluation import evaluation_batches, evaluation_steps
-from harness.training.data.stream import BatchStream, dataset_length, read_micro_batch
-from harness.training.distributed import start
+from harness.training.data.stream import BatchStream, data_digest, dataset_length, read_micro_batch
+from harness.training.distributed import require_precision, start
 from harness.training.progress import ProgressCallback
 from harness.training.recorder import Recorder
 from harness.training.stages import choose_boundaries, stage_lines
@@ -88,7 +88,14 @@ class Trainer:
         self.resume_from = folder.find_resume(self.output_dir, args.resume_from_checkpoint)
         self.layout = Layout.from_world(env.world_size, pipeline=self.resolved.pipeline, tensor=self.resolved.tensor)
         device = start(env)
-        check_agreement(self.resolved.config, self.layout, device=device)
+        require_precision(self.resolved.precision)
+        check_agreement(
+            self.resolved.config,
+            self.layout,
+            device=device,
+            arguments={name: str(value) for name, value in vars(args).items()},
+            data=None if train_dataset is None else data_digest(train_dataset),
+        )
         self.groups = build_groups(self.layout)
         self._tell_placement(env)
         setting = Setting(args=args, resolved=self.resolved, groups=self.groups, device=device, max_steps=steps)

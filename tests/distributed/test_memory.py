@@ -69,8 +69,8 @@ def config() -> object:
 
 def test_a_rank_that_initialises_holds_its_share_and_one_layer() -> None:
     for peak, kept, whole in run_ranks(4, build, None):
-        assert kept < 0.3 * whole
-        assert peak < MARGIN * kept + ONE_LAYER < 0.55 * whole
+        assert kept < 0.35 * whole
+        assert peak < MARGIN * kept + ONE_LAYER < 0.6 * whole
 
 
 def test_a_rank_that_reads_holds_its_share(tmp_path: Path) -> None:
@@ -78,5 +78,5 @@ def test_a_rank_that_reads_holds_its_share(tmp_path: Path) -> None:
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert len(list(file.keys())) > 50
     for peak, kept, whole in run_ranks(4, build, str(tmp_path)):
-        assert kept < 0.3 * whole
+        assert kept < 0.35 * whole
         assert peak < MARGIN * kept

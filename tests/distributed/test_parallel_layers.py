@@ -16,7 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from harness.parallel.comm import copy_to_group, gather_from_group, reduce_from_group, split_to_group
+from harness.parallel.comm import (
+    copy_tail_to_group,
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    split_to_group,
+)
 from harness.parallel.cross_entropy import vocab_parallel_cross_entropy
 from harness.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from harness.parallel.shard import shard_of
@@ -73,9 +79,7 @@ def compare(
     y_cut.backward(share(grad, group) if split_out else grad)
     errors = {"output": difference(y_cut, share(y_whole, group) if split_out else y_whole)}
     if x_whole.grad is not None and x_cut.grad is not None:
-        errors["input gradient"] = difference(
-            x_cut.grad, share(x_whole.grad, group) if split_in else x_whole.grad
-        )
+        errors["input gradient"] = difference(x_cut.grad, share(x_whole.grad, group) if split_in else x_whole.grad)
     for name, param in whole.named_parameters():
         errors[f"{name} gradient"] = difference(whole_grad(cut.get_parameter(name), group), param.grad)
     return errors
@@ -102,9 +106,7 @@ def column_transposed(group: dist.ProcessGroup) -> Errors:
 
 def row(group: dist.ProcessGroup) -> Errors:
     whole = nn.Linear(IN, OUT)
-    return compare(
-        whole, RowParallelLinear.from_linear(whole, group), torch.randn(*TOKENS, IN), group, split_in=True
-    )
+    return compare(whole, RowParallelLinear.from_linear(whole, group), torch.randn(*TOKENS, IN), group, split_in=True)
 
 
 def row_that_splits_its_input(group: dist.ProcessGroup) -> Errors:
@@ -124,9 +126,7 @@ def made_alone(group: dist.ProcessGroup) -> Errors:
     torch.manual_seed(7)
     whole = nn.Sequential(nn.Linear(IN, OUT), nn.GELU(), nn.Linear(OUT, IN))
     torch.manual_seed(7)
-    cut = nn.Sequential(
-        ColumnParallelLinear(IN, OUT, group=group), nn.GELU(), RowParallelLinear(OUT, IN, group=group)
-    )
+    cut = nn.Sequential(ColumnParallelLinear(IN, OUT, group=group), nn.GELU(), RowParallelLinear(OUT, IN, group=group))
     return compare(whole, cut, torch.randn(*TOKENS, IN), group)
 
 
@@ -185,9 +185,7 @@ def cross_entropy(group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) 
     whole = logits.clone().requires_grad_()
     expected = F.cross_entropy(whole.float().flatten(0, 1), labels.flatten(), reduction="none").view(3, 7)
     width = -(-VOCABULARY // size)
-    padded = F.pad(
-        logits, (0, width * size - VOCABULARY), value=1e4
-    )  # the padding must not count, whatever it holds
+    padded = F.pad(logits, (0, width * size - VOCABULARY), value=1e4)  # the padding must not count, whatever it holds
     own = padded[..., rank * width : (rank + 1) * width].clone().requires_grad_()
     losses = vocab_parallel_cross_entropy(own, labels, group, VOCABULARY)
     weights = torch.rand(3, 7)
@@ -200,6 +198,18 @@ def cross_entropy(group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) 
 
 def cross_entropy_in_bfloat16(group: dist.ProcessGroup) -> Errors:
     return cross_entropy(group, torch.bfloat16)
+
+
+def copied_tail(group: dist.ProcessGroup) -> Errors:
+    """The last entries go to each rank's own heads, the first ones to a layer that copies by itself."""
+    x = torch.randn(*TOKENS, OUT, requires_grad=True)
+    weight = torch.ones(OUT)
+    weight[-4:] = dist.get_rank(group) + 1.0
+    (copy_tail_to_group(x, 4, group) * weight).sum().backward()
+    size = dist.get_world_size(group)
+    expected = torch.ones(*TOKENS, OUT)
+    expected[..., -4:] = size * (size + 1) / 2
+    return {"gradient": difference(x.grad, expected)}
 
 
 CASES: dict[str, Callable[[dist.ProcessGroup], Errors]] = {
@@ -218,6 +228,7 @@ CASES: dict[str, Callable[[dist.ProcessGroup], Errors]] = {
         copy_then_reduce,
         cross_entropy,
         cross_entropy_in_bfloat16,
+        copied_tail,
     )
 }
 

@@ -43,6 +43,21 @@ GPT_LIKE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+DEEPSEEK_LIKE = {
+    **{name: size for name, size in LLAMA_LIKE.items() if name != "head_dim"},
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA_LIKE),
     "llama, tied": ("llama", {**LLAMA_LIKE, "tie_word_embeddings": True}),
@@ -58,6 +73,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", LLAMA_LIKE),
     "gemma2": ("gemma2", {**LLAMA_LIKE, "query_pre_attn_scalar": 8}),
     "gemma3": ("gemma3_text", {**LLAMA_LIKE, "query_pre_attn_scalar": 8}),
+    "apertus, whose plan forgets the activation": ("apertus", LLAMA_LIKE),
+    "cohere": ("cohere", LLAMA_LIKE),
+    "mixtral": ("mixtral", {**LLAMA_LIKE, "num_local_experts": 3, "num_experts_per_tok": 2}),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK_LIKE),
+    "deepseek_v2": ("deepseek_v2", {**DEEPSEEK_LIKE, "topk_method": "greedy"}),
     "phi3": ("phi3", LLAMA_LIKE),
     "gpt2": ("gpt2", GPT_LIKE),
     "gpt2, untied": ("gpt2", {**GPT_LIKE, "tie_word_embeddings": False}),
@@ -154,9 +174,7 @@ def compare(case: str, group: dist.ProcessGroup, local_logits: bool) -> dict[str
         "loss": ((loss - expected).abs() / expected).item(),
         # The gradient of a key's bias is zero but for rounding: hence a floor under what it is compared with.
         **{
-            f"gradient of {name}": (
-                (grads[name] - grad).abs().max() / grad.abs().max().clamp_min(scale / 100)
-            ).item()
+            f"gradient of {name}": ((grads[name] - grad).abs().max() / grad.abs().max().clamp_min(scale / 100)).item()
             for name, grad in real.items()
         },
         "norm": ((norm_as_deepspeed_counts(part, group) - norm).abs() / norm).item(),

@@ -155,8 +155,7 @@ def test_ranks_that_agree_go_on_and_ranks_that_differ_are_named(seen: list[dict[
             "config": f"rank 5 has another config {others.format(0)}{mend}",
             "layout": f"rank 3 has another layout {others.format(0)}{mend}",
             "code": f"ranks 4-7 have another code than the other 4 ranks (rank 0, ...){mend}",
-            "two": f"rank 0 has another config {others.format(1)}; "
-            f"rank 3 has another layout {others.format(0)}{mend}",
+            "two": f"rank 0 has another config {others.format(1)}; rank 3 has another layout {others.format(0)}{mend}",
         }
 
 

@@ -65,7 +65,7 @@ def own_layers(config: dict[str, Any], folder: str) -> tuple[list[float], list[f
         eval_dataset=Points(13),
         loss_fn=mean_squares,
     )
-    losses = [trainer.training_step().loss for _ in range(4)]
+    losses = [trainer.training_step().loss for _ in range(12)]
     evaluated = [trainer.evaluate()["eval_loss"], trainer.evaluate(Points(1))["eval_loss"]]
     evaluated.append(trainer.evaluate()["eval_loss"])
     forget(trainer)
@@ -84,7 +84,7 @@ def test_a_users_own_layers_train_and_evaluate_alike_in_every_layout(tmp_path: P
         {**base, "zero_optimization": {"stage": 3}},
     ]
     alone = run_ranks(1, own_layers_everywhere, configs[1:2], str(tmp_path))[0][0]
-    assert alone[0][-1] < alone[0][0]
+    assert sum(alone[0][-4:]) < 0.9 * sum(alone[0][:4])  # the four steps of an epoch
     assert alone[1][0] == alone[1][2]  # an evaluation changes nothing
     for ranks in run_ranks(2, own_layers_everywhere, configs, str(tmp_path)):
         for losses, evaluated in ranks:

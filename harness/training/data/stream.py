@@ -8,7 +8,7 @@ The only state is the number of samples consumed by all ranks together.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -84,12 +84,16 @@ def dataset_length(dataset: Any) -> int:
 
 
 def data_digest(dataset: Any, looked_at: int = 16) -> str:
-    """A short hash of the length and of a few samples, spread evenly: ranks with the same data agree."""
+    """A short hash of the length and of a few token samples, spread evenly: ranks with the same data agree.
+
+    Other samples are not looked at: a data set may well draw them anew each time.
+    """
     n = dataset_length(dataset)
     digest = hashlib.sha256(str(n).encode())
     for i in sorted({k * (n - 1) // max(looked_at - 1, 1) for k in range(looked_at)} if n else ()):
-        for part in as_micro_batch(collate([dataset[i]])):
-            digest.update(repr(part.tolist() if isinstance(part, torch.Tensor) else part).encode())
+        sample = dataset[i]
+        if isinstance(sample, Mapping) and "input_ids" in sample:
+            digest.update(repr(torch.as_tensor(sample["input_ids"]).tolist()).encode())
     return digest.hexdigest()[:16]
 
 
