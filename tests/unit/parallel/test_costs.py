@@ -21,9 +21,7 @@ def decoder(**changes):
 
 def pipeline(vocabulary, n_layers=8, **changes):
     first = LayerCost(lookup_width=WIDTH, **changes)
-    last = LayerCost(
-        matmul_parameters=WIDTH * vocabulary, vector_parameters=WIDTH, logits=vocabulary, **changes
-    )
+    last = LayerCost(matmul_parameters=WIDTH * vocabulary, vector_parameters=WIDTH, logits=vocabulary, **changes)
     return [first, *[decoder(**changes)] * n_layers, last]
 
 
