@@ -68,9 +68,7 @@ class Layout:
 
     def rank(self, *, stage: int, data: int, tensor: int) -> int:
         """The global rank at a place. Raises IndexError for a place outside the layout."""
-        for axis, index, size in zip(
-            AXES, (stage, data, tensor), (self.pipeline, self.data, self.tensor), strict=True
-        ):
+        for axis, index, size in zip(AXES, (stage, data, tensor), (self.pipeline, self.data, self.tensor), strict=True):
             if not 0 <= index < size:
                 raise IndexError(f"{axis} index {index} is outside 0..{size - 1} of {self}")
         return (stage * self.data + data) * self.tensor + tensor
@@ -102,9 +100,7 @@ class Layout:
         ideal time, (p - 1) / m). Assumes equal stages. Raises UserError for less than one micro-batch.
         """
         if micro_batches < 1:
-            raise UserError(
-                f"{micro_batches} micro-batches a step: set gradient_accumulation_steps to 1 or more"
-            )
+            raise UserError(f"{micro_batches} micro-batches a step: set gradient_accumulation_steps to 1 or more")
         return (self.pipeline - 1) / (micro_batches + self.pipeline - 1)
 
     def _stride(self, axis: Axis) -> int:

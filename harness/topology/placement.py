@@ -56,9 +56,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         if match is None or int(match["slots"]) < 1:
             raise UserError(f"{path}:{number}: {text!r} is not `host slots=N` with N of at least 1")
         if match["name"] in hosts:
-            raise UserError(
-                f"{path}:{number}: host {match['name']} is named twice: join its slots in one line"
-            )
+            raise UserError(f"{path}:{number}: host {match['name']} is named twice: join its slots in one line")
         hosts[match["name"]] = Host(name=match["name"], slots=int(match["slots"]))
     if not hosts:
         raise UserError(f"hostfile {path} names no host: write one `host slots=N` a line")

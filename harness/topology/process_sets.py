@@ -67,9 +67,7 @@ class ProcessSet:
         """
         if tensor.dim() == 0 or tensor.shape[0] != self.size():
             shape = list(tensor.shape)
-            raise UserError(
-                f"reduce_scatter over {self!r} needs a first dim of {self.size()}, got shape {shape}"
-            )
+            raise UserError(f"reduce_scatter over {self!r} needs a first dim of {self.size()}, got shape {shape}")
         if not self._communicates():
             return tensor[0].clone()
         part = tensor.new_empty(tensor[0].numel())
@@ -141,9 +139,7 @@ class ProcessSets:
         self._agree(f"add({name!r}, {list(ranks)})")
         world = self._groups.layout.world_size
         if name in self._sets:
-            raise UserError(
-                f"there is already a {self._sets[name]!r}: remove it first, or choose another name"
-            )
+            raise UserError(f"there is already a {self._sets[name]!r}: remove it first, or choose another name")
         if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < world for rank in ranks):
             raise UserError(
                 f"process set {name!r} cannot have ranks {list(ranks)}: "

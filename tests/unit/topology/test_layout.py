@@ -82,8 +82,7 @@ def test_data_takes_what_pipeline_and_tensor_leave() -> None:
             8,
             3,
             3,
-            "pipeline 3 x tensor 3 = 9 ranks do not divide the world of 8 ranks: "
-            "start a multiple of 9 processes",
+            "pipeline 3 x tensor 3 = 9 ranks do not divide the world of 8 ranks: start a multiple of 9 processes",
         ),
         (
             0,
@@ -93,9 +92,7 @@ def test_data_takes_what_pipeline_and_tensor_leave() -> None:
         ),
     ],
 )
-def test_a_world_that_does_not_fit_is_told_what_would(
-    world: int, pipeline: int, tensor: int, text: str
-) -> None:
+def test_a_world_that_does_not_fit_is_told_what_would(world: int, pipeline: int, tensor: int, text: str) -> None:
     with pytest.raises(UserError) as error:
         Layout.from_world(world, pipeline=pipeline, tensor=tensor)
     assert str(error.value) == text
@@ -128,9 +125,7 @@ def test_places_and_ranks_outside_the_layout_are_index_errors() -> None:
 @pytest.mark.parametrize(
     ("pipeline", "micro_batches", "bubble"), [(1, 1, 0.0), (2, 8, 1 / 9), (4, 4, 3 / 7), (4, 1, 3 / 4)]
 )
-def test_bubble_is_the_share_of_the_step_spent_waiting(
-    pipeline: int, micro_batches: int, bubble: float
-) -> None:
+def test_bubble_is_the_share_of_the_step_spent_waiting(pipeline: int, micro_batches: int, bubble: float) -> None:
     assert Layout(pipeline=pipeline).bubble(micro_batches) == pytest.approx(bubble)
 
 

@@ -82,9 +82,7 @@ def test_groups_inside_a_host_do_not_cross_but_a_pipeline_over_two_does() -> Non
 
 def test_a_group_over_the_edge_of_a_host_is_told_with_a_remedy() -> None:
     layout = Layout(tensor=4, data=2)
-    assert tensor_crossings(layout, hosts(6, 2)) == [
-        Crossing(axis="tensor", ranks=(4, 5, 6, 7), hosts=(0, 0, 1, 1))
-    ]
+    assert tensor_crossings(layout, hosts(6, 2)) == [Crossing(axis="tensor", ranks=(4, 5, 6, 7), hosts=(0, 0, 1, 1))]
     assert advise(layout, hosts(6, 2)) == (
         "1 of 2 tensor-parallel groups of pp1 x dp2 x tp4 cross hosts "
         "(ranks 4, 5, 6, 7: worker-0 and worker-1), "

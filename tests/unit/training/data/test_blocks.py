@@ -54,9 +54,7 @@ def test_a_trained_tokenizer_is_joined_alike(trained_tokenizer, tmp_path):
     assert rows(blocks) == [ids[k : k + 8] for k in range(0, len(ids) - 7, 8)]
 
 
-def test_a_second_call_reads_the_cache_even_after_the_tokenizer_was_used(
-    trained_tokenizer, tmp_path, monkeypatch
-):
+def test_a_second_call_reads_the_cache_even_after_the_tokenizer_was_used(trained_tokenizer, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("the quick brown fox " * 50)
     documents = read_documents(tmp_path / "a.txt", tmp_path)
     first = make_blocks(documents, load_tokenizer(str(trained_tokenizer)), 8, tmp_path)
@@ -122,9 +120,7 @@ class Host:
 
     def run(self, local_rank):
         try:
-            once_per_host(
-                lambda: self.build(self, local_rank), local_rank=local_rank, barrier=self.barrier.wait
-            )
+            once_per_host(lambda: self.build(self, local_rank), local_rank=local_rank, barrier=self.barrier.wait)
         except UserError as error:
             self.errors.append(str(error))
 

@@ -19,8 +19,7 @@ SIZES = {
 
 def on_all_ranks(dataset, micro, data_size, multiple_of=1):
     return [
-        list(evaluation_batches(dataset, micro, rank, data_size, multiple_of=multiple_of))
-        for rank in range(data_size)
+        list(evaluation_batches(dataset, micro, rank, data_size, multiple_of=multiple_of)) for rank in range(data_size)
     ]
 
 

@@ -88,12 +88,7 @@ def by_step(read, stream):
     """Each step's reads, rank after rank, put back into the order in which samples were dealt."""
     for start in range(0, len(read), stream.global_batch):
         step = torch.tensor(read[start : start + stream.global_batch])
-        yield (
-            step.view(stream.data_size, stream.accumulation, stream.micro_batch)
-            .transpose(0, 1)
-            .flatten()
-            .tolist()
-        )
+        yield (step.view(stream.data_size, stream.accumulation, stream.micro_batch).transpose(0, 1).flatten().tolist())
 
 
 def test_a_rank_reads_its_own_rows_only():
@@ -139,9 +134,7 @@ def test_a_collator_of_ones_own_replaces_the_default():
 
 def test_too_few_samples_are_told_with_the_numbers(dataset):
     BatchStream(dataset.select(range(8)), seed=0, micro_batch=2, accumulation=2, data_size=2)
-    words = (
-        r"7 samples, fewer than one global batch of 8 \(micro-batch 2 x accumulation 2 x data parallel 2\)"
-    )
+    words = r"7 samples, fewer than one global batch of 8 \(micro-batch 2 x accumulation 2 x data parallel 2\)"
     with pytest.raises(UserError, match=words):
         BatchStream(dataset.select(range(7)), seed=0, micro_batch=2, accumulation=2, data_size=2)
 
