@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from harness.parallel.comm import TensorParallel
 from harness.parallel.heads import require_width
+from harness.parallel.partial import sum_partial_gradients
 from harness.parallel.plan import InputRule, Plan, wildcard
 from harness.parallel.shard import shard_of
 from harness.parallel.styles import STYLE_FUNCTIONS, Site, cut_bare_parameter
@@ -29,12 +30,12 @@ def cut(
     *,
     local_logits: bool = False,
 ) -> None:
-    """Replace, in place, what `plan` cuts in `module`, whose name in the model is `prefix` ("" for the model
-    itself).
+    """Replace, in place, what `plan` cuts in `module`, whose name in the model is `prefix` ("" for the model itself).
 
-    `config` is the model's (heads, sizes). With `local_logits` the head's output stays this rank's part of
-    the vocabulary, where the plan splits the head (`plan.splits_head`). A group of one rank changes nothing.
-    Raises UserError where the ranks cannot share heads or widths, or a style does not fit a module.
+    `config` is the model's (heads, sizes). With `local_logits` the head's output stays this rank's part of the
+    vocabulary, where the plan splits the head (`plan.splits_head`). A group of one rank changes nothing. Raises
+    UserError where the ranks cannot share heads or widths, or a style does not fit a module; the first forward of
+    `module` raises it where the plan would give wrong gradients.
     """
     if tensor.size == 1:
         return
@@ -62,10 +63,17 @@ def cut(
         pattern = wildcard(_join(prefix, name))
         _divide_attributes(child, _join(prefix, name), plan.attributes.get(pattern, {}), tensor)
         _cut_inputs(child, _join(prefix, name), plan.inputs.get(pattern, {}), tensor, config)
+        if child is module or (pattern.endswith(".*") and pattern.count("*") == 1):  # a decoder layer
+            local = local_logits and plan.splits_head and _holds(child, _join(prefix, name), plan.head)
+            sum_partial_gradients(child, _join(prefix, name), tensor, split_output=local)
 
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _holds(module: nn.Module, prefix: str, wanted: str | None) -> bool:
+    return any(_join(prefix, name) == wanted for name, _ in module.named_modules())
 
 
 def _keep_shared(old: nn.Module, new: nn.Module, shared: dict[int, nn.Parameter]) -> None:

@@ -16,6 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Names of the nodes at which a walk from the output to the inputs enters a stretch of split values, and leaves it.
+INTO_SPLIT = frozenset({"_ReduceFromGroupBackward", "_GatherFromGroupBackward"})
+OUT_OF_SPLIT = frozenset({"_CopyToGroupBackward", "_CopyTailToGroupBackward", "_SplitToGroupBackward"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel:
@@ -47,12 +51,17 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Forward: `x` itself, whole. Backward: the gradients, partial, are summed over the group (f)."""
-    return x if group_size(group) == 1 else _Copy.apply(x, group)
+    return x if group_size(group) == 1 else _CopyToGroup.apply(x, group)
+
+
+def copy_tail_to_group(x: Tensor, tail: int, group: dist.ProcessGroup | None) -> Tensor:
+    """`copy_to_group` for the last `tail` entries of `x`'s last dimension; the gradients of the others are whole."""
+    return x if group_size(group) == 1 else _CopyTailToGroup.apply(x, tail, group)
 
 
 def reduce_from_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Forward: `x`, partial, is summed over the group. Backward: the gradient itself, whole (g)."""
-    return x if group_size(group) == 1 else _Reduce.apply(x, group)
+    return x if group_size(group) == 1 else _ReduceFromGroup.apply(x, group)
 
 
 def gather_from_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -61,13 +70,13 @@ def gather_from_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     Backward: each rank keeps its share of the gradient, which must be whole: what follows is computed alike
     on every rank.
     """
-    return x if group_size(group) == 1 else _Gather.apply(x, group)
+    return x if group_size(group) == 1 else _GatherFromGroup.apply(x, group)
 
 
 def split_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Forward: each rank keeps its share (..., n / size) of the whole `x` (..., n). Backward: the gradients
     of the shares are joined into the whole. Raises ValueError where the size does not divide n."""
-    return x if group_size(group) == 1 else _Split.apply(x, group)
+    return x if group_size(group) == 1 else _SplitToGroup.apply(x, group)
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -103,7 +112,7 @@ def _own_share(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.narrow(-1, group_rank(group) * share, share).contiguous()
 
 
-class _Copy(torch.autograd.Function):
+class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -114,7 +123,19 @@ class _Copy(torch.autograd.Function):
         return sum_over_group(grad, ctx.group), None
 
 
-class _Reduce(torch.autograd.Function):
+class _CopyTailToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tail: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.tail, ctx.group = tail, group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        head, tail = grad.split([grad.shape[-1] - ctx.tail, ctx.tail], dim=-1)
+        return torch.cat([head, sum_over_group(tail, ctx.group)], dim=-1), None, None
+
+
+class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return sum_over_group(x, group)
@@ -124,7 +145,7 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -135,7 +156,7 @@ class _Gather(torch.autograd.Function):
         return _own_share(grad, ctx.group), None
 
 
-class _Split(torch.autograd.Function):
+class _SplitToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group

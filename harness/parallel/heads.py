@@ -29,8 +29,7 @@ def copies_of_share(width: int, owner: nn.Module, config: Any, size: int, name: 
     if size not in possible:
         kind = f"{heads} attention heads" + (f" and {kv_heads} key/value heads" if kv_heads != heads else "")
         raise UserError(
-            f"tensor_parallel.autotp_size {size} does not divide the {kind} of {name}: "
-            f"use {_either(possible)}"
+            f"tensor_parallel.autotp_size {size} does not divide the {kind} of {name}: use {_either(possible)}"
         )
     head_dims = {getattr(owner, attribute, None) for attribute in ("head_dim", "v_head_dim")}
     if size > kv_heads and width in {kv_heads * dim for dim in head_dims if dim}:

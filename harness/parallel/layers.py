@@ -27,7 +27,7 @@ from harness.parallel.comm import (
     split_to_group,
     sum_over_group,
 )
-from harness.parallel.shard import Shard, cut_parameter, padded_share_of, share_of, without_dim
+from harness.parallel.shard import Shard, cut_parameter, padded_share_of, shard_of, share_of, without_dim
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -101,9 +101,7 @@ class ColumnParallelLinear(nn.Linear):
         return y if y.shape[-1] == self.out_features else y[..., : self.out_features]
 
     def extra_repr(self) -> str:
-        return _describe(
-            self, "out", self.weight.shape[1 if self.weight_transposed else 0], self.out_features
-        )
+        return _describe(self, "out", self.out_features)
 
 
 class RowParallelLinear(nn.Linear):
@@ -175,7 +173,7 @@ class RowParallelLinear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
-        return _describe(self, "in", self.weight.shape[0 if self.weight_transposed else 1], self.in_features)
+        return _describe(self, "in", self.in_features)
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -211,13 +209,9 @@ class VocabParallelEmbedding(nn.Embedding):
         """This rank's rows of a whole embedding. One of a subclass becomes a subclass of both, whose forward,
         row by row, must send zero to zero or not care about rows that are held elsewhere."""
         whole = type(embedding)
-        kind: Any = (
-            cls if whole is nn.Embedding else type(f"{cls.__name__}{whole.__name__}", (cls, whole), {})
-        )
+        kind: Any = cls if whole is nn.Embedding else type(f"{cls.__name__}{whole.__name__}", (cls, whole), {})
         layer: VocabParallelEmbedding = kind.__new__(kind)
-        layer.__dict__.update(
-            {k: v.copy() if isinstance(v, dict) else v for k, v in embedding.__dict__.items()}
-        )
+        layer.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in embedding.__dict__.items()})
         layer._cut(group, shard)
         return layer
 
@@ -250,17 +244,26 @@ class VocabParallelEmbedding(nn.Embedding):
 def sum_gradients(module: nn.Module, names: list[str], reduce: Callable[[Tensor], Tensor]) -> None:
     """Accumulate `reduce(gradient)` instead of the gradients of `module`'s own parameters `names`.
 
-    The parameters are looked up at each forward, so that those which take the place of meta tensors are
-    served too; a mark on each, good for that very object, keeps it from being served twice.
+    The parameters are looked up at each forward, so that those which take the place of meta tensors are served too.
     """
 
     def before_forward(owner: nn.Module, _args: Any) -> None:
         for name, param in owner.named_parameters(recurse=False):
-            if name in names and param.requires_grad and getattr(param, "summed_id", None) != id(param):
-                param.register_hook(reduce)
-                param.summed_id = id(param)  # type: ignore[attr-defined]
+            if name in names and param.requires_grad and not sums_gradient(param):
+                sum_gradient(param, reduce)
 
     module.register_forward_pre_hook(before_forward)
+
+
+def sum_gradient(param: nn.Parameter, reduce: Callable[[Tensor], Tensor]) -> None:
+    """Accumulate `reduce(gradient)` instead of the gradient of `param`."""
+    param.register_hook(reduce)
+    param.summed_id = id(param)  # type: ignore[attr-defined]  # an attribute may be copied, a hook is not
+
+
+def sums_gradient(param: nn.Parameter) -> bool:
+    """Whether `param` is served by `sum_gradient`: this very object, not one whose attributes it was given."""
+    return getattr(param, "summed_id", None) == id(param)
 
 
 def sum_of_copies(place: TensorParallel, copies: int) -> Callable[[Tensor], Tensor]:
@@ -277,16 +280,16 @@ def sum_of_copies(place: TensorParallel, copies: int) -> Callable[[Tensor], Tens
     return reduce
 
 
-def _begin(
-    layer: Any, linear: Any, group: dist.ProcessGroup | None, out_dim: int, weight_transposed: bool
-) -> None:
+def _begin(layer: Any, linear: Any, group: dist.ProcessGroup | None, out_dim: int, weight_transposed: bool) -> None:
     nn.Module.__init__(layer)
     layer.out_features, layer.in_features = linear.weight.shape[out_dim], linear.weight.shape[1 - out_dim]
     layer.group, layer.weight_transposed = group, weight_transposed
     layer.train(linear.training)
 
 
-def _describe(layer: Any, cut: str, local: int, full: int) -> str:
+def _describe(layer: Any, cut: str, full: int) -> str:
+    shard = shard_of(layer.weight)  # the weight itself may be empty: ZeRO-3 gathers it only where it is used
+    local = full if shard is None else shard.length
     sizes = {"in": layer.in_features, "out": layer.out_features, cut: f"{local} of {full}"}
     text = ", ".join(f"{name}={size}" for name, size in sizes.items())
     return f"{text}, bias={layer.bias is not None}"

@@ -35,6 +35,12 @@ STYLES = frozenset(
         "packed_colwise",
         "packed_rowwise",
         "embedding_rowwise",
+        "embedding_colwise",
+        "moe_tp_experts",
+        "moe_identity_expert",
+        "mla_kv_a_proj",
+        "all_reduce",
+        "local_params",
         "replicated_with_grad_allreduce",
         "replicate",
     }
@@ -122,8 +128,7 @@ def read_plan_file(path: Path) -> Plan:
             rules={n: _rule(word) for n, word in data["styles"].items()},
             attributes=_words(data.get("attributes", {}), {"divide"}),
             inputs={
-                n: {name: InputRule(**r) for name, r in rules.items()}
-                for n, rules in data.get("inputs", {}).items()
+                n: {name: InputRule(**r) for name, r in rules.items()} for n, rules in data.get("inputs", {}).items()
             },
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -139,9 +144,7 @@ def _words(attributes: Mapping[str, Mapping[str, str]], known: set[str]) -> Mapp
     for pattern, words in attributes.items():
         for name, word in words.items():
             if word not in known:
-                raise ValueError(
-                    f"{pattern}: attribute {name} says {word!r}, known is {', '.join(sorted(known))}"
-                )
+                raise ValueError(f"{pattern}: attribute {name} says {word!r}, known is {', '.join(sorted(known))}")
     return attributes
 
 

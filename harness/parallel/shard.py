@@ -67,9 +67,7 @@ class Shard:
         return (*(slice(None),) * self.dim, slice(start, stop))
 
 
-def share_of(
-    full_shape: tuple[int, ...], dim: int, rank: int, size: int, *, parts: int = 1, copies: int = 1
-) -> Shard:
+def share_of(full_shape: tuple[int, ...], dim: int, rank: int, size: int, *, parts: int = 1, copies: int = 1) -> Shard:
     """The shard of one of `size` ranks: an equal share of every one of `parts` equal stretches of `dim`.
 
     With `copies`, that many neighbouring ranks hold the same share. Raises ValueError where it does not
@@ -80,9 +78,7 @@ def share_of(
     if full_shape[dim] % parts or size % copies or stretch % shares:
         raise ValueError(f"dimension {dim} of {full_shape} cannot be cut: {parts=}, {size=}, {copies=}")
     width, index = stretch // shares, rank // copies
-    pieces = tuple(
-        (part * stretch + index * width, part * stretch + (index + 1) * width) for part in range(parts)
-    )
+    pieces = tuple((part * stretch + index * width, part * stretch + (index + 1) * width) for part in range(parts))
     return Shard(full_shape=full_shape, dim=dim, pieces=pieces, owner=rank % copies == 0)
 
 

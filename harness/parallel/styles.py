@@ -11,11 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from harness.config.errors import UserError
-from harness.parallel.comm import TensorParallel, sum_over_group
+from harness.parallel.comm import (
+    TensorParallel,
+    copy_tail_to_group,
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    sum_over_group,
+)
 from harness.parallel.heads import attention_heads, copies_of_share, require_width
 from harness.parallel.layers import (
     ColumnParallelLinear,
@@ -53,9 +60,7 @@ def colwise(site: Site, parts: int = 1) -> nn.Module:
         raise UserError(f"the {shape[dim]} outputs of {site.name} are not {parts} equal parts: mend the plan")
     copies = copies_of_share(shape[dim] // parts, site.owner, site.config, tensor.size, site.name)
     shard = share_of(shape, dim, tensor.rank, tensor.size, parts=parts, copies=copies)
-    layer = ColumnParallelLinear.from_linear(
-        site.module, tensor.group, shard=shard, weight_transposed=transposed
-    )
+    layer = ColumnParallelLinear.from_linear(site.module, tensor.group, shard=shard, weight_transposed=transposed)
     if copies > 1:
         _repeat_less(site, copies)
         sum_gradients(layer, ["weight", "bias"], sum_of_copies(tensor, copies))
@@ -100,8 +105,7 @@ def packed_rowwise(site: Site) -> nn.Module:
 def embedding_rowwise(site: Site) -> nn.Module:
     """An embedding split by vocabulary."""
     module, tensor = site.module, site.tensor
-    if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
-        raise _misfit(site, "a plain nn.Embedding")
+    _require_plain_embedding(site)
     shard = padded_share_of(tuple(module.weight.shape), 0, tensor.rank, tensor.size)
     return VocabParallelEmbedding.from_embedding(module, tensor.group, shard=shard)
 
@@ -112,6 +116,57 @@ def replicated_with_grad_allreduce(site: Site) -> nn.Module:
         names = [name for name, _ in module.named_parameters(recurse=False)]
         if names:
             sum_gradients(module, names, lambda grad: sum_over_group(grad, site.tensor.group))
+    return site.module
+
+
+def embedding_colwise(site: Site) -> nn.Module:
+    """An embedding split over the width of its vectors, which are gathered."""
+    module, tensor = site.module, site.tensor
+    _require_plain_embedding(site)
+    require_width(module.embedding_dim, tensor.size, site.name)
+    module.weight = cut_parameter(module.weight, share_of(tuple(module.weight.shape), 1, tensor.rank, tensor.size))
+    module.register_forward_hook(lambda _module, _args, output: gather_from_group(output, tensor.group))
+    return module
+
+
+def moe_tp_experts(site: Site) -> nn.Module:
+    """Experts of which each rank holds a part of every one: what goes in is whole, what comes out is
+    summed."""
+    group = site.tensor.group
+
+    def before_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tuple(_copied(x, group) for x in args), {name: _copied(x, group) for name, x in kwargs.items()}
+
+    site.module.register_forward_pre_hook(before_forward, with_kwargs=True)
+    return all_reduce(site)
+
+
+def moe_identity_expert(site: Site) -> nn.Module:
+    """An expert that returns its input, on every rank alike, where the experts' outputs are summed: it gives
+    a share."""
+    site.module.register_forward_hook(lambda _module, _args, output: output / site.tensor.size)
+    return site.module
+
+
+def mla_kv_a_proj(site: Site) -> nn.Module:
+    """A whole projection whose output is two: one that a split layer takes in, and `qk_rope_head_dim` rotary
+    values that go to each rank's own heads, so that their gradients are summed (DeepSeek-V2, arXiv
+    2405.04434, section 2.1).
+    """
+    tail, group = site.config.qk_rope_head_dim, site.tensor.group
+    site.module.register_forward_hook(lambda _module, _args, output: copy_tail_to_group(output, tail, group))
+    return site.module
+
+
+def all_reduce(site: Site) -> nn.Module:
+    """A module whose output, partial on each rank, is summed."""
+    group = site.tensor.group
+    site.module.register_forward_hook(lambda _module, _args, output: reduce_from_group(output, group))
+    return site.module
+
+
+def local_params(site: Site) -> nn.Module:
+    """The owner of parameters that rules of their own cut: its forward uses this rank's parts as they are."""
     return site.module
 
 
@@ -130,6 +185,12 @@ STYLE_FUNCTIONS: dict[str, Callable[[Site], nn.Module]] = {
         rowwise_split_input,
         packed_rowwise,
         embedding_rowwise,
+        embedding_colwise,
+        moe_tp_experts,
+        moe_identity_expert,
+        mla_kv_a_proj,
+        all_reduce,
+        local_params,
         replicated_with_grad_allreduce,
         replicate,
     )
@@ -143,9 +204,7 @@ def cut_bare_parameter(param: nn.Parameter, name: str, rule: Rule, tensor: Tenso
     if style == "replicate" or (style in ("rowwise", "packed_rowwise") and len(shape) == 1):
         return param
     if style not in ("colwise", "packed_colwise", "rowwise", "packed_rowwise"):
-        raise UserError(
-            f"the tensor-parallel style {style} of {name} is not one for a parameter: mend the plan"
-        )
+        raise UserError(f"the tensor-parallel style {style} of {name} is not one for a parameter: mend the plan")
     parts = rule.parts if style.startswith("packed") else 1
     dim = max(len(shape) - 2, 0) if style.endswith("colwise") else len(shape) - 1
     require_width(shape[dim] // parts, tensor.size, name)
@@ -165,6 +224,10 @@ def _row(site: Site, *, input_is_parallel: bool, parts: int = 1) -> nn.Module:
     )
 
 
+def _copied(x: Any, group: Any) -> Any:
+    return copy_to_group(x, group) if isinstance(x, Tensor) and x.requires_grad else x
+
+
 def _is_transposed(site: Site) -> bool:
     """Whether the linear layer at `site` stores its weight as (in, out). Raises UserError where there is
     none."""
@@ -173,6 +236,12 @@ def _is_transposed(site: Site) -> bool:
     if isinstance(site.module, nn.Linear) and type(site.module).forward is nn.Linear.forward:
         return False
     raise _misfit(site, "nn.Linear or Conv1D")
+
+
+def _require_plain_embedding(site: Site) -> None:
+    module = site.module
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
+        raise _misfit(site, "a plain nn.Embedding")
 
 
 def _misfit(site: Site, wanted: str) -> UserError:

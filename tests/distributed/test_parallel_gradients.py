@@ -1,0 +1,120 @@
+"""Partial gradients that a plan forgets are found from the graph and summed; wrong plans are refused.
+
+Two ranks are launched once.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from harness.config.errors import UserError
+from harness.parallel.apply import cut
+from harness.parallel.comm import TensorParallel
+from harness.parallel.plan import Plan, Rule
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_parallel_layers import IN, OUT, TOKENS, TOLERANCE, Errors, compare
+
+pytestmark = pytest.mark.ranks
+
+
+class Scaled(nn.Module):
+    """A block whose split middle is scaled by a parameter that no plan names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale, self.down = nn.Linear(IN, OUT), nn.Parameter(torch.randn(1)), nn.Linear(OUT, IN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.scale)
+
+
+class Checkpointed(nn.Module):
+    """A module that is run again in the backward."""
+
+    def __init__(self, block: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.use_reentrant = block, use_reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+
+
+def forgotten_parameter(group: dist.ProcessGroup, wrap: Callable[[nn.Module], nn.Module]) -> Errors:
+    plan = Plan(model_type="any", rules={"up": Rule(style="colwise"), "down": Rule(style="rowwise")})
+    whole = Scaled()
+    part = copy.deepcopy(whole)
+    cut(part, "", plan, TensorParallel.of(group), None)
+    return compare(wrap(whole), wrap(part), torch.randn(*TOKENS, IN), group)
+
+
+class Twice(nn.Module):
+    """One scale for the whole input of a split block and for its split middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.up, self.down = nn.Linear(IN, OUT), nn.Linear(OUT, IN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x * self.scale) * self.scale)
+
+
+def refusals(group: dist.ProcessGroup) -> list[str]:
+    """What the first forward says of plans that would give wrong gradients."""
+    said = []
+    for module, styles in (
+        (Twice(), {"up": "colwise", "down": "rowwise"}),
+        (nn.ModuleDict({"block": nn.Linear(IN, OUT)}), {"block": "all_reduce"}),
+    ):
+        plan = Plan(model_type="any", rules={name: Rule(style=style) for name, style in styles.items()})
+        part = module["block"] if isinstance(module, nn.ModuleDict) else module
+        prefix = "block" if isinstance(module, nn.ModuleDict) else ""
+        cut(part, prefix, plan, TensorParallel.of(group), None)
+        try:
+            part(torch.randn(*TOKENS, IN, requires_grad=True))
+            said.append("nothing")
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "as it is": nn.Sequential,
+    "in a checkpoint": lambda block: Checkpointed(block, use_reentrant=False),
+    "in a reentrant checkpoint": lambda block: Checkpointed(block, use_reentrant=True),
+}
+
+
+def run_cases() -> tuple[dict[str, Errors], list[str]]:
+    """What every rank does."""
+    group = dist.group.WORLD
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    return {name: forgotten_parameter(group, wrap) for name, wrap in WRAPPERS.items()}, refusals(group)
+
+
+@pytest.fixture(scope="module")
+def results() -> Any:
+    return run_ranks(2, run_cases)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_parameter_between_split_layers_gets_its_whole_gradient(results: Any, wrapper: str) -> None:
+    for errors, _ in results:
+        assert any(what.endswith("scale gradient") for what in errors[wrapper])
+        assert {what: error for what, error in errors[wrapper].items() if not error <= TOLERANCE} == {}
+
+
+def test_a_plan_that_would_give_wrong_gradients_is_refused(results: Any) -> None:
+    end = " used by split layers and by whole ones: set tensor_parallel.autotp_size to 1, or mend the plan"
+    for _, said in results:
+        assert said == [
+            f"the tensor-parallel plan of Twice gives wrong gradients: scale is{end}",
+            f"the tensor-parallel plan of block gives wrong gradients: what goes in is{end}",
+        ]
