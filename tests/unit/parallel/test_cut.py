@@ -40,11 +40,7 @@ GPT_LIKE = ("gpt2", "bloom")
 
 
 def on_meta(model_type: str = "llama", **sizes: Any) -> Any:
-    tiny = {
-        k: v
-        for k, v in TINY.items()
-        if model_type not in GPT_LIKE or k not in ("num_key_value_heads", "head_dim")
-    }
+    tiny = {k: v for k, v in TINY.items() if model_type not in GPT_LIKE or k not in ("num_key_value_heads", "head_dim")}
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**tiny, **sizes}))
 

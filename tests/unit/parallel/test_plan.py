@@ -51,9 +51,7 @@ def test_a_family_without_plan_and_file_is_refused_with_what_to_do(tmp_path: Pat
 def test_an_unknown_style_is_refused_by_name() -> None:
     model = on_meta("llama")
     model._tp_plan = {**model.tp_plan, "model.layers.*.mlp.up_proj": "diagonal"}
-    with pytest.raises(
-        UserError, match=r"'llama' has the style 'diagonal' for model\.layers\.\*\.mlp\.up_proj"
-    ):
+    with pytest.raises(UserError, match=r"'llama' has the style 'diagonal' for model\.layers\.\*\.mlp\.up_proj"):
         plan_for(model)
 
 

@@ -23,9 +23,7 @@ SIZES = st.integers(1, 5)
     copies=st.integers(1, 3),
     dim=st.integers(-2, 1),
 )
-def test_what_the_owners_put_back_is_the_whole(
-    size: int, width: int, parts: int, copies: int, dim: int
-) -> None:
+def test_what_the_owners_put_back_is_the_whole(size: int, width: int, parts: int, copies: int, dim: int) -> None:
     shape = [3, 3]
     shape[dim] = size * width * parts
     full = torch.arange(shape[0] * shape[1]).view(*shape)
