@@ -12,6 +12,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from harness.checkpoint.folder import Progress, finish, partial_name, prune, read_progress
 from harness.config.errors import UserError
 
+RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # DeepSpeed lays them beside the model on every save
+
 
 def save(engine: DeepSpeedEngine, output_dir: Path, progress: Progress, keep: int | None) -> Path:
     """Write a checkpoint; all ranks call it. Returns its directory.
@@ -25,6 +27,8 @@ def save(engine: DeepSpeedEngine, output_dir: Path, progress: Progress, keep: in
     torch.save(_random_state(), output_dir / tag / f"random_state_{rank}.pt")
     dist.barrier()
     if rank == 0:
+        for script in RECOVERY_SCRIPTS:
+            (output_dir / script).unlink(missing_ok=True)
         finish(output_dir, progress)
         prune(output_dir, keep)
     dist.barrier()

@@ -49,6 +49,7 @@ class TrainingArguments:
     save_steps: int = flag(500, "steps between checkpoints, and one at the end; 0: no checkpoints")
     save_total_limit: int | None = flag(None, "keep this many newest checkpoints; absent: all")
     report_to: str = flag("none", "none, or a comma-separated list of tensorboard, wandb, csv")
+    allow_ignored_keys: bool = flag(False, "run although a key of the JSON looks like a misspelling of a real one")
     pipeline_parallel_size: int | None = flag(None, "pipeline stages; overrides pipeline.stages")
     tensor_parallel_size: int | None = flag(None, "tensor-parallel ranks; overrides tensor_parallel.autotp_size")
 

@@ -2,37 +2,61 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from harness.config import ConfigError, Document, Resolved, Severity, check, load, resolve
+from harness.config import ConfigError, Document, Resolved, check, load, refusals, resolve
+from harness.config.document import from_text
 from harness.config.errors import UserError
 from harness.training.arguments import TrainingArguments
 
 
 def configure(
-    args: TrainingArguments, *, world_size: int, samples: int | None = None, hidden_size: int | None = None
+    args: TrainingArguments,
+    *,
+    world_size: int,
+    model: str | None = None,
+    samples: int | None = None,
+    hidden_size: int | None = None,
 ) -> tuple[Resolved, int]:
     """The resolved config and the number of steps.
 
     Args:
         world_size: ranks that run.
+        model: a preset's name or a directory, whose heads and layers the layout must fit; None: not looked at.
         samples: length of the training data, None if not yet known (the steps are then max_steps or 1).
         hidden_size: of the model, for ZeRO's "auto" bucket sizes.
 
     Raises:
         ConfigError: the config is wrong, cannot run on so many ranks, or contradicts an argument.
     """
-    config = _read(args)
-    if isinstance(config, Document):
-        errors = [found for found in check(config, world_size=world_size) if found.severity is Severity.ERROR]
-        if errors:
-            raise ConfigError(errors)
+    document = read_config(args.deepspeed_config)
+    found = check(
+        document,
+        world_size=world_size,
+        model=model,
+        pipeline_parallel_size=args.pipeline_parallel_size,
+        tensor_parallel_size=args.tensor_parallel_size,
+    )
+    refused = refusals(found, allow_ignored_keys=args.allow_ignored_keys)
+    if refused:
+        raise ConfigError(refused)
     values = args.auto_values(world_size=world_size, max_steps=max(1, args.max_steps), hidden_size=hidden_size)
-    resolved = resolve(config, values)
+    resolved = resolve(document, values)
     steps = max_steps(args, samples, resolved.train_batch)
     values = replace(values, max_steps=steps, warmup_steps=args.warmup(steps))
-    return resolve(config, values), steps
+    return resolve(document, values), steps
+
+
+def read_config(config: str | Mapping[str, Any] | None) -> Document:
+    """The DeepSpeed JSON: a file, a preset's name, or what a program made; absent: everything from the arguments."""
+    if isinstance(config, str):
+        return load(config)
+    everything = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    return from_text(json.dumps(everything if config is None else dict(config), indent=2), "<config>")
 
 
 def max_steps(args: TrainingArguments, samples: int | None, global_batch: int) -> int:
@@ -45,11 +69,3 @@ def max_steps(args: TrainingArguments, samples: int | None, global_batch: int) -
             f"--num_train_epochs {args.num_train_epochs}: not one step; give a positive number or --max_steps"
         )
     return steps
-
-
-def _read(args: TrainingArguments) -> Document | dict[str, object]:
-    if args.deepspeed_config is None:
-        return {}
-    if isinstance(args.deepspeed_config, str):
-        return load(args.deepspeed_config)
-    return dict(args.deepspeed_config)

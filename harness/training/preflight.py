@@ -31,8 +31,8 @@ class ScriptArguments:
 
 def check_before_start(script: ScriptArguments, args: TrainingArguments, env: LaunchEnv) -> None:
     """Raise UserError for a config, model, data or output directory that cannot be used. Takes well under a second."""
-    configure(args, world_size=env.world_size)
-    model_directory(script.model_name_or_path)
+    model = model_directory(script.model_name_or_path)
+    configure(args, world_size=env.world_size, model=str(model))
     preflight(script.train_file)
     if script.validation_file is not None:
         preflight(script.validation_file)

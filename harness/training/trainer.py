@@ -84,7 +84,13 @@ class Trainer:
         source = model_source(model)
         hidden_size = None if source is None else source.config.get_text_config(decoder=True).hidden_size
         samples = None if train_dataset is None else dataset_length(train_dataset)
-        self.resolved, steps = configure(args, world_size=env.world_size, samples=samples, hidden_size=hidden_size)
+        self.resolved, steps = configure(
+            args,
+            world_size=env.world_size,
+            model=model if isinstance(model, str) else None,
+            samples=samples,
+            hidden_size=hidden_size,
+        )
         self.resume_from = folder.find_resume(self.output_dir, args.resume_from_checkpoint)
         self.layout = Layout.from_world(env.world_size, pipeline=self.resolved.pipeline, tensor=self.resolved.tensor)
         device = start(env)
