@@ -73,7 +73,7 @@ class Initialiser:
             scratch.apply(self.model._init_weights)
         tensors = dict(scratch.named_parameters(remove_duplicate=False))
         for name, parameter in layer.named_parameters():
-            parameter.copy_(local_part(parameter, tensors[name]))
+            fill_local(parameter, tensors[name])
         buffers = dict(scratch.named_buffers())
         for name, buffer in layer.named_buffers():
             buffer.copy_(buffers[name])
@@ -89,7 +89,7 @@ class MemoryReader:
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
         """Copy what `layer` holds."""
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-            tensor.copy_(local_part(tensor, self.tensors[name]))
+            fill_local(tensor, self.tensors[name])
 
 
 class SafetensorsReader:
@@ -140,7 +140,7 @@ class SafetensorsReader:
                 if tuple(piece.get_shape()) != shape:
                     found = tuple(piece.get_shape())
                     raise UserError(f"{path}: {key} has shape {found}, the config asks for {shape}")
-                tensor.copy_(local_part(tensor, piece if piece.get_shape() else file.get_tensor(key)))
+                fill_local(tensor, piece if piece.get_shape() else file.get_tensor(key))
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path}: {key} cannot be read: {error}") from error
 
@@ -165,12 +165,13 @@ def tensor_files(directory: Path) -> dict[str, str]:
         raise UserError(f"{directory}: its safetensors cannot be read: {error}") from error
 
 
-def local_part(tensor: Tensor, full: Any) -> Tensor:
-    """What the rank that holds `tensor` keeps of the full tensor (or safetensors slice) `full`."""
+def fill_local(tensor: Tensor, full: Any) -> None:
+    """Copy into `tensor` what its rank keeps of the full tensor (or safetensors slice) `full`."""
     shard = getattr(tensor, "shard", None)
     if shard is not None:
-        return shard.take(full)
-    return full if isinstance(full, Tensor) else full[:]
+        shard.read_into(tensor, full)
+    else:
+        tensor.copy_(full if isinstance(full, Tensor) else full[:])
 
 
 def _some(names: Iterable[str]) -> str:

@@ -56,6 +56,14 @@ class Shard:
             parts.append(like.new_zeros(shape))
         return torch.cat(parts, dim=self.dim)
 
+    def read_into(self, local: Tensor, full: Any) -> None:
+        """Fill the local tensor from the whole, piece by piece: as `take`, without a second copy in memory."""
+        offset = 0
+        for start, stop in self.pieces:
+            local.narrow(self.dim, offset, stop - start).copy_(full[self._index(start, stop)])
+            offset += stop - start
+        local.narrow(self.dim, offset, self.padding).zero_()
+
     def put(self, local: Tensor, full: Tensor) -> None:
         """Write the local tensor's rows, without the padding, to their places in the whole."""
         offset = 0
