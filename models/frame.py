@@ -179,7 +179,21 @@ class Frame:
     def _find_prologue(self, owners: dict[str, nn.Module]) -> dict[str, nn.Module]:
         for stand_in in self._stand_ins.values():
             stand_in.called = False
-        first = self._take_notes(PROBE)
+        try:
+            first = self._take_notes(PROBE)
+        except (
+            AttributeError,
+            IndexError,
+            KeyError,
+            NotImplementedError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise UserError(
+                f"model type {self.config.model_type!r}: its forward does not run with its layers lifted out "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:120]}), so it cannot be cut into stages"
+            ) from error
         prologue = {name: module for name, module in owners.items() if self._stand_ins[name].called}
         other = self._take_notes(PROBE, token=1, fill=1.0)
         changed = [index for index, pair in enumerate(zip(first, other, strict=True)) if not pair[0].equals(pair[1])]

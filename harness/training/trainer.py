@@ -25,7 +25,7 @@ from harness.topology.agreement import check_agreement
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
-from harness.topology.placement import advise, hosts_of_launch
+from harness.training import announce
 from harness.training.arguments import TrainingArguments
 from harness.training.build import Setting, build_engine
 from harness.training.callbacks import StepRecord, TrainerCallback, TrainerControl, TrainerState, call
@@ -103,7 +103,7 @@ class Trainer:
             data=None if train_dataset is None else data_digest(train_dataset),
         )
         self.groups = build_groups(self.layout)
-        self._tell_placement(env)
+        announce.placement(self.console, self.layout, env)
         setting = Setting(args=args, resolved=self.resolved, groups=self.groups, device=device, max_steps=steps)
         self.stream = self._stream()
         sample = None
@@ -115,6 +115,7 @@ class Trainer:
         else:
             self.subject = layers_subject(model, loss_fn)  # type: ignore[arg-type]
         self.boundaries = choose_boundaries(self.subject, setting, sample)
+        announce.compilation(self.console, self.resolved, device)
         self.engine = build_engine(setting, self.subject.layers, self.boundaries, self.subject.loss)
         self.stages = stage_lines(self.subject, self.boundaries, self.engine.deepspeed.module, self.groups)
         self.state = TrainerState(max_steps=steps, is_world_process_zero=env.rank == 0)
@@ -128,10 +129,11 @@ class Trainer:
         """Train to the last step, from the checkpoint that the arguments name if they do; returns the final state."""
         if self.stream is None:
             raise UserError("train() needs a train_dataset")
-        self._tell_stages()
+        announce.stages(self.console, self.layout, self.resolved, self.state.max_steps, self.stages)
         self._resume()
         with Recorder(self) as recorder:
             call(self.callbacks, "on_train_begin", self)
+            call(self.callbacks, "on_epoch_begin", self)
             while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
                 record = self.training_step()
                 recorder.step(record)
@@ -167,6 +169,10 @@ class Trainer:
         args, step = self.args, record.step
         last = step == self.state.max_steps
         call(self.callbacks, "on_step_end", self, record=record)
+        samples = dataset_length(self.train_dataset)
+        if record.consumed_samples // samples > (record.consumed_samples - self.resolved.train_batch) // samples:
+            call(self.callbacks, "on_epoch_end", self)
+            call(self.callbacks, "on_epoch_begin", self)
         self._agree_on_control()
         if step % args.logging_steps == 0 or last:
             logs = record.as_dict()
@@ -277,17 +283,3 @@ class Trainer:
         self.stream.consumed = self.state.consumed_samples = progress.consumed_samples
         self.state.epoch = self.stream.epoch
         self.console.say(f"resumed from {self.resume_from} at step {progress.step}")
-
-    def _tell_placement(self, env: LaunchEnv) -> None:
-        advice = advise(self.layout, hosts_of_launch(env)) if env.world_size > 1 else None
-        if advice:
-            self.console.warn(advice)
-
-    def _tell_stages(self) -> None:
-        resolved = self.resolved
-        self.console.say(
-            f"{self.layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}: {self.state.max_steps} steps of "
-            f"{resolved.train_batch} samples ({resolved.accumulation} x {resolved.micro_batch} a data rank)"
-        )
-        for line in self.stages:
-            self.console.say(f"  {line}")

@@ -1,0 +1,38 @@
+"""What the user is told before the first step: the layout, the stages, and what will be slow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from harness.config import Resolved
+from harness.topology.env import LaunchEnv
+from harness.topology.layout import Layout
+from harness.topology.placement import advise, hosts_of_launch
+from harness.training.console import Console
+from harness.training.stages import StageLine
+
+
+def placement(console: Console, layout: Layout, env: LaunchEnv) -> None:
+    """Warn if tensor-parallel groups cross hosts, with the remedy."""
+    advice = advise(layout, hosts_of_launch(env)) if env.world_size > 1 else None
+    if advice:
+        console.warn(advice)
+
+
+def compilation(console: Console, resolved: Resolved, device: torch.device) -> None:
+    """Announce the one wait that DeepSpeed may add: its own optimizers are compiled on first use."""
+    name = resolved.config.get("optimizer", {}).get("type")
+    if name is not None and device.type != "cpu":
+        console.say(f"optimizer {name} is DeepSpeed's own: compiled the first time on a machine, up to some minutes")
+
+
+def stages(console: Console, layout: Layout, resolved: Resolved, steps: int, lines: Sequence[StageLine]) -> None:
+    """The layout, the batch, and which layers and how many parameters each rank holds."""
+    console.say(
+        f"{layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}: {steps} steps of {resolved.train_batch} samples "
+        f"({resolved.accumulation} x {resolved.micro_batch} a data rank)"
+    )
+    for line in lines:
+        console.say(f"  {line}")
