@@ -32,19 +32,20 @@ def check_agreement(
     *,
     code: str | None = None,
     device: torch.device | str = "cpu",
-    **others: Any,
+    others: Mapping[str, Any] | None = None,
 ) -> None:
     """Raise UserError on every rank unless all ranks hold the same config, layout and code.
 
     `config` must be JSON; what is meant to differ between ranks (paths of logs, ...) does not belong into
     it. `code` is this package's digest unless given. `device` is where the backend communicates: "cpu" for
-    gloo, the rank's own GPU for nccl. `others` are further subjects by their name (arguments, data). Without a
+    gloo, the rank's own GPU for nccl. `others` are further subjects, by
+    the name that an error calls them. Without a
     process group there is nobody to disagree with.
     """
     if not dist.is_initialized():
         return
     code = code_version() if code is None else code
-    subjects = {"config": config, "layout": asdict(layout), "code": code, **others}
+    subjects = {"config": config, "layout": asdict(layout), "code": code, **(others or {})}
     digests = b"".join(map(digest, subjects.values()))
     mine = torch.frombuffer(bytearray(digests), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -99,8 +99,10 @@ class Trainer:
             self.resolved.config,
             self.layout,
             device=device,
-            arguments={name: str(value) for name, value in vars(args).items()},
-            data=None if train_dataset is None else data_digest(train_dataset),
+            others={
+                "set of arguments": {name: str(value) for name, value in vars(args).items()},
+                "training data": None if train_dataset is None else data_digest(train_dataset),
+            },
         )
         self.groups = build_groups(self.layout)
         announce.placement(self.console, self.layout, env)

@@ -37,7 +37,7 @@ def main() -> None:
     ids = torch.randint(0, 256, (64, flags.block_size), generator=torch.Generator().manual_seed(0))
     arguments = TrainingArguments(
         deepspeed_config=flags.deepspeed_config,
-        output_dir=tempfile.mkdtemp(),
+        output_dir=str(Path(tempfile.gettempdir()) / "overhead"),  # the same on every rank; nothing is written
         per_device_train_batch_size=4,
         gradient_accumulation_steps=8,
         max_steps=10_000,

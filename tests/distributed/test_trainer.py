@@ -152,7 +152,7 @@ def train_break_and_resume(job: Job, folder: str) -> tuple[list[float], list[flo
 
     def begin(**changes: Any) -> Trainer:
         settings = {"max_steps": 4, "save_steps": 2, "lr_scheduler_type": "cosine", "save_total_limit": 3, **changes}
-        data = rows() + rows(masked=True)[:5]  # 13 samples: a batch reaches into the next epoch
+        data = rows(masked=True) + rows(masked=True)[:5]  # 13 samples: a batch reaches into the next epoch
         return Trainer(job.model, arguments(Path(folder) / job.layout, job.deepspeed_config(), **settings), data)
 
     first = begin()
