@@ -20,6 +20,29 @@ _CLAIMS = {
     "elsewhere": "it shows in a run of several ranks, or with a model",
 }
 
+# where a value is an error though DeepSpeed's parser lets it pass, and why
+STRICTER = {
+    "/train_micro_batch_size_per_gpu": "a fraction of a sample passes the arithmetic, and no loader can give it",
+    "/gradient_accumulation_steps": "a fraction of a micro-batch passes the arithmetic, and no step can take it",
+    "/sequence_parallel_size": "the parser divides by it only when it is given a dictionary, and not a file",
+    "/vocabulary_size": "an empty string, list or object counts as absent",
+    "/torch_autocast/lower_precision_safe_modules": "the keys of an object pass for names",
+    "/optimizer/params": "without a type it is never looked at",
+    "/scheduler/params": "it is looked at when the schedule is built",
+    "/timers": "a string or list is searched for the word throughput",
+    "/expert_parallel": "an empty value counts as absent",
+    "/data_efficiency/data_sampling/dynamic_batching/min_batch_size": "a fraction is cut, and a string converted",
+    "/data_efficiency/data_sampling/dynamic_batching/max_batch_size": "a fraction is cut, and a string converted",
+    "/autotuning/results_dir": "anything that is not empty passes for a folder",
+    "/autotuning/exps_dir": "anything that is not empty passes for a folder",
+}
+# where a value passes though DeepSpeed's parser refuses it on some machines
+LENIENT = {
+    "/aio/use_gds": "it is refused only where the accelerator is not CUDA, which a file does not say",
+    "/wall_clock_breakdown": "a number above 1e10 is a float, and refused",
+    "/flops_profiler/enabled": "a number above 1e10 is a float, and refused",
+}
+
 
 def page(rule: Rule) -> str:
     """A rule's page in Markdown."""
@@ -72,6 +95,20 @@ def index() -> str:
             "| code | name | severity | what it finds |",
             "|---|---|---|---|",
             *rows,
+            "",
+            "## Where the verdict is not that of DeepSpeed's parser",
+            "",
+            "A test runs values of every kind through DeepSpeed's parser, for every key. The verdicts are the same but"
+            " for these. Errors all the same, because the run could only fail later or do something else:",
+            "",
+            *(f"- `{pointer.strip('/').replace('/', '.')}`: {reason}" for pointer, reason in STRICTER.items()),
+            "",
+            "Let pass:",
+            "",
+            *(f"- `{pointer.strip('/').replace('/', '.')}`: {reason}" for pointer, reason in LENIENT.items()),
+            "",
+            "A zero for `scheduler.params.warmup_num_steps` is refused when DeepSpeed builds the schedule; the harness"
+            " writes 1 for it, so with `--target harness` it is a warning.",
             "",
         ]
     )

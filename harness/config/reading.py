@@ -1,8 +1,8 @@
 """How DeepSpeed reads one value: what it takes as it is, what it converts, what it refuses.
 
-Its pydantic sections are lenient: 5e8, true and "500" all pass for an integer, "yes" and 1 for a boolean. Plain
-sections check nothing, and only some of their values are used at once. Rules that call a value wrong ask here, so
-that nothing is refused that DeepSpeed accepts. Source: pydantic's conversion table, lax mode.
+Its pydantic sections are lenient: 5e8, true and "500" all pass for an integer, "yes" and 1 for a boolean.
+Plain sections check nothing, and only some of their values are used at once. Rules that call a value wrong
+ask here, so that nothing is refused that DeepSpeed accepts. Source: pydantic's conversion table, lax mode.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ NAMES = {
 class Reading:
     """The outcome: the value as DeepSpeed has it, and what is odd about it.
 
-    `fault` is "" (fine), "quoted" (it is converted from a string), "type", "choice" or "range".
+    `fault` is "" (fine), "converted" (from a string, or from a switch to a number), "type", "choice" or
+    "range".
     """
 
     value: Any
@@ -73,14 +74,15 @@ def read(key: Key, value: Any, *, pydantic: bool) -> Reading:
     if not types or (value is None and "null" in types):
         return Reading(value)
     for kind in types:
-        converted = _convert(kind, value, lenient=pydantic)
+        converted = _convert(kind, value, lenient=pydantic and not key.spec.get("x-exact"))
         if converted is None:
             continue
         fault, wanted = _limits(key, converted)
-        if not fault and isinstance(value, str) and kind in ("boolean", "integer", "number"):
-            fault, wanted = "quoted", NAMES[kind]
+        foreign = (str,) if kind == "boolean" else (str, bool) if kind in ("integer", "number") else ()
+        if not fault and isinstance(value, foreign):
+            fault, wanted = "converted", NAMES[kind]
         return Reading(converted, fault, wanted)
-    wanted = " or ".join(NAMES[kind] for kind in types)
+    wanted = " or ".join(NAMES[kind] for kind in types if kind != "null")
     return Reading(value, "choice" if "enum" in key.core and isinstance(value, str) else "type", wanted)
 
 
@@ -89,9 +91,9 @@ def _convert(kind: str, value: Any, *, lenient: bool) -> Any:
     if kind == "boolean":
         return as_bool(value) if lenient or not isinstance(value, str) else None
     if kind == "integer":
-        return as_int(value) if lenient or not isinstance(value, (str, bool)) else None
+        return as_int(value) if lenient or not isinstance(value, str) else None
     if kind == "number":
-        return as_float(value) if lenient or not isinstance(value, (str, bool)) else None
+        return as_float(value) if lenient or not isinstance(value, str) else None
     accepted = {"string": str, "array": list, "object": dict}.get(kind)
     return value if accepted is not None and isinstance(value, accepted) else None
 
@@ -112,6 +114,8 @@ def _limits(key: Key, value: Any) -> tuple[str, str]:
     ):
         if bound in core and isinstance(value, (int, float)) and not fits(core[bound]):
             return "range", f"{words} {core[bound]}"
+    if isinstance(value, str) and len(value) < core.get("minLength", 0):
+        return "range", "not empty"
     if "items" in core and isinstance(value, list):
         kind = core["items"]["type"]
         if any(_convert(kind, item, lenient=False) is None for item in value):

@@ -77,7 +77,9 @@ class RunView:
     @cached_property
     def visits(self) -> tuple[Visit, ...]:
         """Every key of the file, parents first."""
-        return tuple(_walk(self.data, schema.root(), ""))
+        visits = _walk(self.data, schema.root(), "")
+        shadowed = self.data.get("bf16") is not None  # then DeepSpeed does not look at the old name
+        return tuple(visit for visit in visits if not (shadowed and visit.parent == "/bfloat16"))
 
     @cached_property
     def zero_stage(self) -> int | None:

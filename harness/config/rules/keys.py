@@ -181,17 +181,19 @@ def removed_feature(view: RunView) -> Iterator[Finding]:
 def deprecated_key(view: RunView) -> Iterator[Finding]:
     """An old name of a key, or an old form of a section.
 
-    It still works, with a warning in the log, until a release drops it.
+    It still works until a release drops it.
     """
     for visit in view.visits:
         if visit.key is None or not visit.key.spec.get("deprecated") or visit.value == AUTO:
             continue
         new = visit.key.spec.get("x-replaced-by")
+        shadowed = visit.name == "bfloat16" and view.get("/bf16") is not None
+        hint = f"use {new}" if new else "use pin_memory in offload_optimizer or offload_param"
         yield Finding(
             pointer=visit.pointer,
             message=f"{dotted(visit.pointer)} is deprecated",
-            hint=f"use {new}" if new else "use pin_memory in offload_optimizer or offload_param",
-            deepspeed="still reads it, and logs a warning",
+            hint="remove it" if shadowed else hint,
+            deepspeed="ignores it beside bf16" if shadowed else "still reads it",
             edits=_modern(view, visit, new),
         )
     if isinstance(view.get("/zero_optimization"), bool):
@@ -229,9 +231,17 @@ def _modern(view: RunView, visit: Visit, new: str | None) -> tuple[edits.Edit, .
 def deprecated_key_beside_its_replacement(view: RunView) -> Iterator[Finding]:
     """The old and the new form of one setting stand together.
 
-    DeepSpeed refuses that whatever the two values are, because it cannot tell which one is meant.
+    DeepSpeed refuses that whatever the two values are, because it cannot tell which one is meant. The same
+    holds for two names of one key, such as prefetch_bucket_size and stage3_prefetch_bucket_size.
     """
     for visit in view.visits:
+        if visit.key is not None and visit.name != visit.key.name and view.has(f"{visit.parent}/{visit.key.name}"):
+            yield Finding(
+                pointer=visit.pointer,
+                message=f"{visit.name} and {visit.key.name} are two names of one key",
+                hint=f"remove {visit.name}",
+                deepspeed="refuses the config: extra inputs are not permitted",
+            )
         new = visit.key.spec.get("x-replaced-by") if visit.key is not None else None
         if new is None or visit.value == AUTO or not visit.section.is_pydantic:
             continue

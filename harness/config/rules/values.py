@@ -133,7 +133,7 @@ def out_of_range(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer=visit.pointer,
             message=f"{dotted(visit.pointer)} is {show(visit.value)}",
-            hint=f"use a number that is {reading.wanted}",
+            hint=f"use a value that is {reading.wanted}",
             severity=severity,
             deepspeed=deepspeed,
             on_value=True,
@@ -142,24 +142,24 @@ def out_of_range(view: RunView) -> Iterator[Finding]:
 
 @rule(
     "DS204",
-    "value-in-quotes",
+    "converted-value",
     Severity.WARNING,
     claim="runs",
     wrong='{"train_batch_size": 8, "zero_optimization": {"stage": "2"}}',
     right='{"train_batch_size": 8, "zero_optimization": {"stage": 2}}',
 )
-def value_in_quotes(view: RunView) -> Iterator[Finding]:
-    """A number or switch is written as a string.
+def converted_value(view: RunView) -> Iterator[Finding]:
+    """A number or switch is written as something else: in quotes, or a switch where a number belongs.
 
-    Sections that DeepSpeed checks convert it; every other reader of the file, HuggingFace's among them,
-    sees a string and compares it as one.
+    DeepSpeed converts it, true to 1 and "2" to 2; every other reader of the file, HuggingFace's among them,
+    sees and compares what is written.
     """
     for visit, reading in _readings(view):
-        if reading.fault == "quoted":
+        if reading.fault == "converted":
             yield Finding(
                 pointer=visit.pointer,
-                message=f"{dotted(visit.pointer)} is the string {show(visit.value)}, where {reading.wanted} is meant",
-                hint="take the quotes off",
+                message=f"{dotted(visit.pointer)} is {show(visit.value)}, where {reading.wanted} is meant",
+                hint=f"write {show(reading.value)}",
                 deepspeed=f"converts it to {show(reading.value)}",
                 on_value=True,
                 edits=edits.replace(view.document, visit.pointer, reading.value),
@@ -187,7 +187,7 @@ def section_not_an_object(view: RunView) -> Iterator[Finding]:
             continue
         if isinstance(visit.value, bool) and "boolean" in key.types:
             continue
-        if visit.value == AUTO and visit.section.is_pydantic:
+        if visit.value == AUTO and (visit.section.is_pydantic or key.spec.get("x-drops-auto")):
             continue  # dropped, as every "auto" in a checked section
         yield Finding(
             pointer=visit.pointer,
