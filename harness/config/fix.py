@@ -16,6 +16,7 @@ from harness.config.diagnostic import Diagnostic, Severity
 from harness.config.document import Document, from_text
 from harness.config.edits import apply
 from harness.config.errors import ConfigError
+from harness.config.registry import by_code
 from harness.config.view import Target
 
 _ROUNDS = 1000
@@ -30,7 +31,7 @@ class Fixed:
 
 
 def fix(document: Document, *, world_size: int | None = None, target: Target = "harness") -> Fixed:
-    """Applies every remedy that brings no new error."""
+    """Applies every remedy that DeepSpeed's parser does not refuse."""
     applied: list[Diagnostic] = []
     refused: set[tuple[str, str, str]] = set()
     for _ in range(_ROUNDS):
@@ -54,7 +55,7 @@ def _key(finding: Diagnostic) -> tuple[str, str, str]:
 def _try(
     document: Document, chosen: Diagnostic, before: list[Diagnostic], world_size: int | None, target: Target
 ) -> Document | None:
-    """The document after one remedy; None if it can no longer be read, or has an error more than before."""
+    """The document after one remedy; None if it cannot be read, or is refused for something new."""
     text = apply(document.text, chosen.edits)
     if text == document.text:
         return None
@@ -65,7 +66,12 @@ def _try(
     findings = check(after, world_size=world_size, target=target)
     known = {(item.code, item.pointer) for item in before}
     new = [item for item in findings if item.severity is Severity.ERROR and (item.code, item.pointer) not in known]
-    return None if new else after
+    return None if any(_is_refusal(item) for item in new) else after
+
+
+def _is_refusal(finding: Diagnostic) -> bool:
+    rule = by_code(finding.code)
+    return rule is None or rule.claim in ("refuses", "engine") or finding.code.startswith("DS1")
 
 
 def diff(path: str, before: str, after: str, *, colour: bool = False) -> str:

@@ -17,6 +17,7 @@ MAX_DIGITS = 1000
 MAX_DEPTH = 100  # a config is four or five levels deep; beyond this a reader would exhaust the stack
 
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?[\t ]*")
+_SURROGATES = re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 _CHUNK = re.compile(r"[^'\"\\\x00-\x1f]*")
 _ESCAPES = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _LITERALS = {"true": True, "false": False, "null": None}
@@ -225,6 +226,12 @@ class _Reader:
         if code in _ESCAPES and code:
             return _ESCAPES[code], at + 2
         if code == "u":
+            pair = _SURROGATES.match(self.text, at)
+            if pair is not None:  # two escapes make one character beyond the first 65,536
+                high, low = (
+                    int(digits, 16) - base for digits, base in zip(pair.groups(), (0xD800, 0xDC00), strict=True)
+                )
+                return chr(0x10000 + (high << 10) + low), at + 12
             digits = self.text[at + 2 : at + 6]
             if re.fullmatch(r"[0-9a-fA-F]{4}", digits):
                 return chr(int(digits, 16)), at + 6

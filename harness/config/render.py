@@ -19,9 +19,9 @@ _WIDTH = 160  # longer source lines are cut around the finding
 def render(findings: Sequence[Diagnostic], style: str, texts: dict[str, str], *, colour: bool, files: int) -> str:
     """All findings in one of FORMATS; `texts` has the files' contents by path."""
     if style == "json":
-        return json.dumps([as_json(finding) for finding in findings], indent=2, ensure_ascii=False)
+        return json.dumps([as_json(finding) for finding in findings], indent=2)
     if style == "sarif":
-        return json.dumps(sarif(findings), indent=2, ensure_ascii=False)
+        return json.dumps(sarif(findings), indent=2)
     if style == "github":
         return "\n".join(_annotation(finding) for finding in findings)
     blocks = [text_block(finding, texts.get(finding.file, ""), colour=colour) for finding in findings]
@@ -80,7 +80,7 @@ def _annotation(finding: Diagnostic) -> str:
     """A workflow command that GitHub shows beside the line."""
     level = {"info": "notice"}.get(finding.severity.value, finding.severity.value)
     place = f"file={_escape(finding.file, ':,')},line={finding.line},col={finding.column},title={finding.code}"
-    words = finding.message + (f"; {finding.hint}" if finding.hint else "")
+    words = printable(finding.message + (f"; {finding.hint}" if finding.hint else ""))
     return f"::{level} {place}::{_escape(words)}"
 
 

@@ -11,6 +11,12 @@ from harness.config.view import RunView
 SECTION = "/activation_checkpointing"
 
 
+def _severity(view: RunView) -> Severity | None:
+    """An error where the harness will configure activation checkpointing, since DeepSpeed then raises."""
+    recomputes = view.size("/pipeline/activation_checkpoint_interval") is not None
+    return Severity.ERROR if view.target == "harness" and recomputes else None
+
+
 @rule(
     "DS701",
     "contiguous-without-partition",
@@ -33,6 +39,7 @@ def contiguous_without_partition(view: RunView) -> Iterator[Finding]:
             pointer=f"{SECTION}/contiguous_memory_optimization",
             message="contiguous_memory_optimization needs partition_activations",
             hint="set partition_activations to true, or remove contiguous_memory_optimization",
+            severity=_severity(view),
             deepspeed="starts, and raises AssertionError when activation checkpointing is configured",
         )
 
@@ -59,6 +66,7 @@ def contiguous_without_number(view: RunView) -> Iterator[Finding]:
             pointer=f"{SECTION}/contiguous_memory_optimization",
             message="contiguous_memory_optimization needs number_checkpoints",
             hint="add number_checkpoints, the number of checkpointed layers, or remove contiguous_memory_optimization",
+            severity=_severity(view),
             deepspeed="starts, and raises AssertionError when activation checkpointing is configured",
         )
 

@@ -35,7 +35,11 @@ def _consequence(visit: Visit) -> tuple[Severity, str]:
 
 def _meant(visit: Visit) -> str | None:
     """The key of the same section that is meant, if it can be told."""
-    return alias_here(visit.name, visit.parent) or nearest(visit.name, visit.section.keys)
+    meant = alias_here(visit.name, visit.parent) or nearest(visit.name, visit.section.keys)
+    takes_object = meant is not None and (
+        visit.section.keys[meant].is_section or "object" in visit.section.keys[meant].types
+    )
+    return None if isinstance(visit.value, dict) and not takes_object else meant
 
 
 @rule(
