@@ -28,14 +28,7 @@ EXAMPLE = """example:
   deepspeed --num_accelerators 2 scripts/train.py --deepspeed_config ds_configs/pipeline_checkpointing.json \\
       --max_steps 200 --learning_rate 3e-3 --output_dir runs/first"""
 GRACE_S = 6.0  # longer than the launcher takes to see that a rank has ended and to stop the others
-LOST_PEER = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "socket",
-    "nccl",
-    "timed out",
-)
+LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "ncclremoteerror")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,14 +87,14 @@ def _guarded(script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, c
 
 def _tell(console: Console, rank: int, error: BaseException) -> None:
     """One line for the user, by the rank that knows the cause."""
+    if rank > 0:  # usually every rank finds the same: rank 0 tells it, and the launcher ends the others
+        time.sleep(GRACE_S)
     if isinstance(error, UserError):
-        if rank > 0:  # usually every rank finds the same: rank 0 tells it, and the launcher ends the others
-            time.sleep(GRACE_S)
         console.fail(_first_finding(error) if isinstance(error, ConfigError) else str(error))
         return
     text = f"{type(error).__name__}: {error}".strip()
     if any(sign in text.lower() for sign in LOST_PEER):
-        time.sleep(GRACE_S)
+        time.sleep(2 * GRACE_S)  # the rank that has failed tells its own
         text = f"lost contact with another rank ({text.splitlines()[0]})"
     console.fail(f"rank {rank}: {text.splitlines()[0]}; the traceback is in {console.log}")
 

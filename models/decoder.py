@@ -54,7 +54,8 @@ class ModelLayer(nn.Module):
 
     def __init__(self, blueprint: Blueprint, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        for name, module in modules.items():
+        # a copy: the frame's own modules stay whole and on meta, so that a layer can be built once more
+        for name, module in copy.deepcopy(dict(modules)).items():
             _nest(self, name, module)
         whole = copy.deepcopy(self)
         blueprint.cut(self)
@@ -97,11 +98,11 @@ class Epilogue(ModelLayer):
 
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__(blueprint, blueprint.frame.epilogue)
-        for name in blueprint.frame.epilogue:
-            self.frame.place(name, self.get_submodule(name))
+        self.names = list(blueprint.frame.epilogue)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.frame.leave(hidden, self.training)
+        modules = {name: self.get_submodule(name) for name in self.names}
+        return self.frame.leave(hidden, modules, self.training)
 
 
 def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:

@@ -88,10 +88,6 @@ class Frame:
 
     # -- what the pipeline layers ask for ------------------------------------------------------------------
 
-    def place(self, name: str, module: nn.Module) -> None:
-        """Put a materialised epilogue module where the model's forward looks for it."""
-        replace(self.model, name, module)
-
     def enter(self, ids: Tensor, modules: dict[str, nn.Module], training: bool) -> Tensor:
         """The hidden state that the model's forward gives its first layer, by the real prologue `modules`.
 
@@ -116,20 +112,21 @@ class Frame:
             self._notes[shape] = self._take_notes(shape)
         return self._notes[shape][index]
 
-    def leave(self, hidden: Tensor, training: bool) -> Tensor:
-        """The logits that the model's forward makes of the last hidden state, by the modules placed in the frame."""
+    def leave(self, hidden: Tensor, modules: dict[str, nn.Module], training: bool) -> Tensor:
+        """The logits that the model's forward makes of the last hidden state, by the real epilogue `modules`."""
 
         def inject(index: int, call: Call, given: Tensor) -> Tensor:
             return hidden if index == 0 else given
 
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        self._switch_mode(training)
         self._set_dtype(hidden.dtype)
-        return self._forward(ids, inject).logits
+        with self._standing(modules):
+            self._switch_mode(training)
+            return self._forward(ids, inject).logits
 
     @torch.no_grad()
     def finish(self, head: str, output: Tensor) -> Tensor:
-        """The logits that the model's forward makes of the `output` of its module `head`; before `place` was called."""
+        """The logits that the model's forward makes of the `output` of its module `head`."""
         ids = torch.zeros(output.shape[:2], dtype=torch.long, device=output.device)
         self._set_dtype(output.dtype)
         replace(self.model, head, _Constant(output))

@@ -58,7 +58,7 @@ def export_weights(
         pending[name] = tensor
     if pending:
         flush()
-    written = _gather_to_first(files if writes else [])
+    written = _gather(place.stage, files if writes else [])
     if groups.rank == 0:
         _name_files(directory, written)
     dist.barrier()
@@ -76,7 +76,7 @@ def _whole_tensors(module: nn.Module, groups: Groups, writes: bool) -> Iterator[
 
     All ranks of a data and of a tensor group iterate together.
     """
-    persistent = set(module.state_dict(keep_vars=True)) if not _is_partitioned(module) else set()
+    persistent = set(module.state_dict(keep_vars=True))
     for name, parameter in module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]) if hasattr(parameter, "ds_id") else nullcontext():
             whole = _join(parameter.detach(), shard_of(parameter), groups)
@@ -104,20 +104,19 @@ def _join(local: Tensor, shard: Shard | None, groups: Groups) -> Tensor:
     return whole
 
 
-def _is_partitioned(module: nn.Module) -> bool:
-    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-
-
 def _partial_name(stage: int, index: int) -> str:
     return f"writing-stage-{stage:05d}-{index:05d}.safetensors"
 
 
-def _gather_to_first(files: list[dict[str, int]]) -> dict[str, dict[str, int]]:
-    """All ranks' files, by their partial name: tensor name -> bytes; on rank 0."""
-    lists: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(lists, files)
-    written = [entry for entry in lists if entry]
-    return {_partial_name(stage, i): file for stage, entry in enumerate(written) for i, file in enumerate(entry)}
+def _gather(stage: int, files: list[dict[str, int]]) -> dict[str, dict[str, int]]:
+    """All ranks' files, in order of stage, by their partial name: tensor name -> bytes."""
+    entries: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(entries, (stage, files))
+    return {_partial_name(at, i): file for at, written in sorted(entries, key=_stage) for i, file in enumerate(written)}
+
+
+def _stage(entry: tuple[int, list[dict[str, int]]]) -> int:
+    return entry[0]
 
 
 def _name_files(directory: Path, written: dict[str, dict[str, int]]) -> None:

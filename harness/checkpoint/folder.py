@@ -13,7 +13,9 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from harness.config import Resolved
 from harness.config.errors import UserError
+from harness.topology.layout import Layout
 
 NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "trainer_state.json"
@@ -29,12 +31,18 @@ class Progress:
         consumed_samples: samples seen by all ranks together.
         layout: as `Layout` prints it.
         zero_stage: 0 to 3.
+        precision: fp32, bf16 or fp16.
+        seed: of the order of samples.
+        data: digest of the training data.
     """
 
     step: int
     consumed_samples: int
     layout: str
     zero_stage: int
+    precision: str
+    seed: int
+    data: str
 
 
 def partial_name(step: int) -> str:
@@ -86,15 +94,27 @@ def read_progress(checkpoint: Path) -> Progress:
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
+def require_same_layout(checkpoint: Path, resolved: Resolved) -> None:
+    """Raise UserError if a checkpoint was saved in another layout, ZeRO stage or precision than the run's."""
+    saved = read_progress(checkpoint)
+    layout = Layout(pipeline=resolved.pipeline, data=resolved.data, tensor=resolved.tensor)
+    theirs = f"{saved.layout}, ZeRO-{saved.zero_stage}, {saved.precision}"
+    ours = f"{layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}"
+    if theirs != ours:
+        raise UserError(f"{checkpoint} was saved by {theirs}, this run is {ours}: resume it as it was saved")
+
+
 def finish(output_dir: Path, progress: Progress) -> Path:
     """Give a checkpoint whose files are all written its name; called by one rank, after the others are done."""
     partial = output_dir / partial_name(progress.step)
     final = output_dir / finished_name(progress.step)
     (partial / STATE).write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
     _sync(partial)
+    replaced = output_dir / f"writing-replaced-{progress.step}"
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(replaced)
     partial.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
     _sync_folder(output_dir)
     return final
 
@@ -103,7 +123,7 @@ def prune(output_dir: Path, keep: int | None) -> None:
     """Remove all but the newest `keep` checkpoints (None: keep all), and what unfinished saves have left."""
     for path in checkpoints(output_dir)[: -keep if keep else None] if keep else []:
         shutil.rmtree(path, ignore_errors=True)
-    for path in output_dir.glob("writing-checkpoint-*"):
+    for path in output_dir.glob("writing-*-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 

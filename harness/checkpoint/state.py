@@ -35,14 +35,9 @@ def save(engine: DeepSpeedEngine, output_dir: Path, progress: Progress, keep: in
     return output_dir / f"checkpoint-{progress.step}"
 
 
-def load(engine: DeepSpeedEngine, checkpoint: Path, layout: str, zero_stage: int) -> Progress:
-    """Load a checkpoint into the engine; all ranks call it. UserError if it was saved in another layout."""
+def load(engine: DeepSpeedEngine, checkpoint: Path) -> Progress:
+    """Load a checkpoint, saved in this layout, into the engine; all ranks call it. UserError if a part is missing."""
     progress = read_progress(checkpoint)
-    if (progress.layout, progress.zero_stage) != (layout, zero_stage):
-        raise UserError(
-            f"{checkpoint} was saved by {progress.layout} with ZeRO-{progress.zero_stage}, this run is {layout} with "
-            f"ZeRO-{zero_stage}: resume it in the layout that it was saved in"
-        )
     path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
         raise UserError(f"{checkpoint}: DeepSpeed finds no state of this rank in it")

@@ -38,9 +38,8 @@ def check_agreement(
 
     `config` must be JSON; what is meant to differ between ranks (paths of logs, ...) does not belong into
     it. `code` is this package's digest unless given. `device` is where the backend communicates: "cpu" for
-    gloo, the rank's own GPU for nccl. `others` are further subjects, by
-    the name that an error calls them. Without a
-    process group there is nobody to disagree with.
+    gloo, the rank's own GPU for nccl. `others` are further subjects, by the name that an error calls them.
+    Without a process group there is nobody to disagree with.
     """
     if not dist.is_initialized():
         return

@@ -9,10 +9,30 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, ClassVar, NoReturn, get_type_hints
 
 from harness.config import AutoValues
 from harness.config.errors import UserError
+
+# transformers' schedules that need nothing but the number of steps and of warm-up steps
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+)
+AT_LEAST_ONE = (
+    "eval_steps",
+    "save_total_limit",
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "pipeline_parallel_size",
+    "tensor_parallel_size",
+)
 
 
 def flag(default: Any, text: str) -> Any:
@@ -22,6 +42,8 @@ def flag(default: Any, text: str) -> Any:
 @dataclass(kw_only=True)
 class TrainingArguments:
     """How to train. Where the DeepSpeed JSON says "auto", or nothing, the value comes from here."""
+
+    _given: ClassVar[frozenset[str]] = frozenset()  # names that were passed; set on each instance
 
     deepspeed_config: str | Mapping[str, Any] | None = flag(None, "DeepSpeed JSON: a file or a preset's name")
     output_dir: str = flag("runs/default", "where checkpoints, metrics and the trained model go")
@@ -34,7 +56,7 @@ class TrainingArguments:
     per_device_eval_batch_size: int | None = flag(None, "samples of an evaluation micro-batch; default: as in training")
     gradient_accumulation_steps: int = flag(1, "micro-batches a step on each data-parallel rank")
     learning_rate: float = flag(5e-5, "peak learning rate")
-    lr_scheduler_type: str = flag("linear", "linear, cosine, constant, constant_with_warmup, ... as in transformers")
+    lr_scheduler_type: str = flag("linear", ", ".join(SCHEDULES))
     warmup_steps: float = flag(0, "steps of linear warm-up; below 1: the fraction of all steps")
     weight_decay: float = flag(0.0, "AdamW's decay of matrices; biases and norms are not decayed")
     adam_beta1: float = flag(0.9, "AdamW's beta1")
@@ -53,19 +75,22 @@ class TrainingArguments:
     pipeline_parallel_size: int | None = flag(None, "pipeline stages; overrides pipeline.stages")
     tensor_parallel_size: int | None = flag(None, "tensor-parallel ranks; overrides tensor_parallel.autotp_size")
 
+    def __new__(cls, **given: Any) -> TrainingArguments:
+        self = super().__new__(cls)
+        # also where the value is the default: it may contradict the JSON
+        object.__setattr__(self, "_given", frozenset(given))
+        return self
+
     def __post_init__(self) -> None:
         for name, least in (("max_steps", -1), ("logging_steps", 1), ("save_steps", 0), ("warmup_steps", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"--{name} {getattr(self, name)}: must be at least {least}")
-        for name in (
-            "eval_steps",
-            "save_total_limit",
-            "per_device_train_batch_size",
-            "per_device_eval_batch_size",
-        ):
+        for name in AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name} {value}: must be at least 1")
+        if self.lr_scheduler_type not in SCHEDULES:
+            raise UserError(f"--lr_scheduler_type {self.lr_scheduler_type}: not one of {', '.join(SCHEDULES)}")
         unknown = set(self.reporters()) - {"tensorboard", "wandb", "csv"}
         if unknown:
             raise UserError(
@@ -81,12 +106,11 @@ class TrainingArguments:
         return int(self.warmup_steps if self.warmup_steps >= 1 else self.warmup_steps * max_steps)
 
     def auto_values(self, *, world_size: int, max_steps: int, hidden_size: int | None = None) -> AutoValues:
-        """What the arguments say about the config's "auto"s. An argument that is not at its default counts as given."""
+        """What the arguments say about the config's "auto"s."""
         shared = {item.name for item in fields(AutoValues)} & {item.name for item in fields(self)}
-        given = {item.name for item in fields(self) if getattr(self, item.name) != item.default}
         values = {name: getattr(self, name) for name in shared}
         values.update(max_steps=max_steps, warmup_steps=self.warmup(max_steps))
-        return AutoValues(**values, world_size=world_size, hidden_size=hidden_size, given=frozenset(given & shared))
+        return AutoValues(**values, world_size=world_size, hidden_size=hidden_size, given=self._given & shared)
 
 
 class Parser(argparse.ArgumentParser):

@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from torch import nn
 
 from harness.config import Resolved
+from harness.config.errors import UserError
 from harness.parallel.staged import Layer, LayerSequence, StagedModule, deepspeed_topology
 from harness.topology.groups import Groups
 from harness.training.arguments import TrainingArguments
@@ -66,7 +67,11 @@ def build_engine(setting: Setting, layers: Sequence[Layer], boundaries: Sequence
         grid = PipelineParallelGrid(topology=deepspeed_topology(setting.groups.layout), process_group=dist.group.WORLD)
         module = LayerSequence(layers, checkpoint_interval=interval, seed=setting.args.seed)
     _configure_checkpointing(setting)
-    groups = parameter_groups(module.parameters(), setting.args.weight_decay)
+    stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", setting.args.weight_decay)
+    groups = parameter_groups(module.parameters(), stated)
+    if not groups:
+        stage = setting.groups.coordinate.stage
+        raise UserError(f"stage {stage} holds nothing to train: choose another pipeline.partition or fewer stages")
     engine, *_ = deepspeed.initialize(
         model=module,
         model_parameters=groups,
@@ -80,7 +85,7 @@ def build_engine(setting: Setting, layers: Sequence[Layer], boundaries: Sequence
         clip_and_keep_norm(engine, setting.groups)
     torch.manual_seed(setting.args.seed + setting.groups.coordinate.data + 1000 * setting.groups.coordinate.stage)
     kind = PipelineStages if setting.is_pipeline else WholeModel
-    return kind(engine, setting.groups, loss, setting.device)
+    return kind(engine, setting.groups, loss, setting.device, setting.dtype)
 
 
 class _TensorUnit:
@@ -114,11 +119,13 @@ def layer_finisher(setting: Setting) -> Callable[[nn.Module], None]:
     kept = ("zero_optimization", "bf16", "fp16", "aio")
     config = {name: value for name, value in deepspeed_config(setting).items() if name in kept}
     config["train_micro_batch_size_per_gpu"] = 1
+    alone = [dist.get_rank()]
+    data_group = setting.groups.data or dist.new_group(alone, use_local_synchronization=True)
 
     def partition(layer: nn.Module) -> None:
         deepspeed.zero.Init(
             module=layer,
-            data_parallel_group=setting.groups.data or dist.new_group([dist.get_rank()]),
+            data_parallel_group=data_group,
             config_dict_or_path=config,
             dtype=setting.dtype,
         )

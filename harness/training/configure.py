@@ -46,6 +46,11 @@ def configure(
         raise ConfigError(refused)
     values = args.auto_values(world_size=world_size, max_steps=max(1, args.max_steps), hidden_size=hidden_size)
     resolved = resolve(document, values)
+    if resolved.precision == "fp16" and resolved.zero_stage == 0:
+        raise UserError(
+            "fp16 at ZeRO stage 0: DeepSpeed's optimizer for it clips by a norm that depends on the layout; "
+            "set zero_optimization.stage to 1, which gives the same numbers with less memory"
+        )
     steps = max_steps(args, samples, resolved.train_batch)
     values = replace(values, max_steps=steps, warmup_steps=args.warmup(steps))
     return resolve(document, values), steps

@@ -30,6 +30,15 @@ def start(env: LaunchEnv) -> torch.device:
     return torch.device(accelerator.device_name(env.local_rank) if accelerator.device_name() != "cpu" else "cpu")
 
 
+def any_rank(wish: bool, device: torch.device) -> bool:
+    """Whether `wish` is true on any rank; all ranks call it."""
+    if dist.get_world_size() == 1:
+        return wish
+    flag = torch.tensor(int(wish), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
 def require_precision(precision: str) -> None:
     """Raise UserError if this device cannot train in `precision` (fp32, bf16 or fp16)."""
     accelerator = get_accelerator()

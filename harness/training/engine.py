@@ -17,6 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
+from harness.config.errors import UserError
 from harness.topology.groups import Groups
 from harness.training.data.collate import MicroBatch
 from harness.training.data.evaluation import EvaluationBatch
@@ -39,13 +40,17 @@ class Engine(ABC):
     Attributes:
         deepspeed: the engine itself.
         device: where the batches go.
+        dtype: of the parameters, to which floating inputs are cast.
     """
 
-    def __init__(self, deepspeed: DeepSpeedEngine, groups: Groups, loss: Loss, device: torch.device) -> None:
+    def __init__(
+        self, deepspeed: DeepSpeedEngine, groups: Groups, loss: Loss, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.deepspeed = deepspeed
         self.groups = groups
         self.loss = loss
         self.device = device
+        self.dtype = dtype
 
     @property
     def reads_data(self) -> bool:
@@ -91,7 +96,12 @@ class Engine(ABC):
     def _weigh(self, micro_batches: Sequence[EvaluationBatch], counted: Tensor) -> list[Batch]:
         """Give each micro-batch the weight by which the engine's mean becomes the mean over all that counts."""
         weight = len(micro_batches) * self.groups.layout.data / max(1.0, float(counted))
-        return [(batch.inputs, targets(batch.labels, weight, batch.rows)) for batch in micro_batches]
+        return [(self._cast(batch.inputs), targets(batch.labels, weight, batch.rows)) for batch in micro_batches]
+
+    def _cast(self, inputs: Any) -> Any:
+        if isinstance(inputs, Tensor):
+            return inputs.to(self.dtype) if inputs.is_floating_point() else inputs
+        return tuple(map(self._cast, inputs))
 
     @abstractmethod
     def _train(self, batches: list[Batch]) -> Tensor:
@@ -106,15 +116,35 @@ class PipelineStages(Engine):
     """Layers cut into stages (one is enough), driven by PipelineEngine's schedule."""
 
     deepspeed: PipelineEngine
+    _shape: tuple[int, ...] | None = None
 
     def _train(self, batches: list[Batch]) -> Tensor:
+        self._require_one_shape(batches)
         return self.deepspeed.train_batch(iter(batches))
 
+    def _require_one_shape(self, batches: list[Batch]) -> None:
+        """Stages tell each other the shape of what they send once: another one later would hang them."""
+        if self.groups.layout.pipeline == 1:
+            return
+        for inputs, _ in batches:
+            shape = tuple(_first(inputs).shape)
+            self._shape = self._shape or shape
+            if shape != self._shape:
+                raise UserError(
+                    f"micro-batches of {self._shape} and {shape}: with pipeline stages all must have one shape; "
+                    "pad them, or join and cut the samples to one length"
+                )
+
     def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
-        self.deepspeed.reset_activation_shape()  # evaluation may have another micro-batch size or block size
-        loss = self.deepspeed.eval_batch(iter(batches), num_micro_batches=steps, bcast_loss=True)
-        self.deepspeed.reset_activation_shape()
-        self.deepspeed.module.train()
+        engine, monitored, trained = self.deepspeed, self.deepspeed.monitor.enabled, self._shape
+        engine.monitor.enabled = False  # DeepSpeed would log each part of the data set as an evaluation
+        engine.reset_activation_shape()  # evaluation may have another micro-batch size or block size
+        self._shape = None
+        self._require_one_shape(batches)
+        loss = engine.eval_batch(iter(batches), num_micro_batches=steps, bcast_loss=True)
+        engine.reset_activation_shape()
+        engine.monitor.enabled, self._shape = monitored, trained
+        engine.module.train()
         return loss
 
 

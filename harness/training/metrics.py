@@ -16,10 +16,9 @@ PACKAGES = ("ds-harness", "deepspeed", "torch", "transformers", "datasets")
 
 
 class MetricsFile:
-    """Appends to `output_dir/metrics.jsonl`; a resumed run drops the steps after its checkpoint first."""
+    """Appends objects to a file, one a line; a resumed run drops those of the steps after its checkpoint first."""
 
-    def __init__(self, output_dir: Path, first_step: int) -> None:
-        path = output_dir / METRICS
+    def __init__(self, path: Path, first_step: int) -> None:
         kept = _steps_before(path, first_step) if path.is_file() else []
         path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
-from harness.config.errors import UserError
 from harness.training.arguments import TrainingArguments
 
 
@@ -37,18 +36,15 @@ def adamw(groups: list[dict[str, Any]], args: TrainingArguments) -> Optimizer:
 
 
 def schedule(args: TrainingArguments, max_steps: int) -> Callable[[Optimizer], LRScheduler]:
-    """Makes transformers' schedule of that name for an optimizer; UserError for an unknown name."""
+    """Makes transformers' schedule of that name for an optimizer."""
 
     def make(optimizer: Optimizer) -> LRScheduler:
-        try:
-            return get_scheduler(
-                args.lr_scheduler_type,
-                optimizer,
-                num_warmup_steps=args.warmup(max_steps),
-                num_training_steps=max_steps,
-            )
-        except (ValueError, TypeError) as error:
-            raise UserError(f"--lr_scheduler_type {args.lr_scheduler_type}: {error}") from error
+        return get_scheduler(
+            args.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=args.warmup(max_steps),
+            num_training_steps=max_steps,
+        )
 
     return make
 

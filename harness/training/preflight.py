@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.checkpoint.folder import find_resume, read_progress
+from harness.checkpoint.folder import find_resume, require_same_layout
 from harness.config.errors import UserError
 from harness.models.locate import DEFAULT_MODEL, model_directory
 from harness.topology.env import LaunchEnv
@@ -32,14 +32,14 @@ class ScriptArguments:
 def check_before_start(script: ScriptArguments, args: TrainingArguments, env: LaunchEnv) -> None:
     """Raise UserError for a config, model, data or output directory that cannot be used. Takes well under a second."""
     model = model_directory(script.model_name_or_path)
-    configure(args, world_size=env.world_size, model=str(model))
+    resolved, _ = configure(args, world_size=env.world_size, model=str(model))
     preflight(script.train_file)
     if script.validation_file is not None:
         preflight(script.validation_file)
     output_dir = Path(args.output_dir)
     resume = find_resume(output_dir, args.resume_from_checkpoint)
     if resume is not None:
-        read_progress(resume)
+        require_same_layout(resume, resolved)
     require_writable(output_dir)
 
 

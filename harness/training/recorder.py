@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from harness.training.callbacks import StepRecord
-from harness.training.metrics import MetricsFile, write_run
+from harness.training.metrics import METRICS, MetricsFile, write_run
 
 if TYPE_CHECKING:
     from harness.training.trainer import Trainer
@@ -24,20 +23,24 @@ class Recorder:
         self.trainer = trainer
         self.writes = trainer.state.is_world_process_zero
         self._metrics: MetricsFile | None = None
+        self._evaluations: MetricsFile | None = None
 
     def __enter__(self) -> Recorder:
         if self.writes:
             directory = self.trainer.output_dir
             directory.mkdir(parents=True, exist_ok=True)
             write_run(directory, describe(self.trainer))
-            self._metrics = MetricsFile(directory, self.trainer.state.global_step + 1)
+            first_step = self.trainer.state.global_step + 1
+            self._metrics = MetricsFile(directory / METRICS, first_step)
+            self._evaluations = MetricsFile(directory / EVALUATIONS, first_step)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
+        for file in (self._metrics, self._evaluations):
+            if file is not None:
+                file.close()
 
     def step(self, record: StepRecord) -> None:
         """One line in metrics.jsonl."""
@@ -54,9 +57,8 @@ class Recorder:
         """One line in evaluations.jsonl."""
         step = self.trainer.state.global_step
         self.trainer.state.log_history.append({"step": step, **metrics})
-        if self.writes:
-            with (self.trainer.output_dir / EVALUATIONS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **metrics}) + "\n")
+        if self._evaluations is not None:
+            self._evaluations.write({"step": step, **metrics})
         self._monitor({"eval/loss": metrics["eval_loss"]})
 
     def _monitor(self, values: dict[str, float]) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.parallel.partition import stage_boundaries
-from harness.parallel.staged import Layer, build_layers
+from harness.parallel.staged import build_layers
 from harness.topology.groups import Groups
 from harness.training.build import Setting
 from harness.training.losses import targets
@@ -68,10 +71,9 @@ def choose_boundaries(subject: Subject, setting: Setting, sample: Any) -> list[i
 
 def stage_lines(subject: Subject, boundaries: Sequence[int], module: nn.Module, groups: Groups) -> list[StageLine]:
     """One line a stage; all ranks call it."""
-    held = torch.zeros(groups.layout.pipeline, dtype=torch.float64)
-    held[groups.coordinate.stage] = sum(_size(parameter) for parameter in module.parameters())
+    held = sum(_size(parameter) for parameter in module.parameters())
     sizes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sizes, (groups.coordinate.stage, int(held.sum())))
+    dist.all_gather_object(sizes, (groups.coordinate.stage, held))
     largest = {stage: max(size for s, size in sizes if s == stage) for stage, _ in sizes}
     return [
         StageLine(
@@ -89,45 +91,55 @@ def stage_lines(subject: Subject, boundaries: Sequence[int], module: nn.Module, 
 def measured_costs(subject: Subject, setting: Setting, inputs: Any, labels: Any) -> list[float]:
     """Seconds of forward and backward of each layer on one micro-batch; the mean over all ranks.
 
-    Layers are built one at a time, and only one of each kind and size: the others cost the same.
+    Layers are built one at a time and thrown away; of layers of one kind, size and input shape only the first is
+    timed. All ranks time the same layers in the same order, as tensor-parallel layers talk while they run.
     """
-    known: dict[tuple[str, int], float] = {}
+    known: dict[Any, float] = {}
     seconds = []
-    value = _to(inputs, setting.device)
-    for index in range(len(subject.layers)):
-        kind = (subject.names[index], subject.parameters[index])
-        if kind not in known:
-            loss = subject.loss if index == len(subject.layers) - 1 else None
-            module = build_layers(subject.layers, index, index + 1, setting.args.seed).calls[0]
-            known[kind], value = _time_layer(module, value, loss, labels, setting)
+    value = tree_map(partial(_place, setting=setting), inputs)
+    for index, name in enumerate(subject.names):
+        kind = (name, subject.parameters[index], tuple(leaf.shape for leaf in tree_leaves(value)))
+        layer = build_layers(subject.layers, index, index + 1, setting.args.seed).calls[0]
+        if isinstance(subject.layers[index], nn.Module):
+            layer = copy.deepcopy(layer)  # a user's own module stays as it is
+        if isinstance(layer, nn.Module):
+            layer = layer.to(setting.device, setting.dtype)
+        loss = subject.loss if index == len(subject.layers) - 1 else None
+        if kind not in known or loss is not None:
+            known[kind] = _time_layer(layer, value, loss, labels, setting)
         seconds.append(known[kind])
+        with torch.no_grad():
+            value = layer(value)
     total = torch.tensor(seconds, dtype=torch.float64, device=setting.device)
     dist.all_reduce(total)
     return (total / dist.get_world_size()).tolist()
 
 
-def _time_layer(layer: Layer, value: Any, loss: Any, labels: Any, setting: Setting) -> tuple[float, Any]:
-    """Seconds of the fastest of some rounds (the first warms up), and the layer's output."""
+def _time_layer(layer: Any, value: Any, loss: Any, labels: Any, setting: Setting) -> float:
+    """Seconds of the fastest of some rounds; the first warms up."""
     times = []
+    wanted = tree_map(lambda label: label.to(setting.device), labels)
     for _ in range(ROUNDS):
-        given = value.detach().requires_grad_(value.is_floating_point())
+        given = tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), value)
         _wait(setting.device)
         start = time.perf_counter()
         output = layer(given)
-        result = output if loss is None else loss(output, targets(_to(labels, setting.device), 1.0, len(labels)))
-        result.float().sum().backward()
+        results = [output] if loss is None else [loss(output, targets(wanted, 1.0, len(tree_leaves(wanted)[0])))]
+        total = sum(leaf.float().sum() for leaf in tree_leaves(results))
+        if isinstance(total, Tensor) and total.requires_grad:
+            total.backward()
         _wait(setting.device)
         times.append(time.perf_counter() - start)
-    return min(times[1:]), output.detach()
+    return min(times[1:])
+
+
+def _place(leaf: Tensor, setting: Setting) -> Tensor:
+    return leaf.to(setting.device, setting.dtype if leaf.is_floating_point() else leaf.dtype)
 
 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else tuple(item.to(device) for item in value)
 
 
 def _size(parameter: nn.Parameter) -> int:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from transformers import AutoConfig
 
 from harness.config.errors import UserError
 from harness.models.locate import model_directory
+from harness.models.skeleton import read_source
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
 from harness.training.data.blocks import make_blocks, once_per_host
@@ -34,7 +34,7 @@ def text_datasets(script: ScriptArguments, args: TrainingArguments, env: LaunchE
     """Read, tokenise and cut the text; on each host one rank does it, the others read its cache."""
     directory = model_directory(script.model_name_or_path)
     tokenizer = load_tokenizer(script.tokenizer_name, directory)
-    config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config(decoder=True)
+    config = read_source(script.model_name_or_path).config.get_text_config(decoder=True)
     check_vocabulary(tokenizer, config.vocab_size)
     block_size = _block_size(script, getattr(config, "max_position_embeddings", None))
     start(env)

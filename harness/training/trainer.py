@@ -13,14 +13,15 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from harness.checkpoint import export, folder, state
 from harness.config.errors import UserError
+from harness.models.skeleton import ModelSource
 from harness.topology.agreement import check_agreement
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import build_groups
@@ -32,15 +33,13 @@ from harness.training.callbacks import StepRecord, TrainerCallback, TrainerContr
 from harness.training.configure import configure
 from harness.training.console import Console, plain_console
 from harness.training.data.collate import Collator, collate
-from harness.training.data.evaluation import evaluation_batches, evaluation_steps
 from harness.training.data.stream import BatchStream, data_digest, dataset_length, read_micro_batch
-from harness.training.distributed import require_precision, start
+from harness.training.distributed import any_rank, require_precision, start
+from harness.training.evaluate import mean_loss
 from harness.training.progress import ProgressCallback
 from harness.training.recorder import Recorder
 from harness.training.stages import choose_boundaries, stage_lines
 from harness.training.subject import Model, decoder_subject, layers_subject, model_source
-
-EVALUATION_CHUNK = 16  # micro-batches that are read before they are evaluated
 
 
 class Trainer:
@@ -82,58 +81,36 @@ class Trainer:
         self.data_collator = data_collator
         self.console = console or plain_console(env.rank)
         source = model_source(model)
-        hidden_size = None if source is None else source.config.get_text_config(decoder=True).hidden_size
-        samples = None if train_dataset is None else dataset_length(train_dataset)
-        self.resolved, steps = configure(
-            args,
-            world_size=env.world_size,
-            model=model if isinstance(model, str) else None,
-            samples=samples,
-            hidden_size=hidden_size,
-        )
-        self.resume_from = folder.find_resume(self.output_dir, args.resume_from_checkpoint)
-        self.layout = Layout.from_world(env.world_size, pipeline=self.resolved.pipeline, tensor=self.resolved.tensor)
-        device = start(env)
-        require_precision(self.resolved.precision)
-        check_agreement(
-            self.resolved.config,
-            self.layout,
-            device=device,
-            others={
-                "set of arguments": {name: str(value) for name, value in vars(args).items()},
-                "training data": None if train_dataset is None else data_digest(train_dataset),
-            },
-        )
-        self.groups = build_groups(self.layout)
-        announce.placement(self.console, self.layout, env)
-        setting = Setting(args=args, resolved=self.resolved, groups=self.groups, device=device, max_steps=steps)
+        steps = self._configure(env, source, model if isinstance(model, str) else None)
+        setting = self._join(env, steps)
         self.stream = self._stream()
         sample = None
         if train_dataset is not None:
             sample = read_micro_batch(train_dataset, range(self.resolved.micro_batch), data_collator)
         if source is not None:
-            length = sample[0].shape[1] if sample is not None else 1024
-            self.subject = decoder_subject(source, setting, length)
+            self.subject = decoder_subject(source, setting, sample[0].shape[1] if sample is not None else 1024)
         else:
             self.subject = layers_subject(model, loss_fn)  # type: ignore[arg-type]
         self.boundaries = choose_boundaries(self.subject, setting, sample)
-        announce.compilation(self.console, self.resolved, device)
+        announce.compilation(self.console, self.resolved, setting.device)
         self.engine = build_engine(setting, self.subject.layers, self.boundaries, self.subject.loss)
         self.stages = stage_lines(self.subject, self.boundaries, self.engine.deepspeed.module, self.groups)
+        announce.stages(self.console, self.layout, self.resolved, steps, self.stages)
         self.state = TrainerState(max_steps=steps, is_world_process_zero=env.rank == 0)
         self.control = TrainerControl()
-        self.user_callbacks = list(callbacks)
-        self.callbacks = [ProgressCallback(self.console), *callbacks]
+        self.callbacks: list[TrainerCallback] = [ProgressCallback(self.console), *callbacks]
+        self.asks = False  # whether a callback of any rank may ask for something
+        if self.resume_from is not None:
+            self._resume(self.resume_from)
 
     # -- training ------------------------------------------------------------------------------------------
 
     def train(self) -> TrainerState:
-        """Train to the last step, from the checkpoint that the arguments name if they do; returns the final state."""
+        """Train to the last step; returns the final state."""
         if self.stream is None:
             raise UserError("train() needs a train_dataset")
-        announce.stages(self.console, self.layout, self.resolved, self.state.max_steps, self.stages)
-        self._resume()
         with Recorder(self) as recorder:
+            self.asks = any_rank(len(self.callbacks) > 1, self.engine.device)  # if none may ask, none has to agree
             call(self.callbacks, "on_train_begin", self)
             call(self.callbacks, "on_epoch_begin", self)
             while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
@@ -168,33 +145,36 @@ class Trainer:
 
     def _after_step(self, record: StepRecord, recorder: Recorder) -> None:
         """What is due after a step: callbacks, log, evaluation, checkpoint."""
-        args, step = self.args, record.step
+        args, step, control = self.args, record.step, self.control
         last = step == self.state.max_steps
         call(self.callbacks, "on_step_end", self, record=record)
         samples = dataset_length(self.train_dataset)
         if record.consumed_samples // samples > (record.consumed_samples - self.resolved.train_batch) // samples:
             call(self.callbacks, "on_epoch_end", self)
-            call(self.callbacks, "on_epoch_begin", self)
-        self._agree_on_control()
+            if not last:
+                call(self.callbacks, "on_epoch_begin", self)
         if step % args.logging_steps == 0 or last:
             logs = record.as_dict()
             recorder.log(logs)
             call(self.callbacks, "on_log", self, logs=logs)
-        if self.control.should_evaluate or (args.eval_steps and (step % args.eval_steps == 0 or last)):
+        self._agree_on_control()
+        by_cadence = self.eval_dataset is not None and (last or (args.eval_steps and step % args.eval_steps == 0))
+        if control.should_evaluate or by_cadence:
+            control.should_evaluate = False
             recorder.evaluation(self.evaluate())
-        if self.control.should_save or (args.save_steps and (step % args.save_steps == 0 or last)):
+            self._agree_on_control()
+        if control.should_save or (args.save_steps and (last or step % args.save_steps == 0)):
+            control.should_save = False
             self.save_checkpoint()
-        self.control.should_evaluate = self.control.should_save = False
+            self._agree_on_control()
 
     def _agree_on_control(self) -> None:
         """Do on all ranks what a callback asked for on any: a rank that acts alone would wait for ever."""
-        if not self.user_callbacks or self.groups.world is None:
-            return
-        control = self.control
-        flags = [control.should_training_stop, control.should_save, control.should_evaluate]
-        wanted = torch.tensor(flags, dtype=torch.int32, device=self.engine.device)
-        dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
-        control.should_training_stop, control.should_save, control.should_evaluate = map(bool, wanted.tolist())
+        control, device = self.control, self.engine.device
+        if self.asks:
+            control.should_training_stop = any_rank(control.should_training_stop, device)
+            control.should_save = any_rank(control.should_save, device)
+            control.should_evaluate = any_rank(control.should_evaluate, device)
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
@@ -208,17 +188,7 @@ class Trainer:
             raise UserError("evaluate() needs an eval_dataset")
         begun = time.perf_counter()
         size = self.args.per_device_eval_batch_size or self.resolved.micro_batch
-        steps = evaluation_steps(dataset_length(dataset), size, self.layout.data)
-        batches = evaluation_batches(
-            dataset, size, self.groups.coordinate.data, self.layout.data, data_collator=self.data_collator
-        )
-        total = counted = 0.0
-        for first in range(0, steps, EVALUATION_CHUNK):
-            count = min(EVALUATION_CHUNK, steps - first)
-            chunk = [next(batches) for _ in range(count)] if self.engine.reads_data else []
-            losses, valid = self.engine.evaluate(chunk, count)
-            total, counted = total + losses, counted + valid
-        loss = total / counted if counted else float("nan")
+        loss = mean_loss(self.engine, dataset, size, self.data_collator)
         metrics = {
             "eval_loss": loss,
             "perplexity": math.exp(min(loss, 700.0)),
@@ -237,6 +207,9 @@ class Trainer:
             consumed_samples=self.state.consumed_samples,
             layout=str(self.layout),
             zero_stage=self.resolved.zero_stage,
+            precision=self.resolved.precision,
+            seed=self.args.seed,
+            data=self.data_digest,
         )
         path = state.save(self.engine.deepspeed, self.output_dir, progress, self.args.save_total_limit)
         call(self.callbacks, "on_save", self, checkpoint=path)
@@ -263,6 +236,44 @@ class Trainer:
 
     # -- pieces of the start -------------------------------------------------------------------------------
 
+    def _configure(self, env: LaunchEnv, source: ModelSource | None, model: str | None) -> int:
+        """Resolve config, layout and the checkpoint to resume; returns the number of steps. Nothing is built yet."""
+        args = self.args
+        if args.eval_steps and self.eval_dataset is None:
+            raise UserError(f"--eval_steps {args.eval_steps}: there is no eval_dataset to evaluate on")
+        text_config = None if source is None else source.config.get_text_config(decoder=True)
+        self.resolved, steps = configure(
+            args,
+            world_size=env.world_size,
+            model=model,
+            samples=None if self.train_dataset is None else dataset_length(self.train_dataset),
+            hidden_size=getattr(text_config, "hidden_size", None),
+        )
+        self.layout = Layout.from_world(env.world_size, pipeline=self.resolved.pipeline, tensor=self.resolved.tensor)
+        self.resume_from = folder.find_resume(self.output_dir, args.resume_from_checkpoint)
+        if self.resume_from is not None:
+            folder.require_same_layout(self.resume_from, self.resolved)
+        self.data_digest = "" if self.train_dataset is None else data_digest(self.train_dataset)
+        return steps
+
+    def _join(self, env: LaunchEnv, steps: int) -> Setting:
+        """Meet the other ranks, and make sure that all are about to do the same."""
+        device = start(env)
+        require_precision(self.resolved.precision)
+        check_agreement(
+            self.resolved.config,
+            self.layout,
+            device=device,
+            others={
+                "set of arguments": {item.name: str(getattr(self.args, item.name)) for item in fields(self.args)},
+                "training data": self.data_digest,
+                "checkpoint to resume": str(self.resume_from),
+            },
+        )
+        self.groups = build_groups(self.layout)
+        announce.placement(self.console, self.layout, env)
+        return Setting(args=self.args, resolved=self.resolved, groups=self.groups, device=device, max_steps=steps)
+
     def _stream(self) -> BatchStream | None:
         if self.train_dataset is None:
             return None
@@ -276,12 +287,16 @@ class Trainer:
             data_collator=self.data_collator,
         )
 
-    def _resume(self) -> None:
-        if self.resume_from is None:
-            return
-        assert self.stream is not None
-        progress = state.load(self.engine.deepspeed, self.resume_from, str(self.layout), self.resolved.zero_stage)
-        self.state.global_step = progress.step
-        self.stream.consumed = self.state.consumed_samples = progress.consumed_samples
-        self.state.epoch = self.stream.epoch
-        self.console.say(f"resumed from {self.resume_from} at step {progress.step}")
+    def _resume(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint: weights, optimizer, schedule, random numbers, place in the data."""
+        progress = state.load(self.engine.deepspeed, checkpoint)
+        self.state.global_step, self.state.consumed_samples = progress.step, progress.consumed_samples
+        if self.stream is not None:
+            self.stream.consumed = progress.consumed_samples
+            self.state.epoch = self.stream.epoch
+        self.console.say(f"resumed from {checkpoint} at step {progress.step}")
+        if self.train_dataset is not None and (progress.seed, progress.data) != (self.args.seed, self.data_digest):
+            self.console.warn(
+                f"{checkpoint} was saved with another seed or other training data: "
+                "the order of samples does not go on where it stopped"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ pytestmark = pytest.mark.ranks
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gpt2", "bloom")
 LOSS, NORM = 2e-6, 2e-5  # fp32 sums in another order: 5e-7 and 3e-7 were measured
 
-no_checkpointing = {"pipeline": {"stages": 1, "activation_checkpoint_interval": 0}}
+
+def interval(stages: int, layers: int) -> dict[str, Any]:
+    """A config that stores activations every `layers` layers; 0: recomputes nothing."""
+    return {"pipeline": {"stages": stages, "activation_checkpoint_interval": layers}}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,10 @@ def check(jobs: list[Job], ranks: int, folder: Path) -> None:
 
 
 def test_every_family_tied_and_untied_on_four_ranks(models: dict[tuple[str, bool], str], tmp_path: Path) -> None:
-    jobs = [Job(model, layout) for model in models.values() for layout in ("pp2tp2z1", "tp2dp2z3")]
+    jobs = []
+    for (_, tied), model in models.items():
+        jobs.append(Job(model, "pp2tp2z1", interval(2, int(tied))))
+        jobs.append(Job(model, "tp2dp2z3", interval(1, 1 - int(tied))))
     check(jobs, 4, tmp_path)
 
 
@@ -52,11 +59,12 @@ def test_the_other_layouts_on_two_ranks(models: dict[tuple[str, bool], str], tmp
     ]
     plain = models["olmo2", False]
     jobs += [
-        Job(plain, "pp2z1", {"pipeline": {"stages": 2, "activation_checkpoint_interval": 0}}),
+        Job(plain, "pp2z1", interval(2, 0)),
+        Job(plain, "tp2z1", interval(1, 0)),
         Job(plain, "pp2z1", {"pipeline": {"stages": 2, "activation_checkpoint_interval": 2, "partition": "uniform"}}),
         Job(plain, "pp2z1", {"pipeline": {"stages": 2, "partition": "measured"}}),
         Job(plain, "pp2z1", {"pipeline": {"stages": 2, "partition": "type:DecoderLayer"}}),
-        Job(plain, "dp2z3", no_checkpointing),
+        Job(plain, "dp2z3", interval(1, 0)),
         # small parameters stay with every rank unless this says otherwise: here none does
         Job(plain, "dp2z3", {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}),
         Job(plain, "tp2z1", {"activation_checkpointing": {"partition_activations": True}}),
@@ -82,11 +90,14 @@ def test_the_other_layouts_on_two_ranks(models: dict[tuple[str, bool], str], tmp
 
 def test_masked_labels_weigh_the_same_in_every_layout(models: dict[tuple[str, bool], str], tmp_path: Path) -> None:
     model = models["llama", False]
-    check([Job(model, layout, masked=True) for layout in ("pp2dp2z1", "pp2tp2z1", "tp2dp2z2")], 4, tmp_path)
+    jobs = [Job(model, layout, masked=True) for layout in ("pp2dp2z1", "pp2tp2z1", "tp2dp2z2")]
+    measured = {"pipeline": {"stages": 2, "partition": "measured", "activation_checkpoint_interval": 1}}
+    check([*jobs, Job(model, "pp2tp2z1", measured, masked=True)], 4, tmp_path)
 
 
 def test_all_three_axes_on_eight_ranks(models: dict[tuple[str, bool], str], tmp_path: Path) -> None:
-    check([Job(models["llama", True], "pp2tp2dp2z1"), Job(models["bloom", True], "pp2tp2dp2z0")], 8, tmp_path)
+    jobs = [Job(models[family, True], "pp2tp2dp2z1", interval(2, 0)) for family in ("llama", "gemma2")]
+    check([*jobs, Job(models["bloom", True], "pp2tp2dp2z0")], 8, tmp_path)
 
 
 def test_key_value_heads_fewer_than_ranks_and_a_vocabulary_that_does_not_divide(tmp_path: Path) -> None:
@@ -101,7 +112,8 @@ def test_bf16_follows_one_process_within_a_percent(tmp_path: Path) -> None:
     curves = run_ranks(2, train_all, jobs, str(tmp_path), timeout_s=300)[0]
     wanted = reference(path, dtype=torch.bfloat16)
     for job, curve in zip(jobs, curves, strict=True):
-        assert worst(curve, wanted)[0] < 0.01, job.layout
+        loss, norm = worst(curve, wanted)
+        assert loss < 0.01 and norm < 0.05, (job.layout, loss, norm)
 
 
 def precisions(model: str, folder: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from safetensors.torch import load_file
 from torch import nn
@@ -122,10 +123,9 @@ class StopAtTwo(TrainerCallback):
 
 
 def stop_and_export(job: Job, folder: str) -> tuple[list[str], float]:
-    trainer = Trainer(job.model, arguments(Path(folder), job.deepspeed_config()), rows(), rows()[:5])
-    callback = StopAtTwo(asks=trainer.groups.rank == 1)
-    trainer.user_callbacks.append(callback)
-    trainer.callbacks.append(callback)
+    callback = StopAtTwo(asks=dist.get_rank() == 1)
+    settings = arguments(Path(folder), job.deepspeed_config())
+    trainer = Trainer(job.model, settings, rows(), rows()[:5], callbacks=[callback])
     trainer.train()
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model()

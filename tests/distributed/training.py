@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments
 
-BLOCK, BATCH, STEPS = 32, 8, 3
+BLOCK, BATCH, STEPS = 32, 8, 5
 
 Curve = list[tuple[float, float]]
 """Loss and gradient norm of each step."""

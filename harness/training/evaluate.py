@@ -1,0 +1,29 @@
+"""The mean loss over a data set, in parts, so that any number of samples can be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.training.data.collate import Collator
+from harness.training.data.evaluation import evaluation_batches, evaluation_steps
+from harness.training.data.stream import dataset_length
+from harness.training.engine import Engine
+
+CHUNK = 16  # micro-batches that are read before they are evaluated
+
+
+def mean_loss(engine: Engine, dataset: Any, micro_batch: int, collator: Collator) -> float:
+    """The mean over what counts in all samples, each seen once; all ranks call it and get the same.
+
+    Every rank runs the same number of micro-batches of one shape, so no rank waits for another.
+    """
+    place, size = engine.groups.coordinate.data, engine.groups.layout.data
+    steps = evaluation_steps(dataset_length(dataset), micro_batch, size)
+    batches = evaluation_batches(dataset, micro_batch, place, size, data_collator=collator)
+    total = counted = 0.0
+    for first in range(0, steps, CHUNK):
+        count = min(CHUNK, steps - first)
+        chunk = [next(batches) for _ in range(count)] if engine.reads_data else []
+        losses, valid = engine.evaluate(chunk, count)
+        total, counted = total + losses, counted + valid
+    return total / counted if counted else float("nan")
