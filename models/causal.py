@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ class CausalModel:
 
     Attributes:
         layers: the pipeline layers, to be built stage by stage.
-        config: HuggingFace's config, as it was read.
+        source: where the model comes from, its config as it was read.
         frame: the model's forward.
         vocab_size: ids of the vocabulary, padding left out.
         local_logits: whether the epilogue gives this rank's part of the vocabulary instead of all of it.
@@ -38,7 +37,7 @@ class CausalModel:
     """
 
     layers: list[LayerSpec]
-    config: PretrainedConfig
+    source: ModelSource
     frame: Frame
     vocab_size: int
     local_logits: bool
@@ -55,7 +54,7 @@ class CausalModel:
 
     def costs(self, sequence_length: int, checkpointed: bool) -> list[LayerCost]:
         """What each pipeline layer costs to compute; a tied head multiplies like one of its own."""
-        width = _attention_width(self.config)
+        width = _attention_width(self.source.config)
         first, *middle, last = (_weights(modules) for modules in self._modules())
         return [
             LayerCost(
@@ -102,7 +101,6 @@ def assemble(
         seed: of initial weights, where the source has none.
         finish: called with each layer once its weights are in place.
     """
-    config = copy.deepcopy(source.config)
     model = build_skeleton(source.config)
     plan = plan_for(model, PLANS) if tensor.size > 1 else None
     weights = _weight_source(source, model, seed)
@@ -119,7 +117,7 @@ def assemble(
     blueprint = Blueprint(frame=frame, cut=cut_layer, source=weights, device=device, dtype=dtype, finish=finish)
     return CausalModel(
         layers=decoder_layers(blueprint),
-        config=config,
+        source=source,
         frame=frame,
         vocab_size=vocab_size,
         local_logits=local_logits,

@@ -6,13 +6,14 @@ rank later materialises the parts that it keeps (see `weights.py`), so no rank e
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from harness.config.errors import UserError
 from harness.models.locate import model_directory
@@ -26,17 +27,19 @@ class ModelSource:
         name: as the user wrote it.
         config: the HuggingFace config.
         weights: directory that holds safetensors, or tensors by name, or None if they are to be initialised.
+        generation: how the model generates text, saved beside it.
     """
 
     name: str
     config: PretrainedConfig
     weights: Path | Mapping[str, Tensor] | None
+    generation: GenerationConfig | None = None
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> ModelSource:
         """A model that is already in memory, with its weights and buffers."""
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        return cls(name=type(model).__name__, config=model.config, weights=tensors)
+        return cls(name=type(model).__name__, config=model.config, weights=tensors, generation=model.generation_config)
 
 
 def read_source(name: str) -> ModelSource:
@@ -48,11 +51,16 @@ def read_source(name: str) -> ModelSource:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{directory / 'config.json'}: not a model that transformers knows: {reason}") from error
     has_weights = any(directory.glob("*.safetensors"))
-    return ModelSource(name=name, config=config, weights=directory if has_weights else None)
+    generation = None
+    if (directory / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    weights = directory if has_weights else None
+    return ModelSource(name=name, config=config, weights=weights, generation=generation)
 
 
 def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
     """The causal language model of `config` on the meta device, in training mode; UserError if it has none."""
+    config = copy.deepcopy(config)
     config.use_cache = False
     try:
         with torch.device("meta"):

@@ -7,6 +7,7 @@ checkpoints.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator, Set
 from contextlib import nullcontext
@@ -18,8 +19,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig
 
+from harness.models.skeleton import ModelSource
 from harness.parallel.shard import Shard, shard_of
 from harness.topology.groups import Groups
 
@@ -64,11 +66,12 @@ def export_weights(
     dist.barrier()
 
 
-def export_config(config: PretrainedConfig, dtype: torch.dtype, directory: Path) -> None:
+def export_config(source: ModelSource, dtype: torch.dtype, directory: Path) -> None:
     """Write config.json and generation_config.json; called by one rank."""
+    config = copy.deepcopy(source.config)
     config.dtype = dtype
     config.save_pretrained(directory)
-    GenerationConfig.from_model_config(config).save_pretrained(directory)
+    (source.generation or GenerationConfig.from_model_config(config)).save_pretrained(directory)
 
 
 def _whole_tensors(module: nn.Module, groups: Groups, writes: bool) -> Iterator[tuple[str, Tensor | None]]:

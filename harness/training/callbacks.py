@@ -54,7 +54,7 @@ class TrainerState:
 
 @dataclass
 class TrainerControl:
-    """What a callback may ask for; reset after it was done."""
+    """What a callback may ask for. `should_save` and `should_evaluate` are reset once it is done."""
 
     should_training_stop: bool = False
     should_save: bool = False
@@ -88,7 +88,7 @@ class TrainerCallback:
         """After each step; `record` is its StepRecord."""
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Every `logging_steps` and after an evaluation; `logs` is a dict."""
+        """Every `logging_steps` and after the last step; `logs` is the step's record as a dict."""
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After an evaluation; `metrics` holds eval_loss and more."""

@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -68,7 +68,7 @@ def quiet(log: Path, rank: int) -> Iterator[Console]:
     with (
         _duplicate(sys.stdout) as out,
         _duplicate(sys.stderr) as error,
-        log.open("a", encoding="utf-8") as file,
+        log.open("a", encoding="utf-8", buffering=1) as file,
     ):
         console = Console(out=out, error=error, speaks=rank == 0, log=log)
         saved = os.dup(1), os.dup(2)
@@ -77,7 +77,8 @@ def quiet(log: Path, rank: int) -> Iterator[Console]:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         try:
-            yield console
+            with redirect_stdout(file), redirect_stderr(file):  # where they are not file descriptors 1 and 2
+                yield console
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

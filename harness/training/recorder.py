@@ -78,7 +78,7 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         "filled": [asdict(filled) for filled in trainer.resolved.filled],
         "layout": {**asdict(trainer.layout), "world_size": trainer.layout.world_size},
         "arguments": arguments,
-        "model": causal.config.to_dict() if causal is not None else {"layers": trainer.subject.names},
+        "model": causal.source.config.to_dict() if causal is not None else {"layers": trainer.subject.names},
         "parameters": sum(trainer.subject.parameters),
         "stage_boundaries": trainer.boundaries,
         "stages": [asdict(line) for line in trainer.stages],

@@ -228,7 +228,7 @@ class Trainer:
             left_out=causal.tied if causal else frozenset(),
         )
         if self.state.is_world_process_zero and causal is not None:
-            export.export_config(causal.config, next(self.engine.deepspeed.module.parameters()).dtype, directory)
+            export.export_config(causal.source, next(self.engine.deepspeed.module.parameters()).dtype, directory)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(directory)
         dist.barrier()

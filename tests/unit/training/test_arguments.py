@@ -1,0 +1,99 @@
+"""Arguments: HuggingFace's names and defaults, what was given and what was not, errors of one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from harness import TrainingArguments, UserError
+from harness.config import ConfigError
+from harness.training.arguments import SCHEDULES, parse
+from harness.training.configure import configure, max_steps
+from harness.training.preflight import ScriptArguments
+
+SAME_AS_HF = (
+    *("max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),
+    *("lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("max_grad_norm", "seed", "logging_steps", "save_steps", "save_total_limit", "bf16", "fp16"),
+)
+
+
+def command_line(*flags: str) -> tuple[ScriptArguments, TrainingArguments]:
+    return parse([ScriptArguments, TrainingArguments], flags, prog="t", description="", epilog="")  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", SAME_AS_HF)
+def test_defaults_are_those_of_huggingface(name: str) -> None:
+    theirs = {item.name: item.default for item in transformers.TrainingArguments.__dataclass_fields__.values()}
+    ours = getattr(TrainingArguments(), name)
+    assert ours == getattr(theirs[name], "value", theirs[name])
+
+
+def test_every_schedule_is_one_that_transformers_makes_from_steps_alone() -> None:
+    import torch
+
+    for name in SCHEDULES:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        transformers.get_scheduler(name, optimizer, num_warmup_steps=2, num_training_steps=10)
+
+
+def test_a_default_that_was_given_contradicts_the_json_all_the_same() -> None:
+    config = {"train_batch_size": 8, "gradient_clipping": 0.5}
+    configure(TrainingArguments(deepspeed_config=config), world_size=1)
+    _, given = command_line("--max_grad_norm", "1.0")
+    given.deepspeed_config = config
+    with pytest.raises(ConfigError, match=r"max_grad_norm.*gradient_clipping"):
+        configure(given, world_size=1)
+
+
+def test_the_launchers_own_flag_is_taken_and_booleans_need_no_value() -> None:
+    script, args = command_line("--local_rank=1", "--bf16", "--train_file", "x.txt", "--warmup_steps", "0.1")
+    assert args.bf16 and script.train_file == "x.txt"
+    assert args.warmup(200) == 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--no_such_flag", "1"), "no_such_flag"),
+        (("--max_steps", "many"), "max_steps"),
+        (("--lr_scheduler_type", "nonsense"), "not one of linear"),
+        (("--eval_steps", "0"), "must be at least 1"),
+        (("--tensor_parallel_size", "0"), "must be at least 1"),
+        (("--report_to", "carrier_pigeon"), "carrier_pigeon"),
+        (("--bf16", "maybe"), "neither true nor false"),
+    ],
+)
+def test_a_wrong_flag_is_told_in_one_line(flags: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UserError, match=words) as told:
+        command_line(*flags)
+    assert "\n" not in str(told.value)
+
+
+def test_epochs_become_steps() -> None:
+    assert max_steps(TrainingArguments(num_train_epochs=2), 33, 8) == 9
+    assert max_steps(TrainingArguments(max_steps=5), 33, 8) == 5
+    with pytest.raises(UserError, match="not one step"):
+        max_steps(TrainingArguments(num_train_epochs=0), 33, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"train_batch_size": 8, "zero_optimisation": {"stage": 3}}, "zero_optimization"),
+        ({"train_batch_size": 8, "pipeline": {"stages": 2}, "zero_optimization": {"stage": 3}}, "ZeRO"),
+        ({"train_batch_size": 8, "fp16": {"enabled": True}}, "fp16 at ZeRO stage 0"),
+        ({"train_batch_size": 7, "pipeline": {"stages": 1}}, "train_batch_size"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_built(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        configure(TrainingArguments(deepspeed_config=config), world_size=2)
+
+
+def test_a_misspelt_key_runs_if_the_user_insists() -> None:
+    config = {"train_batch_size": 8, "zero_optimisation": {"stage": 3}}
+    resolved, _ = configure(TrainingArguments(deepspeed_config=config, allow_ignored_keys=True), world_size=1)
+    assert resolved.zero_stage == 0

@@ -1,0 +1,109 @@
+"""What a run leaves behind, and what it tells: files that survive a kill, whole checkpoints, a quiet console."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from harness import TrainingArguments, UserError
+from harness.checkpoint.folder import (
+    Progress,
+    checkpoints,
+    find_resume,
+    finish,
+    partial_name,
+    prune,
+    require_same_layout,
+)
+from harness.training.configure import configure
+from harness.training.console import quiet
+from harness.training.metrics import MetricsFile
+
+
+def progress(step: int, layout: str = "pp1 x dp1 x tp1") -> Progress:
+    return Progress(step=step, consumed_samples=step, layout=layout, zero_stage=0, precision="fp32", seed=42, data="d")
+
+
+def save(folder: Path, step: int) -> Path:
+    (folder / partial_name(step)).mkdir()
+    (folder / partial_name(step) / "weights").write_text(str(step))
+    return finish(folder, progress(step))
+
+
+def test_a_resumed_file_drops_later_steps_and_a_line_cut_in_the_middle(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    file = MetricsFile(path, first_step=3)
+    file.write({"step": 3, "loss": float("nan")})
+    file.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows == [{"step": 1}, {"step": 2}, {"step": 3, "loss": None}]
+
+
+def test_only_finished_checkpoints_count_and_the_newest_is_taken(tmp_path: Path) -> None:
+    assert find_resume(tmp_path, "auto") is None
+    for step in (2, 10, 9):
+        save(tmp_path, step)
+    (tmp_path / partial_name(11)).mkdir()
+    (tmp_path / "checkpoint-12").mkdir()
+    assert find_resume(tmp_path, "auto") == tmp_path / "checkpoint-10"
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-9", "checkpoint-10"]
+    prune(tmp_path, 2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
+    assert not (tmp_path / partial_name(11)).exists()
+    prune(tmp_path, None)
+    assert len(checkpoints(tmp_path)) == 2
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    (tmp_path / partial_name(4)).mkdir()
+    (tmp_path / partial_name(4) / "weights").write_text("again")
+    assert (finish(tmp_path, progress(4)) / "weights").read_text() == "again"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+
+
+def test_a_fresh_start_into_a_used_folder_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    with pytest.raises(UserError, match="already holds a run"):
+        find_resume(tmp_path, None)
+    with pytest.raises(UserError, match="no whole checkpoint"):
+        find_resume(tmp_path, str(tmp_path / "checkpoint-5"))
+
+
+def test_another_layout_is_refused_with_both_named(tmp_path: Path) -> None:
+    (tmp_path / partial_name(1)).mkdir()
+    saved = finish(tmp_path, progress(1, "pp2 x dp1 x tp1"))
+    resolved, _ = configure(TrainingArguments(), world_size=1)
+    with pytest.raises(UserError, match=r"pp2 x dp1 x tp1.*pp1 x dp1 x tp1"):
+        require_same_layout(saved, resolved)
+
+
+def test_chatter_goes_to_the_log_and_rank_0_still_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "logs" / "rank_0.log"
+    with quiet(log, 0) as console:
+        print("chatter")
+        os.write(2, b"chatter from below\n")
+        console.say("hello")
+        warnings.warn_explicit("ours", UserWarning, str(Path(sys.modules["harness"].__file__)), 1)
+        warnings.warn_explicit("theirs", UserWarning, "/elsewhere/x.py", 1)
+        console.fail("two\nlines")
+    out, error = capfd.readouterr()
+    assert out == "hello\nwarning: ours\n"
+    assert error == "error: two lines\n"
+    text = log.read_text()
+    assert text == "chatter\nchatter from below\n"  # pytest keeps the other warning
+    print("after")
+    assert capfd.readouterr().out == "after\n"
+
+
+def test_other_ranks_are_silent_but_for_errors(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with quiet(tmp_path / "rank_1.log", 1) as console:
+        console.say("hello")
+        console.fail("rank 1: lost")
+    assert capfd.readouterr() == ("", "error: rank 1: lost\n")
