@@ -8,6 +8,7 @@ mend (one line on standard error), 2 unusable arguments.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _help(verb)
     from harness.config.errors import UserError
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file may hold what the terminal cannot show
     module = import_module(VERBS[verb][0])
     try:
         code: int = getattr(module, verb)(args[1:])

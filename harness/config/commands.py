@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.config.check import check as check_document
 from harness.config.diagnostic import Diagnostic, Severity
-from harness.config.document import Document, from_text, load
+from harness.config.document import MAX_BYTES, Document, from_bytes, from_text, load
 from harness.config.errors import ConfigError, UserError
 from harness.config.fix import diff, fix
 from harness.config.registry import RULES, by_code
@@ -78,7 +78,7 @@ def _colour() -> bool:
 
 
 def _read(source: str) -> Document:
-    return from_text(sys.stdin.read(), "<stdin>") if source == "-" else load(source)
+    return from_bytes(sys.stdin.buffer.read(MAX_BYTES + 1), "<stdin>") if source == "-" else load(source)
 
 
 def _sources(arguments: Sequence[str]) -> list[str]:

@@ -72,7 +72,24 @@ class Document:
 def load(source: str | Path) -> Document:
     """Reads a config from a path, or a preset by its name ("zero3"). Raises ConfigError."""
     path = _find(str(source))
-    return from_text(_read(path), str(path))
+    return from_bytes(_read(path), str(path))
+
+
+def from_bytes(raw: bytes, path: str) -> Document:
+    """Reads a config from a file's content. Raises ConfigError."""
+
+    def refuse(message: str, hint: str) -> ConfigError:
+        return ConfigError([unreadable(path, message, hint)])
+
+    if len(raw) > MAX_BYTES:
+        raise refuse(f"is larger than {MAX_BYTES >> 20} MiB", "a DeepSpeed config has a few kilobytes; name that")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise refuse(f"is not UTF-8 at byte {error.start}", "save it as UTF-8") from None
+    if "\0" in text:
+        raise refuse("holds NUL bytes", "name a JSON text file, not a binary one")
+    return from_text(text, path)
 
 
 def from_text(text: str, path: str = "<text>") -> Document:
@@ -118,8 +135,8 @@ def _find(source: str) -> Path:
     return path
 
 
-def _read(path: Path) -> str:
-    """The text of a regular file of sane size in UTF-8."""
+def _read(path: Path) -> bytes:
+    """The content of a regular file, up to a byte more than is allowed."""
 
     def refuse(message: str, hint: str) -> ConfigError:
         return ConfigError([unreadable(str(path), message, hint)])
@@ -129,16 +146,8 @@ def _read(path: Path) -> str:
             raise refuse("is a directory", "name a JSON file in it")
         if path.exists() and not path.is_file():
             raise refuse("is not a regular file", "name a JSON file")
-        if path.stat().st_size > MAX_BYTES:
-            raise refuse(f"is larger than {MAX_BYTES >> 20} MiB", "a DeepSpeed config has a few kilobytes; name that")
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
         reason = (getattr(error, "strerror", None) or "cannot be read").lower()
         raise refuse(reason, "check the path and its permissions") from None
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise refuse(f"is not UTF-8 at byte {error.start}", "save it as UTF-8") from None
-    if "\0" in text:
-        raise refuse("holds NUL bytes", "name a JSON text file, not a binary one")
-    return text

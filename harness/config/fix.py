@@ -64,6 +64,8 @@ def _try(
     except ConfigError:
         return None
     findings = check(after, world_size=world_size, target=target)
+    if _key(chosen) in {_key(item) for item in findings}:
+        return None  # it did not help
     known = {(item.code, item.pointer) for item in before}
     new = [item for item in findings if item.severity is Severity.ERROR and (item.code, item.pointer) not in known]
     return None if any(_is_refusal(item) for item in new) else after

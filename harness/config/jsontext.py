@@ -144,7 +144,7 @@ class _Reader:
         while self.text[at : at + 1] != closing:
             member, after = self.member(at, depth)
             members.append(member)
-            at = self.separator(after, member.node.end, closing)
+            at = self.separator(after, member.node, closing)
         self.note_duplicates(members)
         return Node(start, at + len(closing), members=tuple(members))
 
@@ -156,7 +156,7 @@ class _Reader:
         node = self.value(self.skip(colon + 1), depth + 1)
         return Member(key, at, key_end, node), self.skip(node.end)
 
-    def separator(self, at: int, value_end: int, closing: str) -> int:
+    def separator(self, at: int, value: Node, closing: str) -> int:
         """Steps over an optional comma, noting where plain JSON wants it otherwise."""
         head = self.text[at : at + 1]
         if head == ",":
@@ -165,7 +165,8 @@ class _Reader:
                 self.note("trailing-comma", at, at + 1)
             return after
         if head != closing:
-            self.note("missing-comma", value_end, value_end)
+            is_word = isinstance(value.scalar, str) and self.text[value.start] not in "\"'"
+            self.note("missing-comma", value.end, value.end, "behind a word" if is_word else "")
         return at
 
     def array(self, start: int, depth: int) -> Node:
@@ -175,7 +176,7 @@ class _Reader:
             if at >= len(self.text):
                 raise TextError("a list is never closed", start)
             items.append(self.value(at, depth + 1))
-            at = self.separator(self.skip(items[-1].end), items[-1].end, "]")
+            at = self.separator(self.skip(items[-1].end), items[-1], "]")
         return Node(start, at + 1, items=tuple(items))
 
     def note_duplicates(self, members: list[Member]) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from harness.config.diagnostic import Edit, Severity
+from harness.config.jsontext import Oddity
 from harness.config.rule import Finding, rule
 from harness.config.view import RunView
 
@@ -31,8 +32,9 @@ _NAMES = {
 def unreadable_config(view: RunView) -> Iterator[Finding]:
     """The file cannot be read as a config at all.
 
-    It is missing, a directory, binary, far too large, or its text is broken in a way that neither a JSON reader nor
-    DeepSpeed's own (which is more lenient) can follow. Nothing else can be said about such a file.
+    It is missing, a directory, binary, far too large, or its text is broken in a way that neither a JSON
+    reader nor DeepSpeed's own (which is more lenient) can follow. Nothing else can be said about such a
+    file.
     """
     yield from ()  # loading raises it: a view exists of readable configs only
 
@@ -48,9 +50,9 @@ def unreadable_config(view: RunView) -> Iterator[Finding]:
 def not_plain_json(view: RunView) -> Iterator[Finding]:
     """The file is not plain JSON, though DeepSpeed reads it.
 
-    DeepSpeed reads Hjson: comments, missing and trailing commas, unquoted keys. Most other programs read JSON and
-    stop: HuggingFace's Trainer and Accelerate among them, so with `--target hf` this is an error. `--fix` rewrites
-    the text and strips the comments.
+    DeepSpeed reads Hjson: comments, missing and trailing commas, unquoted keys. Most other programs read
+    JSON and stop: HuggingFace's Trainer and Accelerate among them, so with `--target hf` this is an error.
+    `--fix` rewrites the text and strips the comments.
     """
     found = [odd for odd in view.document.oddities if odd.kind in _NAMES]
     if not found:
@@ -65,12 +67,13 @@ def not_plain_json(view: RunView) -> Iterator[Finding]:
         hint="run with --fix to rewrite it as JSON",
         severity=Severity.ERROR if strict else None,
         deepspeed="reads it as Hjson and goes on",
-        edits=tuple(edit for odd in found for edit in _plain(view.document.text, odd.kind, odd.start, odd.end)),
+        edits=tuple(edit for odd in found for edit in _plain(view.document.text, odd)),
     )
 
 
-def _plain(text: str, kind: str, start: int, end: int) -> Iterator[Edit]:
+def _plain(text: str, odd: Oddity) -> Iterator[Edit]:
     """The edits that turn one oddity into JSON."""
+    kind, start, end = odd.kind, odd.start, odd.end
     if kind == "comment":
         line_start = text.rfind("\n", 0, start) + 1
         if not text[line_start:start].strip() and text[end : end + 1] in ("\n", ""):
@@ -81,8 +84,8 @@ def _plain(text: str, kind: str, start: int, end: int) -> Iterator[Edit]:
             yield Edit(start=start, end=end, new="")
     elif kind == "trailing-comma":
         yield Edit(start=start, end=end, new="")
-    elif kind == "missing-comma":
-        yield Edit(start=start, end=end, new=",")
+    elif kind == "missing-comma" and not odd.detail:
+        yield Edit(start=start, end=end, new=",")  # behind a bare word a comma would become a part of it
     elif kind == "bare-key":
         yield Edit(start=start, end=end, new=f'"{text[start:end]}"')
 
@@ -98,8 +101,8 @@ def _plain(text: str, kind: str, start: int, end: int) -> Iterator[Edit]:
 def word_read_as_string(view: RunView) -> Iterator[Finding]:
     """An unquoted word is read as a string, up to the end of its line.
 
-    In Hjson `True,` is not the value true but the string "True,", comma included; a template's `${stage},` is a
-    string too. Where the word is a literal in another language's spelling, `--fix` writes it as JSON.
+    In Hjson `True,` is not the value true but the string "True,", comma included; a template's `${stage},`
+    is a string too. Where the word is a literal in another language's spelling, `--fix` writes it as JSON.
     """
     for odd in view.document.oddities:
         if odd.kind != "bare-word":
@@ -128,7 +131,8 @@ def word_read_as_string(view: RunView) -> Iterator[Finding]:
 def duplicate_key(view: RunView) -> Iterator[Finding]:
     """A key stands twice in one section.
 
-    JSON readers keep the last value without a word; DeepSpeed refuses the file. Which value is meant only you know.
+    JSON readers keep the last value without a word; DeepSpeed refuses the file. Which value is meant only
+    you know.
     """
     for odd in view.document.oddities:
         if odd.kind == "duplicate-key":
