@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -200,6 +201,40 @@ def test_weights_come_out_as_they_went_in_to_the_bit(tmp_path: Path) -> None:
         written = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
         assert written.keys() == given.keys()
         assert all(torch.equal(written[name], tensor) for name, tensor in given.items()), job
+
+
+def checkpointing_state(config: dict[str, Any], model: str, folder: str) -> tuple[bool, bool, int, list[int]]:
+    """DeepSpeed's switches for stored activations, the size of the group that shares them, and what it stores."""
+    trainer = Trainer(model, arguments(Path(folder), config), train_dataset=rows())
+    stored: list[int] = []
+    keep = checkpointing.get_partitioned_activations_for_backward
+
+    def count(args: Any, inputs: Any, contiguous: bool) -> Any:
+        kept = keep(args, inputs, contiguous)
+        stored.append(max(part.numel() for part in kept if isinstance(part, torch.Tensor)))
+        return kept
+
+    checkpointing.get_partitioned_activations_for_backward = count
+    trainer.training_step()
+    checkpointing.get_partitioned_activations_for_backward = keep
+    switches = (checkpointing.PARTITION_ACTIVATIONS, checkpointing.CPU_CHECKPOINT, checkpointing.mp_size)
+    forget(trainer)
+    return (*switches, stored)
+
+
+def test_tensor_parallel_ranks_share_stored_activations_if_the_config_says_so(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "m", "llama", False)
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "pipeline": {"activation_checkpoint_interval": 1},
+        "tensor_parallel": {"autotp_size": 2},
+        "zero_optimization": {"stage": 1},
+        "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
+    }
+    for partitioned, on_cpu, size, stored in run_ranks(2, checkpointing_state, config, model, str(tmp_path)):
+        assert (partitioned, on_cpu, size) == (True, True, 2)
+        assert stored == [2 * 32 * 64 // 2] * 4 * 4  # half the hidden state, 4 layers, 4 micro-batches
 
 
 def refused(config: dict[str, Any], model: str, folder: str) -> str:

@@ -51,8 +51,9 @@ class Job:
 
 def rows(masked: bool = False) -> list[dict[str, list[int]]]:
     """One global batch of samples; with `masked` they have very different numbers of valid labels."""
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(2, 300, (BATCH, BLOCK), generator=generator).tolist()
+    # text, not noise: Adam blows rounding up where gradients are noise themselves
+    text = b"Sphinx of black quartz, judge my vow; 0123456789 + 9876543210. " * 5
+    ids = [list(text[start : start + BLOCK]) for start in range(0, BATCH * BLOCK, BLOCK)]
     if not masked:
         return [{"input_ids": row} for row in ids]
     return [{"input_ids": row, "labels": [-100] * (3 * i) + row[3 * i :]} for i, row in enumerate(ids)]
