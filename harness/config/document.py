@@ -99,7 +99,7 @@ def from_text(text: str, path: str = "<text>") -> Document:
     except TextError as error:
         broken = Document(path, text, Parsed(Node(0, 0), ()))
         line, column = broken.line_column(error.offset)
-        hint = "no JSON reader and not DeepSpeed's either can go on from here; mend the text"
+        hint = error.hint or "no JSON reader and not DeepSpeed's either can go on from here; mend the text"
         raise ConfigError([unreadable(path, error.message, hint, line, column)]) from None
     if document.parsed.root.members is None:
         what = "a list" if document.parsed.root.items is not None else "a single value"
@@ -109,7 +109,6 @@ def from_text(text: str, path: str = "<text>") -> Document:
 
 def unreadable(path: str, message: str, hint: str, line: int = 1, column: int = 1) -> Diagnostic:
     """The finding for a file of which nothing can be said but that it cannot be read."""
-    deepspeed = "ends with an error before anything starts"
     return Diagnostic(
         code="DS001",
         severity=Severity.ERROR,
@@ -118,7 +117,7 @@ def unreadable(path: str, message: str, hint: str, line: int = 1, column: int = 
         line=line,
         column=column,
         hint=hint,
-        deepspeed=deepspeed,
+        deepspeed="is not asked: the file is no config",
     )
 
 

@@ -19,7 +19,7 @@ from harness.config.errors import ConfigError
 from harness.config.registry import by_code
 from harness.config.view import Target
 
-_ROUNDS = 1000
+_ROUNDS = 500  # far more than a config has keys; no text keeps the loop alive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,7 @@ def fix(document: Document, *, world_size: int | None = None, target: Target = "
         else:
             applied.append(chosen)
             document = better
+            refused.clear()  # what did not help before may help now
     return Fixed(text=document.text, applied=tuple(applied))
 
 

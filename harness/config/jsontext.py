@@ -25,12 +25,15 @@ _MULTI_QUOTE = "'''"
 
 
 class TextError(ValueError):
-    """The text cannot be read at all; `offset` is where reading stopped."""
+    """The text cannot be read at all; `offset` is where reading stopped, `hint` what to do if it is not
+    syntax.
+    """
 
-    def __init__(self, message: str, offset: int) -> None:
+    def __init__(self, message: str, offset: int, hint: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.offset = offset
+        self.hint = hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ class _Reader:
 
     def value(self, at: int, depth: int) -> Node:
         if depth > MAX_DEPTH:
-            raise TextError(f"values are nested more than {MAX_DEPTH} deep", at)
+            raise TextError(f"values are nested more than {MAX_DEPTH} deep", at, "a config has four or five levels")
         head = self.text[at : at + 1]
         if head == "{":
             return self.members(at, at + 1, depth, closing="}")
@@ -264,12 +267,12 @@ class _Reader:
 def _number(word: str, match: re.Match[str], offset: int) -> int | float:
     """An int or a float; a whole float below 1e10 comes as an int, as in DeepSpeed's reader."""
     if len(word) > MAX_DIGITS:
-        raise TextError(f"a number has more than {MAX_DIGITS} digits", offset)
+        raise TextError(f"a number has more than {MAX_DIGITS} digits", offset, "write one that means something")
     if not (match.group(1) or match.group(2)):
         return int(word)
     value = float(word)
     if abs(value) == float("inf"):
-        raise TextError(f"the number {word} is too large", offset)
+        raise TextError(f"the number {word} is infinite", offset, "write one that DeepSpeed's reader can hold")
     return int(value) if abs(value) < 1e10 and value == int(value) else value
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from harness.config.diagnostic import Severity
 from harness.config.rule import Finding, rule
+from harness.config.values import AUTO
 from harness.config.view import RunView
 
 
@@ -59,3 +60,31 @@ def sequence_parallel_in_the_harness(view: RunView) -> Iterator[Finding]:
             hint="remove it",
             deepspeed="divides the number of data-parallel ranks by it",
         )
+
+
+@rule(
+    "DS313",
+    "autotp-option-in-the-harness",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1, "preset_model": "llama"}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}',
+)
+def autotp_option_in_the_harness(view: RunView) -> Iterator[Finding]:
+    """An option of DeepSpeed's AutoTP, which does not run under the harness.
+
+    The harness cuts the layers itself, by the plan that the model declares, and takes nothing but
+    autotp_size from this section; it is not handed on to DeepSpeed.
+    """
+    if view.target != "harness":
+        return
+    for visit in view.visits:
+        if visit.parent != "/tensor_parallel" or visit.key is None or visit.name in ("autotp_size", "dtype"):
+            continue
+        if visit.value not in (AUTO, None, visit.key.spec.get("default")):
+            yield Finding(
+                pointer=visit.pointer,
+                message=f"{visit.name} is an option of AutoTP, which the harness does not use",
+                hint="remove it; autotp_size is all that the harness reads here",
+                deepspeed="is not given this section by the harness",
+            )

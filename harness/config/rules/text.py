@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 
@@ -87,7 +88,7 @@ def _plain(text: str, odd: Oddity) -> Iterator[Edit]:
     elif kind == "missing-comma" and not odd.detail:
         yield Edit(start=start, end=end, new=",")  # behind a bare word a comma would become a part of it
     elif kind == "bare-key":
-        yield Edit(start=start, end=end, new=f'"{text[start:end]}"')
+        yield Edit(start=start, end=end, new=json.dumps(text[start:end]))
 
 
 @rule(

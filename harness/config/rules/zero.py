@@ -37,7 +37,7 @@ def key_of_another_stage(view: RunView) -> Iterator[Finding]:
     if stage is None or isinstance(view.get(ZERO), bool):
         return
     for visit in view.visits:
-        if visit.parent != ZERO or visit.key is None or visit.key.name in ("offload_param", "zenflow"):
+        if not visit.pointer.startswith(f"{ZERO}/") or visit.key is None:
             continue
         stages = visit.key.spec.get("x-stages")
         if stages and stage not in stages and _acts(visit.value, visit.key.spec.get("default")):
