@@ -210,9 +210,8 @@ def checkpointing_state(config: dict[str, Any], model: str, folder: str) -> tupl
     keep = checkpointing.get_partitioned_activations_for_backward
 
     def count(args: Any, inputs: Any, contiguous: bool) -> Any:
-        kept = keep(args, inputs, contiguous)
-        stored.append(max(part.numel() for part in kept if isinstance(part, torch.Tensor)))
-        return kept
+        stored.append(max(part.numel() for part in inputs if isinstance(part, torch.Tensor)))
+        return keep(args, inputs, contiguous)
 
     checkpointing.get_partitioned_activations_for_backward = count
     trainer.training_step()
