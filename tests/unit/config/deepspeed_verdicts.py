@@ -81,6 +81,25 @@ def checkpointing(path: str) -> dict[str, object]:
     return {"ok": True}
 
 
+def pipeline(config: dict[str, object]) -> dict[str, object]:
+    """How a PipelineEngine of one stage, an embedding and a head, takes a config, and its first step."""
+    import deepspeed
+    import torch
+    from deepspeed.pipe import PipelineModule
+
+    layers = [torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8)]
+    loss = torch.nn.functional.cross_entropy
+    model = PipelineModule(layers, num_stages=1, loss_fn=lambda out, ids: loss(out.flatten(0, 1), ids.flatten()))
+    try:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        ids = torch.arange(8).view(1, 8)
+        engine.train_batch(iter([(ids, ids)] * engine.gradient_accumulation_steps()))
+    except Exception as error:
+        return {"ok": False, "error": type(error).__name__, "text": str(error)}
+    return {"ok": True, "overlap_comm": getattr(engine.optimizer, "overlap_comm", None)}
+
+
 def main() -> None:
     """Prints {code: {wrong|right: {parser|engine: outcome}}}."""
     environment()
@@ -99,6 +118,8 @@ def main() -> None:
                     outcome["engine"] = start(str(path))
                 if rule.code in ("DS701", "DS702"):
                     outcome["checkpointing"] = checkpointing(str(path))
+                if rule.code in ("DS601", "DS602", "DS605"):
+                    outcome["pipeline"] = pipeline(json.loads(text))
                 outcomes.setdefault(rule.code, {})[side] = outcome
     print("VERDICTS " + json.dumps(outcomes))
     sys.stdout.flush()

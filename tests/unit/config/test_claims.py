@@ -79,3 +79,17 @@ def test_cpu_offload_still_offloads(verdicts):
 def test_contiguous_activations_fail_when_checkpointing_is_configured(code, verdicts):
     assert verdicts[code]["wrong"]["checkpointing"]["error"] == "AssertionError"
     assert verdicts[code]["right"]["checkpointing"]["ok"]
+
+
+def test_the_pipeline_engine_refuses_zero_2(verdicts):
+    assert verdicts["DS601"]["wrong"]["pipeline"]["error"] == "AssertionError"
+    assert verdicts["DS601"]["right"]["pipeline"]["ok"]
+
+
+def test_reentrant_checkpointing_has_no_gradient_behind_an_embedding(verdicts):
+    assert not verdicts["DS602"]["wrong"]["pipeline"]["ok"]
+    assert verdicts["DS602"]["right"]["pipeline"]["ok"]
+
+
+def test_the_pipeline_engine_switches_overlap_off(verdicts):
+    assert verdicts["DS605"]["wrong"]["pipeline"] == {"ok": True, "overlap_comm": False}
