@@ -105,7 +105,7 @@ def main() -> None:
     environment()
     import deepspeed
 
-    # Else DeepSpeed compiles an all-reduce that nothing here uses, and waits for ever where such a compilation was killed.
+    # Else DeepSpeed compiles an all-reduce that nothing here uses, and waits for ever where one was killed doing so.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     with_engine = set(sys.argv[1].split(","))
