@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from harness.config import Resolved
+from harness.config.support import version_warning
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.topology.placement import advise, hosts_of_launch
@@ -19,6 +20,13 @@ def placement(console: Console, layout: Layout, env: LaunchEnv) -> None:
     advice = advise(layout, hosts_of_launch(env)) if env.world_size > 1 else None
     if advice:
         console.warn(advice)
+
+
+def version(console: Console) -> None:
+    """Warn if another DeepSpeed is installed than the config rules speak of."""
+    warning = version_warning()
+    if warning:
+        console.warn(warning)
 
 
 def compilation(console: Console, resolved: Resolved, device: torch.device) -> None:

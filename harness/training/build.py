@@ -100,10 +100,11 @@ class _TensorUnit:
 def _configure_checkpointing(setting: Setting) -> None:
     """Hand the section `activation_checkpointing` to DeepSpeed; only tensor-parallel ranks can share activations."""
     section = setting.resolved.config.get("activation_checkpointing", {})
+    partitioned = section.get("partition_activations", False) and setting.groups.tensor is not None
     checkpointing.configure(
         _TensorUnit(setting.groups),
-        partition_activations=section.get("partition_activations", False) and setting.groups.tensor is not None,
-        contiguous_checkpointing=section.get("contiguous_memory_optimization", False),
+        partition_activations=partitioned,
+        contiguous_checkpointing=section.get("contiguous_memory_optimization", False) and partitioned,
         num_checkpoints=section.get("number_checkpoints"),
         checkpoint_in_cpu=section.get("cpu_checkpointing", False),
         synchronize=section.get("synchronize_checkpoint_boundary", False),

@@ -271,6 +271,7 @@ class Trainer:
             },
         )
         self.groups = build_groups(self.layout)
+        announce.version(self.console)
         announce.placement(self.console, self.layout, env)
         return Setting(args=self.args, resolved=self.resolved, groups=self.groups, device=device, max_steps=steps)
 

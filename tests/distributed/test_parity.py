@@ -95,6 +95,15 @@ def test_masked_labels_weigh_the_same_in_every_layout(models: dict[tuple[str, bo
     check([*jobs, Job(model, "pp2tp2z1", measured, masked=True)], 4, tmp_path)
 
 
+def test_a_model_that_starts_from_the_seed_starts_alike_in_every_layout(tmp_path: Path) -> None:
+    jobs = [Job("tiny-qwen3", layout) for layout in ("pp2tp2z1", "tp4z0", "pp2dp2z1", "tp2dp2z3")]
+    first, *others = run_ranks(4, train_all, jobs, str(tmp_path), timeout_s=300)[0]
+    assert first[0][0] > 5  # nothing learnt yet: the logarithm of 258 ids
+    for job, curve in zip(jobs[1:], others, strict=True):
+        loss, norm = worst(curve, first)
+        assert loss < LOSS and norm < NORM, job.layout
+
+
 def test_all_three_axes_on_eight_ranks(models: dict[tuple[str, bool], str], tmp_path: Path) -> None:
     jobs = [Job(models[family, True], "pp2tp2dp2z1", interval(2, 0)) for family in ("llama", "gemma2")]
     check([*jobs, Job(models["bloom", True], "pp2tp2dp2z0")], 8, tmp_path)

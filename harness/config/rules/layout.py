@@ -67,7 +67,7 @@ def sequence_parallel_in_the_harness(view: RunView) -> Iterator[Finding]:
     "autotp-option-in-the-harness",
     Severity.WARNING,
     claim="runs",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1, "preset_model": "llama"}}',
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1, "tp_overlap_comm": true}}',
     right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}',
 )
 def autotp_option_in_the_harness(view: RunView) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ import pytest
 from harness.config.registry import RULES
 from tests.unit.config.test_rules import findings
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 # DeepSpeed compiles its own Adam, Lamb and the CPU Adam on first use; the right neighbours of these rules need one
 COMPILED = {"DS502", "DS801", "DS802", "DS804", "DS806", "DS807", "DS105", "DS106", "DS501", "DS504", "DS509", "DS951"}
 
@@ -30,7 +30,7 @@ def _engine_runs() -> list[str]:
 @pytest.fixture(scope="session")
 def verdicts() -> dict:
     """DeepSpeed's verdicts on all examples, from one process."""
-    command = [sys.executable, "-m", "tests.unit.config.deepspeed_verdicts", ",".join(_engine_runs())]
+    command = [sys.executable, "-m", "tests.e2e.deepspeed_verdicts", ",".join(_engine_runs())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     line = next((line for line in done.stdout.splitlines() if line.startswith("VERDICTS ")), None)
     assert line is not None, done.stderr[-2000:]
