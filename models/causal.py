@@ -16,7 +16,14 @@ from harness.models.decoder import Blueprint, decoder_layers
 from harness.models.frame import Frame
 from harness.models.locate import PLANS
 from harness.models.skeleton import ModelSource, build_skeleton
-from harness.models.weights import Initialiser, MemoryReader, SafetensorsReader, WeightSource
+from harness.models.weights import (
+    Initialiser,
+    MemoryReader,
+    OtherNames,
+    SafetensorsReader,
+    WeightSource,
+    read_by_transformers,
+)
 from harness.parallel.apply import cut
 from harness.parallel.comm import TensorParallel
 from harness.parallel.costs import LayerCost
@@ -130,7 +137,10 @@ def _weight_source(source: ModelSource, model: PreTrainedModel, seed: int) -> We
         return Initialiser(model=model, seed=seed)
     if not isinstance(source.weights, Path):
         return MemoryReader(tensors=source.weights)
-    return SafetensorsReader(source.weights, model, seed)
+    try:
+        return SafetensorsReader(source.weights, model, seed)
+    except OtherNames as told:
+        return read_by_transformers(source.weights, told)
 
 
 def _tail_is_elementwise(frame: Frame, plan: Plan, vocab_size: int, size: int) -> bool:

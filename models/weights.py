@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.config.errors import UserError
 
@@ -92,6 +92,10 @@ class MemoryReader:
             fill_local(tensor, self.tensors[name])
 
 
+class OtherNames(UserError):
+    """A checkpoint lacks tensors of the model, or holds them under other names or shapes."""
+
+
 class SafetensorsReader:
     """The tensors of a HuggingFace directory, read slice by slice.
 
@@ -100,7 +104,8 @@ class SafetensorsReader:
         model: the skeleton that the tensors belong to.
 
     Raises:
-        UserError: an index or file cannot be read, or tensors of the model are missing, with their names.
+        OtherNames: tensors of the model are missing, at least under their names.
+        UserError: an index or file cannot be read.
     """
 
     def __init__(self, directory: Path, model: PreTrainedModel, seed: int) -> None:
@@ -112,7 +117,7 @@ class SafetensorsReader:
         expected = [name for name in model.state_dict() if name not in tied]
         missing = [name for name in expected if self._stored_name(name) is None]
         if missing:
-            raise UserError(
+            raise OtherNames(
                 f"{directory}: {_some(missing)} not in the safetensors of this {model.config.model_type} model"
             )
         known = {self._stored_name(name) for name in (*expected, *tied)}
@@ -148,6 +153,23 @@ class SafetensorsReader:
         """The file's name of a tensor: a checkpoint of the base model lacks the prefix."""
         candidates = (name, name.removeprefix(self._prefix), self._prefix + name)
         return next((candidate for candidate in candidates if candidate in self._files), None)
+
+
+def read_by_transformers(directory: Path, told: OtherNames) -> MemoryReader:
+    """Let transformers read a checkpoint whose tensors it renames or joins (experts stored one by one, say).
+
+    Every rank then holds the whole model for a moment. Raises `told` if tensors are missing all the same.
+    """
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        directory, local_files_only=True, dtype=torch.float32, output_loading_info=True
+    )
+    model, info = loaded
+    if set(info["missing_keys"]) - set(model.all_tied_weights_keys) or info["mismatched_keys"]:
+        raise told
+    warnings.warn(
+        f"{directory}: its tensors have other names than the model's, so each rank reads all of them", stacklevel=2
+    )
+    return MemoryReader(tensors={**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())})
 
 
 def tensor_files(directory: Path) -> dict[str, str]:
