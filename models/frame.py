@@ -27,6 +27,8 @@ from harness.config.errors import UserError
 from harness.models.standins import Call, LayerStub, Reached, StandIn
 
 KEPT_SHAPES = 4
+# what a forward raises that asks of a stand-in what it cannot give
+CANNOT_RUN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -178,15 +180,7 @@ class Frame:
             stand_in.called = False
         try:
             first = self._take_notes(PROBE)
-        except (
-            AttributeError,
-            IndexError,
-            KeyError,
-            NotImplementedError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except CANNOT_RUN as error:
             raise UserError(
                 f"model type {self.config.model_type!r}: its forward does not run with its layers lifted out "
                 f"({type(error).__name__}: {' '.join(str(error).split())[:120]}), so it cannot be cut into stages"
