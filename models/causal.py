@@ -27,6 +27,7 @@ from harness.models.weights import (
 from harness.parallel.apply import cut
 from harness.parallel.comm import TensorParallel
 from harness.parallel.costs import LayerCost
+from harness.parallel.experts import expert_parallel_plan
 from harness.parallel.plan import Plan, plan_for
 
 
@@ -99,6 +100,7 @@ def assemble(
     dtype: torch.dtype,
     seed: int,
     finish: Callable[[nn.Module], None],
+    whole_experts: bool = False,
 ) -> CausalModel:
     """Prepare the model that `source` names for this rank; UserError for one that cannot be cut as asked.
 
@@ -107,9 +109,11 @@ def assemble(
         device, dtype: of the parameters that will be built.
         seed: of initial weights, where the source has none.
         finish: called with each layer once its weights are in place.
+        whole_experts: whether the tensor-parallel ranks share out experts instead of parts of each.
     """
     model = build_skeleton(source.config)
-    plan = plan_for(model, PLANS) if tensor.size > 1 else None
+    find_plan = expert_parallel_plan if whole_experts else plan_for
+    plan = find_plan(model, PLANS) if tensor.size > 1 else None
     weights = _weight_source(source, model, seed)
     tied = frozenset(model.all_tied_weights_keys)
     embedding: Any = model.get_input_embeddings()

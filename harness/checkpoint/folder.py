@@ -97,7 +97,7 @@ def read_progress(checkpoint: Path) -> Progress:
 def require_same_layout(checkpoint: Path, resolved: Resolved) -> None:
     """Raise UserError if a checkpoint was saved in another layout, ZeRO stage or precision than the run's."""
     saved = read_progress(checkpoint)
-    layout = Layout(pipeline=resolved.pipeline, data=resolved.data, tensor=resolved.tensor)
+    layout = Layout(pipeline=resolved.pipeline, data=resolved.data, tensor=resolved.tensor, expert=resolved.expert)
     theirs = f"{saved.layout}, ZeRO-{saved.zero_stage}, {saved.precision}"
     ours = f"{layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}"
     if theirs != ours:

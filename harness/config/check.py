@@ -18,11 +18,12 @@ def check(
     target: Target = "harness",
     pipeline_parallel_size: int | None = None,
     tensor_parallel_size: int | None = None,
+    expert_parallel_size: int | None = None,
 ) -> list[Diagnostic]:
     """All findings about a config, in the order of the file.
 
     `world_size` is the number of ranks, `model` a preset's name or a directory with config.json, `target` the
-    program that will read the file; the two sizes override the file's layout, as the arguments of a run do.
+    program that will read the file; the sizes override the file's layout, as the arguments of a run do.
     Raises UserError if the model's config cannot be read.
     """
     view = RunView(
@@ -32,6 +33,7 @@ def check(
         target=target,
         pipeline_override=pipeline_parallel_size,
         tensor_override=tensor_parallel_size,
+        expert_override=expert_parallel_size,
     )
     found = [_diagnostic(document, rule, finding) for rule in RULES for finding in rule.check(view)]
     return sorted(found, key=lambda item: (item.line, item.column, item.severity.rank, item.code))

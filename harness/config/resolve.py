@@ -77,6 +77,7 @@ def resolve(config: Mapping[str, Any] | Document, values: AutoValues) -> Resolve
     data = config.data if isinstance(config, Document) else config
     run = _Run(copy.deepcopy(dict(data)), values, document)
     pipeline, tensor, data_parallel = _layout(run)
+    expert = _experts(run, tensor)
     _batch(run, pipeline, data_parallel)
     precision = _precision(run)
     _fill_from_arguments(run)
@@ -87,7 +88,8 @@ def resolve(config: Mapping[str, Any] | Document, values: AutoValues) -> Resolve
     _fill_the_rest(run, "", run.config)
     if run.problems:
         raise ConfigError(run.problems)
-    run.config.pop("tensor_parallel", None)  # the harness cuts the layers itself; DeepSpeed would do it again
+    for section in ("tensor_parallel", "expert_parallel"):
+        run.config.pop(section, None)  # the harness cuts the layers itself; DeepSpeed would do it again
     run.config.pop("$schema", None)
     return Resolved(
         config=run.config,
@@ -95,6 +97,7 @@ def resolve(config: Mapping[str, Any] | Document, values: AutoValues) -> Resolve
         pipeline=pipeline,
         tensor=tensor,
         data=data_parallel,
+        expert=expert,
         micro_batch=run.config["train_micro_batch_size_per_gpu"],
         accumulation=run.config["gradient_accumulation_steps"],
         train_batch=run.config["train_batch_size"],
@@ -127,6 +130,20 @@ def _layout(run: _Run) -> tuple[int, int, int]:
             # reentrant checkpointing has no gradient where a layer's input is integer ids
             run.fill("/pipeline/use_reentrant", False, "harness")
     return pipeline, tensor, max(1, values.world_size // (pipeline * tensor))
+
+
+def _experts(run: _Run, tensor: int) -> int:
+    """The ranks over which whole experts are spread: those of a tensor-parallel group, or 1."""
+    asked = run.number("/expert_parallel/autoep_size") if run.get("/expert_parallel/enabled") is True else None
+    size = run.values.expert_parallel_size or asked or 1
+    if size not in (1, tensor):
+        run.refuse(
+            "DS314",
+            "/expert_parallel/autoep_size",
+            f"experts over {size} ranks, and tensor parallelism over {tensor}",
+            f"set tensor_parallel.autotp_size to {size} too: its ranks share out the experts",
+        )
+    return size
 
 
 _BATCH = {

@@ -29,6 +29,7 @@ class AutoValues:
     hidden_size: int | None = None
     pipeline_parallel_size: int | None = None
     tensor_parallel_size: int | None = None
+    expert_parallel_size: int | None = None
     world_size: int = 1
     given: frozenset[str] = field(default_factory=frozenset)
 
@@ -55,6 +56,7 @@ class Resolved:
     pipeline: int
     tensor: int
     data: int
+    expert: int  # ranks over which whole experts are spread: 1, or as many as tensor
     micro_batch: int
     accumulation: int
     train_batch: int

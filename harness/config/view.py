@@ -49,6 +49,7 @@ class RunView:
     target: Target = "harness"
     pipeline_override: int | None = None
     tensor_override: int | None = None
+    expert_override: int | None = None
 
     @property
     def data(self) -> dict[str, Any]:
@@ -104,6 +105,12 @@ class RunView:
     def tensor(self) -> int:
         """Tensor-parallel ranks that the config, or an argument in its place, asks for."""
         return self.tensor_override or self.size("/tensor_parallel/autotp_size") or 1
+
+    @cached_property
+    def expert(self) -> int:
+        """Ranks over which the config, or an argument in its place, spreads whole experts."""
+        asked = self.size("/expert_parallel/autoep_size") if self.on("/expert_parallel/enabled") else None
+        return self.expert_override or asked or 1
 
     @cached_property
     def data_parallel(self) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from harness.parallel.comm import TensorParallel
+from harness.parallel.experts import EXPERT_PARAMETER, EXPERTS, cut_experts, ep_dispatch_experts
 from harness.parallel.heads import require_width
 from harness.parallel.partial import sum_partial_gradients
 from harness.parallel.plan import InputRule, Plan, wildcard
@@ -54,7 +55,7 @@ def cut(
             config=config,
             local_output=local_logits and full_name == plan.head,
         )
-        new = STYLE_FUNCTIONS[rule.style](site)
+        new = ep_dispatch_experts(site) if rule.style == EXPERTS else STYLE_FUNCTIONS[rule.style](site)
         if new is not child:
             _keep_shared(child, new, shared)
             module.set_submodule(name, new)
@@ -93,7 +94,12 @@ def _cut_bare_parameters(module: nn.Module, prefix: str, plan: Plan, tensor: Ten
         if rule is not None and shard_of(param) is None:
             owner_name, _, own_name = name.rpartition(".")
             owner = module.get_submodule(owner_name)
-            setattr(owner, own_name, cut_bare_parameter(param, full_name, rule, tensor))
+            own = (
+                cut_experts(param, full_name, tensor)
+                if rule.style == EXPERT_PARAMETER
+                else cut_bare_parameter(param, full_name, rule, tensor)
+            )
+            setattr(owner, own_name, own)
 
 
 def _divide_attributes(module: nn.Module, name: str, words: Any, tensor: TensorParallel) -> None:

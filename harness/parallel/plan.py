@@ -86,6 +86,10 @@ class Plan:
         return rule is not None and rule.style == "colwise_gather_output"
 
 
+class NoPlan(UserError):
+    """A family that declares no tensor-parallel plan, and has no plan file either."""
+
+
 def wildcard(name: str) -> str:
     """`name` with `*` in the place of every number between dots: model.layers.3.mlp -> model.layers.*.mlp."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
@@ -104,7 +108,7 @@ def plan_for(model: nn.Module, plans: Path | None = None) -> Plan:
     else:
         path = None if plans is None else plans / f"{config.model_type}.json"
         if path is None or not path.is_file():
-            raise UserError(
+            raise NoPlan(
                 f"model type {config.model_type!r} declares no tensor-parallel plan: {_ADVICE}, "
                 f"or describe how to cut it in {path or 'a plan file'}"
             )

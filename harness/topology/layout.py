@@ -29,20 +29,24 @@ class Coordinate:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The sizes of the three axes; their product is the number of ranks. UserError for a size below 1."""
+    """The sizes of the three axes; their product is the number of ranks. UserError for a size below 1.
+
+    `expert` is no axis of its own: 1, or the size of the tensor axis where its ranks share out whole experts.
+    """
 
     pipeline: int = 1
     tensor: int = 1
     data: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
-        for axis in AXES:
+        for axis in (*AXES, "expert"):
             size = getattr(self, axis)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise UserError(f"{axis} parallel size is {size!r}: set it to a whole number of at least 1")
 
     @classmethod
-    def from_world(cls, world_size: int, *, pipeline: int = 1, tensor: int = 1) -> "Layout":
+    def from_world(cls, world_size: int, *, pipeline: int = 1, tensor: int = 1, expert: int = 1) -> "Layout":
         """Give to the data axis what pipeline and tensor leave of `world_size` ranks.
 
         Raises UserError if pipeline x tensor does not divide the world.
@@ -51,7 +55,7 @@ class Layout:
         data, left_over = divmod(world_size, model.world_size)
         if world_size < 1 or left_over or not data:
             raise UserError(_does_not_fit(world_size, model))
-        return cls(pipeline=pipeline, tensor=tensor, data=data)
+        return cls(pipeline=pipeline, tensor=tensor, data=data, expert=expert)
 
     @property
     def world_size(self) -> int:
@@ -109,7 +113,8 @@ class Layout:
         return strides[axis]
 
     def __str__(self) -> str:
-        return f"pp{self.pipeline} x dp{self.data} x tp{self.tensor}"
+        experts = f" (ep{self.expert})" if self.expert > 1 else ""
+        return f"pp{self.pipeline} x dp{self.data} x tp{self.tensor}{experts}"
 
 
 def _does_not_fit(world_size: int, model: Layout) -> str:

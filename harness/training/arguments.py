@@ -32,6 +32,7 @@ AT_LEAST_ONE = (
     "gradient_accumulation_steps",
     "pipeline_parallel_size",
     "tensor_parallel_size",
+    "expert_parallel_size",
 )
 
 
@@ -74,6 +75,9 @@ class TrainingArguments:
     allow_ignored_keys: bool = flag(False, "run although a key of the JSON looks like a misspelling of a real one")
     pipeline_parallel_size: int | None = flag(None, "pipeline stages; overrides pipeline.stages")
     tensor_parallel_size: int | None = flag(None, "tensor-parallel ranks; overrides tensor_parallel.autotp_size")
+    expert_parallel_size: int | None = flag(
+        None, "tensor-parallel ranks that share out whole experts; overrides expert_parallel.autoep_size"
+    )
 
     def __new__(cls, **given: Any) -> TrainingArguments:
         self = super().__new__(cls)

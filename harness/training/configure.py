@@ -40,6 +40,7 @@ def configure(
         model=model,
         pipeline_parallel_size=args.pipeline_parallel_size,
         tensor_parallel_size=args.tensor_parallel_size,
+        expert_parallel_size=args.expert_parallel_size,
     )
     refused = refusals(found, allow_ignored_keys=args.allow_ignored_keys)
     if refused:

@@ -68,6 +68,7 @@ def decoder_subject(source: ModelSource, setting: Setting, sequence_length: int)
         dtype=setting.dtype,
         seed=setting.args.seed,
         finish=layer_finisher(setting),
+        whole_experts=setting.resolved.expert > 1,
     )
     checkpointed = setting.resolved.activation_checkpoint_interval > 0
     return Subject(

@@ -249,7 +249,12 @@ class Trainer:
             samples=None if self.train_dataset is None else dataset_length(self.train_dataset),
             hidden_size=getattr(text_config, "hidden_size", None),
         )
-        self.layout = Layout.from_world(env.world_size, pipeline=self.resolved.pipeline, tensor=self.resolved.tensor)
+        self.layout = Layout.from_world(
+            env.world_size,
+            pipeline=self.resolved.pipeline,
+            tensor=self.resolved.tensor,
+            expert=self.resolved.expert,
+        )
         self.resume_from = folder.find_resume(self.output_dir, args.resume_from_checkpoint)
         if self.resume_from is not None:
             folder.require_same_layout(self.resume_from, self.resolved)

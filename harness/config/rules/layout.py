@@ -9,6 +9,8 @@ from harness.config.rule import Finding, rule
 from harness.config.values import AUTO
 from harness.config.view import RunView
 
+_READ = {"/tensor_parallel": "autotp_size", "/expert_parallel": "autoep_size"}
+
 
 @rule(
     "DS311",
@@ -71,20 +73,50 @@ def sequence_parallel_in_the_harness(view: RunView) -> Iterator[Finding]:
     right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}',
 )
 def autotp_option_in_the_harness(view: RunView) -> Iterator[Finding]:
-    """An option of DeepSpeed's AutoTP, which does not run under the harness.
+    """An option of DeepSpeed's AutoTP or AutoEP, which do not run under the harness.
 
-    The harness cuts the layers itself, by the plan that the model declares, and takes nothing but
-    autotp_size from this section; it is not handed on to DeepSpeed.
+    The harness cuts the layers itself, by the plans that the model declares, and takes nothing but
+    `tensor_parallel.autotp_size` and `expert_parallel.autoep_size` (where `enabled`) from these sections;
+    they are not handed on to DeepSpeed.
     """
     if view.target != "harness":
         return
     for visit in view.visits:
-        if visit.parent != "/tensor_parallel" or visit.key is None or visit.name in ("autotp_size", "dtype"):
+        size = _READ.get(visit.parent)
+        if size is None or visit.key is None or visit.name in (size, "dtype", "enabled"):
             continue
         if visit.value not in (AUTO, None, visit.key.spec.get("default")):
+            tool = "AutoTP" if visit.parent == "/tensor_parallel" else "AutoEP"
             yield Finding(
                 pointer=visit.pointer,
-                message=f"{visit.name} is an option of AutoTP, which the harness does not use",
-                hint="remove it; autotp_size is all that the harness reads here",
+                message=f"{visit.name} is an option of {tool}, which the harness does not use",
+                hint=f"remove it; {size} is all that the harness reads here",
                 deepspeed="is not given this section by the harness",
             )
+
+
+@rule(
+    "DS314",
+    "experts-over-other-ranks",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 4},'
+    ' "expert_parallel": {"enabled": true, "autoep_size": 2}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2},'
+    ' "expert_parallel": {"enabled": true, "autoep_size": 2}}',
+)
+def experts_over_other_ranks(view: RunView) -> Iterator[Finding]:
+    """Experts are to be spread over another number of ranks than those of a tensor-parallel group.
+
+    The harness spreads whole experts over the ranks of a tensor-parallel group, which see the same tokens,
+    so that none has to travel: `autoep_size` is 1 or `tensor_parallel.autotp_size`. Without
+    `expert_parallel` each expert is cut instead, as every other layer is.
+    """
+    if view.target == "harness" and view.expert not in (1, view.tensor):
+        yield Finding(
+            pointer="/expert_parallel/autoep_size",
+            message=f"experts over {view.expert} ranks, and tensor parallelism over {view.tensor}",
+            hint=f"set tensor_parallel.autotp_size to {view.expert} too: its ranks share out the experts",
+            deepspeed="exchanges tokens between data-parallel ranks",
+            on_value=True,
+        )

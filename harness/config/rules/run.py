@@ -22,7 +22,7 @@ def argument_in_conflict(view: RunView) -> Iterator[Finding]:
     """A value stands in the file, and an argument of the run says another.
 
     Neither wins: the run is refused, and the message names both. `"auto"` in the file takes the argument.
-    The layout (`--pipeline_parallel_size`, `--tensor_parallel_size`) is the exception: there the argument
-    overrides the file.
+    The layout (`--pipeline_parallel_size`, `--tensor_parallel_size`, `--expert_parallel_size`) is the
+    exception: there the argument overrides the file.
     """
     yield from ()

@@ -42,6 +42,17 @@ def test_flags_override_the_layout():
     assert run.config["pipeline"]["stages"] == 2
 
 
+def test_experts_are_spread_over_a_tensor_parallel_group_or_not_at_all():
+    config = {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}}
+    assert resolved(config, world_size=2).expert == 2
+    assert "expert_parallel" not in resolved(config, world_size=2).config
+    off = config | {"expert_parallel": {"enabled": False, "autoep_size": 2}}
+    assert resolved(off, world_size=2).expert == 1
+    assert resolved(off, world_size=2, expert_parallel_size=2).expert == 2
+    with pytest.raises(ConfigError, match="experts over 2 ranks, and tensor parallelism over 1"):
+        resolved(config, world_size=2, tensor_parallel_size=1)
+
+
 def test_clipping_is_always_written_out():
     assert resolved({}, max_grad_norm=0.5).config["gradient_clipping"] == 0.5
     assert resolved({"gradient_clipping": "auto"}).config["gradient_clipping"] == 1.0
