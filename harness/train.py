@@ -53,11 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, console: Console) -> None:
     """Read the data, train, evaluate, export."""
-    from harness.training.text import text_datasets
+    from harness.training.prepare import script_datasets
     from harness.training.trainer import Trainer
 
     console.say(f"preparing {script.model_name_or_path} and {script.train_file}")
-    data = text_datasets(script, args, env)
+    data = script_datasets(script, args, env, console)
     trainer = Trainer(
         model=script.model_name_or_path,
         args=args,

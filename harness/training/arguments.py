@@ -51,6 +51,9 @@ class TrainingArguments:
     resume_from_checkpoint: str | None = flag(
         None, "auto: the newest whole checkpoint in output_dir; or a checkpoint's path"
     )
+    block_size: int | None = flag(
+        None, "tokens of a sample made of text or conversations; default: the model's length, at most 1024"
+    )
     max_steps: int = flag(-1, "optimizer steps; -1: as many as num_train_epochs take")
     num_train_epochs: float = flag(3.0, "passes through the data, unless max_steps is given")
     per_device_train_batch_size: int = flag(8, "samples of a micro-batch")

@@ -22,11 +22,13 @@ class ScriptArguments:
 
     model_name_or_path: str = flag(DEFAULT_MODEL, "a preset's name, or a directory with HuggingFace's config.json")
     tokenizer_name: str | None = flag(None, "bytes, or a directory; default: the model directory's own, else bytes")
-    train_file: str = flag(PYTHON_STDLIB, ".txt, .jsonl, .parquet (column text), or a directory of them")
+    train_file: str = flag(
+        PYTHON_STDLIB,
+        ".txt; .jsonl, .parquet (column text; messages; or prompt and completion); or a directory of them",
+    )
     validation_file: str | None = flag(
         None, "the same, for evaluation; with eval_steps and without it a part is held out"
     )
-    block_size: int | None = flag(None, "tokens of a sample; default: the model's length, at most 1024")
 
 
 def check_before_start(script: ScriptArguments, args: TrainingArguments, env: LaunchEnv) -> None:

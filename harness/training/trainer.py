@@ -36,6 +36,7 @@ from harness.training.data.collate import Collator, collate
 from harness.training.data.stream import BatchStream, data_digest, dataset_length, read_micro_batch
 from harness.training.distributed import any_rank, require_precision, start
 from harness.training.evaluate import mean_loss
+from harness.training.prepare import user_datasets
 from harness.training.progress import ProgressCallback
 from harness.training.recorder import Recorder
 from harness.training.stages import choose_boundaries, stage_lines
@@ -49,9 +50,10 @@ class Trainer:
         model: a preset's name or a HuggingFace directory, a config, a model in memory; or a list of layers
             (modules, LayerSpecs, functions) with `loss_fn`.
         args: the arguments; `args.deepspeed_config` is the DeepSpeed JSON.
-        train_dataset, eval_dataset: map-style; items are dicts with input_ids (and labels), or pairs (inputs, labels).
+        train_dataset, eval_dataset: map-style; items are dicts with input_ids (and labels), or with text or messages
+            to be made tokens of, or pairs (inputs, labels).
         loss_fn: of a list of layers: `loss_fn(outputs, labels)`, the mean over the samples it is given.
-        processing_class: the tokenizer, saved beside the model.
+        processing_class: the tokenizer, for text and messages; saved beside the model.
         data_collator: makes a micro-batch of a list of items.
         callbacks: called at the usual moments, on every rank.
         console: where to speak; by default standard output on rank 0.
@@ -76,17 +78,17 @@ class Trainer:
         env = LaunchEnv.from_environ(os.environ)
         self.args = args
         self.output_dir = Path(args.output_dir)
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self.processing_class = processing_class
         self.data_collator = data_collator
         self.console = console or plain_console(env.rank)
         source = model_source(model)
+        data = user_datasets(train_dataset, eval_dataset, processing_class, source, args, env, self.console)
+        self.train_dataset, self.eval_dataset, self.processing_class = data.train, data.evaluation, data.tokenizer
         steps = self._configure(env, source, model if isinstance(model, str) else None)
         setting = self._join(env, steps)
         self.stream = self._stream()
         sample = None
-        if train_dataset is not None:
-            sample = read_micro_batch(train_dataset, range(self.resolved.micro_batch), data_collator)
+        if self.train_dataset is not None:
+            sample = read_micro_batch(self.train_dataset, range(self.resolved.micro_batch), data_collator)
         if source is not None:
             self.subject = decoder_subject(source, setting, sample[0].shape[1] if sample is not None else 1024)
         else:

@@ -1,66 +1,45 @@
-"""How the documents of one file are read: a generator a suffix, each yielding text in the order of the file.
+"""How the rows of one file are read, each with its place, in the order of the file.
 
 A reader raises UserError with the file and the line, row or byte that cannot be used; an OSError is left to
-the caller. Text is whole Unicode: what cannot be encoded as UTF-8 again is refused.
+the caller. What a row means is `rows.py`'s to say.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any, TypeAlias
 
 from harness.config.errors import UserError
+from harness.training.data.rows import BESIDE, COLUMNS, TEXT, document, kind_of_row
+
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+
+Row: TypeAlias = tuple[str, Mapping[str, Any]]
+"""A place as the user would name it, and what stands there."""
 
 _ROWS_AT_ONCE = 1024
 
 
-def read_txt(file: Path) -> Iterator[str]:
-    """The one document of a .txt file: its bytes as UTF-8, newlines and byte order mark left as they are."""
-    try:
-        yield file.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        place = f"byte {error.start} is 0x{error.object[error.start]:02x}"
-        raise UserError(f"{file} is not UTF-8 ({place}): convert it") from error
+def read_documents_of(file: Path, kind: str) -> Iterator[dict[str, str]]:
+    """The documents of a file whose rows are of this kind; a file of any other suffix is one text."""
+    rows = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}.get(file.suffix, _txt_rows)
+    for place, row in rows(file):
+        yield document(row, kind, place)
 
 
-def read_jsonl(file: Path) -> Iterator[str]:
-    """One document a line, the string under `text`; blank lines are passed over."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _text_of_line(line, f"{file}:{number}")
-
-
-def read_parquet(file: Path) -> Iterator[str]:
-    """One document a row, the string in column `text`."""
-    from pyarrow import ArrowInvalid
-    from pyarrow.parquet import ParquetFile
-
-    _check_parquet_columns(file)
-    row = 0
-    try:
-        with ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=["text"]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    yield _checked(text, f"{file}, row {row}")
-    except ArrowInvalid as error:
-        raise UserError(f"{file} is damaged after row {row}: {_one_line(error)}") from error
-
-
-READERS: Mapping[str, Callable[[Path], Iterator[str]]] = MappingProxyType(
-    {".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}
-)
-
-
-def check_head(file: Path) -> None:
-    """Look at the first row, or the schema, of a file that is not empty. UserError if it has no `text`."""
-    if file.suffix == ".jsonl":
-        next(read_jsonl(file), None)
-    elif file.suffix == ".parquet":
-        _check_parquet_columns(file)
+def kind_of_file(file: Path) -> str | None:
+    """What the rows of a file are, by its first row or its schema, which is looked at; None if it has no row."""
+    if file.suffix == ".parquet":
+        return kind_of_row(_parquet_columns(file), str(file))
+    if file.suffix != ".jsonl":
+        return TEXT
+    for place, row in _jsonl_rows(file):
+        kind = kind_of_row(row, place)
+        document(row, kind, place)
+        return kind
+    return None
 
 
 def decodes(file: Path) -> bool:
@@ -72,7 +51,44 @@ def decodes(file: Path) -> bool:
     return True
 
 
-def _text_of_line(line: bytes, place: str) -> str:
+def _txt_rows(file: Path) -> Iterator[Row]:
+    """One row: the file's bytes as UTF-8, newlines and byte order mark left as they are."""
+    try:
+        yield str(file), {"text": file.read_bytes().decode("utf-8")}
+    except UnicodeDecodeError as error:
+        place = f"byte {error.start} is 0x{error.object[error.start]:02x}"
+        raise UserError(f"{file} is not UTF-8 ({place}): convert it") from error
+
+
+def _jsonl_rows(file: Path) -> Iterator[Row]:
+    """One row a line; blank lines are passed over."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                place = f"{file}:{number}"
+                yield place, _object_of_line(line, place)
+
+
+def _parquet_rows(file: Path) -> Iterator[Row]:
+    """One row a row, of the columns that say something."""
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import ParquetFile
+
+    names = _parquet_columns(file)
+    kind = kind_of_row(names, str(file))
+    columns = [name for name in (*COLUMNS[kind], *BESIDE[kind]) if name in names]
+    number = 0
+    try:
+        with ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{file}, row {number}", row
+    except ArrowInvalid as error:
+        raise UserError(f"{file} is damaged after row {number}: {_one_line(error)}") from error
+
+
+def _object_of_line(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except UnicodeDecodeError as error:
@@ -80,32 +96,18 @@ def _text_of_line(line: bytes, place: str) -> str:
     except json.JSONDecodeError as error:
         raise UserError(f"{place} is not JSON ({error.msg}, column {error.colno}): one object a line") from error
     if not isinstance(row, dict):
-        raise UserError(f'{place} is not an object: each line is {{"text": "..."}}')
-    if "text" not in row:
-        raise UserError(f"{place} has no column `text` (it has: {', '.join(row) or 'none'}): rename one to `text`")
-    return _checked(row["text"], place)
+        raise UserError(f'{place} is not an object: each line is {{"text": "..."}} or {{"messages": [...]}}')
+    return row
 
 
-def _checked(text: object, place: str) -> str:
-    if not isinstance(text, str):
-        raise UserError(f"{place}: `text` is {'missing' if text is None else type(text).__name__}, not a string")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError(f"{place}: `text` holds half a surrogate pair at character {error.start}") from error
-    return text
-
-
-def _check_parquet_columns(file: Path) -> None:
+def _parquet_columns(file: Path) -> list[str]:
     from pyarrow import ArrowInvalid
     from pyarrow.parquet import read_schema
 
     try:
-        names = read_schema(file).names
+        return list(read_schema(file).names)
     except ArrowInvalid as error:
         raise UserError(f"{file} is not a parquet file: {_one_line(error)}") from error
-    if "text" not in names:
-        raise UserError(f"{file} has no column `text` (it has: {', '.join(names) or 'none'}): rename one to `text`")
 
 
 def _one_line(error: Exception) -> str:

@@ -1,9 +1,9 @@
-"""Where text lies and whether it can be read: the files behind `--train_file`, and documents out of them.
+"""Where data lies and whether it can be read: the files behind `--train_file`, and documents out of them.
 
-A source is a .txt file (one document), a .jsonl or .parquet file (column `text`, one document a row), a
-directory of such files (searched recursively, links followed, sorted by path, hidden ones left out) or
-"python-stdlib": the running Python's standard library. `preflight` needs neither torch nor datasets, so a
-wrong path is told before anything is built.
+A source is a .txt file (one document), a .jsonl or .parquet file (one document a row: text or a conversation,
+see `rows.py`), a directory of such files, all of one kind (searched recursively, links followed, sorted by path,
+hidden ones left out) or "python-stdlib": the running Python's standard library. `preflight` needs neither torch
+nor datasets, so a wrong path is told before anything is built.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.config.errors import UserError
-from harness.training.data.readers import READERS, check_head, decodes
+from harness.training.data.cache import cache_error
+from harness.training.data.readers import SUFFIXES, decodes, kind_of_file, read_documents_of
+from harness.training.data.rows import COLUMNS, TEXT
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -26,29 +28,37 @@ PYTHON_STDLIB = "python-stdlib"
 _BESIDE_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 
 # Part of the cache key: raise it when the documents made from the same files change.
-_FORMAT = 1
+_FORMAT = 2
 
 
-def preflight(source: str | os.PathLike[str]) -> list[Path]:
-    """The files of a source, each looked at: it opens, and its first row has text. UserError if not.
+def preflight(source: str | os.PathLike[str]) -> str:
+    """What a source's rows are (a kind of `rows.py`), each of its files looked at. UserError if one is unusable.
 
-    Costs one directory listing and the first bytes of each file; the rest of a file is not read.
+    Costs one directory listing and the first row of each file; the rest of a file is not read.
     """
     files = find_files(source)
     if os.fspath(source) == PYTHON_STDLIB:
-        return files
-    sizes = []
+        return TEXT
+    kinds: dict[str, Path] = {}
     for file in files:
         try:
             with file.open("rb") as stream:
-                sizes.append(os.fstat(stream.fileno()).st_size)
+                size = os.fstat(stream.fileno()).st_size
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from error
-        if sizes[-1]:
-            check_head(file)
-    if not any(sizes):
+        kind = kind_of_file(file) if size else None
+        if kind is not None:
+            kinds.setdefault(kind, file)
+    if not kinds:
         raise UserError(f"{source} is empty: give text to train on")
-    return files
+    if len(kinds) > 1:
+        (first, a), (second, b), *_ = kinds.items()
+        raise UserError(f"{a} has {_columns(first)}, {b} has {_columns(second)}: train on one kind at a time")
+    return next(iter(kinds))
+
+
+def _columns(kind: str) -> str:
+    return " and ".join(f"`{name}`" for name in COLUMNS[kind])
 
 
 def find_files(source: str | os.PathLike[str]) -> list[Path]:
@@ -56,39 +66,42 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     if os.fspath(source) == PYTHON_STDLIB:
         return _stdlib_files()
     path = Path(source)
-    suffixes = ", ".join(READERS)
+    suffixes = ", ".join(SUFFIXES)
     if path.is_dir():
-        files = [file for file in _walk(path) if file.suffix in READERS]
+        files = [file for file in _walk(path) if file.suffix in SUFFIXES]
         if not files:
             raise UserError(f"{path} holds no file with one of the suffixes {suffixes}")
         return files
     if not path.exists():
         raise UserError(f"{path} does not exist: give a {suffixes} file, a directory of them, or {PYTHON_STDLIB}")
-    if path.suffix not in READERS:
+    if path.suffix not in SUFFIXES:
         raise UserError(f"{path} is none of {suffixes}: convert it, or rename it if it is plain text")
     return [path]
 
 
 def read_documents(source: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> Dataset:
-    """The documents of a source: a `datasets.Dataset` with one column, `text`, mapped from disk.
+    """The documents of a source: a `datasets.Dataset` mapped from disk.
 
-    A .txt file's text is its bytes decoded as UTF-8 and nothing else: no newline is added, dropped or
-    translated. The copy lies in `cache_dir` (default HF_DATASETS_CACHE) and is used again while paths, sizes
-    and modification times of the files stay as they are. Raises UserError as `preflight` does, and for text
-    that cannot be decoded, a line that is not JSON, a row without text.
+    Its one column is `text`; of conversations there are two, `conversation` and `place`. A .txt file's text is its
+    bytes decoded as UTF-8 and nothing else: no newline is added, dropped or translated. The copy lies in
+    `cache_dir` (default HF_DATASETS_CACHE) and is used again while paths, sizes and modification times of the
+    files stay as they are. Raises UserError as `preflight` does, and for text that cannot be decoded, a line that
+    is not JSON, a row that is not like the others.
     """
     from datasets import Dataset, Features, Value
     from datasets.exceptions import DatasetGenerationError
 
-    files = preflight(source)
+    kind = preflight(source)
+    files = find_files(source)
     # Tuples: `datasets` takes a list among these arguments for shards that may be read in any grouping.
     stamps = tuple((str(file.absolute()), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat()))
+    columns = ("text",) if kind == TEXT else ("conversation", "place")
     try:
         documents = Dataset.from_generator(
             _documents,
-            features=Features({"text": Value("large_string")}),
+            features=Features({name: Value("large_string") for name in columns}),
             cache_dir=os.fspath(cache_dir) if cache_dir else None,
-            gen_kwargs={"stamps": stamps, "version": _FORMAT},
+            gen_kwargs={"stamps": stamps, "kind": kind, "version": _FORMAT},
         )
     except (DatasetGenerationError, OSError) as error:
         cause = error.__cause__ or error
@@ -98,14 +111,6 @@ def read_documents(source: str | os.PathLike[str], cache_dir: str | os.PathLike[
             raise cache_error(cause, cache_dir) from error
         raise
     return documents
-
-
-def cache_error(error: OSError, cache_dir: str | os.PathLike[str] | None) -> UserError:
-    """What to tell where prepared data cannot be written: the disk is full, the directory is not ours."""
-    from datasets.config import HF_DATASETS_CACHE
-
-    place = cache_dir or HF_DATASETS_CACHE
-    return UserError(f"cannot keep prepared data in {place} ({error.strerror or error}): set HF_DATASETS_CACHE")
 
 
 def hold_out(documents: Dataset, every: int = 20) -> tuple[Dataset, Dataset]:
@@ -120,15 +125,13 @@ def hold_out(documents: Dataset, every: int = 20) -> tuple[Dataset, Dataset]:
     return documents.select(kept), documents.select(held_out)
 
 
-def _documents(stamps: tuple[tuple[str, int, int], ...], version: int) -> Iterator[dict[str, str]]:
+def _documents(stamps: tuple[tuple[str, int, int], ...], kind: str, version: int) -> Iterator[dict[str, str]]:
     """Read one file after the other. Sizes, times and version only mark the cache."""
     for name, _, _ in stamps:
-        file = Path(name)
         try:
-            for text in READERS.get(file.suffix, READERS[".txt"])(file):
-                yield {"text": text}
+            yield from read_documents_of(Path(name), kind)
         except OSError as error:
-            raise UserError(f"cannot read {file}: {error.strerror or error}") from error
+            raise UserError(f"cannot read {name}: {error.strerror or error}") from error
 
 
 def _walk(top: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:

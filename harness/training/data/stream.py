@@ -92,8 +92,9 @@ def data_digest(dataset: Any, looked_at: int = 16) -> str:
     digest = hashlib.sha256(str(n).encode())
     for i in sorted({k * (n - 1) // max(looked_at - 1, 1) for k in range(looked_at)} if n else ()):
         sample = dataset[i]
-        if isinstance(sample, Mapping) and "input_ids" in sample:
-            digest.update(repr(torch.as_tensor(sample["input_ids"]).tolist()).encode())
+        for name in ("input_ids", "labels", "position_ids"):
+            if isinstance(sample, Mapping) and name in sample:
+                digest.update(repr(torch.as_tensor(sample[name]).tolist()).encode())
     return digest.hexdigest()[:16]
 
 

@@ -2,7 +2,8 @@
 
 The bytes tokenizer needs no file and no training, takes any text and gives it back exactly. When it is saved
 it becomes a `tokenizer.json` that does the same, so that `AutoTokenizer` reads an exported model's directory,
-and a mark in `tokenizer_config.json` by which `load_tokenizer` knows it again. No hub is ever asked.
+and a mark in `tokenizer_config.json` by which `load_tokenizer` knows it again. It has a chat template of its own.
+No hub is ever asked.
 """
 
 from __future__ import annotations
@@ -30,6 +31,17 @@ _FILES = (
     "vocab.json",
     "vocab.txt",
     "spiece.model",
+)
+
+# A turn is its role on a line of its own, then what was said, closed as a document is.
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message['content'] + eos_token + '\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 
 
@@ -66,9 +78,22 @@ class ByteTokenizer:
             "eos_token": self.eos_token,
             "pad_token": self.pad_token,
             "clean_up_tokenization_spaces": False,
+            "chat_template": _CHAT_TEMPLATE,
             _MARK: BYTES,
         }
         (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def as_transformers(self) -> PreTrainedTokenizerBase:
+        """A transformers tokenizer that makes the same ids, and has a chat template."""
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(
+            tokenizer_object=_as_byte_level_bpe(self),
+            eos_token=self.eos_token,
+            pad_token=self.pad_token,
+            clean_up_tokenization_spaces=False,
+            chat_template=_CHAT_TEMPLATE,
+        )
 
 
 Tokenizer: TypeAlias = "ByteTokenizer | PreTrainedTokenizerBase"

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
 
 from harness.config.errors import UserError
-from harness.training.data import blocks as blocks_module
-from harness.training.data.blocks import BlockJoiner, make_blocks, once_per_host
+from harness.training.data import cache as cache_module
+from harness.training.data.blocks import BlockJoiner, make_blocks
+from harness.training.data.cache import once_per_host
 from harness.training.data.sources import read_documents
 from harness.training.data.tokenizer import ByteTokenizer, encode_documents, load_tokenizer
 from tests.unit.training.data.conftest import TEXTS
@@ -34,13 +35,13 @@ def rows(blocks):
 )
 def test_joining_crosses_batches_and_loses_nothing(batches, size):
     joiner = BlockJoiner(ByteTokenizer(), size)
-    got = [row for batch in batches for row in joiner.cut(batch).tolist()]
+    got = [row for batch in batches for row in joiner.cut(batch)[0].tolist()]
     assert got == reference([text for batch in batches for text in batch], size)
 
 
 @pytest.mark.parametrize("documents_at_once", [1, 3, 256])
 def test_blocks_are_those_of_the_contract_whatever_the_batch(documents_at_once, tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks_module, "_DOCUMENTS_AT_ONCE", documents_at_once)
+    monkeypatch.setattr(cache_module, "_ROWS_AT_ONCE", documents_at_once)
     texts = ["x" * (7 * i % 50) for i in range(40)] + TEXTS
     documents = Dataset.from_dict({"text": texts})
     for size in (2, 16, 33):

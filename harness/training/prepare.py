@@ -1,0 +1,112 @@
+"""Samples of tokens for training and evaluation: out of the script's files, or of a data set of text or conversations.
+
+What is tokens already is left alone. On each host one rank prepares, the others read its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from harness.config.errors import UserError
+from harness.models.locate import model_directory
+from harness.models.skeleton import ModelSource, read_source
+from harness.topology.env import LaunchEnv
+from harness.training.arguments import TrainingArguments
+from harness.training.console import Console
+from harness.training.data.blocks import make_blocks
+from harness.training.data.cache import once_per_host
+from harness.training.data.documents import as_documents, holds_tokens
+from harness.training.data.samples import Samples, make_samples
+from harness.training.data.sources import hold_out, read_documents
+from harness.training.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from harness.training.distributed import start
+from harness.training.preflight import ScriptArguments
+
+LONGEST_DEFAULT = 1024  # as run_clm.py
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Data sets of tokens, and the tokenizer that made them."""
+
+    train: Any
+    evaluation: Any
+    tokenizer: Any
+
+
+def script_datasets(script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, console: Console) -> Prepared:
+    """Read, tokenise and lay out the script's files."""
+    tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model_name_or_path))
+    lay_out = _layer_out(tokenizer, read_source(script.model_name_or_path), args)
+
+    def build() -> tuple[Any, Any]:
+        documents, evaluation = read_documents(script.train_file), None
+        if script.validation_file is not None:
+            evaluation = lay_out(read_documents(script.validation_file))
+        elif args.eval_steps:
+            documents, held_out = hold_out(documents)
+            evaluation = lay_out(held_out)
+        return lay_out(documents), evaluation
+
+    return _on_each_host(build, tokenizer, env, console)
+
+
+def user_datasets(
+    train: Any,
+    evaluation: Any,
+    tokenizer: Tokenizer | None,
+    source: ModelSource | None,
+    args: TrainingArguments,
+    env: LaunchEnv,
+    console: Console,
+) -> Prepared:
+    """The Trainer's data sets, of which those that hold text or conversations become tokens."""
+    if source is None or all(holds_tokens(data) for data in (train, evaluation)):
+        return Prepared(train=train, evaluation=evaluation, tokenizer=tokenizer)
+    if tokenizer is None:
+        raise UserError("a data set of text or conversations needs processing_class, the tokenizer")
+    lay_out = _layer_out(tokenizer, source, args)
+
+    def build() -> tuple[Any, Any]:
+        return tuple(
+            data if holds_tokens(data) else lay_out(as_documents(data, name))
+            for data, name in ((train, "train_dataset"), (evaluation, "eval_dataset"))
+        )
+
+    return _on_each_host(build, tokenizer, env, console)
+
+
+def _layer_out(tokenizer: Tokenizer, source: ModelSource, args: TrainingArguments) -> Callable[[Any], Any]:
+    """What makes samples of documents, for this model; UserError if its tokenizer or block size do not fit it."""
+    config = source.config.get_text_config(decoder=True)
+    check_vocabulary(tokenizer, config.vocab_size)
+    block_size = _block_size(args, getattr(config, "max_position_embeddings", None))
+
+    def lay_out(documents: Any) -> Any:
+        make = make_samples if "conversation" in documents.column_names else make_blocks
+        return make(documents, tokenizer, block_size)
+
+    return lay_out
+
+
+def _on_each_host(
+    build: Callable[[], tuple[Any, Any]], tokenizer: Tokenizer, env: LaunchEnv, console: Console
+) -> Prepared:
+    start(env)
+    train, evaluation = once_per_host(build, local_rank=env.local_rank, barrier=dist.barrier)
+    for name, data in (("training", train), ("evaluation", evaluation)):
+        if isinstance(data, Samples):
+            console.say(f"{name}: {data.summary}")
+    return Prepared(train=train, evaluation=evaluation, tokenizer=tokenizer)
+
+
+def _block_size(args: TrainingArguments, longest: int | None) -> int:
+    if args.block_size is None:
+        return min(LONGEST_DEFAULT, longest or LONGEST_DEFAULT)
+    if longest is not None and args.block_size > longest:
+        raise UserError(f"--block_size {args.block_size}: the model has {longest} positions; use at most {longest}")
+    return args.block_size
