@@ -12,6 +12,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from harness.models.attention import on_any_device
 from harness.models.decoder import Blueprint, decoder_layers
 from harness.models.frame import Frame
 from harness.models.locate import PLANS
@@ -118,7 +119,8 @@ def assemble(
     tied = frozenset(model.all_tied_weights_keys)
     embedding: Any = model.get_input_embeddings()
     vocab_size: int = embedding.weight.shape[0]
-    frame = Frame(model, device)
+    with on_any_device(model):
+        frame = Frame(model, device)
     local_logits = plan is not None and plan.splits_head and _tail_is_elementwise(frame, plan, vocab_size, tensor.size)
 
     def cut_layer(layer: nn.Module) -> None:

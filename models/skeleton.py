@@ -59,13 +59,20 @@ def read_source(name: str) -> ModelSource:
 
 
 def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
-    """The causal language model of `config` on the meta device, in training mode; UserError if it has none."""
+    """The causal language model of `config` on the meta device, in training mode; UserError if it has none.
+
+    Also where it has not the implementation of attention that the config asks for.
+    """
     config = copy.deepcopy(config)
     config.use_cache = False
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
+        if (wanted := config._attn_implementation) and "attention implementation" in reason:
+            raise UserError(
+                f"{reason.partition(' yet.')[0]}: give another --attn_implementation than {wanted}"
+            ) from error
         raise UserError(f"model type {config.model_type!r} cannot be trained as a causal decoder: {reason}") from error
     return model.train()

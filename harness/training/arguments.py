@@ -24,6 +24,7 @@ SCHEDULES = (
     "constant_with_warmup",
     "inverse_sqrt",
 )
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
 AT_LEAST_ONE = (
     "eval_steps",
     "save_total_limit",
@@ -69,6 +70,9 @@ class TrainingArguments:
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0: not clipped")
     bf16: bool = flag(False, "train in bfloat16")
     fp16: bool = flag(False, "train in float16 with loss scaling")
+    attn_implementation: str | None = flag(
+        None, "eager, sdpa, flash_attention_2 or flash_attention_3; default: the config.json's, else sdpa or eager"
+    )
     seed: int = flag(42, "of initial weights, sample order and dropout")
     logging_steps: int = flag(500, "steps between log events")
     eval_steps: int | None = flag(None, "steps between evaluations; absent: none during training")
@@ -98,6 +102,8 @@ class TrainingArguments:
                 raise UserError(f"--{name} {value}: must be at least 1")
         if self.lr_scheduler_type not in SCHEDULES:
             raise UserError(f"--lr_scheduler_type {self.lr_scheduler_type}: not one of {', '.join(SCHEDULES)}")
+        if self.attn_implementation not in (None, *ATTENTION):
+            raise UserError(f"--attn_implementation {self.attn_implementation}: not one of {', '.join(ATTENTION)}")
         unknown = set(self.reporters()) - {"tensorboard", "wandb", "csv"}
         if unknown:
             raise UserError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.config.errors import UserError
+from harness.models.attention import with_attention
 from harness.models.causal import CausalModel, assemble
 from harness.models.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
@@ -61,6 +62,8 @@ def model_source(model: Model) -> ModelSource | None:
 
 def decoder_subject(source: ModelSource, setting: Setting, sequence_length: int) -> Subject:
     """Prepare the decoder that `source` names; UserError for one that cannot be cut as the layout asks."""
+    wanted = setting.args.attn_implementation
+    source = replace(source, config=with_attention(source.config, wanted, setting.device, setting.dtype))
     causal = assemble(
         source,
         tensor=TensorParallel.of(setting.groups.tensor),
