@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config.errors import ConfigError, UserError
 from harness.topology.env import LaunchEnv
-from harness.training.arguments import TrainingArguments, parse
+from harness.training.arguments import LoraArguments, TrainingArguments, parse
 from harness.training.console import Console, plain_console, quiet
 from harness.training.preflight import ScriptArguments, check_before_start
 
@@ -40,18 +40,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank = env.rank
         script: ScriptArguments
         args: TrainingArguments
-        script, args = parse(
-            [ScriptArguments, TrainingArguments], argv, prog="train.py", description=DESCRIPTION, epilog=EXAMPLE
+        lora: LoraArguments
+        script, args, lora = parse(
+            [ScriptArguments, TrainingArguments, LoraArguments],
+            argv,
+            prog="train.py",
+            description=DESCRIPTION,
+            epilog=EXAMPLE,
         )
-        check_before_start(script, args, env)
+        check_before_start(script, args, env, lora)
         with quiet(Path(args.output_dir) / "logs" / f"rank_{rank}.log", rank) as console:
-            return _guarded(script, args, env, console)
+            return _guarded(script, args, lora, env, console)
     except UserError as error:
         _tell(console, rank, error)
         return 1
 
 
-def run(script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, console: Console) -> None:
+def run(
+    script: ScriptArguments, args: TrainingArguments, lora: LoraArguments, env: LaunchEnv, console: Console
+) -> None:
     """Read the data, train, evaluate, export."""
     from harness.training.prepare import script_datasets
     from harness.training.trainer import Trainer
@@ -65,16 +72,20 @@ def run(script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, consol
         eval_dataset=data.evaluation,
         processing_class=data.tokenizer,
         console=console,
+        peft_config=lora.peft_config(),
     )
     trainer.train()
     directory = trainer.save_model()
-    console.say(f"the model is in {directory}, the metrics in {directory / 'metrics.jsonl'}")
+    what = "model is" if trainer.adaptation is None else "adapters are"
+    console.say(f"the {what} in {directory}, the metrics in {directory / 'metrics.jsonl'}")
     _shut_down(trainer)
 
 
-def _guarded(script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, console: Console) -> int:
+def _guarded(
+    script: ScriptArguments, args: TrainingArguments, lora: LoraArguments, env: LaunchEnv, console: Console
+) -> int:
     try:
-        run(script, args, env, console)
+        run(script, args, lora, env, console)
     except KeyboardInterrupt:
         return 130
     except BaseException as error:

@@ -12,6 +12,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from harness.models.adapters import Adaptation, AdaptedWeights, inject
 from harness.models.attention import on_any_device
 from harness.models.decoder import Blueprint, decoder_layers
 from harness.models.frame import Frame
@@ -25,7 +26,7 @@ from harness.models.weights import (
     WeightSource,
     read_by_transformers,
 )
-from harness.parallel.apply import cut
+from harness.parallel.adapters import cut_with_adapters
 from harness.parallel.comm import TensorParallel
 from harness.parallel.costs import LayerCost
 from harness.parallel.experts import expert_parallel_plan
@@ -57,9 +58,18 @@ class CausalModel:
         """Class names of the pipeline layers, as `pipeline.partition` type:REGEX matches them."""
         return ["Prologue", *(type(layer).__name__ for layer in self.frame.layers), "Epilogue"]
 
-    def parameter_counts(self) -> list[int]:
-        """Parameters of each pipeline layer, a tied one counted in both of its places."""
-        return [sum(p.numel() for module in modules for p in module.parameters()) for modules in self._modules()]
+    def parameter_counts(self, *, trained: bool = False) -> list[int]:
+        """Parameters (with `trained`, those that are trained) of each pipeline layer, a tied one counted in both of
+        its places."""
+        return [
+            sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad or not trained)
+            for modules in self._modules()
+        ]
+
+    def size(self, *, trained: bool = False) -> int:
+        """Parameters of the model (with `trained`, those that are trained), each counted once."""
+        parameters = {id(p): p for modules in self._modules() for module in modules for p in module.parameters()}
+        return sum(p.numel() for p in parameters.values() if p.requires_grad or not trained)
 
     def costs(self, sequence_length: int, checkpointed: bool) -> list[LayerCost]:
         """What each pipeline layer costs to compute; a tied head multiplies like one of its own."""
@@ -102,6 +112,7 @@ def assemble(
     seed: int,
     finish: Callable[[nn.Module], None],
     whole_experts: bool = False,
+    adaptation: Adaptation | None = None,
 ) -> CausalModel:
     """Prepare the model that `source` names for this rank; UserError for one that cannot be cut as asked.
 
@@ -111,6 +122,7 @@ def assemble(
         seed: of initial weights, where the source has none.
         finish: called with each layer once its weights are in place.
         whole_experts: whether the tensor-parallel ranks share out experts instead of parts of each.
+        adaptation: adapters that are trained in the place of the weights.
     """
     model = build_skeleton(source.config)
     find_plan = expert_parallel_plan if whole_experts else plan_for
@@ -119,13 +131,16 @@ def assemble(
     tied = frozenset(model.all_tied_weights_keys)
     embedding: Any = model.get_input_embeddings()
     vocab_size: int = embedding.weight.shape[0]
+    if adaptation is not None:
+        inject(model, adaptation.config)
+        weights = AdaptedWeights(base=weights, adaptation=adaptation, seed=seed)
     with on_any_device(model):
         frame = Frame(model, device)
     local_logits = plan is not None and plan.splits_head and _tail_is_elementwise(frame, plan, vocab_size, tensor.size)
 
     def cut_layer(layer: nn.Module) -> None:
         if plan is not None:
-            cut(layer, "", plan, tensor, source.config, local_logits=local_logits)
+            cut_with_adapters(layer, plan, tensor, source.config, local_logits=local_logits)
 
     blueprint = Blueprint(frame=frame, cut=cut_layer, source=weights, device=device, dtype=dtype, finish=finish)
     return CausalModel(

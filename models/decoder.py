@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from harness.models.frame import Frame
 from harness.models.weights import WeightSource, materialise
+from harness.parallel.adapters import is_wrapper
 
 TIE = "tied"
 
@@ -130,7 +131,7 @@ def _named(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
     return [
         (f"{prefix}.{name}", parameter)
         for prefix, module in modules.items()
-        for name, parameter in module.named_parameters(recurse=False)
+        for name, parameter in module.named_parameters(recurse=is_wrapper(module))
     ]
 
 

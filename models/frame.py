@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from harness.config.errors import UserError
 from harness.models.standins import Call, LayerStub, Reached, StandIn
+from harness.parallel.adapters import without_adapters, wrappers_in
 
 KEPT_SHAPES = 4
 # what a forward raises that asks of a stand-in what it cannot give
@@ -72,7 +73,7 @@ class Frame:
         owners = parameter_owners(model, stack)
         self.revive_buffers(stack)
         replace(model, stack, nn.ModuleList(LayerStub(layer, i, self) for i, layer in enumerate(self.layers)))
-        self._stand_ins = {name: StandIn(module) for name, module in owners.items()}
+        self._stand_ins = {name: StandIn(without_adapters(module)) for name, module in owners.items()}
         for name, stand_in in self._stand_ins.items():
             replace(model, name, stand_in)
         self.prologue = self._find_prologue(owners)
@@ -242,9 +243,11 @@ def find_stack(model: PreTrainedModel) -> str:
 
 def parameter_owners(model: nn.Module, stack: str) -> dict[str, nn.Module]:
     """Name -> module of all modules outside the stack that hold parameters themselves."""
-    owners = {}
+    owners: dict[str, nn.Module] = {}
+    wrapped = wrappers_in(model)
     for name, module in model.named_modules():
-        if name.startswith(stack + ".") or not has_own_parameters(module):
+        inside = any(name.startswith(f"{other}.") for other in (stack, *wrapped))
+        if inside or not (name in wrapped or has_own_parameters(module)):
             continue
         if name == "" or stack.startswith(name + "."):
             parameters = [key for key, _ in module.named_parameters(recurse=False)]

@@ -51,7 +51,7 @@ def export_weights(
         files.append({key: tensor.nbytes for key, tensor in pending.items()})
         pending.clear()
 
-    for key, tensor in _whole_tensors(module, groups, writes):
+    for key, tensor in whole_tensors(module, groups, writes):
         name = rename(key)
         if tensor is None or name in left_out:
             continue
@@ -74,13 +74,18 @@ def export_config(source: ModelSource, dtype: torch.dtype, directory: Path) -> N
     (source.generation or GenerationConfig.from_model_config(config)).save_pretrained(directory)
 
 
-def _whole_tensors(module: nn.Module, groups: Groups, writes: bool) -> Iterator[tuple[str, Tensor | None]]:
-    """Name and whole tensor of all parameters and buffers to be saved; None where this rank does not write.
+def whole_tensors(
+    module: nn.Module, groups: Groups, writes: bool, *, trained: bool = False
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Name and whole tensor of all parameters and buffers to be saved (with `trained`, of trained parameters alone);
+    None where this rank does not write.
 
     All ranks of a data and of a tensor group iterate together.
     """
-    persistent = set(module.state_dict(keep_vars=True))
+    persistent = set() if trained else set(module.state_dict(keep_vars=True))
     for name, parameter in module.named_parameters():
+        if trained and not parameter.requires_grad:
+            continue
         with deepspeed.zero.GatheredParameters([parameter]) if hasattr(parameter, "ds_id") else nullcontext():
             whole = _join(parameter.detach(), shard_of(parameter), groups)
             yield name, whole.cpu().contiguous().clone() if writes else None

@@ -34,6 +34,7 @@ class Progress:
         precision: fp32, bf16 or fp16.
         seed: of the order of samples.
         data: digest of the training data.
+        adapters: what shapes the adapters that are trained; empty where the weights themselves are.
     """
 
     step: int
@@ -43,6 +44,7 @@ class Progress:
     precision: str
     seed: int
     data: str
+    adapters: str = ""
 
 
 def partial_name(step: int) -> str:
@@ -102,6 +104,15 @@ def require_same_layout(checkpoint: Path, resolved: Resolved) -> None:
     ours = f"{layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}"
     if theirs != ours:
         raise UserError(f"{checkpoint} was saved by {theirs}, this run is {ours}: resume it as it was saved")
+
+
+def require_same_adapters(checkpoint: Path, adapters: str) -> None:
+    """Raise UserError if a checkpoint holds other adapters than the run's, or one of both has none."""
+    saved = read_progress(checkpoint).adapters
+    if saved != adapters:
+        theirs, ours = ("adapters" if text else "all weights" for text in (saved, adapters))
+        other = " of another config" if saved and adapters else ""
+        raise UserError(f"{checkpoint} holds {theirs}{other}, this run trains {ours}: resume it as it was saved")
 
 
 def finish(output_dir: Path, progress: Progress) -> Path:

@@ -18,11 +18,15 @@ RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # DeepSpeed lays the
 def save(engine: DeepSpeedEngine, output_dir: Path, progress: Progress, keep: int | None) -> Path:
     """Write a checkpoint; all ranks call it. Returns its directory.
 
+    Beside adapters, frozen weights are not written: they are read from where they came, each time.
+
     Args:
         keep: how many newest checkpoints remain; None for all.
     """
     tag = partial_name(progress.step)
-    engine.save_checkpoint(str(output_dir), tag=tag, save_latest=False)
+    engine.save_checkpoint(
+        str(output_dir), tag=tag, save_latest=False, exclude_frozen_parameters=bool(progress.adapters)
+    )
     rank = dist.get_rank()
     torch.save(_random_state(), output_dir / tag / f"random_state_{rank}.pt")
     dist.barrier()
@@ -38,7 +42,9 @@ def save(engine: DeepSpeedEngine, output_dir: Path, progress: Progress, keep: in
 def load(engine: DeepSpeedEngine, checkpoint: Path) -> Progress:
     """Load a checkpoint, saved in this layout, into the engine; all ranks call it. UserError if a part is missing."""
     progress = read_progress(checkpoint)
-    path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    path, _ = engine.load_checkpoint(
+        str(checkpoint.parent), tag=checkpoint.name, load_module_strict=not progress.adapters
+    )
     if path is None:
         raise UserError(f"{checkpoint}: DeepSpeed finds no state of this rank in it")
     random_state = checkpoint / f"random_state_{dist.get_rank()}.pt"

@@ -7,7 +7,7 @@ PipelineModule takes: LayerSpec, TiedLayerSpec, modules, functions; the output o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -114,6 +114,8 @@ class StagedModule(PipelineModule):
         seed: of the layers' initial weights.
     """
 
+    tied_comms: dict[str, Any]
+
     def __init__(
         self,
         layers: Sequence[Layer],
@@ -132,6 +134,8 @@ class StagedModule(PipelineModule):
             activation_checkpoint_interval=checkpoint_interval,
             base_seed=seed,
         )
+        # by now the stages hold the same tied weights; where those are frozen there is no gradient to share
+        self.tied_comms = dict(_trained_ties(self.tied_comms))
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = self.__dict__["_boundaries"]
@@ -152,6 +156,14 @@ class StagedModule(PipelineModule):
         return is_recomputed(funcs)
 
 
+def _trained_ties(ties: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """DeepSpeed's records of tied weights, without those that are frozen."""
+    for key, tie in ties.items():
+        trained = [name for name in tie["weight_attr"] if tie["module"].get_parameter(name).requires_grad]
+        if trained:
+            yield key, {**tie, "weight_attr": trained}
+
+
 class LayerSequence(nn.Module):
     """All layers on every rank, one after the other, for engines without a pipeline (ZeRO-2, ZeRO-3).
 
@@ -170,11 +182,11 @@ class LayerSequence(nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         """The last layer's output."""
-        if isinstance(inputs, Tensor) and inputs.is_floating_point() and self.training:
-            inputs = inputs.detach().requires_grad_()  # else the first block would be recomputed without gradients
         for block, recomputed in self._blocks:
             run = partial(_run_block, block)
-            if recomputed and self.training and isinstance(inputs, Tensor) and inputs.requires_grad:
+            if recomputed and self.training and isinstance(inputs, Tensor) and inputs.is_floating_point():
+                if not inputs.requires_grad:  # a frozen embedding's output, or floating data
+                    inputs = inputs.detach().requires_grad_()  # else the block would be recomputed without gradients
                 # Reentrant: the nested backward lets ZeRO-3 gather a block's parameters once more. Without it they
                 # are gone when their gradients arrive (seen with DeepSpeed 0.19.8).
                 inputs = checkpointing.checkpoint(run, inputs)

@@ -8,11 +8,13 @@ import torch
 
 from harness.config import Resolved
 from harness.config.support import version_warning
+from harness.models.adapters import Adaptation
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.topology.placement import advise, hosts_of_launch
 from harness.training.console import Console
 from harness.training.stages import StageLine
+from harness.training.subject import Subject
 
 
 def placement(console: Console, layout: Layout, env: LaunchEnv) -> None:
@@ -44,3 +46,12 @@ def stages(console: Console, layout: Layout, resolved: Resolved, steps: int, lin
     )
     for line in lines:
         console.say(f"  {line}")
+
+
+def adapters(console: Console, adaptation: Adaptation | None, subject: Subject) -> None:
+    """How much of the model is trained, where that is not all of it."""
+    if adaptation is not None:
+        console.say(
+            f"  adapters of rank {adaptation.config.r}: {subject.size(trained=True):,} of {subject.size():,} "
+            "parameters are trained"
+        )

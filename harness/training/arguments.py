@@ -7,6 +7,7 @@ so that a wrong argument is told at once.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, NoReturn, get_type_hints
@@ -126,6 +127,54 @@ class TrainingArguments:
         return AutoValues(**values, world_size=world_size, hidden_size=hidden_size, given=self._given & shared)
 
 
+@dataclass(kw_only=True)
+class LoraArguments:
+    """Adapters in the place of weights (LoRA, arXiv 2106.09685), by peft; named as in TRL's ModelConfig."""
+
+    use_peft: bool = flag(False, "train LoRA adapters through peft; the model's own weights stay as they are")
+    lora_r: int = flag(16, "rank of the adapters")
+    lora_alpha: int = flag(32, "adapters are scaled by lora_alpha / lora_r")
+    lora_dropout: float = flag(0.0, "dropout of what goes into an adapter")
+    lora_target_modules: tuple[str, ...] | None = flag(
+        None, "names of linear layers, or all-linear; default: what peft takes for the family"
+    )
+    lora_modules_to_save: tuple[str, ...] | None = flag(None, "names of modules that are trained whole")
+    use_rslora: bool = flag(False, "scale by lora_alpha / sqrt(lora_r) (arXiv 2312.03732)")
+
+    def __post_init__(self) -> None:
+        given = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
+        if given and not self.use_peft:
+            raise UserError(f"--{given[0]} has no effect without --use_peft")
+        if self.lora_r < 1:
+            raise UserError(f"--lora_r {self.lora_r}: must be at least 1")
+        if not 0 <= self.lora_dropout < 1:
+            raise UserError(f"--lora_dropout {self.lora_dropout}: must be at least 0 and below 1")
+
+    def peft_config(self) -> Any:
+        """peft's LoraConfig, None without `use_peft`; UserError where peft is not installed."""
+        if not self.use_peft:
+            return None
+        require_peft()
+        from peft import LoraConfig
+
+        targets: Any = None if self.lora_target_modules is None else list(self.lora_target_modules)
+        return LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            target_modules="all-linear" if targets == ["all-linear"] else targets,
+            modules_to_save=None if self.lora_modules_to_save is None else list(self.lora_modules_to_save),
+            use_rslora=self.use_rslora,
+        )
+
+
+def require_peft() -> None:
+    """UserError where peft is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        raise UserError("--use_peft: peft is not installed: pip install 'ds-harness[peft]'")
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are UserErrors: one line, no usage text."""
 
@@ -142,6 +191,8 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
         suffix = "" if default is None else f" (default: {default})"
         convert = _converter(hints[item.name])
         extra: dict[str, Any] = {"nargs": "?", "const": True} if convert is _boolean else {}
+        if "tuple" in str(hints[item.name]):
+            extra = {"nargs": "+", "action": _Names}
         parser.add_argument(
             f"--{item.name}",
             type=convert,
@@ -168,6 +219,14 @@ def parse(
         add_flags(parser, kind)
     given = vars(parser.parse_args(argv))
     return tuple(kind(**{f.name: given[f.name] for f in fields(kind) if f.name in given}) for kind in kinds)
+
+
+class _Names(argparse.Action):
+    """Several words, separated by spaces or commas, as a tuple."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        names = tuple(name for value in values for name in value.split(",") if name)
+        setattr(namespace, self.dest, names)
 
 
 def _boolean(text: str) -> bool:

@@ -15,7 +15,6 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from torch import nn
 
 from harness.config import Resolved
-from harness.config.errors import UserError
 from harness.parallel.staged import Layer, LayerSequence, StagedModule, deepspeed_topology
 from harness.topology.groups import Groups
 from harness.training.arguments import TrainingArguments
@@ -69,9 +68,6 @@ def build_engine(setting: Setting, layers: Sequence[Layer], boundaries: Sequence
     _configure_checkpointing(setting)
     stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", setting.args.weight_decay)
     groups = parameter_groups(module.parameters(), stated)
-    if not groups:
-        stage = setting.groups.coordinate.stage
-        raise UserError(f"stage {stage} holds nothing to train: choose another pipeline.partition or fewer stages")
     engine, *_ = deepspeed.initialize(
         model=module,
         model_parameters=groups,

@@ -11,7 +11,7 @@ from harness.checkpoint.folder import find_resume, require_same_layout
 from harness.config.errors import UserError
 from harness.models.locate import DEFAULT_MODEL, model_directory
 from harness.topology.env import LaunchEnv
-from harness.training.arguments import TrainingArguments, flag
+from harness.training.arguments import LoraArguments, TrainingArguments, flag, require_peft
 from harness.training.configure import configure
 from harness.training.data.sources import PYTHON_STDLIB, preflight
 
@@ -31,8 +31,12 @@ class ScriptArguments:
     )
 
 
-def check_before_start(script: ScriptArguments, args: TrainingArguments, env: LaunchEnv) -> None:
+def check_before_start(
+    script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, lora: LoraArguments | None = None
+) -> None:
     """Raise UserError for a config, model, data or output directory that cannot be used. Takes well under a second."""
+    if lora is not None and lora.use_peft:
+        require_peft()
     model = model_directory(script.model_name_or_path)
     resolved, _ = configure(args, world_size=env.world_size, model=str(model))
     preflight(script.train_file)

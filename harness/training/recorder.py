@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -79,7 +80,9 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         "layout": {**asdict(trainer.layout), "world_size": trainer.layout.world_size},
         "arguments": arguments,
         "model": causal.source.config.to_dict() if causal is not None else {"layers": trainer.subject.names},
-        "parameters": sum(trainer.subject.parameters),
+        "parameters": trainer.subject.size(),
+        "trained_parameters": trainer.subject.size(trained=True),
+        "adapters": json.loads(trainer.adapters) if trainer.adapters else None,
         "stage_boundaries": trainer.boundaries,
         "stages": [asdict(line) for line in trainer.stages],
         "output_dir": str(Path(trainer.output_dir).resolve()),

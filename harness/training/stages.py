@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from harness.config.errors import UserError
 from harness.parallel.partition import stage_boundaries
 from harness.parallel.staged import build_layers
 from harness.topology.groups import Groups
@@ -58,7 +59,18 @@ def choose_boundaries(subject: Subject, setting: Setting, sample: Any) -> list[i
 
     Args:
         sample: inputs and labels of one micro-batch, for `measured`; None if there is no training data.
+
+    Raises:
+        UserError: a stage would hold nothing to train, which DeepSpeed's engines cannot run.
     """
+    boundaries = _boundaries(subject, setting, sample)
+    for stage, (start, stop) in enumerate(pairwise(boundaries)):
+        if not sum(subject.trained[start:stop]):
+            raise UserError(f"stage {stage} holds nothing to train: choose another pipeline.partition or fewer stages")
+    return boundaries
+
+
+def _boundaries(subject: Subject, setting: Setting, sample: Any) -> list[int]:
     stages = setting.groups.layout.pipeline
     if stages == 1:
         return [0, len(subject.layers)]

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.config.errors import UserError
+from harness.models.adapters import Adaptation, adapted_model, lora_config
 from harness.models.attention import with_attention
 from harness.models.causal import CausalModel, assemble
 from harness.models.skeleton import ModelSource, read_source
@@ -32,6 +33,7 @@ class Subject:
         layers: to be built stage by stage.
         names: class name of each layer.
         parameters: number of parameters of each layer.
+        trained: of these, the number that is trained.
         costs: what each layer costs to compute, in proportion.
         loss: of a micro-batch.
         causal: the decoder, if it is one.
@@ -40,9 +42,16 @@ class Subject:
     layers: Sequence[Layer]
     names: list[str]
     parameters: list[int]
+    trained: list[int]
     costs: list[float]
     loss: Loss
     causal: CausalModel | None = None
+
+    def size(self, *, trained: bool = False) -> int:
+        """Parameters of the model (with `trained`, those that are trained); a decoder's tied ones are counted once."""
+        if self.causal is not None:
+            return self.causal.size(trained=trained)
+        return sum(self.trained if trained else self.parameters)
 
     def saved_name(self, name: str) -> str:
         """The name under which a parameter is exported: a decoder's loses the index of its pipeline layer."""
@@ -60,10 +69,17 @@ def model_source(model: Model) -> ModelSource | None:
     return model if isinstance(model, ModelSource) else None
 
 
-def decoder_subject(source: ModelSource, setting: Setting, sequence_length: int) -> Subject:
+def decoder_subject(
+    source: ModelSource, setting: Setting, sequence_length: int, adaptation: Adaptation | None = None
+) -> Subject:
     """Prepare the decoder that `source` names; UserError for one that cannot be cut as the layout asks."""
     wanted = setting.args.attn_implementation
     source = replace(source, config=with_attention(source.config, wanted, setting.device, setting.dtype))
+    if adaptation is not None and setting.resolved.config.get("pipeline", {}).get("use_reentrant"):
+        raise UserError(
+            "pipeline.use_reentrant: true gives adapters of the first layer no gradient, as what goes in needs none; "
+            "set it to false"
+        )
     causal = assemble(
         source,
         tensor=TensorParallel.of(setting.groups.tensor),
@@ -72,16 +88,34 @@ def decoder_subject(source: ModelSource, setting: Setting, sequence_length: int)
         seed=setting.args.seed,
         finish=layer_finisher(setting),
         whole_experts=setting.resolved.expert > 1,
+        adaptation=adaptation,
     )
     checkpointed = setting.resolved.activation_checkpoint_interval > 0
     return Subject(
         layers=causal.layers,
         names=causal.layer_names,
         parameters=causal.parameter_counts(),
+        trained=causal.parameter_counts(trained=True),
         costs=[cost.flops_per_token() for cost in causal.costs(sequence_length, checkpointed)],
         loss=CausalLoss(vocab_size=causal.vocab_size, group=setting.groups.tensor if causal.local_logits else None),
         causal=causal,
     )
+
+
+def adapted(model: Model, peft_config: Any) -> tuple[ModelSource | None, Adaptation | None]:
+    """What a decoder is made from (None for a list of layers), and its adapters: those of a model in memory that has
+    some, or new ones by `peft_config`."""
+    found = adapted_model(model)
+    if found is not None:
+        if peft_config is not None:
+            raise UserError("peft_config is for a model without adapters, but this one has some: give the one or other")
+        return found
+    source = model_source(model)
+    if peft_config is None:
+        return source, None
+    if source is None:
+        raise UserError("peft_config is for a HuggingFace model, not for a list of layers")
+    return source, Adaptation(config=lora_config(peft_config))
 
 
 def layers_subject(layers: Sequence[Layer], loss_fn: Callable[..., Any] | None) -> Subject:
@@ -93,6 +127,7 @@ def layers_subject(layers: Sequence[Layer], loss_fn: Callable[..., Any] | None) 
         layers=list(layers),
         names=[type(module).__name__ for module in counted],
         parameters=[_parameters(module, 0) for module in counted],
+        trained=[_parameters(module, 0, trained=True) for module in counted],
         costs=[
             LayerCost(matmul_parameters=_parameters(m, 2), vector_parameters=_parameters(m, 1, 1)).flops_per_token()
             for m in counted
@@ -108,7 +143,8 @@ def _on_meta(layer: Layer) -> Any:
     return layer
 
 
-def _parameters(module: Any, least: int, most: int = 99) -> int:
+def _parameters(module: Any, least: int, most: int = 99, *, trained: bool = False) -> int:
     if not isinstance(module, nn.Module):
         return 0
-    return sum(p.numel() for p in module.parameters() if least <= p.dim() <= most)
+    counted = [p for p in module.parameters() if p.requires_grad or not trained]
+    return sum(p.numel() for p in counted if least <= p.dim() <= most)

@@ -17,10 +17,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from harness.checkpoint import export, folder, state
+from harness.checkpoint import folder, state
 from harness.config.errors import UserError
+from harness.models.adapters import fingerprint
 from harness.models.skeleton import ModelSource
 from harness.topology.agreement import check_agreement
 from harness.topology.env import LaunchEnv
@@ -39,8 +38,9 @@ from harness.training.evaluate import mean_loss
 from harness.training.prepare import user_datasets
 from harness.training.progress import ProgressCallback
 from harness.training.recorder import Recorder
+from harness.training.saving import write_model
 from harness.training.stages import choose_boundaries, stage_lines
-from harness.training.subject import Model, decoder_subject, layers_subject, model_source
+from harness.training.subject import Model, adapted, decoder_subject, layers_subject
 
 
 class Trainer:
@@ -57,6 +57,7 @@ class Trainer:
         data_collator: makes a micro-batch of a list of items.
         callbacks: called at the usual moments, on every rank.
         console: where to speak; by default standard output on rank 0.
+        peft_config: peft's LoraConfig, to train adapters in the place of the model's weights.
 
     Raises:
         UserError: what the user can mend, before a model is built wherever that is possible.
@@ -74,13 +75,15 @@ class Trainer:
         data_collator: Collator = collate,
         callbacks: Sequence[TrainerCallback] = (),
         console: Console | None = None,
+        peft_config: Any = None,
     ) -> None:
         env = LaunchEnv.from_environ(os.environ)
         self.args = args
         self.output_dir = Path(args.output_dir)
         self.data_collator = data_collator
         self.console = console or plain_console(env.rank)
-        source = model_source(model)
+        source, self.adaptation = adapted(model, peft_config)
+        self.adapters = "" if self.adaptation is None else fingerprint(self.adaptation.config)
         data = user_datasets(train_dataset, eval_dataset, processing_class, source, args, env, self.console)
         self.train_dataset, self.eval_dataset, self.processing_class = data.train, data.evaluation, data.tokenizer
         steps = self._configure(env, source, model if isinstance(model, str) else None)
@@ -90,7 +93,8 @@ class Trainer:
         if self.train_dataset is not None:
             sample = read_micro_batch(self.train_dataset, range(self.resolved.micro_batch), data_collator)
         if source is not None:
-            self.subject = decoder_subject(source, setting, sample[0].shape[1] if sample is not None else 1024)
+            length = sample[0].shape[1] if sample is not None else 1024
+            self.subject = decoder_subject(source, setting, length, self.adaptation)
         else:
             self.subject = layers_subject(model, loss_fn)  # type: ignore[arg-type]
         self.boundaries = choose_boundaries(self.subject, setting, sample)
@@ -98,6 +102,7 @@ class Trainer:
         self.engine = build_engine(setting, self.subject.layers, self.boundaries, self.subject.loss)
         self.stages = stage_lines(self.subject, self.boundaries, self.engine.deepspeed.module, self.groups)
         announce.stages(self.console, self.layout, self.resolved, steps, self.stages)
+        announce.adapters(self.console, self.adaptation, self.subject)
         self.state = TrainerState(max_steps=steps, is_world_process_zero=env.rank == 0)
         self.control = TrainerControl()
         self.callbacks: list[TrainerCallback] = [ProgressCallback(self.console), *callbacks]
@@ -212,28 +217,19 @@ class Trainer:
             precision=self.resolved.precision,
             seed=self.args.seed,
             data=self.data_digest,
+            adapters=self.adapters,
         )
         path = state.save(self.engine.deepspeed, self.output_dir, progress, self.args.save_total_limit)
         call(self.callbacks, "on_save", self, checkpoint=path)
         return path
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
-        """Write the model as a HuggingFace directory (a list of layers: its tensors alone); all ranks call it."""
+        """Write the model as a HuggingFace directory, adapters as peft does, a list of layers' tensors alone.
+
+        All ranks call it.
+        """
         directory = Path(output_dir or self.output_dir)
-        directory.mkdir(parents=True, exist_ok=True)
-        causal = self.subject.causal
-        export.export_weights(
-            self.engine.deepspeed.module,
-            self.groups,
-            directory,
-            rename=self.subject.saved_name,
-            left_out=causal.tied if causal else frozenset(),
-        )
-        if self.state.is_world_process_zero and causal is not None:
-            export.export_config(causal.source, next(self.engine.deepspeed.module.parameters()).dtype, directory)
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(directory)
-        dist.barrier()
+        write_model(self, directory)
         return directory
 
     # -- pieces of the start -------------------------------------------------------------------------------
@@ -260,6 +256,7 @@ class Trainer:
         self.resume_from = folder.find_resume(self.output_dir, args.resume_from_checkpoint)
         if self.resume_from is not None:
             folder.require_same_layout(self.resume_from, self.resolved)
+            folder.require_same_adapters(self.resume_from, self.adapters)
         self.data_digest = "" if self.train_dataset is None else data_digest(self.train_dataset)
         return steps
 
@@ -274,6 +271,7 @@ class Trainer:
             others={
                 "set of arguments": {item.name: str(getattr(self.args, item.name)) for item in fields(self.args)},
                 "training data": self.data_digest,
+                "set of adapters": self.adapters,
                 "checkpoint to resume": str(self.resume_from),
             },
         )

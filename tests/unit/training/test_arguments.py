@@ -9,7 +9,7 @@ import transformers
 
 from harness import TrainingArguments, UserError
 from harness.config import ConfigError
-from harness.training.arguments import SCHEDULES, parse
+from harness.training.arguments import SCHEDULES, LoraArguments, parse
 from harness.training.configure import configure, max_steps
 from harness.training.preflight import ScriptArguments
 
@@ -97,3 +97,39 @@ def test_a_misspelt_key_runs_if_the_user_insists() -> None:
     config = {"train_batch_size": 8, "zero_optimisation": {"stage": 3}}
     resolved, _ = configure(TrainingArguments(deepspeed_config=config, allow_ignored_keys=True), world_size=1)
     assert resolved.zero_stage == 0
+
+
+def adapter_flags(*flags: str) -> LoraArguments:
+    (arguments,) = parse([LoraArguments], flags, prog="t", description="", epilog="")
+    return arguments
+
+
+def test_lora_flags_become_pefts_config() -> None:
+    config = adapter_flags(
+        "--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj,k_proj", "v_proj"
+    ).peft_config()
+    assert (config.r, config.lora_alpha, config.target_modules) == (4, 32, {"q_proj", "k_proj", "v_proj"})
+    assert (
+        adapter_flags("--use_peft", "--lora_target_modules", "all-linear").peft_config().target_modules == "all-linear"
+    )
+    assert adapter_flags("--use_peft", "--lora_modules_to_save", "lm_head").peft_config().modules_to_save == ["lm_head"]
+    assert adapter_flags().peft_config() is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        (("--lora_r", "8"), "--lora_r has no effect without --use_peft"),
+        (("--use_peft", "--lora_r", "0"), "--lora_r 0: must be at least 1"),
+        (("--use_peft", "--lora_dropout", "1"), "--lora_dropout 1.0"),
+    ],
+)
+def test_lora_flags_that_cannot_act_are_told(flags: tuple[str, ...], wanted: str) -> None:
+    with pytest.raises(UserError, match=wanted):
+        adapter_flags(*flags)
+
+
+def test_a_missing_peft_is_one_line_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"--use_peft: peft is not installed: pip install 'ds-harness\[peft\]'"):
+        adapter_flags("--use_peft").peft_config()
