@@ -9,6 +9,7 @@ one object (tied embeddings) stay one. Every cut parameter carries its `Shard`.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from harness.parallel.heads import require_width
 from harness.parallel.partial import sum_partial_gradients
 from harness.parallel.plan import InputRule, Plan, wildcard
 from harness.parallel.shard import shard_of
-from harness.parallel.styles import STYLE_FUNCTIONS, Site, cut_bare_parameter
+from harness.parallel.styles import STYLE_FUNCTIONS, Site, cut_bare_parameter, divide_parameter
 
 
 def cut(
@@ -41,9 +42,10 @@ def cut(
     if tensor.size == 1:
         return
     shared: dict[int, nn.Parameter] = {}
-    for name, child in list(module.named_modules()):
+    modules = list(module.named_modules())  # kept, so that no new parameter takes an old one's id
+    for name, child in modules:
         full_name = _join(prefix, name)
-        rule = plan.rules.get(wildcard(full_name))
+        rule = plan.rule_of(full_name)
         if rule is None:
             continue
         site = Site(
@@ -60,6 +62,7 @@ def cut(
             _keep_shared(child, new, shared)
             module.set_submodule(name, new)
     _cut_bare_parameters(module, prefix, plan, tensor)
+    _rejoin(module, shared)
     for name, child in module.named_modules():
         pattern = wildcard(_join(prefix, name))
         _divide_attributes(child, _join(prefix, name), plan.attributes.get(pattern, {}), tensor)
@@ -87,24 +90,38 @@ def _keep_shared(old: nn.Module, new: nn.Module, shared: dict[int, nn.Parameter]
         setattr(new, name, first)
 
 
+def _rejoin(module: nn.Module, shared: dict[int, nn.Parameter]) -> None:
+    """Put cut parameters also where no rule names a module that held the same whole one (a head's bias)."""
+    for name, param in list(module.named_parameters(remove_duplicate=False)):
+        if id(param) in shared:
+            owner, _, own_name = name.rpartition(".")
+            setattr(module.get_submodule(owner), own_name, shared[id(param)])
+
+
 def _cut_bare_parameters(module: nn.Module, prefix: str, plan: Plan, tensor: TensorParallel) -> None:
     for name, param in list(module.named_parameters()):
         full_name = _join(prefix, name)
-        rule = plan.rules.get(wildcard(full_name))
-        if rule is not None and shard_of(param) is None:
-            owner_name, _, own_name = name.rpartition(".")
-            owner = module.get_submodule(owner_name)
-            own = (
-                cut_experts(param, full_name, tensor)
-                if rule.style == EXPERT_PARAMETER
-                else cut_bare_parameter(param, full_name, rule, tensor)
-            )
-            setattr(owner, own_name, own)
+        rule = plan.rule_of(full_name)
+        if rule is None or shard_of(param) is not None:
+            continue
+        owner_name, _, own_name = name.rpartition(".")
+        owner = module.get_submodule(owner_name)
+        if rule.style == "divided":
+            divide_parameter(owner, own_name, tensor.size)
+        elif rule.style == EXPERT_PARAMETER:
+            setattr(owner, own_name, cut_experts(param, full_name, tensor))
+        else:
+            setattr(owner, own_name, cut_bare_parameter(param, full_name, rule, tensor))
 
 
-def _divide_attributes(module: nn.Module, name: str, words: Any, tensor: TensorParallel) -> None:
-    for attribute in words:  # "divide" is the only word so far
+def _divide_attributes(module: nn.Module, name: str, words: Mapping[str, str], tensor: TensorParallel) -> None:
+    for attribute, word in words.items():
+        if not hasattr(module, attribute):  # layers of one name may be of several kinds
+            continue
         value = getattr(module, attribute)
+        if word == "share" and value < tensor.size and tensor.size % value == 0:
+            setattr(module, attribute, 1)
+            continue
         require_width(value, tensor.size, f"{name}.{attribute}")
         setattr(module, attribute, value // tensor.size)
 

@@ -104,6 +104,35 @@ class ColumnParallelLinear(nn.Linear):
         return _describe(self, "out", self.out_features)
 
 
+class SharedColumnLinear(nn.Linear):
+    """Some of the outputs of y = x A^T + b, with A and b whole on every rank.
+
+    `pieces` are the (start, stop) ranges of the outputs that this rank computes. The gradient of x is summed over the
+    group; those of A and b are partial, and are for the caller to sum.
+    """
+
+    group: dist.ProcessGroup | None
+    pieces: list[tuple[int, int]]
+
+    @classmethod
+    def from_linear(
+        cls, linear: Any, group: dist.ProcessGroup | None, *, pieces: list[tuple[int, int]], weight_transposed: bool
+    ) -> SharedColumnLinear:
+        """A layer with the very parameters of a whole one."""
+        layer = cls.__new__(cls)
+        _begin(layer, linear, group, 1 if weight_transposed else 0, weight_transposed)
+        layer.pieces = pieces
+        layer.weight = linear.weight
+        layer.register_parameter("bias", linear.bias)
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.t() if self.weight_transposed else self.weight
+        own = torch.cat([weight[start:stop] for start, stop in self.pieces])
+        bias = None if self.bias is None else torch.cat([self.bias[start:stop] for start, stop in self.pieces])
+        return F.linear(copy_to_group(x, self.group), own, bias)
+
+
 class RowParallelLinear(nn.Linear):
     """y = x A^T + b with A split over the inputs.
 

@@ -1,22 +1,12 @@
 """Tensor-parallel plans: what becomes of each module of a model, as data.
 
 A plan is the model's own where its family declares one (transformers: `base_model_tp_plan` of the config and
-`_tp_plan` of the classes, merged as `model.tp_plan`), else a file `<model_type>.json`:
-
-    {"styles":     {"transformer.h.*.attn.c_attn": {"style": "packed_colwise", "parts": 3},
-                    "transformer.h.*.attn.c_proj": "rowwise"},
-     "attributes": {"transformer.h.*.attn": {"num_heads": "divide"}},
-     "inputs":     {"transformer.h.*": {"alibi": {"dim": 0, "run": "num_attention_heads"}}}}
-
-`styles` are transformers' words (see `STYLES`) by module or parameter name, `*` for a number. `attributes`
-are sizes which a module's forward reads and which shrink with its weights. `inputs` are tensors, given to a
-module, of which a rank needs its part: dimension `dim` is made of runs of `run` entries (a size in the
-config; without it, one run), of each of which the rank keeps its share.
+`_tp_plan` of the classes, merged as `model.tp_plan`), else a file (`harness.parallel.planfile`). It maps names of
+modules and parameters to styles, which are transformers' words and a few of our own (see `STYLES`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from harness.config.errors import UserError
+from harness.parallel.planfile import read_parts
 
 STYLES = frozenset(
     {
@@ -43,6 +34,11 @@ STYLES = frozenset(
         "local_params",
         "replicated_with_grad_allreduce",
         "replicate",
+        # ours, for plan files
+        "shared_colwise",
+        "gather_input",
+        "copy_input",
+        "divided",
     }
 )
 _FORMER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
@@ -51,11 +47,18 @@ _ADVICE = "set tensor_parallel.autotp_size to 1"
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What becomes of a module or parameter. `parts`: how many equal parts a packed weight holds side by
-    side."""
+    """What becomes of a module or parameter.
+
+    `parts`: how many equal parts a packed weight holds side by side. `unit`: the name of the owner's attribute that
+    says how many neighbouring outputs must stay together (a head's). `whole`: how many units at the end every rank
+    computes. `dim`: along which dimension a parameter is cut, where its style does not tell.
+    """
 
     style: str
     parts: int = 2
+    unit: str | None = None
+    whole: int = 0
+    dim: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,10 @@ class Plan:
     head: str | None = None
     embedding: str | None = None
 
+    def rule_of(self, name: str) -> Rule | None:
+        """The rule of a module or parameter: one that leaves numbers after the layer's as they are, then any."""
+        return self.rules.get(wildcard(name, 1)) or self.rules.get(wildcard(name))
+
     @property
     def splits_head(self) -> bool:
         """Whether the logits' vocabulary is split, so that a rank's logits can be kept local."""
@@ -90,9 +97,13 @@ class NoPlan(UserError):
     """A family that declares no tensor-parallel plan, and has no plan file either."""
 
 
-def wildcard(name: str) -> str:
-    """`name` with `*` in the place of every number between dots: model.layers.3.mlp -> model.layers.*.mlp."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+def wildcard(name: str, numbers: int | None = None) -> str:
+    """`name` with `*` in the place of every number between dots, or of the first `numbers` of them:
+    model.layers.3.mlp -> model.layers.*.mlp."""
+    parts = name.split(".")
+    for place in [place for place, part in enumerate(parts) if part.isdigit()][:numbers]:
+        parts[place] = "*"
+    return ".".join(parts)
 
 
 def plan_for(model: nn.Module, plans: Path | None = None) -> Plan:
@@ -112,7 +123,7 @@ def plan_for(model: nn.Module, plans: Path | None = None) -> Plan:
                 f"model type {config.model_type!r} declares no tensor-parallel plan: {_ADVICE}, "
                 f"or describe how to cut it in {path or 'a plan file'}"
             )
-        plan = read_plan_file(path)
+        plan = read_plan_file(path, config)
     for pattern, rule in plan.rules.items():
         if rule.style not in STYLES:
             raise UserError(
@@ -123,16 +134,19 @@ def plan_for(model: nn.Module, plans: Path | None = None) -> Plan:
     return _with_embeddings(plan, model)
 
 
-def read_plan_file(path: Path) -> Plan:
-    """The plan in a JSON file, named after its model type. Raises UserError where it is not one."""
+def read_plan_file(path: Path, config: Any) -> Plan:
+    """The plan in a JSON file, named after its model type, for a model with `config`.
+
+    Raises UserError where it is not one, or refuses such a model.
+    """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        parts = read_parts(path, config)
         return Plan(
             model_type=path.stem,
-            rules={n: _rule(word) for n, word in data["styles"].items()},
-            attributes=_words(data.get("attributes", {}), {"divide"}),
+            rules={name: _rule(word) for name, word in parts["styles"].items()},
+            attributes=parts["attributes"],
             inputs={
-                n: {name: InputRule(**r) for name, r in rules.items()} for n, rules in data.get("inputs", {}).items()
+                name: {key: InputRule(**rule) for key, rule in rules.items()} for name, rules in parts["inputs"].items()
             },
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -142,14 +156,6 @@ def read_plan_file(path: Path) -> Plan:
 def _rule(word: str | Mapping[str, Any]) -> Rule:
     rule = Rule(style=word) if isinstance(word, str) else Rule(**word)
     return replace(rule, style=_FORMER_NAMES.get(rule.style, rule.style))
-
-
-def _words(attributes: Mapping[str, Mapping[str, str]], known: set[str]) -> Mapping[str, Mapping[str, str]]:
-    for pattern, words in attributes.items():
-        for name, word in words.items():
-            if word not in known:
-                raise ValueError(f"{pattern}: attribute {name} says {word!r}, known is {', '.join(sorted(known))}")
-    return attributes
 
 
 def _with_embeddings(plan: Plan, model: Any) -> Plan:

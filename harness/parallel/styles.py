@@ -8,9 +8,11 @@ module, or the same one with hooks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -21,12 +23,14 @@ from harness.parallel.comm import (
     copy_to_group,
     gather_from_group,
     reduce_from_group,
+    split_to_group,
     sum_over_group,
 )
 from harness.parallel.heads import attention_heads, copies_of_share, require_width
 from harness.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
+    SharedColumnLinear,
     VocabParallelEmbedding,
     sum_gradients,
     sum_of_copies,
@@ -58,6 +62,7 @@ def colwise(site: Site, parts: int = 1) -> nn.Module:
     tensor = site.tensor
     if shape[dim] % parts:
         raise UserError(f"the {shape[dim]} outputs of {site.name} are not {parts} equal parts: mend the plan")
+    _require_whole_units(site, shape[dim] // parts)
     copies = copies_of_share(shape[dim] // parts, site.owner, site.config, tensor.size, site.name)
     shard = share_of(shape, dim, tensor.rank, tensor.size, parts=parts, copies=copies)
     layer = ColumnParallelLinear.from_linear(site.module, tensor.group, shard=shard, weight_transposed=transposed)
@@ -71,6 +76,19 @@ def packed_colwise(site: Site) -> nn.Module:
     """As colwise, for a weight that holds several parts side by side: a share of each (gate|up,
     query|key|value)."""
     return colwise(site, site.rule.parts)
+
+
+def shared_colwise(site: Site) -> nn.Module:
+    """A linear layer that every rank holds whole, to compute its share of the outputs and all of the last `whole`
+    units (the one key and the one value head of multi-query attention). Its gradients are summed."""
+    transposed, tensor = _is_transposed(site), site.tensor
+    outputs = site.module.weight.shape[int(transposed)]
+    split = outputs - site.rule.whole * _unit(site)
+    _require_whole_units(site, split)
+    share = split // tensor.size
+    pieces = [(tensor.rank * share, (tensor.rank + 1) * share), (split, outputs)]
+    layer = SharedColumnLinear.from_linear(site.module, tensor.group, pieces=pieces, weight_transposed=transposed)
+    return replicated_with_grad_allreduce(replace(site, module=layer))
 
 
 def colwise_gather_output(site: Site) -> nn.Module:
@@ -148,6 +166,22 @@ def moe_identity_expert(site: Site) -> nn.Module:
     return site.module
 
 
+def gather_input(site: Site) -> nn.Module:
+    """A module that needs the whole width (a norm over all heads), between layers that are split: its split inputs are
+    gathered, its output is split again."""
+    group = site.tensor.group
+    site.module.register_forward_pre_hook(lambda _module, args: tuple(gather_from_group(x, group) for x in args))
+    site.module.register_forward_hook(lambda _module, _args, output: split_to_group(output, group))
+    return site.module
+
+
+def copy_input(site: Site) -> nn.Module:
+    """The owner of split parameters, of which each rank makes its part of the output from the whole input."""
+    group = site.tensor.group
+    site.module.register_forward_pre_hook(lambda _module, args: tuple(_copied(x, group) for x in args))
+    return site.module
+
+
 def mla_kv_a_proj(site: Site) -> nn.Module:
     """A whole projection whose output is two: one that a split layer takes in, and `qk_rope_head_dim` rotary
     values that go to each rank's own heads, so that their gradients are summed (DeepSeek-V2, arXiv
@@ -175,6 +209,11 @@ def replicate(site: Site) -> nn.Module:
     return site.module
 
 
+def divided(site: Site) -> nn.Module:
+    """See `divide_parameter`: a style for parameters alone."""
+    raise _misfit(site, "a parameter")
+
+
 STYLE_FUNCTIONS: dict[str, Callable[[Site], nn.Module]] = {
     function.__name__: function
     for function in (
@@ -193,22 +232,35 @@ STYLE_FUNCTIONS: dict[str, Callable[[Site], nn.Module]] = {
         local_params,
         replicated_with_grad_allreduce,
         replicate,
+        shared_colwise,
+        gather_input,
+        copy_input,
+        divided,
     )
 }
 
 
 def cut_bare_parameter(param: nn.Parameter, name: str, rule: Rule, tensor: TensorParallel) -> nn.Parameter:
     """This rank's part of a parameter that the plan itself names (fused experts, attention sinks): its
-    outputs are the last dimension but one, or the only one; its inputs the last."""
-    shape, style = tuple(param.shape), rule.style
+    outputs are the last dimension but one, or the only one; its inputs the last; or `rule.dim` tells."""
+    shape, style, dim = tuple(param.shape), rule.style, rule.dim
     if style == "replicate" or (style in ("rowwise", "packed_rowwise") and len(shape) == 1):
         return param
     if style not in ("colwise", "packed_colwise", "rowwise", "packed_rowwise"):
         raise UserError(f"the tensor-parallel style {style} of {name} is not one for a parameter: mend the plan")
     parts = rule.parts if style.startswith("packed") else 1
-    dim = max(len(shape) - 2, 0) if style.endswith("colwise") else len(shape) - 1
+    if dim is None:
+        dim = max(len(shape) - 2, 0) if style.endswith("colwise") else len(shape) - 1
     require_width(shape[dim] // parts, tensor.size, name)
     return cut_parameter(param, share_of(shape, dim, tensor.rank, tensor.size, parts=parts))
+
+
+def divide_parameter(owner: nn.Module, name: str, size: int) -> None:
+    """Let the forward of `owner` see a `size`-th of its whole parameter `name`, which it adds to a partial sum on every
+    rank. The parameter itself keeps name and value."""
+    kind = type(owner)
+    part = property(lambda self: self._parameters[name] / size)
+    owner.__class__ = type(kind.__name__, (kind,), {name: part, "__module__": kind.__module__})
 
 
 def _row(site: Site, *, input_is_parallel: bool, parts: int = 1) -> nn.Module:
@@ -233,9 +285,31 @@ def _is_transposed(site: Site) -> bool:
     none."""
     if isinstance(site.module, Conv1D):
         return True
-    if isinstance(site.module, nn.Linear) and type(site.module).forward is nn.Linear.forward:
+    if isinstance(site.module, nn.Linear) and _computes_as_linear(type(site.module)):
         return False
     raise _misfit(site, "nn.Linear or Conv1D")
+
+
+def _computes_as_linear(kind: type[nn.Linear]) -> bool:
+    """Whether the forward of a subclass of nn.Linear is nothing else, as a small one tells."""
+    if kind.forward is nn.Linear.forward:
+        return True
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            layer, x = kind(3, 2, device="cpu"), torch.randn(4, 3, device="cpu")
+            return torch.allclose(layer(x), F.linear(x, layer.weight, layer.bias))
+        except (TypeError, RuntimeError, AttributeError):
+            return False
+
+
+def _unit(site: Site) -> int:
+    return 1 if site.rule.unit is None else int(getattr(site.owner, site.rule.unit))
+
+
+def _require_whole_units(site: Site, width: int) -> None:
+    unit = _unit(site)
+    if unit > 1:
+        require_width(width // unit, site.tensor.size, f"{site.name}, in units of {unit}")
 
 
 def _require_plain_embedding(site: Site) -> None:

@@ -1,0 +1,108 @@
+"""Tiny models for the plan files: every file in `models/plans` has its shapes here, and a test holds each of them.
+
+A shape is what it changes in a family's tiny config: sizes from `SIZES`, of which a config takes those that it has.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+PLANS = Path(__file__).resolve().parents[1] / "models" / "plans"
+LAYERS, VOCABULARY = 2, 131  # a vocabulary that two ranks cannot share alike
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "word_embed_proj_dim", "lru_width"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "dff", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("num_hidden_layers", "decoder_layers", "encoder_layers"), LAYERS),
+    **dict.fromkeys(("num_attention_heads", "decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
+    **dict.fromkeys(("head_dim", "kv_channels"), 8),
+    **dict.fromkeys(("max_position_embeddings", "max_seq_len", "context_length", "max_target_positions"), 32),
+    **dict.fromkeys(("num_local_experts", "num_experts"), 4),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    "num_experts_per_tok": 2,
+    "rotary_dim": 4,
+    "sliding_window": 5,
+}
+MAMBA = {"mamba_d_state": 4, "mamba_expand": 2, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
+UNTIED = {"tie_word_embeddings": False}
+
+SHAPES: dict[str, list[dict[str, Any]]] = {
+    "bamba": [{**MAMBA, "attn_layer_indices": [1]}],
+    "bart": [{}, {**UNTIED, "scale_embedding": True}],
+    "bigbird_pegasus": [{}],
+    "biogpt": [{}],
+    "bitnet": [{}],
+    "blenderbot": [{}],
+    "blenderbot-small": [{}],
+    "bloom": [{}, UNTIED],
+    "codegen": [{}, {"num_attention_heads": 8}],
+    "ctrl": [{}],
+    "diffllama": [{}, {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}],
+    "falcon": [
+        {},
+        {"bias": True, "parallel_attn": False, **UNTIED},
+        {"alibi": True},
+        {"multi_query": False, "num_kv_heads": 4, "alibi": True},
+        {"new_decoder_architecture": True},
+        {"new_decoder_architecture": True, "num_kv_heads": 1},
+    ],
+    "gpt2": [{}, UNTIED],
+    "gpt_bigcode": [{}, {"multi_query": False, **UNTIED}],
+    "gpt_neo": [{"attention_types": [[["global", "local"], 1]], "window_size": 5}],
+    "gpt_neox_japanese": [{}],
+    "gpt_oss": [{"layer_types": ["sliding_attention", "full_attention"]}, {"num_key_value_heads": 1}],
+    "gptj": [{}],
+    "hunyuan_v1_dense": [{}],
+    "jetmoe": [{}],
+    "lfm2": [
+        {"layer_types": ["conv", "full_attention"]},
+        {"layer_types": ["conv", "full_attention"], "conv_bias": True},
+    ],
+    "lfm3": [{"layer_types": ["conv", "full_attention"], "conv_bias": True}],
+    "marian": [{}],
+    "mbart": [{}],
+    "moshi": [{}],
+    "mpt": [{}, {"attn_config": {"clip_qkv": 0.5}, **UNTIED}],
+    "mvp": [{}],
+    "openai-gpt": [{}],
+    "opt": [{}, {"word_embed_proj_dim": 16, "do_layer_norm_before": False, **UNTIED}],
+    "pegasus": [{}],
+    "persimmon": [{}, {"qk_layernorm": False}],
+    "plbart": [{}],
+    "recurrent_gemma": [
+        {"block_types": ["recurrent", "attention"]},
+        {"block_types": ["attention"], "num_key_value_heads": 1},
+    ],
+    "rwkv": [{}, {"attention_hidden_size": 64}],
+    "stablelm": [{}, {"num_key_value_heads": 1, "use_parallel_residual": True, "use_qkv_bias": True}],
+    "trocr": [{}],
+    "whisper": [{}],
+    "xglm": [{}],
+}
+
+
+def plan_model(family: str, shape: dict[str, Any]) -> PreTrainedModel:
+    """A random model of a family in a shape, biases and norms included, the same on every rank."""
+    kind = CONFIG_MAPPING[family]
+    default = kind()
+    fields = {name: size for name, size in SIZES.items() if hasattr(default, name) and not is_property(kind, name)}
+    fields |= {name: 0.0 for name in dir(default) if ("drop" in name or "jitter" in name) and is_float(default, name)}
+    config = kind(**{**fields, "vocab_size": VOCABULARY, "use_cache": False, **shape})
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.train()
+
+
+def is_property(kind: type, name: str) -> bool:
+    """Whether a config computes a field."""
+    return isinstance(getattr(kind, name, None), property)
+
+
+def is_float(config: Any, name: str) -> bool:
+    """Whether a config's field is a float."""
+    return isinstance(getattr(config, name, None), float)
