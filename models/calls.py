@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 HIDDEN = "hidden_states"
 
@@ -43,7 +43,8 @@ class Call:
 
     def arguments(self) -> dict[int | str, Any]:
         """All arguments by place: position or keyword."""
-        return {**dict(enumerate(self.args)), **self.kwargs}
+        places: dict[int | str, Any] = dict(enumerate(self.args))
+        return places | {**self.kwargs}
 
     def argument(self, place: int | str) -> Any:
         """The argument at a place."""

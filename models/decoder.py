@@ -1,9 +1,10 @@
 """A HuggingFace causal decoder as a list of pipeline layers, with HuggingFace's own modules inside.
 
 The list is: one `Prologue` (token ids -> hidden state), one `DecoderLayer` for each layer of the model (hidden
-state -> hidden state), one `Epilogue` (hidden state -> logits). What belongs where, and what is handed on besides the
-hidden state (`carry.py`), is found by the model's own forward (`frame.py`). Each holds its modules under their names in the model, so that the pipeline name of a
-parameter is the index of its layer followed by its HuggingFace name: `3.model.layers.2.self_attn.q_proj.weight`.
+state -> hidden state), one `Epilogue` (hidden state -> logits). What belongs where, and what is handed on besides
+the hidden state (`carry.py`), is found by the model's own forward (`frame.py`). Each holds its modules under their
+names in the model, so that the pipeline name of a parameter is the index of its layer followed by its HuggingFace
+name: `3.model.layers.2.self_attn.q_proj.weight`.
 """
 
 from __future__ import annotations

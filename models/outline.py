@@ -1,4 +1,4 @@
-"""What a decoder layer gives besides its hidden state: further outputs, and what it puts into mappings that it is handed.
+"""What a decoder layer gives besides its hidden state: further outputs, and what it puts into mappings handed to it.
 
 A model may hand such things to a later layer (keys and values, indices). An `Outline` names each tensor among them,
 so that it can be taken from the layer on one stage and put in the same place on another.

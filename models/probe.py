@@ -124,7 +124,9 @@ def examine(frame: Frame) -> Findings:
 def _prologue(frame: Frame, base: Probe) -> frozenset[str]:
     depth = len(frame.layers)
     if len(base.calls) != depth:
-        raise UserError(f"{frame.described} calls {len(base.calls)} of its {depth} layers, so it cannot be cut into stages")
+        raise UserError(
+            f"{frame.described} calls {len(base.calls)} of its {depth} layers, so it cannot be cut into stages"
+        )
     for name, phases in base.phases.items():
         if len(phases) > 1 or not phases <= {0, depth}:
             raise UserError(f"{frame.described} calls {name} between its layers, so it cannot be cut into stages")
@@ -152,7 +154,7 @@ def _influence(frame: Frame, base: Probe, sources: Sequence[str]) -> dict[str, i
 
 
 def _last_change(base: Probe, other: Probe) -> int:
-    """Index of the last layer whose arguments differ (its hidden state too, where it is not just passed on); -1: none."""
+    """Index of the last layer whose arguments differ, or its hidden state if it is not just passed on; -1: none."""
     depth = len(base.calls)
     if not same(base.tail, other.tail):
         return depth

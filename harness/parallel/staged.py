@@ -196,7 +196,9 @@ class LayerSequence(nn.Module):
             tensors = inputs if isinstance(inputs, tuple) else (inputs,)
             if recomputed and self.training and any(_is_floating(tensor) for tensor in tensors):
                 if not any(tensor.requires_grad for tensor in tensors):  # a frozen embedding's output, or floating data
-                    tensors = tuple(map(_with_gradient, tensors))  # else the block would be recomputed without gradients
+                    tensors = tuple(
+                        map(_with_gradient, tensors)
+                    )  # else the block would be recomputed without gradients
                 # Reentrant: the nested backward lets ZeRO-3 gather a block's parameters once more. Without it they
                 # are gone when their gradients arrive (seen with DeepSpeed 0.19.8).
                 inputs = checkpointing.checkpoint(run, *tensors)

@@ -51,9 +51,7 @@ class Unpacker:
         sizes = [torch.Size(shape).numel() for kind, shape in layout if DTYPES[kind].is_floating_point]
         floats, rest = iter(flat.split(sizes)), iter(integers)
         return tuple(
-            next(floats).view(shape).to(DTYPES[kind])
-            if DTYPES[kind].is_floating_point
-            else next(rest).to(DTYPES[kind])
+            next(floats).view(shape).to(DTYPES[kind]) if DTYPES[kind].is_floating_point else next(rest).to(DTYPES[kind])
             for kind, shape in layout
         )
 
