@@ -26,7 +26,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from harness.config.errors import UserError
-from harness.models.lazy import Box, Lazy, Leaf
+from harness.models.lazy import Lazy
+from harness.models.patches import Box, Leaf
 from harness.models.tensorfiles import StoredTensors, open_tensors
 
 DEFAULT_FILE_BYTES = 50 * 10**9  # where `save_pretrained` begins another file

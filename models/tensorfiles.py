@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from harness.config.errors import UserError
-from harness.models.lazy import Box, InMemory, Lazy
+from harness.models.lazy import InMemory, Lazy
+from harness.models.patches import Box
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

@@ -32,7 +32,8 @@ from harness.checkpoint.writing import (
 )
 from harness.config.errors import UserError
 from harness.models.conversion import Held, WrittenForm
-from harness.models.lazy import Computed, InMemory, Lazy, Patch, realised
+from harness.models.lazy import Computed, InMemory, Lazy, realised
+from harness.models.patches import Patch
 from harness.models.skeleton import ModelSource
 from harness.models.tensorfiles import INDEX, SINGLE
 from harness.parallel.shard import Shard, shard_of
