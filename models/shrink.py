@@ -148,7 +148,7 @@ def _at_most(key: str, value: Any, table: Fields, tensor: int) -> Any:
     limit = next((size for pattern, size in table["at_most"].items() if fnmatchcase(key, pattern)), None)
     if not isinstance(value, int) or isinstance(value, bool) or limit is None or value <= limit:
         return value
-    if limit >= 16 and value % tensor == 0:
+    if limit >= 8 and value % tensor == 0:
         limit += -limit % tensor
     return limit
 

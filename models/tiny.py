@@ -38,6 +38,7 @@ def shrink(config: PretrainedConfig, *, tensor: int = 1) -> PretrainedConfig:
         try:
             tiny = type(config).from_dict(varied(fields, variant))
             tiny.use_cache = False
+            vars(tiny).update({key: value for key, value in vars(config).items() if key.startswith("base_model_")})
             require_running(tiny_model(tiny))
             return tiny
         except Exception as error:  # any family, any reason; the first one is told
@@ -47,7 +48,7 @@ def shrink(config: PretrainedConfig, *, tensor: int = 1) -> PretrainedConfig:
 
 
 def tiny_model(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model of a tiny config, in training mode, with random weights, none of them zero; ValueError if it is large."""
+    """The model of a tiny config, in training mode, its weights random and not zero; ValueError if it is large."""
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     if size > MOST_PARAMETERS:

@@ -86,6 +86,9 @@ class TrainingArguments:
     expert_parallel_size: int | None = flag(
         None, "tensor-parallel ranks that share out whole experts; overrides expert_parallel.autoep_size"
     )
+    verify_plan: str = flag(
+        "auto", "try the model's cut on a tiny copy first: on, off; auto: if its family is not in the tested matrix"
+    )
 
     def __new__(cls, **given: Any) -> TrainingArguments:
         self = super().__new__(cls)
@@ -105,6 +108,8 @@ class TrainingArguments:
             raise UserError(f"--lr_scheduler_type {self.lr_scheduler_type}: not one of {', '.join(SCHEDULES)}")
         if self.attn_implementation not in (None, *ATTENTION):
             raise UserError(f"--attn_implementation {self.attn_implementation}: not one of {', '.join(ATTENTION)}")
+        if self.verify_plan not in ("auto", "on", "off"):
+            raise UserError(f"--verify_plan {self.verify_plan}: not one of auto, on, off")
         unknown = set(self.reporters()) - {"tensorboard", "wandb", "csv"}
         if unknown:
             raise UserError(

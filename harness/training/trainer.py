@@ -20,7 +20,6 @@ from typing import Any
 from harness.checkpoint import folder, state
 from harness.config.errors import UserError
 from harness.models.adapters import fingerprint
-from harness.models.carry import Tokens
 from harness.models.skeleton import ModelSource
 from harness.topology.agreement import check_agreement
 from harness.topology.env import LaunchEnv
@@ -42,6 +41,7 @@ from harness.training.recorder import Recorder
 from harness.training.saving import write_model
 from harness.training.stages import choose_boundaries, stage_lines
 from harness.training.subject import Model, adapted, decoder_subject, layers_subject
+from harness.training.verify import verify_plan
 
 
 class Trainer:
@@ -94,8 +94,9 @@ class Trainer:
         if self.train_dataset is not None:
             sample = read_micro_batch(self.train_dataset, range(self.resolved.micro_batch), data_collator)
         if source is not None:
-            length = Tokens.of(sample[0]).ids.shape[1] if sample is not None else 1024
+            length = sample[0].shape[1] if sample is not None else 1024
             self.subject = decoder_subject(source, setting, length, self.adaptation)
+            verify_plan(source, setting, self.console)
         else:
             self.subject = layers_subject(model, loss_fn)  # type: ignore[arg-type]
         self.boundaries = choose_boundaries(self.subject, setting, sample)

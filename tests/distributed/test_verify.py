@@ -1,0 +1,86 @@
+"""A cut that is not the model is found out before training, on all ranks alike; a right one is let through.
+
+One launch of two ranks starts a Trainer for each case. The wrong plans are what a hand-written file gets wrong: all but
+one run without an error, and give numbers that are not the model's.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PretrainedConfig
+
+from harness import Trainer, TrainingArguments
+from harness.config.errors import UserError
+from harness.models import causal
+from harness.models.locate import PLANS
+from harness.models.tiny import tiny_config
+from harness.training.console import Console
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Job, forget, rows
+
+pytestmark = pytest.mark.ranks
+
+MLP = "layers.*.mlp"
+WRONG_STYLES: dict[str, dict[str, str | None]] = {
+    "columns in another order": {f"{MLP}.gate_proj": "packed_colwise"},
+    "summed twice": {MLP: "all_reduce"},
+    "a rule is missing": {f"{MLP}.down_proj": None},
+}
+
+
+def with_plan(changes: dict[str, str | None]) -> PretrainedConfig:
+    config = tiny_config("llama")
+    plan = {**type(config).base_model_tp_plan, **changes}
+    config.base_model_tp_plan = {name: style for name, style in plan.items() if style is not None}
+    return config
+
+
+def cases(folder: str) -> dict[str, Any]:
+    parts = json.loads((PLANS / "gpt2.json").read_text())
+    parts["styles"]["transformer.h.*.attn.c_attn"]["parts"] = 1
+    (Path(folder) / "gpt2.json").write_text(json.dumps(parts))
+    wrong = {name: with_plan(changes) for name, changes in WRONG_STYLES.items()}
+    return {"as declared": with_plan({}), **wrong, "wrong parts": tiny_config("gpt2"), "no decoder": encoder()}
+
+
+def encoder() -> PretrainedConfig:
+    config = tiny_config("bert")
+    config.is_decoder = False
+    return config
+
+
+def start_all(folder: str) -> dict[str, str]:
+    """What a Trainer says to each model: its last word where it starts, the error where it refuses."""
+    causal.PLANS = Path(folder)
+    return {name: start(config, folder, name) for name, config in cases(folder).items()}
+
+
+def start(config: PretrainedConfig, folder: str, name: str) -> str:
+    said = io.StringIO()
+    layout = "tp1dp2z0" if name == "no decoder" else "tp2z0"
+    arguments = TrainingArguments(
+        deepspeed_config=Job("", layout).deepspeed_config(), output_dir=f"{folder}/{name}", verify_plan="on"
+    )
+    try:
+        trainer = Trainer(config, arguments, train_dataset=rows(), console=Console(out=said, error=said, speaks=True))
+    except UserError as error:
+        return str(error)
+    forget(trainer)
+    return next(line for line in said.getvalue().splitlines() if "tiny" in line).partition(" (")[0]
+
+
+def test_a_wrong_cut_is_refused_on_all_ranks_alike(tmp_path):
+    told, other = run_ranks(2, start_all, str(tmp_path), timeout_s=240)
+    assert told == other
+    assert told.pop("as declared") == "the cut model is the whole one on a tiny copy"
+    assert "its logits depend on later tokens" in told.pop("no decoder")
+    for name, text in told.items():
+        assert "split over 2 tensor-parallel ranks, is not the whole model" in text, name
+        assert "mend its plan" in text, name
+    assert "RuntimeError" in told.pop("a rule is missing")
+    assert {name for name, text in told.items() if "of its largest entry" in text} == set(told)
