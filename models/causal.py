@@ -14,18 +14,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.models.adapters import Adaptation, AdaptedWeights, inject
 from harness.models.attention import on_any_device
+from harness.models.conversion import Unconverted, WrittenForm, default_form, open_checkpoint, untie
 from harness.models.decoder import Blueprint, decoder_layers
 from harness.models.frame import Frame
 from harness.models.locate import PLANS
 from harness.models.skeleton import ModelSource, build_skeleton
-from harness.models.weights import (
-    Initialiser,
-    MemoryReader,
-    OtherNames,
-    SafetensorsReader,
-    WeightSource,
-    read_by_transformers,
-)
+from harness.models.weights import CheckpointReader, Initialiser, MemoryReader, WeightSource, read_by_transformers
 from harness.parallel.adapters import cut_with_adapters
 from harness.parallel.comm import TensorParallel
 from harness.parallel.costs import LayerCost
@@ -43,7 +37,7 @@ class CausalModel:
         frame: the model's forward.
         vocab_size: ids of the vocabulary, padding left out.
         local_logits: whether the epilogue gives this rank's part of the vocabulary instead of all of it.
-        tied: names that are stored under another name in a checkpoint.
+        form: how it is written as a HuggingFace checkpoint.
     """
 
     layers: list[LayerSpec]
@@ -51,7 +45,7 @@ class CausalModel:
     frame: Frame
     vocab_size: int
     local_logits: bool
-    tied: frozenset[str]
+    form: WrittenForm
 
     @property
     def layer_names(self) -> list[str]:
@@ -127,8 +121,8 @@ def assemble(
     model = build_skeleton(source.config)
     find_plan = expert_parallel_plan if whole_experts else plan_for
     plan = find_plan(model, PLANS) if tensor.size > 1 else None
-    weights = _weight_source(source, model, seed)
-    tied = frozenset(model.all_tied_weights_keys)
+    weights: WeightSource
+    weights, form = _weight_source(source, model, seed)
     embedding: Any = model.get_input_embeddings()
     vocab_size: int = embedding.weight.shape[0]
     if adaptation is not None:
@@ -149,19 +143,26 @@ def assemble(
         frame=frame,
         vocab_size=vocab_size,
         local_logits=local_logits,
-        tied=tied,
+        form=form,
     )
 
 
-def _weight_source(source: ModelSource, model: PreTrainedModel, seed: int) -> WeightSource:
+def _weight_source(source: ModelSource, model: PreTrainedModel, seed: int) -> tuple[WeightSource, WrittenForm]:
+    """Where the weights come from, and the form in which they are written in the end.
+
+    What the config ties and the checkpoint holds apart is untied in the skeleton.
+    """
+    initialiser = Initialiser(model=model, seed=seed)
     if source.weights is None:
-        return Initialiser(model=model, seed=seed)
+        return initialiser, default_form(model)
     if not isinstance(source.weights, Path):
-        return MemoryReader(tensors=source.weights)
+        return MemoryReader(tensors=source.weights), default_form(model)
     try:
-        return SafetensorsReader(source.weights, model, seed)
-    except OtherNames as told:
-        return read_by_transformers(source.weights, told)
+        checkpoint = open_checkpoint(source.weights, model)
+    except Unconverted as told:
+        return read_by_transformers(source.weights, told), default_form(model)
+    untie(model, checkpoint.untied)
+    return CheckpointReader(tensors=checkpoint.tensors, initialiser=initialiser), checkpoint.form
 
 
 def _tail_is_elementwise(frame: Frame, plan: Plan, vocab_size: int, size: int) -> bool:

@@ -1,21 +1,23 @@
 """A HuggingFace causal decoder as a list of pipeline layers, with HuggingFace's own modules inside.
 
 The list is: one `Prologue` (token ids -> hidden state), one `DecoderLayer` for each layer of the model (hidden
-state -> hidden state), one `Epilogue` (hidden state -> logits). What belongs where is found by the model's own
-forward (`frame.py`). Each holds its modules under their names in the model, so that the pipeline name of a
-parameter is the index of its layer followed by its HuggingFace name: `3.model.layers.2.self_attn.q_proj.weight`.
+state -> hidden state), one `Epilogue` (hidden state -> logits). What belongs where, and what is handed on besides
+the hidden state (`carry.py`), is found by the model's own forward (`frame.py`). Each holds its modules under their
+names in the model, so that the pipeline name of a parameter is the index of its layer followed by its HuggingFace
+name: `3.model.layers.2.self_attn.q_proj.weight`.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from torch import Tensor, nn
+from torch import nn
 
+from harness.models.carry import Schema, State, Tap, Tokens, Value
 from harness.models.frame import Frame
 from harness.models.weights import WeightSource, materialise
 from harness.parallel.adapters import is_wrapper
@@ -33,6 +35,7 @@ class Blueprint:
         source: fills the weights.
         device, dtype: of the parameters.
         finish: called with each layer once its weights are in place (ZeRO-3 partitions them there).
+        tap: what is taken out of the layers for the loss; the epilogue then gives (logits, what was taken).
     """
 
     frame: Frame
@@ -41,6 +44,15 @@ class Blueprint:
     device: torch.device
     dtype: torch.dtype
     finish: Callable[[nn.Module], None]
+    tap: Tap | None = None
+
+    @property
+    def schema(self) -> Schema:
+        """What layers hand on: what the model needs, and what is taken out of it."""
+        schema, depth = self.frame.schema, len(self.frame.layers)
+        if self.tap is None or not self.tap.layers:
+            return schema
+        return schema.with_state(State(name=self.tap.name, made=min(self.tap.layers), used=depth + 1))
 
 
 class ModelLayer(nn.Module):
@@ -64,18 +76,28 @@ class ModelLayer(nn.Module):
         blueprint.source.fill(self, whole)
         blueprint.finish(self)
         self.frame = blueprint.frame
+        self.schema = blueprint.schema
 
 
 class Prologue(ModelLayer):
-    """Token ids [batch, sequence] -> hidden state [batch, sequence, width]."""
+    """Token ids [batch, sequence], or a tuple of token ids and position ids -> hidden state [batch, sequence, width].
+
+    The hidden state comes with what else later layers need, see `carry.py`; so it does from layer to layer.
+    """
 
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__(blueprint, blueprint.frame.prologue)
         self.names = list(blueprint.frame.prologue)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, inputs: Value) -> Value:
         modules = {name: self.get_submodule(name) for name in self.names}
-        return self.frame.enter(ids, modules, self.training)
+        tokens = Tokens.of(inputs)
+        carry = self.frame.enter(tokens, modules, self.training)
+        if not self.schema.bare or tokens.positions is not None:
+            # copies: the notes made from them are found again by their memory, which a caller may write to
+            copies = Tokens(*(tensor.clone() for tensor in tokens.tensors()))
+            carry = replace(carry, tokens=copies)
+        return self.schema.close(0, carry)
 
 
 class DecoderLayer(ModelLayer):
@@ -88,22 +110,39 @@ class DecoderLayer(ModelLayer):
         super().__init__(blueprint, {self_name: blueprint.frame.layers[index]})
         self.index = index
         self.name = self_name
+        taps = blueprint.tap is not None and index in blueprint.tap.layers
+        self.tap = blueprint.tap if taps else None
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        output = self.frame.notes(self.index, hidden).apply(self.get_submodule(self.name), hidden)
-        return output[0] if isinstance(output, (tuple, list)) else output
+    def forward(self, value: Value) -> Value:
+        carry = self.schema.open(self.index, value)
+        layer = self.get_submodule(self.name)
+        hidden, call = self.frame.arguments(self.index, carry)
+        if self.tap is None:
+            output = call.apply(layer, hidden)
+        else:
+            so_far = carry.states.get(self.tap.name)
+            output, taken = self.tap.run(layer, lambda: call.apply(layer, hidden), so_far)
+            carry = carry.with_state(self.tap.name, taken)
+        return self.schema.close(self.index + 1, self.frame.after(self.index, call, output, carry))
 
 
 class Epilogue(ModelLayer):
-    """Hidden state [batch, sequence, width] -> logits [batch, sequence, vocabulary or this rank's part of it]."""
+    """Hidden state [batch, sequence, width] -> logits [batch, sequence, vocabulary or this rank's part of it].
+
+    Where states are meant for the loss it gives a tuple: the logits, then those states.
+    """
 
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__(blueprint, blueprint.frame.epilogue)
         self.names = list(blueprint.frame.epilogue)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, value: Value) -> Value:
         modules = {name: self.get_submodule(name) for name in self.names}
-        return self.frame.leave(hidden, modules, self.training)
+        depth = len(self.frame.layers)
+        carry = self.schema.open(depth, value)
+        logits = self.frame.leave(carry, modules, self.training)
+        states = [carry.states[name] for name in self.schema.names(depth + 1)]
+        return (logits, *states) if states else logits
 
 
 def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:

@@ -4,19 +4,24 @@ A `Frame` holds a HuggingFace causal decoder on the meta device and finds, by ru
 with stand-ins, what no table of families could say for all of them:
 
 - the prologue: the modules called before the first decoder layer (embeddings, their scaling or norm);
-- the notes: what each layer is given besides the hidden state (masks, positions, rotary tables). They depend on
-  shape, dtype and device only, so every stage derives its own and nothing but the hidden state crosses;
+- the notes: what each layer is given besides the hidden state (masks, positions, rotary tables). Every stage makes
+  its own: mostly from shape, dtype and device alone, so that nothing but the hidden state crosses; else from the
+  token ids, which then travel with it, and from position ids where the data gives them;
+- the states: what a layer is given that an embedding or an earlier layer gave. It travels, and the forward between
+  the layers is run again with it in its place;
 - the epilogue: the modules called after the last layer (norm, head, scaling).
 
-In the frame every decoder layer is a stub and every prologue module a stand-in that gives zeros of the right
-shape; the real modules live in the pipeline layers (`decoder.py`) and are put in their place only there.
+In the frame every decoder layer is a stub and every other module with parameters a stand-in that gives zeros of the
+right shape; the real modules live in the pipeline layers (`decoder.py`) and are put in their place only there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +29,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from harness.config.errors import UserError
-from harness.models.standins import Call, LayerStub, Reached, StandIn
-from harness.parallel.adapters import without_adapters, wrappers_in
+from harness.models.calls import Call
+from harness.models.carry import Carry, Schema, Tokens, hidden_name
+from harness.models.outline import Outline, outline_of
+from harness.models.probe import examine
+from harness.models.stack import find_stack, has_own_parameters, parameter_owners, put
+from harness.models.standins import LayerStub, Reached, Run, StandIn, call_name
+from harness.parallel.adapters import without_adapters
 
-KEPT_SHAPES = 4
-# what a forward raises that asks of a stand-in what it cannot give
-CANNOT_RUN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+KEPT_SHAPES = 4  # notes that serve all micro-batches of a shape
+KEPT_BATCHES = 2  # notes that serve one micro-batch
 
 
 @dataclass(frozen=True)
@@ -39,9 +48,6 @@ class Shape:
     batch: int
     sequence: int
     dtype: torch.dtype
-
-
-PROBE = Shape(2, 8, torch.float32)
 
 
 class Frame:
@@ -55,31 +61,41 @@ class Frame:
         layers: the model's decoder layers, in order, on the meta device.
         layer_names: their names in the model, e.g. `model.layers.0`.
         prologue, epilogue: name -> module of everything with parameters that stands before and after them.
+        schema: what travels besides the hidden state.
 
     Raises:
-        UserError: the model has no single stack of decoder layers, its layers' arguments depend on the token ids,
-            or a module above the layers holds parameters of its own: such a model cannot be cut into stages.
+        UserError: the model has no single stack of decoder layers that are called one after the other, or a module
+            above or between the layers holds parameters: such a model cannot be cut into stages.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self.model = model
         self.device = device
         self.config = model.config
-        self._handler: Callable[[int, Call, Tensor], Tensor] | None = None
+        self._run: Run | None = None
+        self._outlines: dict[int, Outline] = {}
         self._notes: dict[Shape, list[Call]] = {}
+        self._batch_notes: list[tuple[Tokens, torch.dtype, list[Call]]] = []
         stack = find_stack(model)
         self.layers: list[nn.Module] = list(model.get_submodule(stack).children())
         self.layer_names = [f"{stack}.{index}" for index in range(len(self.layers))]
         owners = parameter_owners(model, stack)
-        self.revive_buffers(stack)
-        replace(model, stack, nn.ModuleList(LayerStub(layer, i, self) for i, layer in enumerate(self.layers)))
-        self._stand_ins = {name: StandIn(without_adapters(module)) for name, module in owners.items()}
+        self._revive_buffers(stack)
+        put(model, stack, nn.ModuleList(LayerStub(layer, i, self) for i, layer in enumerate(self.layers)))
+        self._stand_ins = {name: StandIn(without_adapters(module), name, self) for name, module in owners.items()}
         for name, stand_in in self._stand_ins.items():
-            replace(model, name, stand_in)
-        self.prologue = self._find_prologue(owners)
-        self.epilogue = {name: module for name, module in owners.items() if name not in self.prologue}
+            put(model, name, stand_in)
+        findings = examine(self)
+        self.schema: Schema = findings.schema
+        self.prologue = {name: module for name, module in owners.items() if name in findings.prologue}
+        self.epilogue = {name: module for name, module in owners.items() if name not in findings.prologue}
 
-    def revive_buffers(self, stack: str) -> None:
+    @property
+    def described(self) -> str:
+        """The model as a message names it."""
+        return f"model type {self.config.model_type!r}"
+
+    def _revive_buffers(self, stack: str) -> None:
         """Give the modules outside the layers that own buffers but no parameters (rotary tables) real buffers."""
         for name, module in self.model.named_modules():
             inside = name == stack or name.startswith(stack + ".")
@@ -87,118 +103,160 @@ class Frame:
                 continue
             module.to_empty(device=self.device, recurse=False)
             with torch.no_grad():
-                self.model._init_weights(module)
+                self._model_around(name)._init_weights(module)
+
+    def _model_around(self, name: str) -> PreTrainedModel:
+        """The innermost model that a module belongs to: its `_init_weights` may ask for its own attributes."""
+        parts = name.split(".") if name else []
+        around = (self.model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1))
+        return next(module for module in around if isinstance(module, PreTrainedModel))
 
     # -- what the pipeline layers ask for ------------------------------------------------------------------
 
-    def enter(self, ids: Tensor, modules: dict[str, nn.Module], training: bool) -> Tensor:
-        """The hidden state that the model's forward gives its first layer, by the real prologue `modules`.
-
-        Args:
-            ids: token ids, [batch, sequence].
-        Returns:
-            hidden state, [batch, sequence, width].
-        """
+    def enter(self, tokens: Tokens, modules: dict[str, nn.Module], training: bool) -> Carry:
+        """What the model's forward gives its first layer, by the real prologue `modules`."""
 
         def stop(index: int, call: Call, hidden: Tensor) -> Tensor:
-            raise Reached(hidden)
+            raise Reached(hidden, call)
 
-        with self._standing(modules):
-            return self._run_until_reached(ids, stop, training)
+        self._switch_mode(training)
+        with self._standing(modules), _recorded(modules) as given:
+            reached = self._run_until_reached(tokens, Run(stop, torch.float32))
+        return Carry(hidden=reached.hidden, states=given)
 
-    def notes(self, index: int, hidden: Tensor) -> Call:
-        """What layer `index` is given besides a hidden state of this shape, dtype and device; made once, then kept."""
-        shape = Shape(hidden.shape[0], hidden.shape[1], hidden.dtype)
+    def arguments(self, index: int, carry: Carry) -> tuple[Tensor, Call]:
+        """What layer `index` is given: a hidden state, and the rest.
+
+        The rest is made once for all hidden states of a shape and dtype; once a micro-batch where it depends on token
+        or position ids; and at every call where it is made of states, so that they get their gradient.
+        """
+        hidden, tokens = carry.hidden, carry.tokens
+        if self.schema.replayed:
+            return self._replay(index, carry)
+        if tokens is not None and (self.schema.tokens or tokens.positions is not None):
+            return hidden, self._notes_of_batch(tokens, hidden.dtype)[index]
+        rows = hidden.shape if tokens is None else tokens.ids.shape
+        shape = Shape(rows[0], rows[1], hidden.dtype)
         if shape not in self._notes:
             while len(self._notes) >= KEPT_SHAPES:
                 self._notes.pop(next(iter(self._notes)))
-            self._notes[shape] = self._take_notes(shape)
-        return self._notes[shape][index]
+            self._notes[shape] = self._take_notes(self._any_tokens(shape), shape.dtype)
+        return hidden, self._notes[shape][index]
 
-    def leave(self, hidden: Tensor, modules: dict[str, nn.Module], training: bool) -> Tensor:
+    def after(self, index: int, call: Call, output: Any, carry: Carry) -> Carry:
+        """What layer `index` hands on, having returned `output` for `call` and `carry`."""
+        hidden = output[0] if isinstance(output, (tuple, list)) else output
+        if not self.schema.replayed:
+            return replace(carry, hidden=hidden)
+        further = self._outlines[index].take(call, output)
+        states = {**carry.states, hidden_name(index - 1): carry.hidden, **further}
+        return replace(carry, hidden=hidden, states=states)
+
+    def leave(self, carry: Carry, modules: dict[str, nn.Module], training: bool) -> Tensor:
         """The logits that the model's forward makes of the last hidden state, by the real epilogue `modules`."""
-
-        def inject(index: int, call: Call, given: Tensor) -> Tensor:
-            return hidden if index == 0 else given
-
-        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        self._set_dtype(hidden.dtype)
+        hidden = carry.hidden
+        rows = Shape(hidden.shape[0], hidden.shape[1], hidden.dtype)
+        tokens = self._any_tokens(rows) if carry.tokens is None else carry.tokens
+        self._switch_mode(training)
         with self._standing(modules):
-            self._switch_mode(training)
-            return self._forward(ids, inject).logits
+            return self.run(tokens, self._replayed(carry, len(self.layers)))
 
     @torch.no_grad()
     def finish(self, head: str, output: Tensor) -> Tensor:
         """The logits that the model's forward makes of the `output` of its module `head`."""
-        ids = torch.zeros(output.shape[:2], dtype=torch.long, device=output.device)
-        self._set_dtype(output.dtype)
-        replace(self.model, head, _Constant(output))
-        try:
-            return self._forward(ids, lambda index, call, hidden: hidden).logits
-        finally:
-            replace(self.model, head, self._stand_ins[head])
+        tokens = self._any_tokens(Shape(output.shape[0], output.shape[1], output.dtype))
+        with self._standing({head: _Constant(output)}):
+            return self.run(tokens, Run(lambda index, call, hidden: hidden, output.dtype))
 
     # -- running the forward -------------------------------------------------------------------------------
 
-    def handle(self, index: int, call: Call, hidden: Tensor) -> Tensor:
-        """Called by the stub of layer `index` when the model's forward arrives there."""
-        if self._handler is None:
-            raise RuntimeError("a layer's stub was called outside a run of the frame")
-        return self._handler(index, call, hidden)
+    @property
+    def takes_positions(self) -> bool:
+        """Whether the model's forward takes position ids."""
+        return "position_ids" in inspect.signature(self.model.forward).parameters
 
-    def _forward(self, ids: Tensor, handler: Callable[[int, Call, Tensor], Tensor]) -> Any:
-        self._handler = handler
+    def run(self, tokens: Tokens, run: Run) -> Tensor:
+        """The logits of the model's forward, in which stubs and stand-ins do what `run` says."""
+        positions = {} if tokens.positions is None else {"position_ids": tokens.positions}
+        if positions and not self.takes_positions:
+            raise UserError(f"{self.described} takes no position_ids: its samples cannot carry them")
+        self._run = run
         try:
-            return self.model(input_ids=ids, use_cache=False)
+            return self.model(input_ids=tokens.ids, use_cache=False, **positions).logits
         finally:
-            self._handler = None
+            self._run = None
 
-    def _run_until_reached(self, ids: Tensor, handler: Callable[[int, Call, Tensor], Tensor], training: bool) -> Tensor:
-        self._switch_mode(training)
+    def at_layer(self, index: int, call: Call, hidden: Tensor) -> Any:
+        """What the stub of layer `index` returns."""
+        run = self._running()
+        result = run.handler(index, call, hidden)
+        outline = self.outline(index, call, hidden)
+        outline.affect(call, run.given)
+        return outline.output(result, run.given)
+
+    def at_module(self, name: str, like: Tensor, arguments: Any) -> Tensor:
+        """What the stand-in of a module returns."""
+        return self._running().stand_in(name, like, arguments)
+
+    def outline(self, index: int, call: Call, hidden: Tensor) -> Outline:
+        """What layer `index` gives besides the hidden state; found at its first call."""
+        if index not in self._outlines:
+            self._outlines[index] = outline_of(self.layer_names[index], self.layers[index], call, hidden)
+        return self._outlines[index]
+
+    def _running(self) -> Run:
+        if self._run is None:
+            raise RuntimeError("a stub or stand-in was called outside a run of the frame")
+        return self._run
+
+    def _run_until_reached(self, tokens: Tokens, run: Run) -> Reached:
         try:
-            self._forward(ids, handler)
+            self.run(tokens, run)
         except Reached as reached:
-            return reached.hidden
+            return reached
         raise RuntimeError("the model's forward ended before its decoder layers were reached")
 
+    def _replayed(self, carry: Carry, stop: int) -> Run:
+        """A run in which all layers before `stop` give what travelled from them."""
+        given = {**carry.states, hidden_name(stop - 1): carry.hidden}
+
+        def handler(index: int, call: Call, hidden: Tensor) -> Tensor:
+            if index == stop:
+                raise Reached(hidden if index else carry.hidden, call)
+            return given.get(hidden_name(index), hidden)
+
+        return Run(handler, carry.hidden.dtype, given)
+
+    def _replay(self, index: int, carry: Carry) -> tuple[Tensor, Call]:
+        if carry.tokens is None:
+            raise RuntimeError("the token ids have not travelled with the hidden state")
+        reached = self._run_until_reached(carry.tokens, self._replayed(carry, index))
+        return reached.hidden, reached.call
+
+    def _notes_of_batch(self, tokens: Tokens, dtype: torch.dtype) -> list[Call]:
+        for known, kind, calls in self._batch_notes:
+            if kind == dtype and _share_memory(known, tokens):
+                return calls
+        # the tokens are kept with the notes, so that their memory is not used for others meanwhile
+        self._batch_notes = self._batch_notes[1 - KEPT_BATCHES :]
+        self._batch_notes.append((tokens, dtype, self._take_notes(tokens, dtype)))
+        return self._batch_notes[-1][2]
+
     @torch.no_grad()
-    def _take_notes(self, shape: Shape, token: int = 0, fill: float = 0.0) -> list[Call]:
+    def _take_notes(self, tokens: Tokens, dtype: torch.dtype) -> list[Call]:
         calls: list[Call] = []
 
         def note(index: int, call: Call, hidden: Tensor) -> Tensor:
             calls.append(call)
             if len(calls) == len(self.layers):
-                raise Reached(hidden)
+                raise Reached(hidden, call)
             return hidden
 
-        ids = torch.full((shape.batch, shape.sequence), token, dtype=torch.long, device=self.device)
-        self._set_dtype(shape.dtype, fill)
-        self._run_until_reached(ids, note, self.model.training)
+        self._run_until_reached(tokens, Run(note, dtype))
         return calls
 
-    def _find_prologue(self, owners: dict[str, nn.Module]) -> dict[str, nn.Module]:
-        for stand_in in self._stand_ins.values():
-            stand_in.called = False
-        try:
-            first = self._take_notes(PROBE)
-        except CANNOT_RUN as error:
-            raise UserError(
-                f"model type {self.config.model_type!r}: its forward does not run with its layers lifted out "
-                f"({type(error).__name__}: {' '.join(str(error).split())[:120]}), so it cannot be cut into stages"
-            ) from error
-        prologue = {name: module for name, module in owners.items() if self._stand_ins[name].called}
-        other = self._take_notes(PROBE, token=1, fill=1.0)
-        changed = [index for index, pair in enumerate(zip(first, other, strict=True)) if not pair[0].equals(pair[1])]
-        if changed:
-            raise UserError(
-                f"model type {self.config.model_type!r}: what {self.layer_names[changed[0]]} is given besides the "
-                "hidden state depends on the token ids, so it cannot be cut into stages"
-            )
-        return prologue
-
-    def _set_dtype(self, dtype: torch.dtype, fill: float = 0.0) -> None:
-        for stand_in in self._stand_ins.values():
-            stand_in.dtype, stand_in.fill = dtype, fill
+    def _any_tokens(self, shape: Shape) -> Tokens:
+        return Tokens(torch.zeros((shape.batch, shape.sequence), dtype=torch.long, device=self.device))
 
     def _switch_mode(self, training: bool) -> None:
         if self.model.training != training:
@@ -207,12 +265,39 @@ class Frame:
     @contextmanager
     def _standing(self, modules: dict[str, nn.Module]) -> Iterator[None]:
         for name, module in modules.items():
-            replace(self.model, name, module)
+            put(self.model, name, module)
         try:
             yield
         finally:
             for name in modules:
-                replace(self.model, name, self._stand_ins[name])
+                put(self.model, name, self._stand_ins[name])
+
+
+@contextmanager
+def _recorded(modules: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """Name -> what a module of the prologue gives at each of its calls."""
+    given: dict[str, Tensor] = {}
+
+    def record(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        number = 0
+        while call_name(name, number) in given:
+            number += 1
+        given[call_name(name, number)] = output
+
+    handles = [module.register_forward_hook(partial(record, name)) for name, module in modules.items()]
+    try:
+        yield given
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _share_memory(known: Tokens, tokens: Tokens) -> bool:
+    """Whether both are the same tensors, or other views of their memory, as activation checkpointing makes them."""
+    return len(known.tensors()) == len(tokens.tensors()) and all(
+        a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+        for a, b in zip(known.tensors(), tokens.tensors(), strict=True)
+    )
 
 
 class _Constant(nn.Module):
@@ -224,46 +309,3 @@ class _Constant(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.value
-
-
-def find_stack(model: PreTrainedModel) -> str:
-    """Name of the ModuleList that holds the decoder layers: as long as the model is deep, and the largest such."""
-    depth = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = [
-        (sum(parameter.numel() for parameter in module.parameters()), name)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
-    ]
-    if not lists:
-        raise UserError(
-            f"model type {model.config.model_type!r} has no list of {depth} decoder layers: it cannot be cut"
-        )
-    return max(lists)[1]
-
-
-def parameter_owners(model: nn.Module, stack: str) -> dict[str, nn.Module]:
-    """Name -> module of all modules outside the stack that hold parameters themselves."""
-    owners: dict[str, nn.Module] = {}
-    wrapped = wrappers_in(model)
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{other}.") for other in (stack, *wrapped))
-        if inside or not (name in wrapped or has_own_parameters(module)):
-            continue
-        if name == "" or stack.startswith(name + "."):
-            parameters = [key for key, _ in module.named_parameters(recurse=False)]
-            raise UserError(
-                f"{type(module).__name__} holds {parameters} beside its layers, so it cannot be cut into stages"
-            )
-        owners[name] = module
-    return owners
-
-
-def has_own_parameters(module: nn.Module) -> bool:
-    """Whether the module holds a parameter itself, not by a child."""
-    return any(True for _ in module.parameters(recurse=False))
-
-
-def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` in the place of the model's submodule `name`."""
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)

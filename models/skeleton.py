@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from harness.config.errors import UserError
 from harness.models.locate import model_directory
+from harness.models.tensorfiles import has_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class ModelSource:
     Attributes:
         name: as the user wrote it.
         config: the HuggingFace config.
-        weights: directory that holds safetensors, or tensors by name, or None if they are to be initialised.
+        weights: directory that holds weight files, or tensors by name, or None if they are to be initialised.
         generation: how the model generates text, saved beside it.
     """
 
@@ -50,11 +51,12 @@ def read_source(name: str) -> ModelSource:
     except (ValueError, KeyError, OSError, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{directory / 'config.json'}: not a model that transformers knows: {reason}") from error
-    has_weights = any(directory.glob("*.safetensors"))
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(f"{directory / 'config.json'}: the weights are quantized: dequantize them, and save them again")
     generation = None
     if (directory / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
-    weights = directory if has_weights else None
+    weights = directory if has_tensors(directory) else None
     return ModelSource(name=name, config=config, weights=weights, generation=generation)
 
 

@@ -1,66 +1,68 @@
-"""What stands in a frame in the place of real modules: stubs of decoder layers, stand-ins of prologue modules.
+"""What stands in a frame in the place of real modules: stubs of decoder layers, stand-ins of the modules around them.
 
 Both answer for attributes of the module whose place they take (`attention_type`, `padding_idx`, `weight.dtype`),
-because a model's forward may ask for them.
+because a model's forward may ask for them. What they give is said by the run of the forward that is under way.
 """
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from harness.config.errors import UserError
+from harness.models.calls import Call
 
 if TYPE_CHECKING:
     from harness.models.frame import Frame
 
-HIDDEN = "hidden_states"
+Handler = Callable[[int, Call, Tensor], Tensor]
+"""What a layer's stub does: (index, arguments, hidden state) -> hidden state."""
 
 
 class Reached(Exception):
-    """Ends a run of the model's forward early, with the hidden state at that point."""
+    """Ends a run of the model's forward early, at a layer, with what that layer is given."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor, call: Call) -> None:
         super().__init__("reached")
         self.hidden = hidden
+        self.call = call
 
 
-@dataclass(frozen=True)
-class Call:
-    """The arguments of a layer's call without the hidden state.
+class Run:
+    """One run of the model's forward.
 
-    Attributes:
-        args: positional arguments after the hidden state if it is positional, else all.
-        kwargs: keyword arguments without the hidden state.
-        key: the keyword of the hidden state, or None if it is the first positional argument.
+    Args:
+        handler: called where the forward arrives at a layer.
+        given: name -> tensor, of what modules and layers gave on another stage; all else is zeros, or None.
+        dtype: of the floating zeros.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    key: str | None
+    def __init__(self, handler: Handler, dtype: torch.dtype, given: Mapping[str, Tensor] | None = None) -> None:
+        self.handler = handler
+        self.dtype = dtype
+        self.given = given or {}
+        self._calls: Counter[str] = Counter()
 
-    def apply(self, layer: nn.Module, hidden: Tensor) -> Any:
-        """Call `layer` with the hidden state and these arguments; returns what the layer returns."""
-        if self.key is None:
-            return layer(hidden, *self.args, **self.kwargs)
-        return layer(*self.args, **{self.key: hidden}, **self.kwargs)
+    def next_name(self, module: str) -> str:
+        """The name of what a module gives at its next call."""
+        self._calls[module] += 1
+        return call_name(module, self._calls[module] - 1)
 
-    def equals(self, other: Call) -> bool:
-        """Whether both hold the same values."""
-        return _same(self.args, other.args) and _same(self.kwargs, other.kwargs)
+    def stand_in(self, module: str, like: Tensor, arguments: Any) -> Tensor:
+        """What the stand-in of a module gives; `like` has the right shape and dtype."""
+        name = self.next_name(module)
+        if name in self.given:
+            return self.given[name]
+        return torch.zeros_like(like, dtype=self.dtype if like.is_floating_point() else like.dtype)
 
 
-def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
-    """The hidden state and the rest of a layer's arguments."""
-    key = None if args else HIDDEN
-    hidden = args[0] if args else kwargs[HIDDEN]
-    rest = {name: value for name, value in kwargs.items() if name != key}
-    return hidden, Call(args[1:], rest, key)
+def call_name(module: str, call: int) -> str:
+    """The name of what a module of the prologue gives at one of its calls in a forward."""
+    return f"{module}:{call}"
 
 
 class Delegate(nn.Module):
@@ -78,72 +80,49 @@ class Delegate(nn.Module):
 
 
 class LayerStub(Delegate):
-    """In the place of a decoder layer: hands its arguments to the frame and returns the hidden state that it gets."""
+    """In the place of a decoder layer: hands its arguments to the frame, which says what it returns."""
 
     def __init__(self, original: nn.Module, index: int, frame: Frame) -> None:
         super().__init__(original)
         self.__dict__.update(index=index, frame=frame)
-        self.outputs: int | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden, call = split_call(args, kwargs)
-        if self.outputs is None:
-            self.outputs = count_outputs(self.original, call, hidden)
-        result = self.frame.handle(self.index, call, hidden)
-        return (result, *[None] * (self.outputs - 1)) if self.outputs else result
+        hidden, call = Call.split(args, kwargs)
+        return self.frame.at_layer(self.index, call, hidden)
 
 
 class StandIn(Delegate):
-    """In the place of a prologue module: a constant of the output's shape, or its input if that has the shape."""
+    """In the place of a module that holds parameters: gives a tensor of the shape that the module would give."""
 
-    def __init__(self, original: nn.Module) -> None:
+    def __init__(self, original: nn.Module, name: str, frame: Frame) -> None:
         super().__init__(original)
-        self.called = False
-        self.dtype = torch.float32
-        self.fill = 0.0
+        self.__dict__.update(name=name, frame=frame, forms={})
 
-    def forward(self, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.called = True
-        if isinstance(self.original, nn.Embedding):
-            width = self.original.embedding_dim
-        elif isinstance(self.original, nn.Linear):
-            width = self.original.out_features
-            value = value[..., 0]
-        else:
-            return value
-        return torch.full((*value.shape, width), self.fill, dtype=self.dtype, device=value.device)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        form = tuple(tuple(x.shape) if isinstance(x, Tensor) else repr(x) for x in tree_leaves((args, kwargs)))
+        if form not in self.forms:
+            self.forms[form] = output_like(self.original, args, kwargs)
+        like = torch.empty_like(self.forms[form], device=self.frame.device)
+        return self.frame.at_module(self.name, like, (args, kwargs))
 
 
 @torch.no_grad()
-def count_outputs(layer: nn.Module, call: Call, hidden: Tensor) -> int:
-    """How many values a layer (on the meta device) returns: 0 for a bare hidden state, else the length of its tuple."""
+def output_like(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A tensor on meta of the shape that a module, on the meta device, gives."""
     try:
-        args, kwargs = tree_map(_to_meta, (call.args, call.kwargs))
-        output = Call(args, kwargs, call.key).apply(layer, hidden.to("meta"))
-    except (
-        NotImplementedError,
-        RuntimeError,
-        ValueError,
-    ):  # a forward that looks at values cannot run on meta
-        real = copy.deepcopy(layer).to_empty(device=hidden.device)
-        for tensor in (*real.parameters(), *real.buffers()):
-            tensor.zero_()
-        output = call.apply(real, hidden)
-    first = output[0] if isinstance(output, (tuple, list)) else output
-    if not isinstance(first, Tensor) or first.shape != hidden.shape:
-        raise UserError(f"{type(layer).__name__} does not return a hidden state first, so it cannot be cut into stages")
-    return len(output) if isinstance(output, (tuple, list)) else 0
+        args, kwargs = tree_map(_to_meta, (args, kwargs))
+        output = module(*args, **kwargs)
+        if isinstance(output, Tensor):
+            return output
+    except (NotImplementedError, RuntimeError, ValueError):  # a forward that looks at values cannot run on meta
+        pass
+    value: Tensor = args[0].to("meta")
+    if isinstance(module, nn.Embedding):
+        return torch.empty((*value.shape, module.embedding_dim), device="meta")
+    if isinstance(module, nn.Linear):
+        return torch.empty((*value.shape[:-1], module.out_features), device="meta")
+    return value
 
 
 def _to_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
-    if isinstance(a, (tuple, list)):
-        return isinstance(b, (tuple, list)) and len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    return True

@@ -1,29 +1,29 @@
-"""Fill a pipeline layer's local parameters: initialised from a seed, or read from safetensors.
+"""Fill a pipeline layer's local parameters: initialised from a seed, or read from a checkpoint.
 
 A layer comes here cut and on the meta device. What it keeps of each tensor stands on the parameter
-(`param.shard`), so nothing here knows how the model is laid out. Memory beyond the layer itself: one uncut
-layer while it is initialised, nothing while it is read.
+(`param.shard`), so nothing here knows how the model is laid out, nor how a checkpoint's tensors come to be the
+model's (`conversion.py`). Memory beyond the layer itself: one uncut layer while it is initialised, a few MB while
+it is read.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.config.errors import UserError
-
-INDEX = "model.safetensors.index.json"
+from harness.models.lazy import Lazy
+from harness.models.tensorfiles import Stored
 
 
 class WeightSource(Protocol):
@@ -64,19 +64,30 @@ class Initialiser:
     @torch.no_grad()
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
         """Initialise the uncut layer, and keep of it what `layer` holds."""
-        device = next(layer.parameters()).device
-        scratch = copy.deepcopy(whole).to_empty(device=device)
-        names = ",".join(name for name, _ in scratch.named_parameters())
-        digest = hashlib.sha256(f"{self.seed}:{names}".encode()).digest()
+        names = {name for name, _ in _named_tensors(layer)}
+        tensors = self.drawn(whole, names, next(layer.parameters()).device)
+        for name, tensor in _named_tensors(layer):
+            fill_local(tensor, tensors[name])
+
+    def drawn(self, whole: nn.Module, names: Set[str], device: torch.device) -> dict[str, Tensor]:
+        """The initial values of `names` in the uncut layer `whole`; memory is taken for these alone."""
+        digest = hashlib.sha256(f"{self.seed}:{','.join(name for name, _ in whole.named_parameters())}".encode())
+        scratch = _partly_real(whole, names, device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            scratch.apply(self.model._init_weights)
-        tensors = dict(scratch.named_parameters(remove_duplicate=False))
-        for name, parameter in layer.named_parameters():
-            fill_local(parameter, tensors[name])
-        buffers = dict(scratch.named_buffers())
-        for name, buffer in layer.named_buffers():
-            buffer.copy_(buffers[name])
+            torch.manual_seed(int.from_bytes(digest.digest()[:8], "little", signed=True))
+            self._initialise(scratch, "", self.model)
+        return {name: tensor for name, tensor in _named_tensors(scratch) if name in names}
+
+    def _initialise(self, module: nn.Module, name: str, owner: PreTrainedModel) -> None:
+        """Initialise what is inside, then `module` itself, each by the innermost model of transformers around it."""
+        inner = self._models.get(name, owner)
+        for child_name, child in module.named_children():
+            self._initialise(child, f"{name}.{child_name}".lstrip("."), inner)
+        inner._init_weights(module)
+
+    @cached_property
+    def _models(self) -> dict[str, PreTrainedModel]:
+        return {name: module for name, module in self.model.named_modules() if isinstance(module, PreTrainedModel)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,77 +99,34 @@ class MemoryReader:
     @torch.no_grad()
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
         """Copy what `layer` holds."""
-        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        for name, tensor in _named_tensors(layer):
             fill_local(tensor, self.tensors[name])
 
 
-class OtherNames(UserError):
-    """A checkpoint lacks tensors of the model, or holds them under other names or shapes."""
+@dataclass(frozen=True, kw_only=True)
+class CheckpointReader:
+    """The weights of a checkpoint, of which each rank reads its slices alone."""
 
-
-class SafetensorsReader:
-    """The tensors of a HuggingFace directory, read slice by slice.
-
-    Args:
-        directory: holds `model.safetensors`, or shards with their index.
-        model: the skeleton that the tensors belong to.
-
-    Raises:
-        OtherNames: tensors of the model are missing, at least under their names.
-        UserError: an index or file cannot be read.
-    """
-
-    def __init__(self, directory: Path, model: PreTrainedModel, seed: int) -> None:
-        self._files = tensor_files(directory)
-        self._directory = directory
-        self._prefix = model.base_model_prefix + "."
-        self._initialiser = Initialiser(model=model, seed=seed)
-        tied = set(model.all_tied_weights_keys)
-        expected = [name for name in model.state_dict() if name not in tied]
-        missing = [name for name in expected if self._stored_name(name) is None]
-        if missing:
-            raise OtherNames(
-                f"{directory}: {_some(missing)} not in the safetensors of this {model.config.model_type} model"
-            )
-        known = {self._stored_name(name) for name in (*expected, *tied)}
-        extra = [name for name in self._files if name not in known]
-        if extra:
-            warnings.warn(f"{directory}: not used, as the model has no such tensors: {_some(extra)}", stacklevel=2)
+    tensors: Mapping[str, Lazy]
+    initialiser: Initialiser
 
     @torch.no_grad()
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
-        """Read what `layer` holds; buffers that are in no file are made by the model's own initialisation."""
-        if any(True for _ in layer.buffers()):
-            self._initialiser.fill(layer, whole)
-        shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters(remove_duplicate=False)}
-        stored = {name: self._stored_name(name) for name, _ in (*layer.named_parameters(), *layer.named_buffers())}
-        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-            key = stored[name]
-            if key is not None:  # a tied tensor may stand in the file under its other name: the tie fills it
-                self._read(key, tensor, shapes.get(name, tuple(tensor.shape)))
-
-    def _read(self, key: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        path = self._directory / self._files[key]
-        try:
-            with safe_open(path, framework="pt") as file:
-                piece = file.get_slice(key)
-                if tuple(piece.get_shape()) != shape:
-                    found = tuple(piece.get_shape())
-                    raise UserError(f"{path}: {key} has shape {found}, the config asks for {shape}")
-                fill_local(tensor, piece if piece.get_shape() else file.get_tensor(key))
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: {key} cannot be read: {error}") from error
-
-    def _stored_name(self, name: str) -> str | None:
-        """The file's name of a tensor: a checkpoint of the base model lacks the prefix."""
-        candidates = (name, name.removeprefix(self._prefix), self._prefix + name)
-        return next((candidate for candidate in candidates if candidate in self._files), None)
+        """Read what `layer` holds, in the order of the files; what is in none is made as in a new model."""
+        local = dict(_named_tensors(layer))
+        unread = {name for name in local if name not in self.tensors}
+        if unread:
+            drawn = self.initialiser.drawn(whole, unread, next(iter(local.values())).device)
+            for name in unread:
+                fill_local(local[name], drawn[name])
+        for name in sorted(local.keys() - unread, key=lambda name: _position(self.tensors[name])):
+            fill_local(local[name], self.tensors[name])
 
 
-def read_by_transformers(directory: Path, told: OtherNames) -> MemoryReader:
-    """Let transformers read a checkpoint whose tensors it renames or joins (experts stored one by one, say).
+def read_by_transformers(directory: Path, told: UserError) -> MemoryReader:
+    """Let transformers read a checkpoint that cannot be read slice by slice; every rank then holds all of it.
 
-    Every rank then holds the whole model for a moment. Raises `told` if tensors are missing all the same.
+    Raises `told` if tensors are missing all the same.
     """
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory, local_files_only=True, dtype=torch.float32, output_loading_info=True
@@ -166,37 +134,38 @@ def read_by_transformers(directory: Path, told: OtherNames) -> MemoryReader:
     model, info = loaded
     if set(info["missing_keys"]) - set(model.all_tied_weights_keys) or info["mismatched_keys"]:
         raise told
-    warnings.warn(
-        f"{directory}: its tensors have other names than the model's, so each rank reads all of them", stacklevel=2
-    )
+    warnings.warn(f"{directory}: cannot be read slice by slice, so each rank reads all of it", stacklevel=2)
     return MemoryReader(tensors={**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())})
 
 
-def tensor_files(directory: Path) -> dict[str, str]:
-    """Tensor name -> file name for all safetensors of a directory; UserError if a file cannot be read."""
-    index = directory / INDEX
-    try:
-        if index.is_file():
-            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        names: dict[str, str] = {}
-        for path in sorted(directory.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                names.update(dict.fromkeys(file.keys(), path.name))
-        return names
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(f"{directory}: its safetensors cannot be read: {error}") from error
-
-
-def fill_local(tensor: Tensor, full: Any) -> None:
-    """Copy into `tensor` what its rank keeps of the full tensor (or safetensors slice) `full`."""
+def fill_local(tensor: Tensor, full: Tensor) -> None:
+    """Copy into `tensor` what its rank keeps of the full tensor, which may be lazy."""
     shard = getattr(tensor, "shard", None)
     if shard is not None:
         shard.read_into(tensor, full)
     else:
-        tensor.copy_(full if isinstance(full, Tensor) else full[:])
+        tensor.copy_(full)
 
 
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + rest
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Its parameters, each under all of its names, and its buffers."""
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
+
+
+def _position(lazy: Lazy) -> tuple[str, int]:
+    return next((leaf.position for leaf in lazy.leaves() if isinstance(leaf, Stored)), ("", 0))
+
+
+def _partly_real(whole: nn.Module, names: Set[str], device: torch.device) -> nn.Module:
+    """A copy of a module on meta in which `names` have memory."""
+    scratch = copy.deepcopy(whole)
+    real: dict[int, Tensor] = {}
+    for prefix, module in scratch.named_modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and f"{prefix}.{name}".lstrip(".") in names:
+                    if id(tensor) not in real:
+                        fresh = torch.empty_like(tensor, device=device)
+                        real[id(tensor)] = nn.Parameter(fresh) if isinstance(tensor, nn.Parameter) else fresh
+                    held[name] = real[id(tensor)]
+    return scratch

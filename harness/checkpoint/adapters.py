@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from harness.checkpoint.export import whole_tensors
+from harness.checkpoint.gather import trained_tensors
 from harness.topology.groups import Groups
 
 FILE = "adapter_model.safetensors"
@@ -30,11 +30,7 @@ def export_adapters(module: nn.Module, groups: Groups, directory: Path, *, renam
     """
     place = groups.coordinate
     writes = place.data == 0 and place.tensor == 0
-    tensors = {
-        rename(name): tensor
-        for name, tensor in whole_tensors(module, groups, writes, trained=True)
-        if tensor is not None
-    }
+    tensors = {rename(name): tensor for name, tensor in trained_tensors(module, groups) if tensor is not None}
     if writes:
         save_file(tensors, _part(directory, place.stage))
     dist.barrier()

@@ -1,68 +1,80 @@
 """Write the trained model as a HuggingFace directory.
 
-Each pipeline stage writes its own safetensors, layer by layer, from shards gathered tensor by tensor; rank 0 adds the
-index and the config. No rank ever holds the whole model. A directory that is shared by all hosts is assumed, as for
-checkpoints.
+Every rank writes what it holds to its place in the files, so no rank ever holds the whole model or, but for ZeRO-3,
+a whole tensor. Names and files are those of the checkpoint that was read, the same in every layout. A directory that is
+shared by all hosts is assumed, as for checkpoints.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable, Iterator, Set
-from contextlib import nullcontext
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from harness.checkpoint.gather import gathered, joined
+from harness.checkpoint.writing import (
+    UNFINISHED,
+    Entry,
+    OpenFiles,
+    Place,
+    create,
+    index_text,
+    places_in,
+    split_by_size,
+)
+from harness.config.errors import UserError
+from harness.models.conversion import Held, WrittenForm
+from harness.models.lazy import Computed, InMemory, Lazy, realised
+from harness.models.patches import Patch
 from harness.models.skeleton import ModelSource
+from harness.models.tensorfiles import INDEX, SINGLE
 from harness.parallel.shard import Shard, shard_of
 from harness.topology.groups import Groups
 
-MAX_FILE_BYTES = 5 * 10**9
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one stage writes: the tensors all of whose values it holds."""
+
+    host: str
+    entries: list[Entry]
 
 
 def export_weights(
-    module: nn.Module, groups: Groups, directory: Path, *, rename: Callable[[str], str], left_out: Set[str]
+    module: nn.Module, groups: Groups, directory: Path, *, rename: Callable[[str], str], form: WrittenForm | None
 ) -> None:
     """Write the model's tensors as safetensors; all ranks call it.
 
     Args:
         module: this rank's layers.
-        rename: the name that is written for a parameter of `module`.
-        left_out: written names that are not stored, as they are tied to another.
+        rename: the name in `form` of a tensor of `module`.
+        form: the tensors to write and their files; None: those of all stages, as they are.
+
+    Raises:
+        UserError: a tensor would have to be made of values of several stages, or there is no room for the files.
     """
-    place = groups.coordinate
-    writes = place.data == 0 and place.tensor == 0
-    files: list[dict[str, int]] = []
-    pending: dict[str, Tensor] = {}
-
-    def flush() -> None:
-        name = _partial_name(place.stage, len(files))
-        save_file(pending, directory / name, metadata={"format": "pt"})
-        files.append({key: tensor.nbytes for key, tensor in pending.items()})
-        pending.clear()
-
-    for key, tensor in whole_tensors(module, groups, writes):
-        name = rename(key)
-        if tensor is None or name in left_out:
-            continue
-        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > MAX_FILE_BYTES:
-            flush()
-        pending[name] = tensor
-    if pending:
-        flush()
-    written = _gather(place.stage, files if writes else [])
+    local = {rename(name): tensor for name, tensor in _saved_tensors(module, each_name=form is not None)}
+    if form is None:
+        form = WrittenForm(tensors={name: Lazy.of(Held(name, _shape(t), t.dtype)) for name, t in local.items()})
+    mine = {name: lazy for name, lazy in form.tensors.items() if _held(lazy) <= local.keys()}
+    files = _plan(_shares(mine, local, groups), form)
+    laid_out = {name: places_in(directory / (name + UNFINISHED), entries) for name, entries in files.items()}
+    _create_files(groups, laid_out)
+    places = {place.entry.name: place for _, placed in laid_out.values() for place in placed}
+    with OpenFiles() as opened:
+        _write_patches(local, mine, places, groups, opened)
+        _write_computed(local, mine, places, groups, opened)
+    dist.barrier()
     if groups.rank == 0:
-        _name_files(directory, written)
+        _finish(directory, files)
     dist.barrier()
 
 
@@ -74,71 +86,160 @@ def export_config(source: ModelSource, dtype: torch.dtype, directory: Path) -> N
     (source.generation or GenerationConfig.from_model_config(config)).save_pretrained(directory)
 
 
-def whole_tensors(
-    module: nn.Module, groups: Groups, writes: bool, *, trained: bool = False
-) -> Iterator[tuple[str, Tensor | None]]:
-    """Name and whole tensor of all parameters and buffers to be saved (with `trained`, of trained parameters alone);
-    None where this rank does not write.
+# -- what is written where -----------------------------------------------------------------------------------
 
-    All ranks of a data and of a tensor group iterate together.
-    """
-    persistent = set() if trained else set(module.state_dict(keep_vars=True))
-    for name, parameter in module.named_parameters():
-        if trained and not parameter.requires_grad:
+
+def _saved_tensors(module: nn.Module, each_name: bool) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, a tied one under its first name or each, and buffers that are saved; in one order on all ranks."""
+    persistent = set(module.state_dict(keep_vars=True))
+    yield from module.named_parameters(remove_duplicate=not each_name)
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of the whole tensor of which a rank may hold a part."""
+    shard = shard_of(tensor)
+    return shard.full_shape if shard is not None else tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def _held(lazy: Lazy) -> set[str]:
+    return {leaf.name for leaf in lazy.leaves() if isinstance(leaf, Held)}
+
+
+def _shares(mine: Mapping[str, Lazy], local: Mapping[str, Tensor], groups: Groups) -> list[Share]:
+    """What each stage writes, in order of stage."""
+    share = None
+    if groups.coordinate.data == 0 and groups.coordinate.tensor == 0:
+        entries = [
+            Entry(name=name, shape=tuple(lazy.shape), dtype=local[min(_held(lazy))].dtype)
+            for name, lazy in mine.items()
+        ]
+        share = Share(host=socket.gethostname(), entries=entries)
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, share)
+    return [share for share in shares if share is not None]
+
+
+def _plan(shares: list[Share], form: WrittenForm) -> dict[str, list[Entry]]:
+    """File name -> its tensors: the files of `form` while they do not grow, else files of its size for each host."""
+    found: dict[str, Entry] = {}
+    for entry in (entry for share in shares for entry in share.entries):
+        found.setdefault(entry.name, entry)
+    scattered = [name for name in form.tensors if name not in found]
+    if scattered:
+        raise UserError(f"the model cannot be saved: {scattered[0]} is made of tensors of several pipeline stages")
+    if form.files is not None and len({share.host for share in shares}) == 1:
+        kept = {file: [found[name] for name in names] for file, names in form.files.items()}
+        largest = max(sum(entry.nbytes for entry in entries) for entries in kept.values())
+        if largest <= form.max_file_bytes:
+            return kept
+    order = list(dict.fromkeys(name for names in (form.files or {}).values() for name in names)) or list(found)
+    hosts: dict[str, dict[str, None]] = {}
+    for share in shares:
+        hosts.setdefault(share.host, {}).update(dict.fromkeys(entry.name for entry in share.entries))
+    taken: set[str] = set()
+    files: list[list[Entry]] = []
+    for names in hosts.values():
+        here = [name for name in order if name in names and name not in taken]
+        taken.update(here)
+        files += split_by_size((found[name] for name in here), form.max_file_bytes)
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    return {f"model-{i + 1:05d}-of-{len(files):05d}.safetensors": entries for i, entries in enumerate(files)}
+
+
+def _create_files(groups: Groups, laid_out: Mapping[str, tuple[bytes, list[Place]]]) -> None:
+    """Rank 0 creates the files; what it could not is raised by all ranks."""
+    told: list[str | None] = [None]
+    if groups.rank == 0:
+        try:
+            for header, places in laid_out.values():
+                create(places[0].path, header, places)
+        except UserError as error:
+            told = [str(error)]
+    dist.broadcast_object_list(told, src=0)
+    if told[0] is not None:
+        raise UserError(told[0])
+
+
+def _finish(directory: Path, files: Mapping[str, list[Entry]]) -> None:
+    """Put the files that are whole now in the place of older ones, with an index if there are several."""
+    for path in (*directory.glob("model*.safetensors"), directory / INDEX):
+        path.unlink(missing_ok=True)
+    for name in files:
+        (directory / (name + UNFINISHED)).rename(directory / name)
+    if list(files) != [SINGLE]:
+        (directory / INDEX).write_text(index_text(files), encoding="utf-8")
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+def _write_patches(
+    local: Mapping[str, Tensor],
+    mine: Mapping[str, Lazy],
+    places: Mapping[str, Place],
+    groups: Groups,
+    opened: OpenFiles,
+) -> None:
+    """Write what is but an arrangement of this rank's tensors, one of them after the other."""
+    uses: dict[str, list[tuple[Place, Patch]]] = {name: [] for name in local}
+    for name, lazy in mine.items():
+        for patch in lazy.patches:
+            if isinstance(patch.leaf, Held):
+                uses[patch.leaf.name].append((places[name], patch))
+    for name, tensor in local.items():
+        if not uses[name]:
             continue
-        with deepspeed.zero.GatheredParameters([parameter]) if hasattr(parameter, "ds_id") else nullcontext():
-            whole = _join(parameter.detach(), shard_of(parameter), groups)
-            yield name, whole.cpu().contiguous().clone() if writes else None
-    for name, buffer in module.named_buffers():
-        if name in persistent:
-            yield name, buffer.detach().cpu().clone() if writes else None
+        with gathered([tensor]):
+            if _writes(tensor, groups):
+                for place, patch in uses[name]:
+                    for part, values in _parts(patch, tensor):
+                        opened.write(place, part.start, part.lazy_view(values))
 
 
-def _join(local: Tensor, shard: Shard | None, groups: Groups) -> Tensor:
-    """The whole tensor, on the first rank of the tensor-parallel group (elsewhere the shard)."""
-    if shard is None or groups.tensor is None:
-        return local
-    ranks = dist.get_process_group_ranks(groups.tensor)
-    first = groups.rank == ranks[0]
-    parts = [torch.empty_like(local) for _ in ranks] if first else None
-    shards: list[Any] | None = [None] * len(ranks) if first else None
-    dist.gather(local.contiguous(), parts, dst=ranks[0], group=groups.tensor)
-    dist.gather_object(shard, shards, dst=ranks[0], group=groups.tensor)
-    if parts is None or shards is None:
-        return local
-    whole = local.new_empty(shard.full_shape)
-    for part, piece in zip(parts, shards, strict=True):
-        piece.put(part, whole)
-    return whole
+def _parts(patch: Patch, tensor: Tensor) -> Iterator[tuple[Patch, Tensor]]:
+    """What of a patch lies in this rank's tensor, with its values."""
+    shard = shard_of(tensor) or _all_of(tensor)
+    tensor, offset = tensor.detach(), 0
+    for start, stop in shard.pieces:
+        part = patch.clipped(shard.dim, start, stop) if tensor.dim() else patch
+        if part is not None:
+            box = [slice(*span) for span in part.box]
+            if box:
+                first, last = part.box[shard.dim]
+                box[shard.dim] = slice(first - start + offset, last - start + offset)
+            yield part, tensor[tuple(box)]
+        offset += stop - start
 
 
-def _partial_name(stage: int, index: int) -> str:
-    return f"writing-stage-{stage:05d}-{index:05d}.safetensors"
+def _all_of(tensor: Tensor) -> Shard:
+    size = tensor.shape[0] if tensor.dim() else 1
+    return Shard(full_shape=tuple(tensor.shape), dim=0, pieces=((0, size),))
 
 
-def _gather(stage: int, files: list[dict[str, int]]) -> dict[str, dict[str, int]]:
-    """All ranks' files, in order of stage, by their partial name: tensor name -> bytes."""
-    entries: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(entries, (stage, files))
-    return {_partial_name(at, i): file for at, written in sorted(entries, key=_stage) for i, file in enumerate(written)}
+def _write_computed(
+    local: Mapping[str, Tensor],
+    mine: Mapping[str, Lazy],
+    places: Mapping[str, Place],
+    groups: Groups,
+    opened: OpenFiles,
+) -> None:
+    """Write what must be computed from whole tensors, which the first rank of the tensor-parallel group then holds."""
+    for name, lazy in mine.items():
+        patches = [patch for patch in lazy.patches if isinstance(patch.leaf, Computed)]
+        if not patches:
+            continue
+        needed = sorted(_held(lazy))
+        with gathered([local[source] for source in needed]):
+            whole = {source: InMemory(joined(local[source], groups).cpu()) for source in needed}
+            if groups.coordinate.data == 0 and groups.coordinate.tensor == 0:
+                values = realised(lazy.with_leaves(whole.__getitem__))
+                opened.write(places[name], (0,) * values.dim(), values.to(places[name].entry.dtype))
 
 
-def _stage(entry: tuple[int, list[dict[str, int]]]) -> int:
-    return entry[0]
-
-
-def _name_files(directory: Path, written: dict[str, dict[str, int]]) -> None:
-    """Give the files HuggingFace's names, with an index if there are several."""
-    for old in (*directory.glob("model*.safetensors"), directory / INDEX):
-        old.unlink(missing_ok=True)
-    if len(written) == 1:
-        (directory / next(iter(written))).rename(directory / SINGLE)
-        return
-    names = [f"model-{index + 1:05d}-of-{len(written):05d}.safetensors" for index in range(len(written))]
-    weight_map = {}
-    for (partial, tensors), name in zip(written.items(), names, strict=True):
-        (directory / partial).rename(directory / name)
-        weight_map.update(dict.fromkeys(tensors, name))
-    total = sum(size for tensors in written.values() for size in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+def _writes(tensor: Tensor, groups: Groups) -> bool:
+    """Whether this rank writes its part of a tensor: of several ranks that hold the same, the first does."""
+    shard = shard_of(tensor)
+    owner = groups.coordinate.tensor == 0 if shard is None else shard.owner
+    return owner and groups.coordinate.data == 0

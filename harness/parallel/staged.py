@@ -2,7 +2,8 @@
 
 Both forms build only the layers of their own stage, name a parameter `<index of its layer>.<name in the layer>`
 and tie weights alike, so that a checkpoint of one can be read by the other. Layers are what DeepSpeed's
-PipelineModule takes: LayerSpec, TiedLayerSpec, modules, functions; the output of one is the input of the next.
+PipelineModule takes: LayerSpec, TiedLayerSpec, modules, functions; the output of one, a tensor or a tuple of tensors,
+is the input of the next. Every floating tensor of a tuple gets its gradient, on the same stage or from the next.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from harness.parallel.wire import Unpacker, pack
 from harness.topology.layout import Layout
 
 Layer: TypeAlias = LayerSpec | nn.Module | Callable[..., Any]
@@ -127,6 +129,7 @@ class StagedModule(PipelineModule):
         seed: int,
     ) -> None:
         self.__dict__["_boundaries"] = list(boundaries)  # read by _partition_layers before nn.Module is set up
+        self.__dict__["_unpack"] = Unpacker()
         super().__init__(
             layers,
             topology=deepspeed_topology(layout),
@@ -136,6 +139,12 @@ class StagedModule(PipelineModule):
         )
         # by now the stages hold the same tied weights; where those are frozen there is no gradient to share
         self.tied_comms = dict(_trained_ties(self.tied_comms))
+
+    def forward(self, forward_input: Any) -> Any:
+        """The output of this stage's last layer, in the form in which it is sent to the next."""
+        first, last = self.stage_id == 0, self.stage_id == self.num_stages - 1
+        output = super().forward(forward_input if first else self.__dict__["_unpack"](forward_input))
+        return output if last else pack(output)
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = self.__dict__["_boundaries"]
@@ -184,15 +193,26 @@ class LayerSequence(nn.Module):
         """The last layer's output."""
         for block, recomputed in self._blocks:
             run = partial(_run_block, block)
-            if recomputed and self.training and isinstance(inputs, Tensor) and inputs.is_floating_point():
-                if not inputs.requires_grad:  # a frozen embedding's output, or floating data
-                    inputs = inputs.detach().requires_grad_()  # else the block would be recomputed without gradients
+            tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+            if recomputed and self.training and any(_is_floating(tensor) for tensor in tensors):
+                if not any(tensor.requires_grad for tensor in tensors):  # a frozen embedding's output, or floating data
+                    tensors = tuple(
+                        map(_with_gradient, tensors)
+                    )  # else the block would be recomputed without gradients
                 # Reentrant: the nested backward lets ZeRO-3 gather a block's parameters once more. Without it they
                 # are gone when their gradients arrive (seen with DeepSpeed 0.19.8).
-                inputs = checkpointing.checkpoint(run, inputs)
+                inputs = checkpointing.checkpoint(run, *tensors)
             else:
-                inputs = run(inputs)
+                inputs = run(*tensors)
         return inputs
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _with_gradient(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
 
 def _blocks(layers: Sequence[Any], interval: int) -> Iterator[tuple[list[Any], bool]]:
@@ -213,7 +233,8 @@ def _blocks(layers: Sequence[Any], interval: int) -> Iterator[tuple[list[Any], b
         yield block, True
 
 
-def _run_block(block: Sequence[Callable[..., Any]], inputs: Any) -> Any:
+def _run_block(block: Sequence[Callable[..., Any]], *given: Tensor) -> Any:
+    inputs: Any = given if len(given) > 1 else given[0]
     for layer in block:
         inputs = layer(inputs)
     return inputs

@@ -61,9 +61,9 @@ class CausalLoss:
         """Labels that are predicted and valid."""
         return int((labels[:rows, 1:] != IGNORED).sum())
 
-    def units(self, inputs: Tensor) -> int:
+    def units(self, inputs: Any) -> int:
         """Tokens."""
-        return inputs.numel()
+        return _first(inputs).numel()
 
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
         """Weighted sum over valid labels; outputs [batch, sequence, vocabulary or a part], labels [batch, sequence].

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from harness.checkpoint.adapters import export_adapter_config, export_adapters
 from harness.checkpoint.export import export_config, export_weights
-from harness.models.adapters import is_adapter, plain_name, saved_name, sorted_config
+from harness.models.adapters import plain_name, saved_name, sorted_config
 
 if TYPE_CHECKING:
     from harness.training.trainer import Trainer
@@ -52,13 +52,12 @@ def _write_whole(trainer: Trainer, directory: Path) -> None:
     """The model without its adapters."""
     causal, name = trainer.subject.causal, trainer.subject.saved_name
     module = trainer.engine.deepspeed.module
-    adapters = {name(key) for key, _ in module.named_parameters() if is_adapter(key)}
     export_weights(
         module,
         trainer.groups,
         directory,
         rename=lambda key: plain_name(name(key)),
-        left_out=adapters | (causal.tied if causal else set()),
+        form=causal.form if causal else None,
     )
     if trainer.state.is_world_process_zero and causal is not None:
         export_config(causal.source, next(module.parameters()).dtype, directory)

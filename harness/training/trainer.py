@@ -20,6 +20,7 @@ from typing import Any
 from harness.checkpoint import folder, state
 from harness.config.errors import UserError
 from harness.models.adapters import fingerprint
+from harness.models.carry import Tokens
 from harness.models.skeleton import ModelSource
 from harness.topology.agreement import check_agreement
 from harness.topology.env import LaunchEnv
@@ -94,7 +95,7 @@ class Trainer:
         if self.train_dataset is not None:
             sample = read_micro_batch(self.train_dataset, range(self.resolved.micro_batch), data_collator)
         if source is not None:
-            length = sample[0].shape[1] if sample is not None else 1024
+            length = Tokens.of(sample[0]).ids.shape[1] if sample is not None else 1024
             self.subject = decoder_subject(source, setting, length, self.adaptation)
             verify_plan(source, setting, self.console)
         else:

@@ -83,5 +83,6 @@ def _batches(
 
 def _are_token_labels(inputs: Any, labels: Any) -> bool:
     """Whether the labels are a language model's, one a token, so that -100 takes one out of the loss."""
+    inputs = inputs[0] if isinstance(inputs, (tuple, list)) else inputs
     tensors = isinstance(inputs, torch.Tensor) and isinstance(labels, torch.Tensor)
     return tensors and inputs.dtype == labels.dtype == torch.long and inputs.shape == labels.shape

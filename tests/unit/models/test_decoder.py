@@ -10,6 +10,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from harness.config.errors import UserError
+from harness.models.carry import Carry
 from harness.models.causal import CausalModel, assemble
 from harness.models.frame import Frame
 from harness.models.skeleton import ModelSource, build_skeleton
@@ -120,17 +121,19 @@ def test_initial_weights_are_drawn_as_the_family_draws_them() -> None:
 def test_rotary_tables_are_made_anew_on_every_stage() -> None:
     model = model_of("llama")
     frame = Frame(build_skeleton(config("llama")), torch.device("cpu"))
-    cos, _ = frame.notes(1, torch.zeros(1, 8, 64)).kwargs["position_embeddings"]
+    _, call = frame.arguments(1, Carry(hidden=torch.zeros(1, 8, 64)))
+    cos, _ = call.kwargs["position_embeddings"]
     wanted, _ = model.model.rotary_emb(torch.zeros(1, 8, 64), torch.arange(8)[None])
     assert torch.equal(cos, wanted)
 
 
 def test_notes_are_kept_by_shape_and_dtype() -> None:
     frame = Frame(build_skeleton(config("gemma2")), torch.device("cpu"))
-    hidden = torch.zeros(2, 16, 64)
-    assert frame.notes(0, hidden) is frame.notes(0, torch.ones(2, 16, 64))
-    assert frame.notes(0, hidden) is not frame.notes(0, hidden.bfloat16())
-    assert frame.notes(1, hidden.bfloat16()).kwargs["position_embeddings"][0].dtype == torch.bfloat16
+    single, half = Carry(hidden=torch.zeros(2, 16, 64)), Carry(hidden=torch.zeros(2, 16, 64).bfloat16())
+    notes = frame.arguments(0, single)[1]
+    assert notes is frame.arguments(0, Carry(hidden=torch.ones(2, 16, 64)))[1]
+    assert notes is not frame.arguments(0, half)[1]
+    assert frame.arguments(1, half)[1].kwargs["position_embeddings"][0].dtype == torch.bfloat16
 
 
 class Stackless(nn.Module):
@@ -145,19 +148,21 @@ def test_a_model_without_a_list_of_layers_is_refused() -> None:
         Frame(Stackless(config("llama")), torch.device("cpu"))  # type: ignore[arg-type]
 
 
-def test_layer_arguments_made_from_token_ids_are_refused() -> None:
+def test_states_are_found_and_travel_as_far_as_they_are_read() -> None:
+    frame = Frame(build_skeleton(config("llama")), torch.device("cpu"))
+    assert frame.schema.bare
     skeleton = build_skeleton(config("llama"))
-    inner = skeleton.model
-    forward = type(inner.rotary_emb).forward
+    forward = type(skeleton.model.rotary_emb).forward
 
-    class FromIds(type(inner.rotary_emb)):  # type: ignore[misc]
+    class FromEmbeddings(type(skeleton.model.rotary_emb)):  # type: ignore[misc]
         def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
             cos, sin = forward(self, x, position_ids)
             return cos + x.mean(), sin
 
-    inner.rotary_emb.__class__ = FromIds
-    with pytest.raises(UserError, match="depends on the token ids"):
-        Frame(skeleton, torch.device("cpu"))
+    skeleton.model.rotary_emb.__class__ = FromEmbeddings
+    frame = Frame(skeleton, torch.device("cpu"))
+    assert [frame.schema.names(boundary) for boundary in range(5)] == [["model.embed_tokens:0"]] * 3 + [[], []]
+    assert frame.schema.tokens and frame.schema.replayed
 
 
 def test_a_large_vocabulary_makes_the_epilogue_the_most_expensive_layer() -> None:

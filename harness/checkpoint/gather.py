@@ -1,0 +1,56 @@
+"""Whole tensors, where they are needed in one piece: gathered from the ranks that hold parts of them, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.parallel.shard import shard_of
+from harness.topology.groups import Groups
+
+
+def gathered(tensors: Sequence[Tensor]) -> ExitStack:
+    """Under ZeRO-3 the whole of parameters that are spread over the data group, while the context lasts."""
+    stack = ExitStack()
+    spread = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+    if spread:
+        stack.enter_context(deepspeed.zero.GatheredParameters(spread))
+    return stack
+
+
+def joined(local: Tensor, groups: Groups) -> Tensor:
+    """The whole tensor, on the first rank of the tensor-parallel group (elsewhere the shard); all of them call it."""
+    shard, local = shard_of(local), local.detach()
+    if shard is None or groups.tensor is None:
+        return local
+    ranks = dist.get_process_group_ranks(groups.tensor)
+    first = groups.rank == ranks[0]
+    parts = [torch.empty_like(local) for _ in ranks] if first else None
+    shards: list[Any] | None = [None] * len(ranks) if first else None
+    dist.gather(local.contiguous(), parts, dst=ranks[0], group=groups.tensor)
+    dist.gather_object(shard, shards, dst=ranks[0], group=groups.tensor)
+    if parts is None or shards is None:
+        return local
+    whole = local.new_empty(shard.full_shape)
+    for part, piece in zip(parts, shards, strict=True):
+        piece.put(part, whole)
+    return whole
+
+
+def trained_tensors(module: nn.Module, groups: Groups) -> Iterator[tuple[str, Tensor | None]]:
+    """Name and whole tensor of each trained parameter; None where the first ranks of their groups write it.
+
+    All ranks of a data and of a tensor group iterate together.
+    """
+    writes = groups.coordinate.data == 0 and groups.coordinate.tensor == 0
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            with gathered([parameter]):
+                whole = joined(parameter, groups)
+                yield name, whole.cpu().contiguous().clone() if writes else None

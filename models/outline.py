@@ -1,0 +1,128 @@
+"""What a decoder layer gives besides its hidden state: further outputs, and what it puts into mappings handed to it.
+
+A model may hand such things to a later layer (keys and values, indices). An `Outline` names each tensor among them,
+so that it can be taken from the layer on one stage and put in the same place on another.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from harness.config.errors import UserError
+from harness.models.calls import Call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """A value that a layer puts under `key` into the mapping that is its argument `place`."""
+
+    place: int | str
+    key: Any
+    name: str
+    leaves: list[Any]
+    spec: TreeSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """The form of what one layer gives.
+
+    Attributes:
+        name: of the layer, with which the names of its tensors begin.
+        extras: what it returns after the hidden state, flat; tensors are on the meta device. None: a bare hidden state.
+        spec: how `extras` are nested.
+        effects: what it puts into mappings.
+    """
+
+    name: str
+    extras: list[Any] | None
+    spec: TreeSpec | None
+    effects: tuple[Effect, ...]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Name -> tensor on meta of everything but the hidden state."""
+        named = _named(f"{self.name}.output", self.extras or [])
+        for effect in self.effects:
+            named |= _named(effect.name, effect.leaves)
+        return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
+
+    def output(self, hidden: Tensor, given: Mapping[str, Tensor]) -> Any:
+        """The layer's output made of a hidden state and the tensors in `given`; the others are None."""
+        if self.extras is None or self.spec is None:
+            return hidden
+        leaves = [given.get(name) for name in _named(f"{self.name}.output", self.extras)]
+        return hidden, *tree_unflatten(leaves, self.spec)
+
+    def affect(self, call: Call, given: Mapping[str, Tensor]) -> None:
+        """Put into the mappings of `call` what the layer would put there, as far as it is in `given`."""
+        for effect in self.effects:
+            leaves = [given.get(name) for name in _named(effect.name, effect.leaves)]
+            if all(leaf is not None for leaf in leaves):
+                call.argument(effect.place)[effect.key] = tree_unflatten(leaves, effect.spec)
+
+    def take(self, call: Call, output: Any) -> dict[str, Tensor]:
+        """The tensors that the layer gave: `output` is what `call` returned."""
+        found: dict[str, Any] = {}
+        if self.extras is not None:
+            found |= _named(f"{self.name}.output", tree_flatten(tuple(output[1:]))[0])
+        for effect in self.effects:
+            found |= _named(effect.name, tree_flatten(call.argument(effect.place)[effect.key])[0])
+        return {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
+
+
+@torch.no_grad()
+def outline_of(name: str, layer: nn.Module, call: Call, hidden: Tensor) -> Outline:
+    """Run a layer (on the meta device) on `call` and see what it gives.
+
+    UserError if it does not return a hidden state first, or adds to a list that it is handed.
+    """
+    try:
+        seen = call.mapped(_to_meta)
+        before = _contents(seen)
+        output = seen.apply(layer, hidden.to("meta"))
+    except (NotImplementedError, RuntimeError, ValueError):  # a forward that looks at values cannot run on meta
+        real = copy.deepcopy(layer).to_empty(device=hidden.device)
+        for tensor in (*real.parameters(), *real.buffers()):
+            tensor.zero_()
+        seen = call.mapped(lambda value: value)
+        before = _contents(seen)
+        output = seen.apply(real, hidden)
+    first = output[0] if isinstance(output, (tuple, list)) else output
+    if not isinstance(first, Tensor) or first.shape != hidden.shape:
+        raise UserError(f"{type(layer).__name__} does not return a hidden state first, so it cannot be cut into stages")
+    extras, spec = tree_flatten(tuple(output[1:])) if isinstance(output, (tuple, list)) else (None, None)
+    effects = tuple(_effects(name, layer, call, seen, before))
+    return Outline(name=name, extras=extras, spec=spec, effects=effects)
+
+
+def _contents(call: Call) -> dict[int | str, dict[Any, Any]]:
+    return {place: dict(value) for place, value in call.arguments().items() if isinstance(value, MutableMapping)}
+
+
+def _effects(name: str, layer: nn.Module, call: Call, seen: Call, before: Mapping[Any, Any]) -> Iterator[Effect]:
+    for place, value in seen.arguments().items():
+        given = call.argument(place)
+        if isinstance(value, list) and len(value) != len(given):
+            raise UserError(f"{type(layer).__name__} adds to a list of other layers, so it cannot be cut into stages")
+        if not isinstance(value, MutableMapping):
+            continue
+        for key in value:
+            if key not in before[place] or value[key] is not before[place][key]:
+                leaves, spec = tree_flatten(value[key])
+                yield Effect(place=place, key=key, name=f"{name}.{place}.{key}", leaves=leaves, spec=spec)
+
+
+def _named(prefix: str, leaves: list[Any]) -> dict[str, Any]:
+    return {f"{prefix}.{index}": leaf for index, leaf in enumerate(leaves)}
+
+
+def _to_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value

@@ -1,0 +1,165 @@
+"""Find by running it what a model's forward does around its decoder layers.
+
+A probe runs the forward with random tensors for whatever layers and the modules around them give. Two probes that
+differ in one of these tensors, or in the token ids, tell what depends on it: a layer's arguments, or what comes after
+the last layer. A tensor that matters to a later layer than the next is a state that must travel (`carry.py`).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from harness.config.errors import UserError
+from harness.models.calls import Call, same
+from harness.models.carry import Schema, State, Tokens, hidden_name
+from harness.models.standins import Run
+
+if TYPE_CHECKING:
+    from harness.models.frame import Frame
+
+BATCH, SEQUENCE = 2, 8
+# what a forward raises that asks of a stand-in what it cannot give
+CANNOT_RUN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What was found: the names of the modules before the first layer, and what travels."""
+
+    prologue: frozenset[str]
+    schema: Schema
+
+
+class Probe(Run):
+    """A run on random tensors that notes what comes where.
+
+    Attributes:
+        sources: name of each random tensor -> index of the layer that gives it, -1: a module before the first layer.
+        calls: what each layer is given: hidden state and arguments.
+        outputs: the hidden state that each layer gives.
+        tail: what the modules after the last layer are given, and the logits.
+        phases: name of a module -> how many layers had been reached when it was called.
+    """
+
+    def __init__(self, frame: Frame, changed: Collection[str] = (), seed: int = 0) -> None:
+        super().__init__(self._at_layer, torch.float32)
+        self.frame = frame
+        self.changed = frozenset(changed)
+        self.sources: dict[str, int] = {}
+        self.calls: list[tuple[Tensor, Call]] = []
+        self.outputs: list[Tensor] = []
+        self.tail: list[Any] = []
+        self.phases: defaultdict[str, set[int]] = defaultdict(set)
+        ids = torch.randint(0, 8, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.tail.append(frame.run(Tokens(ids.to(frame.device)), self))
+
+    def stand_in(self, module: str, like: Tensor, arguments: Any) -> Tensor:
+        reached = len(self.calls)
+        self.phases[module].add(reached)
+        name = self.next_name(module)
+        if reached == len(self.frame.layers):
+            self.tail.append(arguments)
+            return self._random(name, like)
+        return self._source(name, -1, like)
+
+    def _at_layer(self, index: int, call: Call, hidden: Tensor) -> Tensor:
+        if index != len(self.calls):
+            raise UserError(
+                f"{self.frame.described} does not call its layers once each, one after the other, "
+                "so it cannot be cut into stages"
+            )
+        self.calls.append((hidden, call.mapped(lambda tensor: tensor)))
+        self.outputs.append(self._source(hidden_name(index), index, hidden))
+        further = self.frame.outline(index, call, hidden).tensors
+        self.given = {name: self._source(name, index, like) for name, like in further.items()}
+        return self.outputs[-1]
+
+    def _source(self, name: str, made: int, like: Tensor) -> Tensor:
+        self.sources[name] = made
+        return self._random(name, like)
+
+    def _random(self, name: str, like: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (name in self.changed))
+        if like.is_floating_point():
+            value = torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.dtype)
+        else:
+            value = torch.randint(0, 2, like.shape, generator=generator).to(like.dtype)
+        return value.to(self.frame.device)
+
+    def passes_on(self, index: int) -> bool:
+        """Whether layer `index` is given the very hidden state that the layer before it gave."""
+        return index == 0 or same(self.calls[index][0], self.outputs[index - 1])
+
+
+def examine(frame: Frame) -> Findings:
+    """Find the modules before the first layer, and what travels; UserError if the model cannot be cut."""
+    try:
+        base = Probe(frame)
+        prologue = _prologue(frame, base)
+        other_ids = Probe(frame, seed=1)
+    except CANNOT_RUN as error:
+        raise UserError(
+            f"{frame.described}: its forward does not run with its layers lifted out "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:120]}), so it cannot be cut into stages"
+        ) from error
+    depth = len(frame.layers)
+    # the last hidden state is what the epilogue is there for
+    last_use = _influence(frame, base, [name for name in base.sources if name != hidden_name(depth - 1)])
+    states = tuple(state for name, made in base.sources.items() if (state := _state(name, made, last_use)) is not None)
+    mended = any(not base.passes_on(index) for index in range(depth))
+    replayed = mended or bool(states)
+    tokens = replayed or _last_change(base, other_ids) >= 0
+    return Findings(prologue=prologue, schema=Schema(states=states, tokens=tokens, replayed=replayed))
+
+
+def _prologue(frame: Frame, base: Probe) -> frozenset[str]:
+    depth = len(frame.layers)
+    if len(base.calls) != depth:
+        raise UserError(
+            f"{frame.described} calls {len(base.calls)} of its {depth} layers, so it cannot be cut into stages"
+        )
+    for name, phases in base.phases.items():
+        if len(phases) > 1 or not phases <= {0, depth}:
+            raise UserError(f"{frame.described} calls {name} between its layers, so it cannot be cut into stages")
+    return frozenset(name for name, phases in base.phases.items() if phases == {0})
+
+
+def _state(name: str, made: int, last_use: dict[str, int]) -> State | None:
+    used = last_use.get(name, -1)
+    if name == hidden_name(made):  # to the next layer it goes as the hidden state
+        made += 1
+    return State(name=name, made=made, used=used) if used > made else None
+
+
+def _influence(frame: Frame, base: Probe, sources: Sequence[str]) -> dict[str, int]:
+    """Source -> index of the last layer that it matters to; the number of layers: what comes after them."""
+    if not sources:
+        return {}
+    last = _last_change(base, Probe(frame, changed=sources))
+    if last < 0:
+        return {}
+    if len(sources) == 1:
+        return {sources[0]: last}
+    half = len(sources) // 2
+    return _influence(frame, base, sources[:half]) | _influence(frame, base, sources[half:])
+
+
+def _last_change(base: Probe, other: Probe) -> int:
+    """Index of the last layer whose arguments differ, or its hidden state if it is not just passed on; -1: none."""
+    depth = len(base.calls)
+    if not same(base.tail, other.tail):
+        return depth
+    for index in reversed(range(depth)):
+        (hidden, call), (other_hidden, other_call) = base.calls[index], other.calls[index]
+        if not call.equals(other_call) or not (base.passes_on(index) or same(hidden, other_hidden)):
+            return index
+    return -1

@@ -1,0 +1,228 @@
+"""The tensors in a model directory's files, as lazy tensors by name.
+
+safetensors are read straight into the tensor that is filled wherever that is contiguous: nothing is mapped,
+so that the pages of a file never count as this process's memory, and a rank reads few bytes besides its own. A
+`pytorch_model.bin` is opened with torch.load's weights_only and mmap, or not at all. Each file is opened once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import weakref
+from dataclasses import dataclass
+from io import FileIO
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.config.errors import UserError
+from harness.models.lazy import InMemory, Lazy
+from harness.models.patches import Box
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+
+BLOCK_BYTES = 4 << 20  # the most that is read at once into other memory than its final place
+ROW_BYTES = 256 << 10  # rows up to this are read whole where only a part of each is wanted
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensors:
+    """What the files of a directory hold.
+
+    Attributes:
+        tensors: by the name in the file, file by file.
+        files: file name -> names of its tensors.
+        sizes: file name -> bytes of its tensors.
+        indexed: whether HuggingFace finds the files by their names: a lone `model.safetensors`, or by an index.
+    """
+
+    tensors: dict[str, Lazy]
+    files: dict[str, list[str]]
+    sizes: dict[str, int]
+    indexed: bool
+
+
+def has_tensors(directory: Path) -> bool:
+    """Whether there are weights in `directory`, in a form that `open_tensors` looks for."""
+    return any(directory.glob("*.safetensors")) or any((directory / name).is_file() for name in (OLD_SINGLE, OLD_INDEX))
+
+
+def open_tensors(directory: Path) -> StoredTensors:
+    """Open all weight files of `directory`, as HuggingFace chooses them; UserError for one that cannot be read."""
+    indexed = True
+    if (directory / SINGLE).is_file():
+        names = [SINGLE]
+    elif (directory / INDEX).is_file():
+        names = _indexed_files(directory / INDEX)
+    elif any(directory.glob("*.safetensors")):
+        names, indexed = sorted(path.name for path in directory.glob("*.safetensors")), False
+    elif (directory / OLD_SINGLE).is_file():
+        names = [OLD_SINGLE]
+    else:
+        names = _indexed_files(directory / OLD_INDEX)
+    opened = {name: _open(directory / name) for name in names}
+    return StoredTensors(
+        tensors={name: tensor for tensors in opened.values() for name, tensor in tensors.items()},
+        files={file: list(tensors) for file, tensors in opened.items()},
+        sizes={file: sum(t.nbytes for t in tensors.values()) for file, tensors in opened.items()},
+        indexed=indexed and names[0].endswith(".safetensors"),
+    )
+
+
+def _indexed_files(index: Path) -> list[str]:
+    try:
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{index}: cannot be read: {type(error).__name__}: {error}") from error
+    outside = [name for name in files if not isinstance(name, str) or Path(name).name != name]
+    if outside or not files:
+        raise UserError(f"{index}: names no files of its own directory: {outside[:1]}")
+    return sorted(files)
+
+
+def _open(path: Path) -> dict[str, Lazy]:
+    try:
+        return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickled(path)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{path}: its tensors cannot be read: {reason}") from error
+
+
+def _open_pickled(path: Path) -> dict[str, Lazy]:
+    try:
+        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise UserError(f"{path}: holds more than tensors, and is not loaded: save it as safetensors") from error
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise UserError(f"{path}: is no mapping from names to tensors: save the model as safetensors")
+    return {name: Lazy.of(InMemory(tensor, name)) for name, tensor in content.items()}
+
+
+def _open_safetensors(path: Path) -> dict[str, Lazy]:
+    """The format: 8 bytes that give the header's length, a JSON header, the tensors' bytes one after the other."""
+    file = OpenFile(path)
+    length = int.from_bytes(file.bytes(0, 8), "little")
+    if length > file.size - 8:
+        raise ValueError(f"its header would have {length} bytes")
+    header = json.loads(file.bytes(8, length))
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
+        if entry["dtype"] not in DTYPES:
+            raise UserError(f"{path}: {name} has dtype {entry['dtype']}, which cannot be trained: dequantize it first")
+        shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
+        start, stop = (8 + length + at for at in entry["data_offsets"])
+        if stop - start != prod(shape) * dtype.itemsize or stop > file.size:
+            raise ValueError(f"{name} of shape {shape} does not fit into its place: is the file cut off?")
+        tensors[name] = Lazy.of(Stored(file, name, start, shape, dtype))
+    return tensors
+
+
+class OpenFile:
+    """A file open for reading; closed with the last tensor that refers to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = FileIO(path)
+        self.size = os.fstat(self._file.fileno()).st_size
+        weakref.finalize(self, self._file.close)
+
+    def bytes(self, start: int, length: int) -> bytes:
+        """`length` bytes from `start`; ValueError if the file ends before."""
+        self._file.seek(start)
+        content = self._file.read(length)
+        if len(content) != length:
+            raise ValueError(f"ends within {length} bytes from {start}")
+        return content
+
+    def read_into(self, into: Tensor, start: int) -> None:
+        """Fill a contiguous tensor in host memory with the bytes from `start`."""
+        flat: Any = into.as_strided((into.numel(),), (1,)).view(torch.uint8).numpy()
+        rest = memoryview(flat)
+        self._file.seek(start)
+        while rest:
+            try:
+                count = self._file.readinto(rest)
+            except OSError as error:
+                raise UserError(f"{self.path}: cannot be read: {error.strerror}") from error
+            if not count:
+                raise UserError(f"{self.path}: ends too early: was it changed meanwhile?")
+            rest = rest[count:]
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A tensor in a safetensors file, which begins at byte `start`."""
+
+    file: OpenFile
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def position(self) -> tuple[str, int]:
+        """Where it lies, to read in order."""
+        return str(self.file.path), self.start
+
+    def read(self, into: Tensor, box: Box) -> None:
+        """Read what is in `box`, and at most a few more bytes of each row."""
+        if into.numel():
+            self._read(into, box, 0, 0)
+
+    def _read(self, into: Tensor, box: Box, dim: int, at: int) -> None:
+        """Read dimensions `dim` and on of `box` into `into`, which has only these; they begin at element `at`."""
+        inner = prod(self.shape[dim + 1 :])
+        if all(span == (0, size) for span, size in zip(box[dim + 1 :], self.shape[dim + 1 :], strict=True)):
+            self._run(into, at + (box[dim][0] * inner if dim < len(box) else 0))
+            return
+        first, last = box[dim]
+        if inner * self.dtype.itemsize > ROW_BYTES:
+            for index in range(first, last):
+                self._read(into[index - first], box, dim + 1, at + index * inner)
+            return
+        rest = tuple(slice(*span) for span in box[dim + 1 :])
+        rows = max(BLOCK_BYTES // (inner * self.dtype.itemsize), 1)
+        block = torch.empty((min(rows, last - first), *self.shape[dim + 1 :]), dtype=self.dtype)
+        for start in range(first, last, rows):
+            part = block[: min(rows, last - start)]
+            self.file.read_into(part, self.start + (at + start * inner) * self.dtype.itemsize)
+            into[start - first : start - first + len(part)] = part[(slice(None), *rest)]
+
+    def _run(self, into: Tensor, at: int) -> None:
+        """Read what stands without a gap from element `at` on."""
+        here = into.device.type == "cpu" and into.dtype == self.dtype and into.is_contiguous()
+        if here:
+            self.file.read_into(into, self.start + at * self.dtype.itemsize)
+        elif into.numel() * self.dtype.itemsize <= BLOCK_BYTES:
+            block = torch.empty(into.shape, dtype=self.dtype)
+            self.file.read_into(block, self.start + at * self.dtype.itemsize)
+            into.copy_(block)
+        else:
+            row = into[0].numel()
+            rows = max(BLOCK_BYTES // (row * self.dtype.itemsize), 1)
+            for start in range(0, len(into), rows):
+                part = into[start : start + rows]
+                self._run(part if rows > 1 else part[0], at + start * row)

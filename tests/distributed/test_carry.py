@@ -1,0 +1,177 @@
+"""What travels besides the hidden state: gradients of every floating tensor, whatever lies between its two layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from harness import Trainer, TrainingArguments
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import BATCH, Curve, forget, rows, tiny_model, worst
+
+pytestmark = pytest.mark.ranks
+
+WIDTH = 8
+LOSS, NORM = 2e-6, 2e-5
+
+
+class Points(torch.utils.data.Dataset):
+    """Points of the plane with a number of their own, labelled by a smooth function of both."""
+
+    def __init__(self, n: int) -> None:
+        self.x = torch.randn(n, 2, generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> Any:
+        return (self.x[i], torch.tensor(i)), self.x[i, :1].sin() * (i % 3)
+
+
+class First(nn.Module):
+    """Gives a hidden state, a state that needs a gradient, a mask, a state in double precision and the numbers."""
+
+    recompute = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.side = nn.Linear(2, WIDTH), nn.Linear(2, WIDTH)
+
+    def forward(self, value: Any) -> Any:
+        x, number = value
+        side = self.side(x)
+        return self.inner(x), side, number % 2 == 0, side.double().exp(), number
+
+
+class Middle(nn.Module):
+    """Uses all of it, changes the hidden state, and lets the first state grow."""
+
+    recompute = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Any) -> Any:
+        hidden, side, mask, double, number = value
+        new = torch.tanh(self.inner(hidden)) + mask[:, None] * double.float()[:, :1] * side.mean(-1, keepdim=True)
+        grown = torch.cat([side, new[:, :2]], -1)
+        return new, grown, mask.view_as(mask), double.view_as(double), number.view_as(number)
+
+
+class Last(nn.Module):
+    """Makes one number of it."""
+
+    recompute = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 1)
+
+    def forward(self, value: Any) -> torch.Tensor:
+        hidden, side, _, double, number = value
+        rest = side.sum(-1, keepdim=True) + double.float().sum(-1, keepdim=True)
+        return self.inner(hidden) * (number % 3)[:, None] + rest * 0.1
+
+
+def mean_squares(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs - labels).square().mean()
+
+
+def layers() -> list[Any]:
+    return [LayerSpec(First), *[LayerSpec(Middle) for _ in range(3)], LayerSpec(Last)]
+
+
+def config(stages: int, tensor: int, stage: int, **sections: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "pipeline": {"stages": stages, "partition": "uniform", "activation_checkpoint_interval": 1},
+        "tensor_parallel": {"autotp_size": tensor},
+        **sections,
+    }
+
+
+PLAIN = config(1, 1, 0, pipeline={"activation_checkpoint_interval": 0})
+LAYOUTS = [
+    config(2, 2, 1),
+    config(2, 2, 1, activation_checkpointing={"partition_activations": True}),
+    config(2, 1, 1, pipeline={"stages": 2, "activation_checkpoint_interval": 0}),
+    config(4, 1, 0),
+    config(1, 2, 2),
+    config(1, 1, 3),
+]
+
+
+def steps(trainer: Trainer, n: int) -> Curve:
+    records = [trainer.training_step() for _ in range(n)]
+    forget(trainer)
+    return [(record.loss, record.grad_norm or 0.0) for record in records]
+
+
+def arguments(section: dict[str, Any], folder: str) -> TrainingArguments:
+    return TrainingArguments(
+        deepspeed_config=section, output_dir=folder, max_steps=6, learning_rate=1e-2, lr_scheduler_type="constant"
+    )
+
+
+def own_layers(section: dict[str, Any], folder: str) -> Curve:
+    data = Points(3 * BATCH)
+    trainer = Trainer(
+        layers(), arguments(section, folder), train_dataset=data, eval_dataset=Points(13), loss_fn=mean_squares
+    )
+    first = trainer.evaluate()["eval_loss"]
+    return [(first, 1.0), *steps(trainer, 6)]
+
+
+def packed(samples: list[dict[str, list[int]]]) -> Any:
+    """Two documents of unequal length in every sample: position ids begin anew at the second."""
+    ids = torch.tensor([sample["input_ids"] for sample in samples])
+    positions = torch.arange(ids.shape[1]).repeat(len(ids), 1)
+    starts = 5 + ids[:, :1] % 7
+    return (ids, torch.where(positions < starts, positions, positions - starts)), ids.clone()
+
+
+def documents(model: str, section: dict[str, Any], folder: str) -> Curve:
+    trainer = Trainer(model, arguments(section, folder), train_dataset=rows(), data_collator=packed)
+    return steps(trainer, 3)
+
+
+def documents_at_once(model: str) -> Curve:
+    """The same by plain torch, which gives the model its position ids."""
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
+    (ids, positions), labels = packed(rows())
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, weight_decay=0.0)
+    curve = []
+    for _ in range(3):
+        # with a cache transformers would not keep the documents apart
+        loss = whole(input_ids=ids, position_ids=positions, labels=labels, use_cache=False).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((loss.item(), norm.item()))
+    return curve
+
+
+def everywhere(sections: list[dict[str, Any]], model: str, folder: str) -> tuple[list[Curve], list[Curve]]:
+    own = [own_layers(section, f"{folder}/own{i}") for i, section in enumerate(sections)]
+    return own, [documents(model, section, f"{folder}/ids{i}") for i, section in enumerate(sections)]
+
+
+def test_what_travels_keeps_its_value_and_its_gradient_in_every_layout(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model", "llama", True)
+    own, packed_ids = run_ranks(4, everywhere, LAYOUTS, model, str(tmp_path), timeout_s=300)[0]
+    ((alone,), _) = run_ranks(1, everywhere, [PLAIN], model, str(tmp_path / "alone"))[0]
+    plain = documents_at_once(model)
+    for section, curve, documents_curve in zip(LAYOUTS, own, packed_ids, strict=True):
+        for found, wanted in ((curve, alone), (documents_curve, plain)):
+            loss, norm = worst(found, wanted)
+            assert loss < LOSS and norm < NORM, (section, loss, norm)
