@@ -12,17 +12,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import LayerSpec
 from torch import nn
 
+from harness.config.errors import UserError
 from harness.models.carry import Schema, State, Tap, Tokens, Value
 from harness.models.frame import Frame
 from harness.models.weights import WeightSource, materialise
-from harness.parallel.adapters import is_wrapper
-
-TIE = "tied"
+from harness.parallel.staged import SharedLayerSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,32 +146,45 @@ class Epilogue(ModelLayer):
 
 
 def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:
-    """The model's pipeline layers; prologue and epilogue are tied where the model ties their weights."""
+    """The model's pipeline layers, tied where the model ties their weights; UserError for a tie that cannot be kept."""
     frame = blueprint.frame
-    middle = [LayerSpec(DecoderLayer, blueprint, index) for index in range(len(frame.layers))]
-    ties = tied_names(frame)
-    if not ties:
-        return [LayerSpec(Prologue, blueprint), *middle, LayerSpec(Epilogue, blueprint)]
-    first, last = map(list, zip(*ties, strict=True))
+    middle = [(DecoderLayer, blueprint, index) for index in range(len(frame.layers))]
+    kinds: list[tuple[Any, ...]] = [(Prologue, blueprint), *middle, (Epilogue, blueprint)]
+    ties = {index: tie for tie in find_ties(frame) for index in tie.names}
     return [
-        TiedLayerSpec(TIE, Prologue, blueprint, tied_weight_attr=first),
-        *middle,
-        TiedLayerSpec(TIE, Epilogue, blueprint, tied_weight_attr=last),
+        SharedLayerSpec(ties[i].key, *kind, tied_weight_attr=ties[i].names[i]) if i in ties else LayerSpec(*kind)
+        for i, kind in enumerate(kinds)
     ]
 
 
-def tied_names(frame: Frame) -> list[tuple[str, str]]:
-    """The names in prologue and epilogue of each parameter that is one and the same in the model."""
-    before = {id(parameter): name for name, parameter in _named(frame.prologue)}
-    return [(before[id(parameter)], name) for name, parameter in _named(frame.epilogue) if id(parameter) in before]
+@dataclass(frozen=True)
+class Tie:
+    """Parameters that several pipeline layers share: index of a layer -> their names in it, in one order."""
+
+    key: str
+    names: dict[int, list[str]]
 
 
-def _named(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    return [
-        (f"{prefix}.{name}", parameter)
-        for prefix, module in modules.items()
-        for name, parameter in module.named_parameters(recurse=is_wrapper(module))
-    ]
+def find_ties(frame: Frame) -> list[Tie]:
+    """The parameters that are one and the same in two or more pipeline layers (a tied head, a shared block).
+
+    UserError if a layer shares some with one layer and others with another: DeepSpeed ties a layer once.
+    """
+    places: dict[int, dict[int, str]] = {}  # a parameter's id -> pipeline layer -> its name there
+    layers = [{name: layer} for name, layer in zip(frame.layer_names, frame.layers, strict=True)]
+    for index, modules in enumerate([frame.prologue, *layers, frame.epilogue]):
+        for prefix, module in modules.items():
+            for name, parameter in module.named_parameters():
+                places.setdefault(id(parameter), {}).setdefault(index, f"{prefix}.{name}")
+    groups: dict[tuple[int, ...], dict[int, list[str]]] = {}
+    for names in places.values():
+        for index, name in names.items():
+            if len(names) > 1:
+                groups.setdefault(tuple(names), {}).setdefault(index, []).append(name)
+    tied = [index for group in groups for index in group]
+    if len(tied) != len(set(tied)):
+        raise UserError(f"{frame.described} ties a layer's weights to several others, so it cannot be cut into stages")
+    return [Tie(f"tied{number}", names) for number, names in enumerate(groups.values())]
 
 
 def _nest(root: nn.Module, name: str, module: nn.Module) -> None:

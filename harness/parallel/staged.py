@@ -44,6 +44,10 @@ class TiedWeights(nn.Module):
         return list(self._parameters)
 
 
+class SharedLayerSpec(TiedLayerSpec):
+    """A tied layer that is always a module of its own: nothing but the parameters in `tied_weight_attr` is shared."""
+
+
 @dataclass(frozen=True)
 class BuiltLayers:
     """The layers of one stage.
@@ -62,8 +66,8 @@ class BuiltLayers:
 def build_layers(layers: Sequence[Layer], start: int, stop: int, seed: int) -> BuiltLayers:
     """Build layers `start` to `stop` - 1; the random numbers of each depend on `seed` and its index alone.
 
-    Two TiedLayerSpecs of one key and one type are one module, called twice. Of two types they are two modules
-    whose tied parameters are one: the spec's `tied_weight_attr` names them in each.
+    Two TiedLayerSpecs of one key and one type are one module, called twice. Of two types, and SharedLayerSpecs, they
+    are two modules whose tied parameters are one: the spec's `tied_weight_attr` names them in each.
     """
     built = BuiltLayers()
     owners: dict[str, nn.Module] = {}
@@ -84,7 +88,7 @@ def build_layers(layers: Sequence[Layer], start: int, stop: int, seed: int) -> B
 
 def _build_tied(spec: TiedLayerSpec, index: int, owners: dict[str, nn.Module], built: BuiltLayers) -> nn.Module:
     owner = owners.get(spec.key)
-    if owner is not None and type(owner) is spec.typename:
+    if owner is not None and type(owner) is spec.typename and not isinstance(spec, SharedLayerSpec):
         return owner
     module = spec.build()
     built.modules[index] = module
