@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from harness.config.errors import UserError
 from harness.models.skeleton import ModelSource
 from harness.models.weights import WeightSource, fill_local
-from harness.parallel.adapters import lifted, wrappers_in
+from harness.parallel.adapters import is_wrapper, lifted
 
 NAME = "default"
 PREFIX = "base_model.model."
@@ -32,7 +32,14 @@ SUPPORTED = frozenset(
     {
         *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
         *("inference_mode", "runtime_config", "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern"),
-        *("alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *(
+            "alpha_pattern",
+            "target_modules",
+            "target_parameters",
+            "exclude_modules",
+            "layers_to_transform",
+            "layers_pattern",
+        ),
         *("fan_in_fan_out", "bias", "lora_bias", "init_lora_weights", "modules_to_save", "ensure_weight_tying"),
     }
 )
@@ -105,16 +112,19 @@ def adapted_model(model: Any) -> tuple[ModelSource, Adaptation] | None:
     return replace(source, weights=weights), Adaptation(config=config, tensors=adapters)
 
 
-def inject(model: PreTrainedModel, config: Any) -> None:
+def inject(model: PreTrainedModel, config: Any, *, keep_ties: bool) -> None:
     """Put peft's layers into `model`, on meta, and freeze the rest; what `config` leaves open is settled in it.
 
-    UserError if no module fits, or if one that does is no linear layer.
+    UserError if no module fits, if one that does is no linear layer, or if `keep_ties` and tied weights would be
+    parted, so that a checkpoint holds no values for one of them.
     """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import Linear
+    from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     config.inference_mode = False
+    tied = _tied(model)
     try:
         inject_adapter_in_model(config, model, adapter_name=NAME, low_cpu_mem_usage=True)
     except (ValueError, TypeError) as error:
@@ -124,12 +134,25 @@ def inject(model: PreTrainedModel, config: Any) -> None:
             "adapts every linear layer but the head)"
         ) from error
     for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer) and type(module) is not Linear:
+        if isinstance(module, BaseTunerLayer) and type(module) not in (Linear, ParamWrapper):
+            kind = type(module.get_base_layer()).__name__
             raise UserError(
-                f"{name}: adapters stand on linear layers only, not on a {type(module.get_base_layer()).__name__}; "
-                "take it out of the target modules, or name it in modules_to_save to train it whole"
+                f"{name} is of {kind}, and adapters stand on linear layers and experts only: take it out of the target "
+                "modules, or name it in modules_to_save to train it whole"
             )
     _train_whole(model)
+    for name, other in sorted(tied - _tied(model)) if keep_ties else ():
+        raise UserError(
+            f"modules_to_save would part {name} from {other}, to which the model ties it; set "
+            "ensure_weight_tying=True in peft's LoraConfig to train both as one"
+        )
+
+
+def _tied(model: PreTrainedModel) -> set[tuple[str, str]]:
+    """Pairs of names, without adapters, that are one parameter."""
+    parameters = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    ties = model.all_tied_weights_keys
+    return {(name, other) for name, other in ties.items() if parameters.get(name) is parameters.get(other)}
 
 
 def _train_whole(model: PreTrainedModel) -> None:
@@ -148,7 +171,7 @@ def saved_name(name: str) -> str:
 
 def plain_name(name: str) -> str:
     """The name of a parameter in the model without adapters."""
-    return name.replace(".base_layer.", ".")
+    return name.replace(".base_layer", "")
 
 
 def is_adapter(name: str) -> bool:
@@ -165,11 +188,17 @@ def sorted_config(config: Any) -> Any:
     return config
 
 
-def fingerprint(config: Any) -> str:
-    """All that shapes adapters, as JSON: equal for two runs that can go on from each other's checkpoints."""
+def fingerprint(adaptation: Adaptation | None, base_seed: int | None = None) -> str:
+    """All that shapes adapters, as JSON: equal for two runs that can go on from each other's checkpoints.
+
+    Empty without adapters. `base_seed`: of a base that has no weights of its own, else None.
+    """
+    if adaptation is None:
+        return ""
     other = {"base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"}
-    stated = sorted_config(config).to_dict()
-    return json.dumps({key: stated[key] for key in sorted(stated) if key not in other}, default=str)
+    stated = sorted_config(adaptation.config).to_dict()
+    shaping = {key: stated[key] for key in sorted(stated) if key not in other}
+    return json.dumps({**shaping, "base_seed": base_seed}, default=str)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +225,8 @@ class AdaptedWeights:
         device = next(layer.parameters()).device
         tensors = {}
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            for name, wrapper in wrappers_in(whole).items():
+            wrappers = ((name, wrapper) for name, wrapper in whole.named_modules() if is_wrapper(wrapper))
+            for name, wrapper in wrappers:
                 scratch = copy.deepcopy(wrapper)
                 scratch.base_layer = nn.Identity()
                 scratch.to_empty(device=device)

@@ -126,7 +126,7 @@ def assemble(
     embedding: Any = model.get_input_embeddings()
     vocab_size: int = embedding.weight.shape[0]
     if adaptation is not None:
-        inject(model, adaptation.config)
+        inject(model, adaptation.config, keep_ties=isinstance(source.weights, Path))
         weights = AdaptedWeights(base=weights, adaptation=adaptation, seed=seed)
     with on_any_device(model):
         frame = Frame(model, device)

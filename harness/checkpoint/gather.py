@@ -44,12 +44,13 @@ def joined(local: Tensor, groups: Groups) -> Tensor:
 
 
 def trained_tensors(module: nn.Module, groups: Groups) -> Iterator[tuple[str, Tensor | None]]:
-    """Name and whole tensor of each trained parameter; None where the first ranks of their groups write it.
+    """Name and whole tensor of each trained parameter, a tied one under all of its names; None where the first ranks of
+    their groups write it.
 
     All ranks of a data and of a tensor group iterate together.
     """
     writes = groups.coordinate.data == 0 and groups.coordinate.tensor == 0
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             with gathered([parameter]):
                 whole = joined(parameter, groups)

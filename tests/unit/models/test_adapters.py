@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from harness.config.errors import UserError
 from harness.models.adapters import Adaptation, adapted_model, fingerprint, lora_config, saved_name
 from harness.models.causal import CausalModel, assemble
-from harness.models.skeleton import ModelSource
+from harness.models.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
 from tests.unit.models.test_decoder import build, config, model_of, run
 
@@ -121,7 +122,19 @@ def test_frozen_tied_embeddings_stay_one_and_are_counted_once() -> None:
     assert causal.size() == sum(p.numel() for p in {id(p): p for p in whole}.values())
 
 
-@pytest.mark.parametrize("rank", range(4))
+def test_tied_embeddings_are_trained_as_one_or_the_wish_is_refused(tmp_path: Path) -> None:
+    model_of("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    peft = {**ALL, "modules_to_save": ["lm_head"]}
+    with pytest.raises(UserError, match=r"part lm_head\.weight from model\.embed_tokens\.weight"):
+        adapt(read_source(str(tmp_path)), Adaptation(config=lora_config(LoraConfig(**peft))))
+    config = lora_config(LoraConfig(**peft, ensure_weight_tying=True))
+    built = build(adapt(read_source(str(tmp_path)), Adaptation(config=config)))
+    embedding = built.modules[0].get_parameter("model.embed_tokens.weight")
+    assert embedding.requires_grad
+    assert embedding is built.modules[len(built.modules) - 1].get_parameter("lm_head.weight")
+
+
+@pytest.mark.parametrize("rank", [0, 3])
 def test_an_adapter_is_cut_as_its_layer(rank: int) -> None:
     place = TensorParallel(rank=rank, size=4)
     whole, local = parameters(fresh("llama", ALL)), parameters(fresh("llama", ALL, place=place))
@@ -155,8 +168,8 @@ def test_a_packed_layers_adapter_is_cut_by_the_same_parts() -> None:
         ({"use_dora": True}, "use_dora is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
         ({"init_lora_weights": False}, "init_lora_weights False is not supported"),
-        ({"target_parameters": ["mlp.up_proj.weight"]}, "target_parameters is not supported"),
-        ({"target_modules": ["embed_tokens"]}, "not on a Embedding"),
+        ({"use_qalora": True}, "use_qalora is not supported"),
+        ({"target_modules": ["embed_tokens", "q_proj"]}, "of Embedding, and adapters stand on linear layers"),
         ({"target_modules": ["no_such"]}, "cannot be adapted: Target modules"),
     ],
 )
@@ -185,7 +198,11 @@ def test_a_model_without_adapters_is_not_taken_for_one_with() -> None:
 
 
 def test_the_fingerprint_tells_configs_apart_and_nothing_else() -> None:
-    one = fingerprint(LoraConfig(r=4, target_modules=["b", "a"]))
-    assert one == fingerprint(LoraConfig(r=4, target_modules=["a", "b"], inference_mode=True))
-    assert one != fingerprint(LoraConfig(r=8, target_modules=["a", "b"]))
-    assert one != fingerprint(LoraConfig(r=4, target_modules=["a", "b"], lora_alpha=1))
+    def of(**settings: Any) -> str:
+        return fingerprint(Adaptation(config=LoraConfig(**settings)))
+
+    one = of(r=4, target_modules=["b", "a"])
+    assert one == of(r=4, target_modules=["a", "b"], inference_mode=True)
+    assert one != of(r=8, target_modules=["a", "b"])
+    assert one != of(r=4, target_modules=["a", "b"], lora_alpha=1)
+    assert fingerprint(None) == ""
