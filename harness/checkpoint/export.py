@@ -110,10 +110,11 @@ def _shares(mine: Mapping[str, Lazy], local: Mapping[str, Tensor], groups: Group
     """What each stage writes, in order of stage."""
     share = None
     if groups.coordinate.data == 0 and groups.coordinate.tensor == 0:
-        entries = [
-            Entry(name=name, shape=tuple(lazy.shape), dtype=local[min(_held(lazy))].dtype)
-            for name, lazy in mine.items()
-        ]
+        entries = []
+        for name, lazy in mine.items():
+            source = local[min(_held(lazy))]
+            trained = isinstance(source, nn.Parameter)
+            entries.append(Entry(name=name, shape=tuple(lazy.shape), dtype=source.dtype, trained=trained))
         share = Share(host=socket.gethostname(), entries=entries)
     shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, share)

@@ -30,11 +30,12 @@ UNFINISHED = ".unfinished"
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A tensor that is to be written."""
+    """A tensor that is to be written; `trained` tells a parameter from a buffer."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    trained: bool
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +137,7 @@ class OpenFiles:
 def index_text(files: Mapping[str, Sequence[Entry]]) -> str:
     """The index that tells which file holds which tensor."""
     total = sum(entry.nbytes for entries in files.values() for entry in entries)
-    count = sum(prod(entry.shape) for entries in files.values() for entry in entries)
+    count = sum(prod(entry.shape) for entries in files.values() for entry in entries if entry.trained)
     weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
     content = {"metadata": {"total_parameters": count, "total_size": total}, "weight_map": weight_map}
     return json.dumps(content, indent=2, sort_keys=True) + "\n"

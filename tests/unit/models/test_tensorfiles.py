@@ -1,0 +1,136 @@
+"""Tensors in files: every slice of every kind is right, and a file that cannot be trusted is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from harness.config.errors import UserError
+from harness.models import tensorfiles
+from harness.models.tensorfiles import open_tensors
+
+TENSORS = {
+    "cube": torch.randn(7, 9, 11),
+    "narrow": torch.randn(13, 5).bfloat16(),
+    "scalar": torch.tensor(3.5),
+    "whole numbers": torch.arange(10),
+    "empty": torch.empty(0, 3),
+    "switches": torch.arange(40) % 3 == 0,
+}
+
+
+def read(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype).copy_(tensor)
+
+
+@pytest.mark.parametrize(("block", "row"), [(4 << 20, 256 << 10), (64, 16), (100, 200), (8, 4)])
+def test_any_slice_is_read_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, row: int) -> None:
+    monkeypatch.setattr(tensorfiles, "BLOCK_BYTES", block)
+    monkeypatch.setattr(tensorfiles, "ROW_BYTES", row)
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    stored = open_tensors(tmp_path).tensors
+    assert stored.keys() == TENSORS.keys()
+    choose = random.Random(0)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(read(stored[name]), tensor), name
+        for _ in range(20):
+            ends = [sorted((choose.randint(0, size), choose.randint(0, size))) for size in tensor.shape]
+            index = tuple(slice(*pair) for pair in ends)
+            assert torch.equal(read(stored[name][index]), tensor[index]), (name, index)
+            assert torch.equal(read(stored[name][index], torch.float64), tensor[index].double())
+            if tensor.dim() == 3:
+                assert torch.equal(read(stored[name][index].permute(2, 0, 1)), tensor[index].permute(2, 0, 1))
+
+
+def test_a_file_is_opened_once_and_closed_in_the_end(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+
+    def opened() -> int:
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return sum(str(link.readlink()).startswith(str(tmp_path)) for link in links)
+
+    stored = open_tensors(tmp_path)
+    for tensor in stored.tensors.values():
+        read(tensor)
+    assert opened() == 1
+    del stored, tensor
+    assert opened() == 0
+
+
+def test_a_pickled_checkpoint_is_read(tmp_path: Path) -> None:
+    shards = {"pytorch_model-1.bin": ["cube", "narrow"], "pytorch_model-2.bin": ["scalar"]}
+    for file, names in shards.items():
+        torch.save({name: TENSORS[name] for name in names}, tmp_path / file)
+    index = {"weight_map": {name: file for file, names in shards.items() for name in names}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    stored = open_tensors(tmp_path)
+    assert stored.files == shards
+    assert torch.equal(read(stored.tensors["cube"][2:4, :, 5:]), TENSORS["cube"][2:4, :, 5:])
+    assert torch.equal(read(stored.tensors["narrow"]), TENSORS["narrow"])
+
+
+class Surprise:
+    """What must not be made by reading a file."""
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        ({"a": Surprise()}, "holds more than tensors"),
+        ([torch.ones(2)], "is no mapping from names to tensors"),
+        ({"a": torch.ones(2), "step": 3}, "is no mapping from names to tensors"),
+        (b"not a file of torch", "cannot be read"),
+    ],
+)
+def test_a_pickle_that_is_more_than_tensors_is_refused(tmp_path: Path, content: Any, wanted: str) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    with pytest.raises(UserError, match=wanted) as told:
+        open_tensors(tmp_path)
+    assert "\n" not in str(told.value)
+
+
+def header(entries: dict[str, Any], data: bytes) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        (b"abc", "ends within 8 bytes"),
+        (b"\xff" * 20, "its header would have"),
+        (header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"), "is the file cut off"),
+        (header({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, b"12345678"), "does not fit"),
+        (header({"a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}, b"12"), "dtype F4"),
+        (header({"a": {"shape": [4]}}, b"12"), "cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes, wanted: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=wanted) as told:
+        open_tensors(tmp_path)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("index", "wanted"),
+    [
+        ("{", "cannot be read"),
+        ("{}", "cannot be read"),
+        ('{"weight_map": {}}', "names no files"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "names no files of its own directory"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors: its tensors cannot be read"),
+    ],
+)
+def test_a_bad_index_is_refused(tmp_path: Path, index: str, wanted: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=wanted):
+        open_tensors(tmp_path)
