@@ -56,6 +56,9 @@ class TrainingArguments:
     block_size: int | None = flag(
         None, "tokens of a sample made of text or conversations; default: the model's length, at most 1024"
     )
+    packing: bool = flag(
+        False, "pack text or conversations into blocks, attention kept within each document, none of a conversation cut"
+    )
     max_steps: int = flag(-1, "optimizer steps; -1: as many as num_train_epochs take")
     num_train_epochs: float = flag(3.0, "passes through the data, unless max_steps is given")
     per_device_train_batch_size: int = flag(8, "samples of a micro-batch")

@@ -5,7 +5,7 @@ What is tokens already is left alone. On each host one rank prepares, the others
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,8 @@ def user_datasets(
     console: Console,
 ) -> Prepared:
     """The Trainer's data sets, of which those that hold text or conversations become tokens."""
+    if args.packing:
+        _require_packed(train, evaluation)
     if source is None or all(holds_tokens(data) for data in (train, evaluation)):
         return Prepared(train=train, evaluation=evaluation, tokenizer=tokenizer)
     if tokenizer is None:
@@ -80,6 +82,17 @@ def user_datasets(
     return _on_each_host(build, tokenizer, env, console)
 
 
+def _require_packed(*datasets: Any) -> None:
+    """UserError if data sets that are tokens already are not packed: what should be packed is not done twice."""
+    for data in datasets:
+        row = data[0] if data is not None and holds_tokens(data) and len(data) else None
+        if isinstance(row, Mapping) and "input_ids" in row and "position_ids" not in row:
+            raise UserError(
+                "--packing packs text and conversations, and this data set holds input_ids: "
+                "give it position_ids that begin at 0 with each document, or leave --packing out"
+            )
+
+
 def _layer_out(tokenizer: Tokenizer, source: ModelSource, args: TrainingArguments) -> Callable[[Any], Any]:
     """What makes samples of documents, for this model; UserError if its tokenizer or block size do not fit it."""
     config = source.config.get_text_config(decoder=True)
@@ -88,7 +101,7 @@ def _layer_out(tokenizer: Tokenizer, source: ModelSource, args: TrainingArgument
 
     def lay_out(documents: Any) -> Any:
         make = make_samples if "conversation" in documents.column_names else make_blocks
-        return make(documents, tokenizer, block_size)
+        return make(documents, tokenizer, block_size, packing=args.packing)
 
     return lay_out
 

@@ -20,20 +20,20 @@ from typing import Any
 from harness.checkpoint import folder, state
 from harness.config.errors import UserError
 from harness.models.adapters import fingerprint
-from harness.models.carry import Tokens
 from harness.models.skeleton import ModelSource
 from harness.topology.agreement import check_agreement
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
 from harness.training import announce
+from harness.training.admit import Admission, sample_length
 from harness.training.arguments import TrainingArguments
 from harness.training.build import Setting, build_engine
 from harness.training.callbacks import StepRecord, TrainerCallback, TrainerControl, TrainerState, call
 from harness.training.configure import configure
 from harness.training.console import Console, plain_console
 from harness.training.data.collate import Collator, collate
-from harness.training.data.stream import BatchStream, data_digest, dataset_length, read_micro_batch
+from harness.training.data.stream import BatchStream, data_digest, dataset_length
 from harness.training.distributed import any_rank, require_precision, start
 from harness.training.evaluate import mean_loss
 from harness.training.prepare import user_datasets
@@ -91,12 +91,11 @@ class Trainer:
         steps = self._configure(env, source, model if isinstance(model, str) else None)
         setting = self._join(env, steps)
         self.stream = self._stream()
-        sample = None
-        if self.train_dataset is not None:
-            sample = read_micro_batch(self.train_dataset, range(self.resolved.micro_batch), data_collator)
+        self.admission = Admission(source=source, setting=setting, collator=data_collator)
+        sample = self.admission.first_batch(self.train_dataset, self.resolved.micro_batch)
+        self.admission.first_batch(self.eval_dataset, self.eval_batch)
         if source is not None:
-            length = Tokens.of(sample[0]).ids.shape[1] if sample is not None else 1024
-            self.subject = decoder_subject(source, setting, length, self.adaptation)
+            self.subject = decoder_subject(source, setting, sample_length(sample), self.adaptation)
             verify_plan(source, setting, self.console)
         else:
             self.subject = layers_subject(model, loss_fn)  # type: ignore[arg-type]
@@ -196,9 +195,10 @@ class Trainer:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise UserError("evaluate() needs an eval_dataset")
+        if eval_dataset is not None:
+            self.admission.first_batch(dataset, self.eval_batch)
         begun = time.perf_counter()
-        size = self.args.per_device_eval_batch_size or self.resolved.micro_batch
-        loss = mean_loss(self.engine, dataset, size, self.data_collator)
+        loss = mean_loss(self.engine, dataset, self.eval_batch, self.data_collator)
         metrics = {
             "eval_loss": loss,
             "perplexity": math.exp(min(loss, 700.0)),
@@ -207,6 +207,11 @@ class Trainer:
         }
         call(self.callbacks, "on_evaluate", self, metrics=metrics)
         return metrics
+
+    @property
+    def eval_batch(self) -> int:
+        """Samples of an evaluation micro-batch."""
+        return self.args.per_device_eval_batch_size or self.resolved.micro_batch
 
     # -- saving --------------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """Samples -> one micro-batch: the pair (inputs, labels), stacked along a new first dimension.
 
-A sample is a dict with `input_ids` and perhaps `labels` (-100: not counted) and `attention_mask`, or a pair
-(inputs, labels) of a model that is no language model. Only ids and labels travel to the model, so whatever
-else would change its numbers is refused, not left out.
+A sample is a dict with `input_ids` and perhaps `labels` (-100: not counted), `attention_mask` and `position_ids`, or
+a pair (inputs, labels) of a model that is no language model. Inputs are ids, or (ids, position ids), which begin anew
+with each document that is packed into a sample. Whatever else would change the model's numbers is refused, not left
+out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ IGNORED = -100
 MicroBatch: TypeAlias = tuple[Any, Any]
 Collator: TypeAlias = Callable[[list[Any]], Any]
 
-_NOT_CARRIED = ("position_ids", "token_type_ids", "inputs_embeds")
+_NOT_CARRIED = ("token_type_ids", "inputs_embeds")
 
 
 def collate(samples: Sequence[Any]) -> MicroBatch:
@@ -51,7 +52,9 @@ def as_micro_batch(collated: Any) -> MicroBatch:
 def _language(samples: Sequence[Mapping[str, Any]]) -> MicroBatch:
     if "input_ids" not in samples[0]:
         raise UserError(f"a sample has no input_ids (it has: {', '.join(map(str, samples[0]))})")
-    names = [name for name in ("input_ids", "labels", "attention_mask", *_NOT_CARRIED) if name in samples[0]]
+    names = [
+        name for name in ("input_ids", "labels", "attention_mask", "position_ids", *_NOT_CARRIED) if name in samples[0]
+    ]
     return _with_labels({name: _stack(name, [sample[name] for sample in samples]) for name in names})
 
 
@@ -67,18 +70,34 @@ def _stack(name: str, rows: list[Any]) -> torch.Tensor:
 
 
 def _with_labels(batch: Mapping[str, torch.Tensor]) -> MicroBatch:
-    """(ids, labels): labels default to the ids; padding, which must stand at the right, is not counted."""
+    """Inputs and labels: labels default to the ids; padding, which must stand at the right, is not counted."""
     for name in _NOT_CARRIED:
         if name in batch:
             raise UserError(f"samples carry {name}, which is not handed to the model: remove the column")
     ids = batch["input_ids"].long()
     labels = batch.get("labels")
     labels = ids.clone() if labels is None else labels.long()
-    if labels.shape != ids.shape:
-        raise UserError(f"labels of {tuple(labels.shape)} beside input_ids of {tuple(ids.shape)}: they must agree")
+    _require_shape("labels", labels, ids)
     mask = batch.get("attention_mask")
     if mask is not None:
         if bool((mask.long().diff(dim=-1) > 0).any()):
             raise UserError("the attention_mask hides tokens before others: pad on the right (causal attention only)")
         labels = labels.masked_fill(mask == 0, IGNORED)
-    return ids, labels
+    if "position_ids" not in batch:
+        return ids, labels
+    positions = batch["position_ids"].long()
+    _require_shape("position_ids", positions, ids)
+    return (ids, positions), labels.masked_fill(document_starts(positions), IGNORED)
+
+
+def document_starts(positions: torch.Tensor) -> torch.Tensor:
+    """Where position ids [batch, sequence] do not go on by one, as transformers finds the documents of a packed row.
+
+    The first token of a document is predicted from nothing, least of all from the document before it.
+    """
+    return positions.diff(dim=-1, prepend=positions[:, :1]) != 1
+
+
+def _require_shape(name: str, tensor: torch.Tensor, ids: torch.Tensor) -> None:
+    if tensor.shape != ids.shape:
+        raise UserError(f"{name} of {tuple(tensor.shape)} beside input_ids of {tuple(ids.shape)}: they must agree")

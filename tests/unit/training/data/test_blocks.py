@@ -5,6 +5,7 @@ import sys
 import threading
 
 import pytest
+import torch
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,6 +38,30 @@ def test_joining_crosses_batches_and_loses_nothing(batches, size):
     joiner = BlockJoiner(ByteTokenizer(), size)
     got = [row for batch in batches for row in joiner.cut(batch)[0].tolist()]
     assert got == reference([text for batch in batches for text in batch], size)
+
+
+@given(
+    batches=st.lists(st.lists(st.text("aé🙂", max_size=20), min_size=1, max_size=4), max_size=6),
+    size=st.integers(2, 9),
+)
+def test_packed_blocks_hold_the_same_ids_and_count_from_each_document_and_block(batches, size):
+    joiner = BlockJoiner(ByteTokenizer(), size, packing=True)
+    got = [joiner.cut(batch) for batch in batches]
+    ids = [row for ids, _ in got for row in ids.tolist()]
+    assert ids == reference([text for batch in batches for text in batch], size)
+    counted = [row for _, positions in got for row in positions.tolist()]
+    for row, positions in zip(ids, counted, strict=True):
+        wanted = [0]
+        for before in row[:-1]:
+            wanted.append(0 if before == 256 else wanted[-1] + 1)  # a document ends with 256, and only there
+        assert positions == wanted
+
+
+def test_packed_blocks_are_kept_apart_from_the_others(tmp_path):
+    documents = Dataset.from_dict({"text": TEXTS})
+    plain, packed = (make_blocks(documents, ByteTokenizer(), 16, tmp_path, packing=p) for p in (False, True))
+    assert rows(plain) == rows(packed) and set(plain[0]) == {"input_ids"}
+    assert set(packed[0]) == {"input_ids", "position_ids"} and packed[0]["position_ids"].dtype == torch.int64
 
 
 @pytest.mark.parametrize("documents_at_once", [1, 3, 256])

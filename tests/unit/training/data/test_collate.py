@@ -27,6 +27,15 @@ def test_padding_is_not_counted():
     assert collate(samples)[1].tolist() == [[1, 2, 3], [4, -100, -100]]
 
 
+def test_position_ids_travel_and_no_document_is_predicted_from_another():
+    samples = [{"input_ids": [1, 2, 3, 4, 5], "position_ids": [0, 1, 0, 1, 2]}]
+    (ids, positions), labels = collate(samples)
+    assert ids.tolist() == [[1, 2, 3, 4, 5]] and positions.tolist() == [[0, 1, 0, 1, 2]]
+    assert labels.tolist() == [[-100, 2, -100, 4, 5]]
+    given = as_micro_batch({name: torch.tensor([values]) for name, values in samples[0].items()})
+    assert given[0][1].tolist() == positions.tolist() and given[1].tolist() == labels.tolist()
+
+
 @pytest.mark.parametrize(
     ("samples", "words"),
     [
@@ -36,9 +45,10 @@ def test_padding_is_not_counted():
         ),
         ([{"input_ids": [1, 2], "attention_mask": [0, 1]}], "pad on the right"),
         (
-            [{"input_ids": [1, 2], "position_ids": [0, 0]}],
-            "carry position_ids, which is not handed to the model",
+            [{"input_ids": [1, 2], "token_type_ids": [0, 0]}],
+            "carry token_type_ids, which is not handed to the model",
         ),
+        ([{"input_ids": [1, 2], "position_ids": [0]}], r"position_ids of \(1, 1\) beside input_ids of \(1, 2\)"),
         ([{"input_ids": [1, 2], "labels": [1]}], r"labels of \(1, 1\) beside input_ids of \(1, 2\)"),
         ([{"text": "x"}], r"no input_ids \(it has: text\)"),
         ([3], "a sample is int"),

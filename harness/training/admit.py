@@ -1,0 +1,47 @@
+"""The first samples of a data set, looked at before a model is built: their shape, and whether it can learn them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from harness.models.attention import with_attention
+from harness.models.carry import Tokens
+from harness.models.packed import require_documents_apart
+from harness.models.skeleton import ModelSource
+from harness.training.build import Setting
+from harness.training.data.collate import Collator, MicroBatch
+from harness.training.data.stream import dataset_length, read_micro_batch
+
+USUAL_LENGTH = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """What looks at data sets for one model; without a `source` it is a list of layers, which may take anything."""
+
+    source: ModelSource | None
+    setting: Setting
+    collator: Collator
+
+    def first_batch(self, dataset: Any, size: int) -> MicroBatch | None:
+        """A micro-batch of the first samples, None without any; all ranks call it.
+
+        Raises UserError if a sample cannot be collated, or if the samples are packed documents and the model does
+        not keep them apart.
+        """
+        if dataset is None or not dataset_length(dataset):
+            return None
+        batch = read_micro_batch(dataset, range(min(size, dataset_length(dataset))), self.collator)
+        if self.source is not None and Tokens.of(batch[0]).positions is not None:
+            args, device, dtype = self.setting.args, self.setting.device, self.setting.dtype
+            config = with_attention(self.source.config, args.attn_implementation, device, dtype)
+            require_documents_apart(config, Tokens.of(batch[0]).ids, device, dtype)
+        return batch
+
+
+def sample_length(batch: MicroBatch | None) -> int:
+    """Tokens of a sample, as in this micro-batch of a decoder; without data what most models are trained on."""
+    if batch is None:
+        return USUAL_LENGTH
+    return Tokens.of(batch[0]).ids.shape[1]

@@ -1,0 +1,73 @@
+"""Conversations, packed, through the training script: two stages learn what one process learns, and nothing else.
+
+The loss is that of the answers alone, each conversation by itself, as the exported model gives it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.distributed.training import tiny_model
+from tests.e2e.test_script import launch, metrics
+
+pytestmark = pytest.mark.ranks
+
+CHATS: list[list[dict[str, str]]] = [
+    [
+        {"role": "user", "content": f"{i} + {i}?"},
+        {"role": "assistant", "content": f"It is {2 * i}."},
+        *([{"role": "user", "content": "And twice?"}, {"role": "assistant", "content": str(4 * i)}] * (i % 3)),
+    ]
+    for i in range(40)
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+    """The same run on two stages and in one process, and what the first said."""
+    folder = tmp_path_factory.mktemp("chat")
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+    (folder / "pp1.json").write_text(json.dumps(config))
+    config["pipeline"] = {"stages": 2, "activation_checkpoint_interval": 1}
+    (folder / "pp2.json").write_text(json.dumps(config))
+    flags: tuple[Any, ...] = ("--model_name_or_path", tiny_model(folder / "model", "llama", True))
+    flags += ("--train_file", folder / "chat.jsonl", "--validation_file", folder / "chat.jsonl", "--packing")
+    flags += ("--block_size", 128, "--max_steps", 3, "--learning_rate", 1e-3, "--tokenizer_name", "bytes")
+    said = ""
+    for ranks, name in ((2, "pp2"), (0, "pp1")):
+        done = launch(ranks, *flags, "--deepspeed_config", folder / f"{name}.json", "--output_dir", folder / name)
+        assert done.returncode == 0, done.stdout + done.stderr
+        said = said or done.stdout
+    return folder / "pp2", folder / "pp1", said
+
+
+def test_two_stages_learn_what_one_process_learns(runs: tuple[Path, Path, str]) -> None:
+    staged, alone, said = runs
+    assert "training: 40 conversations of" in said and "packed into" in said
+    for mine, theirs in zip(metrics(staged), metrics(alone), strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-5)
+    assert json.loads((staged / "run.json").read_text())["arguments"]["packing"] is True
+
+
+def test_the_loss_is_that_of_the_answers_each_conversation_alone(runs: tuple[Path, Path, str]) -> None:
+    folder = runs[0]
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    total, counted = 0.0, 0
+    for chat in CHATS:
+        told = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        ids, answers = torch.tensor(told["input_ids"]), torch.tensor(told["assistant_masks"]).bool()
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits[answers[1:]], ids[1:][answers[1:]], reduction="sum"))
+        counted += int(answers[1:].sum())
+    seen = json.loads((folder / "evaluations.jsonl").read_text().splitlines()[-1])["eval_loss"]
+    assert seen == pytest.approx(total / counted, rel=5e-6)

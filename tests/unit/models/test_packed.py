@@ -1,0 +1,62 @@
+"""Models that keep packed documents apart, and the ways in which others do not."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from harness.config.errors import UserError
+from harness.models.packed import require_documents_apart
+from harness.models.skeleton import ModelSource
+from harness.models.tiny import shrink, tiny_ids, tiny_model
+from tests.unit.models.test_decoder import build, prepare, run
+
+CPU = torch.device("cpu")
+ROWS = torch.zeros(2, 8, dtype=torch.long)
+
+
+def attempt(config: PretrainedConfig, inputs: torch.Tensor = ROWS) -> None:
+    require_documents_apart(config, inputs, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_models_that_read_the_position_ids_keep_documents_apart(family: str, attention: str) -> None:
+    config = CONFIG_MAPPING[family]()
+    config._attn_implementation = attention
+    attempt(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("bloom", {}),  # slopes made of the mask
+        ("mamba", {}),  # a state along the row
+        ("opt", {}),  # masks of shapes alone
+        ("gpt_oss", {}),
+        ("lfm2", {"layer_types": ["conv"] * 6, "num_hidden_layers": 6}),  # convolutions over the row
+    ],
+)
+def test_models_whose_documents_see_each_other_are_refused(family: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"'{family}' does not keep packed documents apart: .* train it without"):
+        attempt(CONFIG_MAPPING[family](**settings))
+
+
+def test_flash_attention_takes_one_packed_sample_at_a_time() -> None:
+    config = CONFIG_MAPPING["llama"]()
+    config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UserError, match="micro-batches of one sample alone, this one has 2"):
+        attempt(config)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+def test_two_stages_give_packed_documents_the_logits_of_each_alone(family: str) -> None:
+    model = tiny_model(shrink(CONFIG_MAPPING[family]()))
+    ids, lengths = tiny_ids(model.config), (5, 1, 17, 9)
+    positions = torch.cat([torch.arange(length) for length in lengths]).repeat(len(ids), 1)
+    first, second = (prepare(ModelSource.of_model(model)) for _ in range(2))
+    with torch.no_grad():
+        packed = run(build(second, 2), run(build(first, 0, 2), (ids, positions)))
+        alone = [model(input_ids=document, use_cache=False).logits for document in ids.split(lengths, dim=1)]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=5e-6, atol=5e-6)
