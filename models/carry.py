@@ -8,7 +8,7 @@ micro-batch, so their names never travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -61,7 +61,7 @@ class State:
     Attributes:
         name: its name.
         made: index of the layer that gives it first; -1: the prologue.
-        used: index of the last layer that reads it; the number of layers: the epilogue, one more: the loss.
+        used: index of the last layer that reads it; the number of layers: the epilogue.
     """
 
     name: str
@@ -120,18 +120,30 @@ def hidden_name(index: int) -> str:
 
 
 class Tap(Protocol):
-    """Something that is taken out of layers on their way and grows from one to the next, for the loss.
+    """Something that is taken out of layers on their way, for the end of the forward.
 
     Attributes:
-        name: of the state.
+        name: of what is taken.
         layers: indices of the layers that it is taken from.
     """
 
-    name: str
-    layers: Collection[int]
+    @property
+    def name(self) -> str: ...
 
-    def run(self, layer: nn.Module, call: Callable[[], Any], so_far: Tensor | None) -> tuple[Any, Tensor]:
-        """Call `call`, which runs `layer`; return what it returned, and the state grown by what was taken.
+    @property
+    def layers(self) -> Collection[int]: ...
+
+    def run(self, layer: nn.Module, call: Callable[[], Any]) -> tuple[Any, Tensor]:
+        """Call `call`, which runs `layer`; return what it returned, and what was taken.
 
         It may run twice for one micro-batch (activation checkpointing), and must give the same both times.
         """
+
+    def finish(self, model: nn.Module, taken: Sequence[Tensor], forward: Callable[..., Any]) -> tuple[Tensor, ...]:
+        """The logits, and what is made of all that was taken, layer by layer; `forward`, given further arguments, ends
+        the forward of `model`."""
+
+
+def tapped_name(tap: Tap, index: int) -> str:
+    """The name of the state that is taken out of layer `index`."""
+    return f"{tap.name}:{index}"

@@ -18,6 +18,7 @@ from harness.models.conversion import Unconverted, WrittenForm, default_form, op
 from harness.models.decoder import Blueprint, decoder_layers
 from harness.models.frame import Frame
 from harness.models.locate import PLANS
+from harness.models.routing import RouterTap, router_tap
 from harness.models.skeleton import ModelSource, build_skeleton
 from harness.models.weights import CheckpointReader, Initialiser, MemoryReader, WeightSource, read_by_transformers
 from harness.parallel.adapters import cut_with_adapters
@@ -38,6 +39,8 @@ class CausalModel:
         vocab_size: ids of the vocabulary, padding left out.
         local_logits: whether the epilogue gives this rank's part of the vocabulary instead of all of it.
         form: how it is written as a HuggingFace checkpoint.
+        router: what takes the routers' logits for the model's own router loss; then the last layer gives
+            (logits, router loss).
     """
 
     layers: list[LayerSpec]
@@ -46,6 +49,7 @@ class CausalModel:
     vocab_size: int
     local_logits: bool
     form: WrittenForm
+    router: RouterTap | None = None
 
     @property
     def layer_names(self) -> list[str]:
@@ -107,6 +111,7 @@ def assemble(
     finish: Callable[[nn.Module], None],
     whole_experts: bool = False,
     adaptation: Adaptation | None = None,
+    router_loss: bool = False,
 ) -> CausalModel:
     """Prepare the model that `source` names for this rank; UserError for one that cannot be cut as asked.
 
@@ -117,6 +122,7 @@ def assemble(
         finish: called with each layer once its weights are in place.
         whole_experts: whether the tensor-parallel ranks share out experts instead of parts of each.
         adaptation: adapters that are trained in the place of the weights.
+        router_loss: whether the model's own loss of its routers is wanted, where it makes one.
     """
     model = build_skeleton(source.config)
     find_plan = expert_parallel_plan if whole_experts else plan_for
@@ -128,15 +134,19 @@ def assemble(
     if adaptation is not None:
         inject(model, adaptation.config, keep_ties=isinstance(source.weights, Path))
         weights = AdaptedWeights(base=weights, adaptation=adaptation, seed=seed)
+    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
     with on_any_device(model):
         frame = Frame(model, device)
+        router = router_tap(frame, head) if router_loss else None
     local_logits = plan is not None and plan.splits_head and _tail_is_elementwise(frame, plan, vocab_size, tensor.size)
 
     def cut_layer(layer: nn.Module) -> None:
         if plan is not None:
             cut_with_adapters(layer, plan, tensor, source.config, local_logits=local_logits)
 
-    blueprint = Blueprint(frame=frame, cut=cut_layer, source=weights, device=device, dtype=dtype, finish=finish)
+    blueprint = Blueprint(
+        frame=frame, cut=cut_layer, source=weights, device=device, dtype=dtype, finish=finish, tap=router
+    )
     return CausalModel(
         layers=decoder_layers(blueprint),
         source=source,
@@ -144,6 +154,7 @@ def assemble(
         vocab_size=vocab_size,
         local_logits=local_logits,
         form=form,
+        router=router,
     )
 
 
@@ -175,8 +186,8 @@ def _tail_is_elementwise(frame: Frame, plan: Plan, vocab_size: int, size: int) -
     part = vocab_size // size
     generator = torch.Generator().manual_seed(0)
     output: Tensor = torch.randn(1, 2, vocab_size, generator=generator).to(frame.device)
-    whole = frame.finish(plan.head, output)
-    return whole.shape == output.shape and torch.equal(whole[..., :part], frame.finish(plan.head, output[..., :part]))
+    whole, local = (frame.finish(plan.head, part).logits for part in (output, output[..., :part]))
+    return whole.shape == output.shape and torch.equal(whole[..., :part], local)
 
 
 @dataclass(frozen=True)

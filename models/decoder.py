@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from harness.config.errors import UserError
-from harness.models.carry import Schema, State, Tap, Tokens, Value
+from harness.models.carry import Schema, State, Tap, Tokens, Value, tapped_name
 from harness.models.frame import Frame
 from harness.models.weights import WeightSource, materialise
 from harness.parallel.staged import SharedLayerSpec
@@ -35,7 +36,7 @@ class Blueprint:
         source: fills the weights.
         device, dtype: of the parameters.
         finish: called with each layer once its weights are in place (ZeRO-3 partitions them there).
-        tap: what is taken out of the layers for the loss; the epilogue then gives (logits, what was taken).
+        tap: what is taken out of the layers for the loss; the epilogue then gives (logits, what is made of it).
     """
 
     frame: Frame
@@ -49,10 +50,11 @@ class Blueprint:
     @property
     def schema(self) -> Schema:
         """What layers hand on: what the model needs, and what is taken out of it."""
-        schema, depth = self.frame.schema, len(self.frame.layers)
-        if self.tap is None or not self.tap.layers:
-            return schema
-        return schema.with_state(State(name=self.tap.name, made=min(self.tap.layers), used=depth + 1))
+        schema, depth, tap = self.frame.schema, len(self.frame.layers), self.tap
+        if tap is not None:
+            for index in sorted(tap.layers):
+                schema = schema.with_state(State(name=tapped_name(tap, index), made=index, used=depth))
+        return schema
 
 
 class ModelLayer(nn.Module):
@@ -120,29 +122,30 @@ class DecoderLayer(ModelLayer):
         if self.tap is None:
             output = call.apply(layer, hidden)
         else:
-            so_far = carry.states.get(self.tap.name)
-            output, taken = self.tap.run(layer, lambda: call.apply(layer, hidden), so_far)
-            carry = carry.with_state(self.tap.name, taken)
+            output, taken = self.tap.run(layer, lambda: call.apply(layer, hidden))
+            carry = carry.with_state(tapped_name(self.tap, self.index), taken)
         return self.schema.close(self.index + 1, self.frame.after(self.index, call, output, carry))
 
 
 class Epilogue(ModelLayer):
     """Hidden state [batch, sequence, width] -> logits [batch, sequence, vocabulary or this rank's part of it].
 
-    Where states are meant for the loss it gives a tuple: the logits, then those states.
+    Where something is taken out of the layers for the loss, it gives a tuple: the logits, then what is made of that.
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__(blueprint, blueprint.frame.epilogue)
         self.names = list(blueprint.frame.epilogue)
+        self.tap = blueprint.tap
 
     def forward(self, value: Value) -> Value:
         modules = {name: self.get_submodule(name) for name in self.names}
-        depth = len(self.frame.layers)
-        carry = self.schema.open(depth, value)
-        logits = self.frame.leave(carry, modules, self.training)
-        states = [carry.states[name] for name in self.schema.names(depth + 1)]
-        return (logits, *states) if states else logits
+        carry = self.schema.open(len(self.frame.layers), value)
+        leave = partial(self.frame.leave, carry, modules, self.training)
+        if self.tap is None:
+            return leave().logits
+        taken = [carry.states[tapped_name(self.tap, index)] for index in sorted(self.tap.layers)]
+        return self.tap.finish(self.frame.model, taken, leave)
 
 
 def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:

@@ -152,21 +152,22 @@ class Frame:
         states = {**carry.states, hidden_name(index - 1): carry.hidden, **further}
         return replace(carry, hidden=hidden, states=states)
 
-    def leave(self, carry: Carry, modules: dict[str, nn.Module], training: bool) -> Tensor:
-        """The logits that the model's forward makes of the last hidden state, by the real epilogue `modules`."""
+    def leave(self, carry: Carry, modules: dict[str, nn.Module], training: bool, **options: Any) -> Any:
+        """What the model's forward makes of the last hidden state, by the real epilogue `modules`: `.logits`, and
+        what `options`, further arguments of the forward, ask for."""
         hidden = carry.hidden
         rows = Shape(hidden.shape[0], hidden.shape[1], hidden.dtype)
         tokens = self._any_tokens(rows) if carry.tokens is None else carry.tokens
         self._switch_mode(training)
         with self._standing(modules):
-            return self.run(tokens, self._replayed(carry, len(self.layers)))
+            return self.forward(tokens, self._replayed(carry, len(self.layers)), **options)
 
     @torch.no_grad()
-    def finish(self, head: str, output: Tensor) -> Tensor:
-        """The logits that the model's forward makes of the `output` of its module `head`."""
+    def finish(self, head: str, output: Tensor, **options: Any) -> Any:
+        """What the model's forward makes of the `output` of its module `head`, as in `leave`."""
         tokens = self._any_tokens(Shape(output.shape[0], output.shape[1], output.dtype))
         with self._standing({head: _Constant(output)}):
-            return self.run(tokens, Run(lambda index, call, hidden: hidden, output.dtype))
+            return self.forward(tokens, Run(lambda index, call, hidden: hidden, output.dtype), **options)
 
     # -- running the forward -------------------------------------------------------------------------------
 
@@ -177,12 +178,16 @@ class Frame:
 
     def run(self, tokens: Tokens, run: Run) -> Tensor:
         """The logits of the model's forward, in which stubs and stand-ins do what `run` says."""
+        return self.forward(tokens, run).logits
+
+    def forward(self, tokens: Tokens, run: Run, **options: Any) -> Any:
+        """The output of that forward, given `options` too."""
         positions = {} if tokens.positions is None else {"position_ids": tokens.positions}
         if positions and not self.takes_positions:
             raise UserError(f"{self.described} takes no position_ids: its samples cannot carry them")
         self._run = run
         try:
-            return self.model(input_ids=tokens.ids, use_cache=False, **positions).logits
+            return self.model(input_ids=tokens.ids, use_cache=False, **positions, **options)
         finally:
             self._run = None
 

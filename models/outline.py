@@ -79,6 +79,15 @@ class Outline:
 
 
 @torch.no_grad()
+def zeroed(layer: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of a layer on meta, with memory that holds zeros."""
+    real = copy.deepcopy(layer).to_empty(device=device)
+    for tensor in (*real.parameters(), *real.buffers()):
+        tensor.zero_()
+    return real
+
+
+@torch.no_grad()
 def outline_of(name: str, layer: nn.Module, call: Call, hidden: Tensor) -> Outline:
     """Run a layer (on the meta device) on `call` and see what it gives.
 
@@ -89,9 +98,7 @@ def outline_of(name: str, layer: nn.Module, call: Call, hidden: Tensor) -> Outli
         before = _contents(seen)
         output = seen.apply(layer, hidden.to("meta"))
     except (NotImplementedError, RuntimeError, ValueError):  # a forward that looks at values cannot run on meta
-        real = copy.deepcopy(layer).to_empty(device=hidden.device)
-        for tensor in (*real.parameters(), *real.buffers()):
-            tensor.zero_()
+        real = zeroed(layer, hidden.device)
         seen = call.mapped(lambda value: value)
         before = _contents(seen)
         output = seen.apply(real, hidden)

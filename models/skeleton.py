@@ -67,6 +67,8 @@ def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
     """
     config = copy.deepcopy(config)
     config.use_cache = False
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False  # asked for where it can be had: at the end of the forward (`routing.py`)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -141,6 +141,7 @@ class StagedModule(PipelineModule):
             activation_checkpoint_interval=checkpoint_interval,
             base_seed=seed,
         )
+        self._parts: dict[str, Any] = dict.fromkeys(getattr(loss_fn, "reports", ()))
         # by now the stages hold the same tied weights; where those are frozen there is no gradient to share
         self.tied_comms = dict(_trained_ties(self.tied_comms))
 
@@ -148,7 +149,14 @@ class StagedModule(PipelineModule):
         """The output of this stage's last layer, in the form in which it is sent to the next."""
         first, last = self.stage_id == 0, self.stage_id == self.num_stages - 1
         output = super().forward(forward_input if first else self.__dict__["_unpack"](forward_input))
+        if last and self._parts:
+            self._parts = self.loss_fn.parts(output)
         return output if last else pack(output)
+
+    def get_additional_losses(self) -> dict[str, Any] | None:
+        """What the loss reports of the last micro-batch besides itself (`loss_fn.parts`); DeepSpeed asks all stages,
+        and brings every stage the means."""
+        return self._parts or None
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = self.__dict__["_boundaries"]

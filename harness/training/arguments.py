@@ -71,6 +71,10 @@ class TrainingArguments:
     adam_beta1: float = flag(0.9, "AdamW's beta1")
     adam_beta2: float = flag(0.999, "AdamW's beta2")
     adam_epsilon: float = flag(1e-8, "AdamW's epsilon")
+    output_router_logits: bool | None = flag(
+        None, "add the model's router loss (mixture of experts) to the loss; default: as its config says"
+    )
+    router_aux_loss_coef: float | None = flag(None, "factor of the router loss; default: the model's own")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0: not clipped")
     bf16: bool = flag(False, "train in bfloat16")
     fp16: bool = flag(False, "train in float16 with loss scaling")

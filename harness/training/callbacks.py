@@ -18,7 +18,8 @@ class StepRecord:
     """One optimizer step, as `metrics.jsonl` holds it.
 
     Attributes:
-        loss: mean over the valid labels of the global batch.
+        loss: mean over the valid labels of the global batch; the router loss included, where there is one.
+        aux_loss: the router loss before its coefficient, mean over the micro-batches; None where there is none.
         grad_norm: global norm before clipping; None where an overflow left none.
         learning_rate: the rate this step used.
         tokens_per_second: of the whole run, all ranks together (samples for a model without tokens).
@@ -34,10 +35,12 @@ class StepRecord:
     step_seconds: float
     consumed_samples: int
     epoch: float
+    aux_loss: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The record as it is written."""
-        return asdict(self)
+        """The record as it is written; without a router loss, not a word of it."""
+        record = asdict(self)
+        return record if self.aux_loss is not None else {k: v for k, v in record.items() if k != "aux_loss"}
 
 
 @dataclass

@@ -7,7 +7,7 @@ and ZeRO-3, where every rank passes through all layers. Both take the same micro
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,14 @@ Batch = tuple[Any, Targets]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Loss and gradient norm of a step; the norm is None where gradients overflowed and the step was skipped."""
+    """Loss and gradient norm of a step; the norm is None where gradients overflowed and the step was skipped.
+
+    `parts`: what the loss reports besides, by name, each the mean over the micro-batches.
+    """
 
     loss: float
     grad_norm: float | None
+    parts: Mapping[str, float]
 
 
 class Engine(ABC):
@@ -65,38 +69,45 @@ class Engine(ABC):
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepOutcome:
         """Forward, backward and update over one global batch; `micro_batches` is empty where no data is read."""
         whole = [EvaluationBatch(inputs=x, labels=y, rows=len(_first(y))) for x, y in micro_batches]
-        loss = self._train(self._weigh(whole, self._count(whole)))
+        loss, parts = self._train(self._weigh(whole, self._count(whole)))
         norm = self.deepspeed.get_global_grad_norm()
         norm = None if norm is None else float(norm)
         finite = norm is not None and norm == norm and abs(norm) != float("inf")
-        return StepOutcome(loss=float(loss), grad_norm=norm if finite else None)
+        named = {name: float(value) for name, value in parts.items()}
+        return StepOutcome(loss=float(loss), grad_norm=norm if finite else None, parts=named)
 
     def evaluate(self, micro_batches: Sequence[EvaluationBatch], steps: int) -> tuple[float, float]:
         """Sum of the losses, and number of what counts, in `steps` micro-batches a data rank; equal on all ranks.
 
         `micro_batches` holds them where data is read, and is empty elsewhere.
         """
-        counted = self._count(micro_batches)
+        counted, rows = self._count(micro_batches)
         with torch.no_grad():
-            mean = self._evaluate(self._weigh(micro_batches, counted), steps)
+            mean = self._evaluate(self._weigh(micro_batches, (counted, rows)), steps)
         if self.groups.pipeline is not None:
             last = dist.get_process_group_ranks(self.groups.pipeline)[-1]
             dist.broadcast(counted, src=last, group=self.groups.pipeline)
         return float(mean) * float(counted), float(counted)
 
-    def _count(self, micro_batches: Sequence[EvaluationBatch]) -> Tensor:
-        """What counts in the micro-batches of all data ranks; known on the last stage, which has the labels."""
-        counted = torch.zeros((), dtype=torch.float64, device=self.device)
+    def _count(self, micro_batches: Sequence[EvaluationBatch]) -> tuple[Tensor, Tensor]:
+        """What counts for the loss, and how many samples do, in the micro-batches of all data ranks; known on the
+        last stage, which has the labels."""
+        both = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.groups.is_last_stage:
-            counted += sum(self.loss.count(batch.labels, batch.rows) for batch in micro_batches)
+            both[0] += sum(self.loss.count(batch.labels, batch.rows) for batch in micro_batches)
+            both[1] += sum(batch.rows for batch in micro_batches)
             if self.groups.data is not None:
-                dist.all_reduce(counted, group=self.groups.data)
-        return counted
+                dist.all_reduce(both, group=self.groups.data)
+        return both[0], both[1]
 
-    def _weigh(self, micro_batches: Sequence[EvaluationBatch], counted: Tensor) -> list[Batch]:
+    def _weigh(self, micro_batches: Sequence[EvaluationBatch], totals: tuple[Tensor, Tensor]) -> list[Batch]:
         """Give each micro-batch the weight by which the engine's mean becomes the mean over all that counts."""
-        weight = len(micro_batches) * self.groups.layout.data / max(1.0, float(counted))
-        return [(self._cast(batch.inputs), targets(batch.labels, weight, batch.rows)) for batch in micro_batches]
+        n = len(micro_batches) * self.groups.layout.data
+        weight, share = (n / max(1.0, total) for total in map(float, totals))
+        return [
+            (self._cast(batch.inputs), targets(batch.labels, weight, batch.rows, share * batch.rows))
+            for batch in micro_batches
+        ]
 
     def _cast(self, inputs: Any) -> Any:
         if isinstance(inputs, Tensor):
@@ -104,12 +115,12 @@ class Engine(ABC):
         return tuple(map(self._cast, inputs))
 
     @abstractmethod
-    def _train(self, batches: list[Batch]) -> Tensor:
-        """One step; the mean loss over micro-batches and data-parallel ranks."""
+    def _train(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """One step; the mean over micro-batches and data-parallel ranks of the loss, and of its reported parts."""
 
     @abstractmethod
     def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
-        """The same mean, forward only."""
+        """The same mean of the loss, forward only."""
 
 
 class PipelineStages(Engine):
@@ -118,9 +129,10 @@ class PipelineStages(Engine):
     deepspeed: PipelineEngine
     _shape: tuple[int, ...] | None = None
 
-    def _train(self, batches: list[Batch]) -> Tensor:
+    def _train(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
         self._require_one_shape(batches)
-        return self.deepspeed.train_batch(iter(batches))
+        loss = self.deepspeed.train_batch(iter(batches))
+        return loss, self.deepspeed.get_additional_losses() or {}
 
     def _require_one_shape(self, batches: list[Batch]) -> None:
         """Stages tell each other the shape of what they send once: another one later would hang them."""
@@ -151,14 +163,20 @@ class PipelineStages(Engine):
 class WholeModel(Engine):
     """All layers on every rank, for ZeRO-2 and ZeRO-3."""
 
-    def _train(self, batches: list[Batch]) -> Tensor:
+    def _train(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
         total = torch.zeros((), device=self.device)
+        parts: dict[str, Tensor] = {}
         for inputs, wanted in batches:
-            loss = self.loss(self.deepspeed(_move(inputs, self.device)), _move(wanted, self.device))
+            outputs = self.deepspeed(_move(inputs, self.device))
+            loss = self.loss(outputs, _move(wanted, self.device))
+            for name, value in self.loss.parts(outputs).items():
+                parts[name] = parts.get(name, 0.0) + value
+            del outputs  # the logits are not needed while the next ones are made
             self.deepspeed.backward(loss)
             self.deepspeed.step()
             total += loss.detach()
-        return self._mean(total / len(batches))
+        means = {name: self._mean(value / len(batches)) for name, value in parts.items()}
+        return self._mean(total / len(batches)), means
 
     def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
         self.deepspeed.eval()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,21 +19,30 @@ from torch.nn import functional
 from harness.parallel.cross_entropy import vocab_parallel_cross_entropy
 from harness.training.data.collate import IGNORED
 
+AUX_LOSS = "aux_loss"
+"""The name of the router loss, as transformers has it."""
+
 Targets = tuple[Tensor, ...]
-"""What the last stage gets beside the outputs, flat as DeepSpeed's pipeline wants it: (weight, rows, *labels).
+"""What the last stage gets beside the outputs, flat as DeepSpeed's pipeline wants it: (weight, rows, share, *labels).
 
 weight: scalar, what each counted label or sample weighs. rows: scalar, how many samples of the micro-batch count; the
-others fill its shape.
+others fill its shape. share: scalar, their number over that of an average micro-batch.
 """
 
 
-def targets(labels: Any, weight: float, rows: int) -> Targets:
+def targets(labels: Any, weight: float, rows: int, share: float = 1.0) -> Targets:
     """Targets of plain numbers and one or more tensors of labels."""
-    return torch.tensor(weight), torch.tensor(rows), *_tensors(labels)
+    return torch.tensor(weight), torch.tensor(rows), torch.tensor(share), *_tensors(labels)
 
 
 class Loss(Protocol):
-    """A loss of one micro-batch, and what it counts."""
+    """A loss of one micro-batch, and what it counts.
+
+    Attributes:
+        reports: the names of what is reported besides.
+    """
+
+    reports: ClassVar[tuple[str, ...]]
 
     def count(self, labels: Any, rows: int) -> int:
         """How many labels or samples count in the first `rows` of these labels."""
@@ -43,6 +52,9 @@ class Loss(Protocol):
 
     def __call__(self, outputs: Any, targets: Targets) -> Tensor:
         """Weighted sum of the losses, a scalar in float32."""
+
+    def parts(self, outputs: Any) -> dict[str, Tensor]:
+        """What is reported of these outputs: scalars in float32, each a mean of the micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,7 @@ class CausalLoss:
 
     vocab_size: int
     group: dist.ProcessGroup | None
+    reports: ClassVar[tuple[str, ...]] = ()
 
     def count(self, labels: Tensor, rows: int) -> int:
         """Labels that are predicted and valid."""
@@ -70,12 +83,50 @@ class CausalLoss:
 
         Rows that do not count have no valid label.
         """
-        weight, _, labels = targets
+        weight, _, _, labels = targets
         wanted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # the logits stay as they are: no copy
         if self.group is not None:
             return vocab_parallel_cross_entropy(outputs, wanted, self.group, self.vocab_size).sum() * weight
         flat = outputs.view(-1, outputs.shape[-1]).float()
         return functional.cross_entropy(flat, wanted.view(-1), ignore_index=IGNORED, reduction="sum") * weight
+
+    def parts(self, outputs: Any) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """A causal loss, and with it the router loss that the model makes of a whole micro-batch.
+
+    The router loss of an optimizer step is the mean over its micro-batches, and that of an evaluation the mean over
+    its samples, as transformers' Trainer has it.
+
+    Attributes:
+        causal: the cross entropy.
+        coefficient: by which the router loss is multiplied.
+    """
+
+    causal: CausalLoss
+    coefficient: float
+    reports: ClassVar[tuple[str, ...]] = (AUX_LOSS,)
+
+    def count(self, labels: Tensor, rows: int) -> int:
+        """Labels that are predicted and valid."""
+        return self.causal.count(labels, rows)
+
+    def units(self, inputs: Any) -> int:
+        """Tokens."""
+        return self.causal.units(inputs)
+
+    def __call__(self, outputs: tuple[Tensor, Tensor], targets: Targets) -> Tensor:
+        """The causal loss, plus the share of this micro-batch in the router loss; outputs (logits, router loss)."""
+        logits, router_loss = outputs
+        return self.causal(logits, targets) + self.coefficient * router_loss.float() * targets[2]
+
+    def parts(self, outputs: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """The router loss, before it is multiplied."""
+        return {AUX_LOSS: outputs[1].detach().float()}
 
 
 @dataclass(frozen=True)
@@ -83,6 +134,7 @@ class MeanLoss:
     """A user's own `loss_fn(outputs, labels)` that returns the mean over the samples it is given."""
 
     loss_fn: Callable[[Any, Any], Tensor]
+    reports: ClassVar[tuple[str, ...]] = ()
 
     def count(self, labels: Any, rows: int) -> int:
         """Samples."""
@@ -94,7 +146,7 @@ class MeanLoss:
 
     def __call__(self, outputs: Any, targets: Targets) -> Tensor:
         """Mean over the rows that count, times their number and weight."""
-        weight, rows, *labels = targets
+        weight, rows, _, *labels = targets
         n = _first(outputs).shape[0]
         if not torch.is_grad_enabled():  # in training all rows count, and asking would wait for the device
             n = int(rows)
@@ -102,6 +154,10 @@ class MeanLoss:
             return weight * 0.0
         kept = tuple(label[:n] for label in labels)
         return self.loss_fn(_head(outputs, n), kept[0] if len(kept) == 1 else kept).float() * n * weight
+
+    def parts(self, outputs: Any) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
 
 
 def _tensors(value: Any) -> list[Tensor]:

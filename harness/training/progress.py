@@ -34,13 +34,14 @@ class ProgressCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         record: StepRecord = kwargs["record"]
         if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {record.loss:.4f}, {record.tokens_per_second:,.0f} tokens/s", refresh=False)
+            losses = _losses(record, ", ")
+            self.bar.set_postfix_str(f"{losses}, {record.tokens_per_second:,.0f} tokens/s", refresh=False)
             self.bar.update()
         elif time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES or record.step in (1, state.max_steps):
             self._last_line = time.monotonic()
             left = (state.max_steps - record.step) * record.step_seconds
             self.console.say(
-                f"step {record.step}/{state.max_steps}  loss {record.loss:.4f}  "
+                f"step {record.step}/{state.max_steps}  {_losses(record, '  ')}  "
                 f"{record.tokens_per_second:,.0f} tokens/s  {left:.0f} s left"
             )
 
@@ -63,3 +64,8 @@ class ProgressCallback(TrainerCallback):
             self.bar.write(text, file=self.console.out)
         else:
             self.console.say(text)
+
+
+def _losses(record: StepRecord, between: str) -> str:
+    router = "" if record.aux_loss is None else f"{between}aux_loss {record.aux_loss:.4f}"
+    return f"loss {record.loss:.4f}{router}"

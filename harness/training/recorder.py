@@ -51,8 +51,8 @@ class Recorder:
     def log(self, logs: dict[str, Any]) -> None:
         """Hand the step's figures to the monitors, and keep them in the trainer's history."""
         self.trainer.state.log_history.append(logs)
-        names = ("loss", "grad_norm", "learning_rate", "tokens_per_second")
-        self._monitor({f"train/{name}": logs[name] for name in names if logs[name] is not None})
+        names = ("loss", "aux_loss", "grad_norm", "learning_rate", "tokens_per_second")
+        self._monitor({f"train/{name}": logs[name] for name in names if logs.get(name) is not None})
 
     def evaluation(self, metrics: dict[str, float]) -> None:
         """One line in evaluations.jsonl."""

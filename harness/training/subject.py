@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -19,8 +20,9 @@ from harness.models.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
 from harness.parallel.costs import LayerCost
 from harness.parallel.staged import Layer
+from harness.training.arguments import TrainingArguments
 from harness.training.build import Setting, layer_finisher
-from harness.training.losses import CausalLoss, Loss, MeanLoss
+from harness.training.losses import CausalLoss, Loss, MeanLoss, RouterLoss
 
 Model: TypeAlias = str | ModelSource | PretrainedConfig | PreTrainedModel | nn.Sequential | Sequence[Layer]
 
@@ -73,8 +75,9 @@ def decoder_subject(
     source: ModelSource, setting: Setting, sequence_length: int, adaptation: Adaptation | None = None
 ) -> Subject:
     """Prepare the decoder that `source` names; UserError for one that cannot be cut as the layout asks."""
-    wanted = setting.args.attn_implementation
-    source = replace(source, config=with_attention(source.config, wanted, setting.device, setting.dtype))
+    args = setting.args
+    config = with_attention(source.config, args.attn_implementation, setting.device, setting.dtype)
+    source = replace(source, config=_with_router_loss(config, args))
     if adaptation is not None and setting.resolved.config.get("pipeline", {}).get("use_reentrant"):
         raise UserError(
             "pipeline.use_reentrant: true gives adapters of the first layer no gradient, as what goes in needs none; "
@@ -89,7 +92,10 @@ def decoder_subject(
         finish=layer_finisher(setting),
         whole_experts=setting.resolved.expert > 1,
         adaptation=adaptation,
+        router_loss=getattr(source.config, "output_router_logits", False),
     )
+    if args.output_router_logits and causal.router is None:
+        raise UserError(f"--output_router_logits: model type {source.config.model_type!r} makes no loss of routers")
     checkpointed = setting.resolved.activation_checkpoint_interval > 0
     return Subject(
         layers=causal.layers,
@@ -97,7 +103,7 @@ def decoder_subject(
         parameters=causal.parameter_counts(),
         trained=causal.parameter_counts(trained=True),
         costs=[cost.flops_per_token() for cost in causal.costs(sequence_length, checkpointed)],
-        loss=CausalLoss(vocab_size=causal.vocab_size, group=setting.groups.tensor if causal.local_logits else None),
+        loss=_decoder_loss(causal, setting),
         causal=causal,
     )
 
@@ -116,6 +122,27 @@ def adapted(model: Model, peft_config: Any) -> tuple[ModelSource | None, Adaptat
     if source is None:
         raise UserError("peft_config is for a HuggingFace model, not for a list of layers")
     return source, Adaptation(config=lora_config(peft_config))
+
+
+def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> PretrainedConfig:
+    """The config with what the arguments say of the router loss. UserError for a factor of a loss that is off."""
+    if args.output_router_logits is not None:
+        config = copy.deepcopy(config)
+        config.output_router_logits = args.output_router_logits
+    if args.router_aux_loss_coef is not None:
+        if not getattr(config, "output_router_logits", False):
+            raise UserError("--router_aux_loss_coef is of no use without --output_router_logits")
+        config = copy.deepcopy(config)
+        config.router_aux_loss_coef = args.router_aux_loss_coef
+    return config
+
+
+def _decoder_loss(causal: CausalModel, setting: Setting) -> Loss:
+    loss = CausalLoss(vocab_size=causal.vocab_size, group=setting.groups.tensor if causal.local_logits else None)
+    if causal.router is None:
+        return loss
+    factor = setting.args.router_aux_loss_coef
+    return RouterLoss(causal=loss, coefficient=causal.router.coefficient if factor is None else factor)
 
 
 def layers_subject(layers: Sequence[Layer], loss_fn: Callable[..., Any] | None) -> Subject:

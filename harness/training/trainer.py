@@ -36,6 +36,7 @@ from harness.training.data.collate import Collator, collate
 from harness.training.data.stream import BatchStream, data_digest, dataset_length
 from harness.training.distributed import any_rank, require_precision, start
 from harness.training.evaluate import mean_loss
+from harness.training.losses import AUX_LOSS
 from harness.training.prepare import user_datasets
 from harness.training.progress import ProgressCallback
 from harness.training.recorder import Recorder
@@ -150,6 +151,7 @@ class Trainer:
             step_seconds=seconds,
             consumed_samples=self.stream.consumed,
             epoch=self.stream.epoch,
+            aux_loss=outcome.parts.get(AUX_LOSS),
         )
 
     def _after_step(self, record: StepRecord, recorder: Recorder) -> None:

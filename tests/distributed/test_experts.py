@@ -5,6 +5,7 @@ Four ranks are launched once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,20 @@ from harness import Trainer, TrainingArguments, UserError
 from harness.parallel.apply import cut
 from harness.parallel.comm import TensorParallel
 from harness.parallel.experts import expert_parallel_plan
+from harness.training.data.stream import BatchStream
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Curve, Job, forget, reference, rows, tiny_model, train_all, worst
+from tests.distributed.training import (
+    BATCH,
+    STEPS,
+    Curve,
+    Job,
+    forget,
+    reference,
+    rows,
+    tiny_model,
+    train_all,
+    worst,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -51,9 +64,52 @@ def round_trip(job: Job, folder: str) -> None:
     forget(trainer)
 
 
+def with_router_loss(job: Job, folder: str) -> tuple[Curve, list[float], float]:
+    """Train with the model's router loss: losses and norms, router losses, and the loss of an evaluation before."""
+    arguments = TrainingArguments(
+        deepspeed_config=job.deepspeed_config(),
+        output_dir=folder,
+        max_steps=STEPS,
+        **{"learning_rate": 1e-3, "lr_scheduler_type": "constant", "adam_beta2": 0.95, **job.arguments},
+    )
+    trainer = Trainer(job.model, arguments, train_dataset=rows(), eval_dataset=rows()[:6])
+    evaluation = trainer.evaluate()["eval_loss"]
+    records = [trainer.training_step() for _ in range(STEPS)]
+    forget(trainer)
+    curve = [(record.loss, record.grad_norm or 0.0) for record in records]
+    return curve, [record.aux_loss or 0.0 for record in records], evaluation
+
+
+def router_reference(job: Job) -> tuple[Curve, list[float], float]:
+    """The same by plain torch, micro-batch by micro-batch, with the loss that the model itself returns."""
+    model = AutoModelForCausalLM.from_pretrained(job.model, output_router_logits=True).train()
+    if "router_aux_loss_coef" in job.arguments:
+        model.router_aux_loss_coef = job.arguments["router_aux_loss_coef"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    micro = job.deepspeed_config()["train_micro_batch_size_per_gpu"]
+    stream = BatchStream(rows(), seed=TrainingArguments().seed, micro_batch=micro, accumulation=BATCH // micro)
+    chunks = torch.tensor([row["input_ids"] for row in rows()[:6]]).split(micro)
+    with torch.no_grad():
+        evaluation = sum(model.eval()(input_ids=ids, labels=ids).loss.item() for ids in chunks) / len(chunks)
+    model.train()
+    curve, router_losses = [], []
+    for _ in range(STEPS):
+        micro_batches = stream.next_step()
+        outputs = [model(input_ids=ids, labels=labels) for ids, labels in micro_batches]
+        loss = sum(output.loss for output in outputs) / len(outputs)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((loss.item(), norm.item()))
+        router_losses.append(sum(output.aux_loss.item() for output in outputs) / len(outputs))
+    return curve, router_losses, evaluation
+
+
 def refusal(job: Job, folder: str) -> str:
     """What the Trainer says to a job that it refuses."""
-    arguments = TrainingArguments(deepspeed_config=job.deepspeed_config(), output_dir=folder, max_steps=1)
+    config = job.deepspeed_config()
+    arguments = TrainingArguments(deepspeed_config=config, output_dir=folder, max_steps=1, **job.arguments)
     try:
         Trainer(job.model, arguments, train_dataset=rows())
     except UserError as error:
@@ -81,12 +137,27 @@ def idle_ranks(model_dir: str) -> tuple[int, float]:
     return sum(idle), max(((got - want).abs().max() / want.abs().max()).item() for got, want in pairs)
 
 
-def everything(jobs: list[Job], refused: list[Job], folder: str) -> tuple[list[Curve], list[str], tuple[int, float]]:
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a rank brings back."""
+
+    curves: list[Curve]
+    routed: list[tuple[Curve, list[float], float]]
+    refusals: list[str]
+    idle: tuple[int, float]
+
+
+def everything(jobs: list[Job], routed: list[Job], refused: list[Job], folder: str) -> Outcome:
     """What every rank does."""
     curves = train_all(jobs, folder)
     for job in jobs[-2:]:
         round_trip(job, f"{folder}/{job.layout}-out")
-    return curves, [refusal(job, folder) for job in refused], idle_ranks(jobs[-1].model)
+    return Outcome(
+        curves=curves,
+        routed=[with_router_loss(job, f"{folder}/{job.layout}-routed") for job in routed],
+        refusals=[refusal(job, folder) for job in refused],
+        idle=idle_ranks(jobs[-1].model),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -97,21 +168,33 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     layouts += [("mixtral", "pp2tp2z1"), ("mixtral", "tp2dp2z3")]
     jobs = [Job(models[family], layout, SPREAD) for family, layout in layouts]
     odd = tiny_model(folder / "odd", "mixtral", False, **{**FAMILIES["mixtral"], "num_local_experts": 3})
-    refused = [Job(odd, "tp2dp2z1", SPREAD), Job("tiny-llama", "tp2dp2z1", SPREAD), Job(odd, "tp4z1", SPREAD)]
-    results = run_ranks(4, everything, jobs, refused, str(folder), timeout_s=400)
-    return folder, jobs, results
+    on = {"output_router_logits": True}
+    refused = [
+        Job(odd, "tp2dp2z1", SPREAD),
+        Job("tiny-llama", "tp2dp2z1", SPREAD),
+        Job("tiny-llama", "pp2dp2z1", {}, on),
+        Job(odd, "pp2dp2z1", {}, {"router_aux_loss_coef": 0.1}),
+        Job(odd, "tp4z1", SPREAD),
+    ]
+    routed = [
+        Job(models["mixtral"], "pp2tp2z1", SPREAD, on),
+        Job(models["mixtral"], "pp2dp2z1", {"pipeline": {"stages": 2}}, {**on, "router_aux_loss_coef": 0.5}),
+        Job(models["qwen3_moe"], "tp2dp2z3", {}, on),
+    ]
+    results = run_ranks(4, everything, jobs, routed, refused, str(folder), timeout_s=400)
+    return folder, jobs, routed, results
 
 
 def test_experts_spread_over_ranks_train_as_in_one_process(run: Any) -> None:
-    _, jobs, results = run
+    _, jobs, _, results = run
     wanted = {job.model: reference(job.model) for job in jobs}
-    for job, curve in zip(jobs, results[0][0], strict=True):
+    for job, curve in zip(jobs, results[0].curves, strict=True):
         loss, norm = worst(curve, wanted[job.model])
         assert loss < LOSS and norm < NORM, (Path(job.model).name, job.layout, loss, norm)
 
 
 def test_spread_experts_come_out_as_they_went_in(run: Any) -> None:
-    folder, jobs, _ = run
+    folder, jobs, *_ = run
     for job in jobs[-2:]:
         went_in, came_out = (
             AutoModelForCausalLM.from_pretrained(path).state_dict()
@@ -121,21 +204,36 @@ def test_spread_experts_come_out_as_they_went_in(run: Any) -> None:
         assert all(torch.equal(went_in[key], came_out[key]) for key in went_in), job.layout
 
 
-def test_what_cannot_be_spread_is_refused_in_one_line(run: Any) -> None:
+def test_what_cannot_be_done_is_refused_in_one_line(run: Any) -> None:
     *_, results = run
-    for _, said, _ in results:
+    for *said, last in [outcome.refusals for outcome in results]:
         assert said == [
             "expert_parallel.autoep_size 2 does not divide the 3 experts of model.layers.0.mlp.experts: "
             "use one of 1, 3",
             "model type 'llama' declares no expert-parallel plan: "
             "leave expert_parallel.autoep_size out, so that each expert is cut",
-            said[2],
+            "--output_router_logits: model type 'llama' makes no loss of routers",
+            "--router_aux_loss_coef is of no use without --output_router_logits",
         ]
-        assert "experts over 2 ranks, and tensor parallelism over 4" in said[2]
+        assert "experts over 2 ranks, and tensor parallelism over 4" in last
 
 
 def test_a_rank_that_gets_no_token_still_takes_part(run: Any) -> None:
     *_, results = run
-    for _, _, (idle, difference) in results:
+    for idle, difference in [outcome.idle for outcome in results]:
         assert idle > 0
         assert difference < 1e-5
+
+
+def test_the_router_loss_is_the_models_own_in_every_layout(run: Any) -> None:
+    _, _, routed, results = run
+    for index, job in enumerate(routed):
+        curve, router_losses, evaluation = router_reference(job)
+        for got, got_router_losses, got_evaluation in [outcome.routed[index] for outcome in results]:
+            loss, norm = worst(got, curve)
+            assert loss < LOSS and norm < NORM, (job.layout, loss, norm)
+            assert got_router_losses == pytest.approx(router_losses, rel=1e-4), job.layout
+            assert got_evaluation == pytest.approx(evaluation, rel=LOSS), job.layout
+    plain = results[0].curves[-1][0][0]
+    first, router_loss = results[0].routed[0][0][0][0], results[0].routed[0][1][0]
+    assert first == pytest.approx(plain + 0.02 * router_loss, rel=1e-5)
