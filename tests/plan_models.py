@@ -26,20 +26,30 @@ SIZES: dict[str, Any] = {
     "sliding_window": 5,
 }
 MAMBA = {"mamba_d_state": 4, "mamba_expand": 2, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
+STATE_SPACE = {"state_size": 4, "time_step_rank": 4, "expand": 2}
 UNTIED = {"tie_word_embeddings": False}
+DECODER = {"is_decoder": True}
+PADDED_DECODER = {**DECODER, "pad_token_id": 1}  # its positions are counted from the padding
 
 SHAPES: dict[str, list[dict[str, Any]]] = {
     "bamba": [{**MAMBA, "attn_layer_indices": [1]}],
     "bart": [{}, {**UNTIED, "scale_embedding": True}],
+    "bert": [DECODER, {**DECODER, **UNTIED}],
+    "bert-generation": [DECODER],
+    "big_bird": [{**DECODER, "attention_type": "original_full"}],
     "bigbird_pegasus": [{}],
     "biogpt": [{}],
     "bitnet": [{}],
     "blenderbot": [{}],
     "blenderbot-small": [{}],
     "bloom": [{}, UNTIED],
+    "camembert": [PADDED_DECODER],
     "codegen": [{}, {"num_attention_heads": 8}],
     "ctrl": [{}],
+    "data2vec-text": [PADDED_DECODER],
     "diffllama": [{}, {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}],
+    "electra": [DECODER],
+    "ernie": [DECODER],
     "falcon": [
         {},
         {"bias": True, "parallel_attn": False, **UNTIED},
@@ -48,6 +58,8 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
         {"new_decoder_architecture": True},
         {"new_decoder_architecture": True, "num_kv_heads": 1},
     ],
+    "falcon_h1": [{**MAMBA, "mamba_d_ssm": 64}],
+    "falcon_mamba": [STATE_SPACE],
     "gpt2": [{}, UNTIED],
     "gpt_bigcode": [{}, {"multi_query": False, **UNTIED}],
     "gpt_neo": [{"attention_types": [[["global", "local"], 1]], "window_size": 5}],
@@ -61,8 +73,13 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
         {"layer_types": ["conv", "full_attention"], "conv_bias": True},
     ],
     "lfm3": [{"layer_types": ["conv", "full_attention"], "conv_bias": True}],
+    "mamba": [STATE_SPACE, {**STATE_SPACE, "use_bias": True, **UNTIED}],
     "marian": [{}],
     "mbart": [{}],
+    "megatron-bert": [DECODER],
+    "modernbert-decoder": [
+        dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1)
+    ],
     "moshi": [{}],
     "mpt": [{}, {"attn_config": {"clip_qkv": 0.5}, **UNTIED}],
     "mvp": [{}],
@@ -75,11 +92,27 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
         {"block_types": ["recurrent", "attention"]},
         {"block_types": ["attention"], "num_key_value_heads": 1},
     ],
+    "rembert": [{**DECODER, "input_embedding_size": 16, "output_embedding_size": 24}],
+    "roberta": [PADDED_DECODER, {**PADDED_DECODER, **UNTIED}],
+    "roberta-prelayernorm": [PADDED_DECODER],
+    "roc_bert": [
+        {
+            **DECODER,
+            "enable_pronunciation": False,
+            "enable_shape": False,
+            "shape_vocab_size": 9,
+            "pronunciation_vocab_size": 9,
+        }
+    ],
+    "roformer": [DECODER],
     "rwkv": [{}, {"attention_hidden_size": 64}],
     "stablelm": [{}, {"num_key_value_heads": 1, "use_parallel_residual": True, "use_qkv_bias": True}],
     "trocr": [{}],
     "whisper": [{}],
     "xglm": [{}],
+    "xlm-roberta": [PADDED_DECODER],
+    "xlm-roberta-xl": [PADDED_DECODER],
+    "zamba": [{"layer_types": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, "n_mamba_heads": 2}],
 }
 
 

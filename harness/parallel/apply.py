@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from harness.parallel.comm import TensorParallel
 from harness.parallel.experts import EXPERT_PARAMETER, EXPERTS, cut_experts, ep_dispatch_experts
 from harness.parallel.heads import require_width
+from harness.parallel.parameters import cut_bare_parameter, divide_parameter
 from harness.parallel.partial import sum_partial_gradients
 from harness.parallel.plan import InputRule, Plan, wildcard
 from harness.parallel.shard import shard_of
-from harness.parallel.styles import STYLE_FUNCTIONS, Site, cut_bare_parameter, divide_parameter
+from harness.parallel.styles import STYLE_FUNCTIONS, Site
 
 
 def cut(

@@ -24,11 +24,12 @@ from harness.parallel.shard import shard_of
 
 @dataclass
 class Reached:
-    """What a walk came to: uncut parameters used on whole and on split values, and whether an input was reached from
-    split values."""
+    """What a walk came to: uncut parameters used on whole and on split values, cut ones used on whole values (past the
+    layer that sums), and whether an input was reached from split values."""
 
     whole: set[nn.Parameter] = field(default_factory=set)
     partial: set[nn.Parameter] = field(default_factory=set)
+    bare: set[nn.Parameter] = field(default_factory=set)
     input_is_partial: bool = False
 
 
@@ -48,6 +49,8 @@ def walk(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = (), *, split: boo
             continue
         if leaf is not None and shard_of(leaf) is None:
             (reached.partial if inside else reached.whole).add(leaf)
+        elif leaf is not None and not inside:
+            reached.bare.add(leaf)
         name = node.name()
         inside = name in INTO_SPLIT or (inside and name not in OUT_OF_SPLIT)
         ahead += [(parent, inside) for parent, _ in node.next_functions]
@@ -58,7 +61,8 @@ def sum_partial_gradients(module: nn.Module, name: str, tensor: TensorParallel, 
     """At the first forward of `module` with gradients, see to it that those which are partial are summed.
 
     That forward raises UserError, naming `name`, where no sum can put a gradient right: where a parameter is used on
-    whole and on split values both, or an input goes to split values without a copy to the group. `split_output`: the
+    whole and on split values both, or an input goes to split values without a copy to the group, or a cut parameter is
+    used without the layer that sums what it makes (by a fused kernel, say). `split_output`: the
     output is this rank's part (vocabulary-parallel logits). What a reentrant activation checkpoint inside of `module`
     recomputes is not in the graph, and not looked at; a checkpoint around it is none of its concern.
     """
@@ -69,7 +73,8 @@ def sum_partial_gradients(module: nn.Module, name: str, tensor: TensorParallel, 
         handle.remove()
         reached = walk(_tensors(_first(output)), _tensors((args, kwargs)), split=split_output)
         names = {id(param): own for own, param in module.named_parameters()}
-        mixed = sorted(names.get(id(param), "a parameter") for param in reached.partial & reached.whole)
+        misused = (reached.partial & reached.whole) | reached.bare
+        mixed = sorted(names.get(id(param), "a parameter") for param in misused)
         if mixed or reached.input_is_partial:
             what = f"{', '.join(mixed)} is" if mixed else "what goes in is"
             raise UserError(

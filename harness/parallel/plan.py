@@ -36,6 +36,7 @@ STYLES = frozenset(
         "replicate",
         # ours, for plan files
         "shared_colwise",
+        "rowwise_to_split",
         "gather_input",
         "copy_input",
         "divided",

@@ -115,6 +115,13 @@ def rowwise_split_input(site: Site) -> nn.Module:
     return _row(site, input_is_parallel=False)
 
 
+def rowwise_to_split(site: Site) -> nn.Module:
+    """As rowwise, for outputs that all go to split values with no layer between: their gradients are summed."""
+    layer, group = rowwise(site), site.tensor.group
+    layer.register_forward_hook(lambda _module, _args, output: copy_to_group(output, group))
+    return layer
+
+
 def packed_rowwise(site: Site) -> nn.Module:
     """As rowwise, for inputs that are several parts side by side, each of which was split."""
     return _row(site, input_is_parallel=True, parts=site.rule.parts)
@@ -210,7 +217,7 @@ def replicate(site: Site) -> nn.Module:
 
 
 def divided(site: Site) -> nn.Module:
-    """See `divide_parameter`: a style for parameters alone."""
+    """See `harness.parallel.parameters`: a style for parameters alone."""
     raise _misfit(site, "a parameter")
 
 
@@ -222,6 +229,7 @@ STYLE_FUNCTIONS: dict[str, Callable[[Site], nn.Module]] = {
         colwise_gather_output,
         rowwise,
         rowwise_split_input,
+        rowwise_to_split,
         packed_rowwise,
         embedding_rowwise,
         embedding_colwise,
@@ -238,29 +246,6 @@ STYLE_FUNCTIONS: dict[str, Callable[[Site], nn.Module]] = {
         divided,
     )
 }
-
-
-def cut_bare_parameter(param: nn.Parameter, name: str, rule: Rule, tensor: TensorParallel) -> nn.Parameter:
-    """This rank's part of a parameter that the plan itself names (fused experts, attention sinks): its
-    outputs are the last dimension but one, or the only one; its inputs the last; or `rule.dim` tells."""
-    shape, style, dim = tuple(param.shape), rule.style, rule.dim
-    if style == "replicate" or (style in ("rowwise", "packed_rowwise") and len(shape) == 1):
-        return param
-    if style not in ("colwise", "packed_colwise", "rowwise", "packed_rowwise"):
-        raise UserError(f"the tensor-parallel style {style} of {name} is not one for a parameter: mend the plan")
-    parts = rule.parts if style.startswith("packed") else 1
-    if dim is None:
-        dim = max(len(shape) - 2, 0) if style.endswith("colwise") else len(shape) - 1
-    require_width(shape[dim] // parts, tensor.size, name)
-    return cut_parameter(param, share_of(shape, dim, tensor.rank, tensor.size, parts=parts))
-
-
-def divide_parameter(owner: nn.Module, name: str, size: int) -> None:
-    """Let the forward of `owner` see a `size`-th of its whole parameter `name`, which it adds to a partial sum on every
-    rank. The parameter itself keeps name and value."""
-    kind = type(owner)
-    part = property(lambda self: self._parameters[name] / size)
-    owner.__class__ = type(kind.__name__, (kind,), {name: part, "__module__": kind.__module__})
 
 
 def _row(site: Site, *, input_is_parallel: bool, parts: int = 1) -> nn.Module:

@@ -67,6 +67,41 @@ def test_every_style_has_its_function() -> None:
     assert set(STYLE_FUNCTIONS) == STYLES
 
 
+def test_a_case_of_a_plan_file_holds_for_the_configs_that_it_names() -> None:
+    name = "transformer.h.*.self_attention.query_key_value"
+    styles = {
+        multi_query: plan_for(on_meta("falcon", multi_query=multi_query), PLANS).rules[name].style
+        for multi_query in (True, False)
+    }
+    assert styles == {True: "shared_colwise", False: "colwise"}
+
+
+def test_a_case_may_take_styles_away() -> None:
+    plans = {heads: plan_for(on_meta("codegen", num_attention_heads=heads), PLANS) for heads in (4, 8)}
+    assert {heads: "transformer.h.*.attn.qkv_proj" in plan.rules for heads, plan in plans.items()} == {
+        4: False,
+        8: True,
+    }
+
+
+def test_a_case_may_refuse_a_config() -> None:
+    with pytest.raises(UserError) as told:
+        plan_for(on_meta("stablelm", qk_layernorm=True), PLANS)
+    assert str(told.value) == (
+        "model type 'stablelm' cannot be cut for tensor parallelism with qk_layernorm True: each head has a norm of "
+        "its own: set tensor_parallel.autotp_size to 1"
+    )
+
+
+def test_a_number_that_a_plan_names_comes_before_any_number() -> None:
+    plan = plan_for(on_meta("ctrl"), PLANS)
+    assert [plan.rule_of(f"transformer.h.3.ffn.{place}") for place in range(3)] == [
+        Rule(style="colwise"),
+        None,
+        Rule(style="rowwise"),
+    ]
+
+
 def places(family: str) -> Iterator[tuple[Any, Plan]]:
     """The models of a family's shapes, with the plans that its file has for them."""
     for shape in SHAPES[family]:
@@ -93,6 +128,7 @@ def test_every_name_in_a_plan_file_is_in_a_model(path: Path) -> None:
     [
         ("[", "JSONDecodeError"),
         ({}, "KeyError: 'styles'"),
+        ({"styles": {}, "style": {}}, "no place for style"),
         ({"styles": {"a": {"stile": "rowwise"}}}, "TypeError"),
         ({"styles": {}, "attributes": {"a": {"heads": "halve"}}}, "says 'halve', known is divide, share"),
     ],
