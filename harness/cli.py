@@ -18,6 +18,7 @@ VERBS = {
     "explain": ("harness.config.commands", "the page of a rule"),
     "schema": ("harness.config.commands", "the JSON Schema of DeepSpeed's config"),
     "resolve": ("harness.config.commands", 'fill in every "auto", and say from where'),
+    "models": ("harness.training.families.commands", "what holds for which family of models, as run"),
 }
 
 

@@ -25,6 +25,7 @@ from harness.models.tiny import tiny_ids, tiny_model
 from harness.parallel.comm import TensorParallel
 from harness.parallel.shard import shard_of
 from harness.parallel.staged import build_layers
+from harness.parallel.wire import Unpacker, pack
 
 Cut: TypeAlias = Callable[[ModelSource, TensorParallel], CausalModel]
 """Prepares a model for a place in a tensor-parallel group; its parameters are to be float32."""
@@ -166,6 +167,7 @@ def _compare(
     built = [build_layers(stages[0].layers, 0, depth // 2, 0), build_layers(stages[1].layers, depth // 2, depth, 0)]
     value: Any = ids
     for stage in built:
+        value = Unpacker()(pack(value))
         for call in stage.calls:
             value = call(value)
     wanted, direction = _own_logits(whole.logits, value, stages[0], place), _direction(whole.logits)
@@ -194,11 +196,11 @@ def _gradient_differences(
     names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     own: dict[str, Tensor] = {}
     shards: dict[str, Any] = {}
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            key = names[name]  # tied weights have one name in the whole model, and their gradients are summed
-            own[key] = own[key] + _gradient(parameter) if key in own else _gradient(parameter)
-            shards[key] = shard_of(parameter)
+    parameters = {id(p): (name, p) for module in modules for name, p in module.named_parameters()}  # a shared one once
+    for name, parameter in parameters.values():
+        key = names[name]  # tied weights have one name in the whole model, and the gradients of all stages are summed
+        own[key] = own[key] + _gradient(parameter) if key in own else _gradient(parameter)
+        shards[key] = shard_of(parameter)
     missing = [name for name, gradient in whole.gradients.items() if name not in own and gradient.any()]
     found: list[tuple[str, float] | None] = [(f"{name}, which no layer holds,", float("inf")) for name in missing]
     for key, gradient in own.items():

@@ -1,0 +1,284 @@
+"""One family's row of the matrix, run by two ranks on a tiny random model.
+
+    python -m harness.training.families.cells RESULTS FAMILY...     # RANK and so on as a launcher sets them
+
+Every cell trains three steps through the Trainer, in its layout, and compares losses and gradient norms with the same
+training of the HuggingFace model in one process. What rounding may change is measured: that training is done once more
+with weights moved by rounding errors. A row is written as soon as it is known, so that nothing is lost when a family
+hangs.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from harness.config.errors import UserError
+from harness.models.causal import CausalModel, assemble
+from harness.models.matrix import CELLS, PLAN, YES, plan_digest
+from harness.models.skeleton import ModelSource
+from harness.models.tiny import tiny_config, tiny_model
+from harness.models.verify import find_difference, looks_ahead
+from harness.parallel.comm import TensorParallel
+from harness.training.arguments import TrainingArguments
+from harness.training.console import Console
+from harness.training.families.stored import stored_difference
+from harness.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+BLOCK, BATCH, STEPS = 32, 8, 3
+TEXT = b"Sphinx of black quartz, judge my vow; 0123456789 + 9876543210. "
+LOSS, NORM = 5e-6, 5e-5  # relative; usual are 2e-7
+MOST = 1e-4  # however much rounding errors do
+NOISE = 30
+
+Curve = list[tuple[float, float]]
+
+
+class Wrong(Exception):
+    """A cell was not refused and is not right."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A tiny model of a family in a directory, and its training in one process.
+
+    Attributes:
+        curve: loss and gradient norm of each step.
+        allowed: by how much each may differ, relative.
+    """
+
+    family: str
+    config: PretrainedConfig
+    directory: Path
+    curve: Curve
+    allowed: tuple[float, float]
+
+
+def run_family(family: str, work: Path) -> dict[str, str]:
+    """The row of a family; both ranks call it, and get the same."""
+    row: dict[str, str] = {}
+    if (digest := plan_digest(family)) is not None:
+        row[PLAN] = digest
+    try:
+        trial = _trial(family, work)
+    except Exception as error:  # a family that transformers itself cannot run, for whatever reason
+        return {**row, **dict.fromkeys(CELLS, f"not tried: {_short(error)}")}
+    exported = work / "exported"
+    row["pipeline"] = _verdict(partial(_pipeline, trial, exported))
+    row["tensor"] = _verdict(partial(_tensor, trial))
+    row["zero3"] = _verdict(partial(_zero3, trial, None if exported.exists() else exported))
+    row["import"] = _verdict(partial(_same_tensors, trial, exported)) if exported.exists() else row["zero3"]
+    row["export"] = _verdict(partial(_loads, trial, exported)) if exported.exists() else row["zero3"]
+    return {name: row[name] for name in (*CELLS, PLAN) if name in row}
+
+
+def _verdict(cell: Callable[[], None]) -> str:
+    """What a cell says on these ranks: the worst of both."""
+    try:
+        cell()
+        own = YES
+    except UserError as error:
+        own = f"refused: {_short(error)}"
+    except Exception as error:  # whatever a family's code raises under a cut is a wrong cut
+        own = f"wrong: {_short(error)}"
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, own)
+    return max(said, key=lambda text: ("yes", "refused", "wrong").index(text.split(":")[0]))
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    kind = "" if isinstance(error, (UserError, Wrong)) else f"{type(error).__name__}: "
+    return (kind + text)[:160]
+
+
+# -- the model and its training in one process -------------------------------------------------------------
+
+
+def _trial(family: str, work: Path) -> Trial:
+    directory = work / "model"
+    config = tiny_config(family, tensor=2)
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+        tiny_model(config).save_pretrained(directory)
+    dist.barrier()
+    if looks_ahead(config, CPU):
+        raise ValueError("its logits depend on later tokens: no decoder")
+    curve, moved = (_reference(directory, rounding) for rounding in (0.0, 2e-7))
+    apart = worst(moved, curve)
+    allowed = tuple(max(least, min(NOISE * noise, MOST)) for least, noise in zip((LOSS, NORM), apart, strict=True))
+    return Trial(family=family, config=config, directory=directory, curve=curve, allowed=(allowed[0], allowed[1]))
+
+
+def samples() -> list[dict[str, list[int]]]:
+    """One global batch: bytes of a text, as noise would make Adam divide noise by noise."""
+    text = TEXT * (BLOCK * BATCH // len(TEXT) + 1)
+    return [{"input_ids": list(text[start : start + BLOCK])} for start in range(0, BATCH * BLOCK, BLOCK)]
+
+
+def _reference(directory: Path, rounding: float) -> Curve:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).train()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            parameter.mul_(1 + rounding * (torch.randint_like(parameter, 2) * 2 - 1))
+    ids = torch.tensor([sample["input_ids"] for sample in samples()])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    curve = []
+    for _ in range(STEPS):
+        logits = model(input_ids=ids, use_cache=False).logits
+        loss = cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]).float(), ids[:, 1:].reshape(-1))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((loss.item(), norm.item()))
+    return curve
+
+
+def worst(curve: Curve, wanted: Curve) -> tuple[float, float]:
+    """The largest relative difference of the losses and of the norms."""
+    pairs = list(zip(curve, wanted, strict=True))
+    losses, norms = ([abs(a[i] - b[i]) / max(abs(b[i]), 1e-30) for a, b in pairs] for i in range(2))
+    return max(losses), max(norms)
+
+
+# -- cells -------------------------------------------------------------------------------------------------
+
+
+def _pipeline(trial: Trial, exported: Path) -> None:
+    _compare_cut(trial, TensorParallel())
+    _steps(trial, "pipeline", {"pipeline": {"stages": 2}}, exported)
+
+
+def _tensor(trial: Trial) -> None:
+    _compare_cut(trial, TensorParallel.of(dist.group.WORLD))
+    _steps(trial, "tensor", {"tensor_parallel": {"autotp_size": 2}})
+
+
+def _zero3(trial: Trial, exported: Path | None) -> None:
+    _steps(trial, "zero3", {"zero_optimization": {"stage": 3}}, exported)
+
+
+def _compare_cut(trial: Trial, place: TensorParallel) -> None:
+    found = find_difference(trial.config, _cut, place, CPU)
+    if found is not None:
+        raise Wrong(str(found))
+
+
+def _cut(source: ModelSource, place: TensorParallel) -> CausalModel:
+    return assemble(source, tensor=place, device=CPU, dtype=torch.float32, seed=0, finish=lambda layer: None)
+
+
+def _steps(trial: Trial, name: str, layout: dict[str, Any], exported: Path | None = None) -> None:
+    """Write the model to `exported`, untrained; train in a layout, and hold the curve to that of one process."""
+    trainer = _trainer(trial, name, layout)
+    curve: Curve = []
+    try:
+        if exported is not None:
+            trainer.save_model(exported)
+        for _ in range(STEPS):
+            record = trainer.training_step()
+            curve.append((record.loss, record.grad_norm or 0.0))
+    finally:
+        _forget(trainer)
+    loss, norm = worst(curve, trial.curve)
+    if not (loss <= trial.allowed[0] and norm <= trial.allowed[1]):
+        raise Wrong(f"in {STEPS} steps the loss is off by {loss:.0e}, the gradient norm by {norm:.0e}")
+
+
+def _same_tensors(trial: Trial, exported: Path) -> None:
+    if (difference := stored_difference(trial.directory, exported)) is not None:
+        raise Wrong(difference)
+
+
+def _loads(trial: Trial, exported: Path) -> None:
+    """What was written is a model to transformers, with the logits of the one that was read."""
+    ids = torch.tensor([sample["input_ids"] for sample in samples()])
+    logits = []
+    for directory in (trial.directory, exported):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+        model, info = loaded
+        if directory == exported and (info["missing_keys"] or info["unexpected_keys"]):
+            raise Wrong(f"from_pretrained misses or does not know {sorted(map(str, info['missing_keys']))[:2]}")
+        with torch.no_grad():
+            logits.append(model.eval()(input_ids=ids, use_cache=False).logits)
+    before, after = logits
+    if not torch.allclose(after, before, rtol=1e-5, atol=1e-5):
+        raise Wrong("from_pretrained of what was written gives other logits")
+
+
+def _trainer(trial: Trial, name: str, layout: dict[str, Any]) -> Trainer:
+    whole = "zero_optimization" in layout
+    micro = 1 if whole else 2
+    config = {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": BATCH // micro // (2 if whole else 1),
+        "zero_optimization": {"stage": 0},
+        **layout,
+    }
+    arguments = TrainingArguments(
+        deepspeed_config=config,
+        output_dir=str(trial.directory.parent / name),
+        max_steps=STEPS,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        save_steps=0,
+        verify_plan="off",
+    )
+    nowhere = io.StringIO()
+    console = Console(out=nowhere, error=nowhere, speaks=False)
+    return Trainer(str(trial.directory), arguments, train_dataset=samples(), console=console)
+
+
+def _forget(trainer: Trainer) -> None:
+    engine: Any = trainer.engine.deepspeed
+    engine.destroy()
+    gc.collect()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write a row for each family, as a line of JSON, by rank 0."""
+    results, families = Path(argv[0]), argv[1:]
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for family in families:
+        folder: list[Any] = [tempfile.mkdtemp(prefix="family_") if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(folder)
+        row = run_family(family, Path(folder[0]))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder[0], ignore_errors=True)
+            with results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"family": family, **row}) + "\n")
+    dist.barrier()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
