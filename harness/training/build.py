@@ -93,7 +93,7 @@ def build_engine(
 
 
 def _nothing_shared_out(config: dict[str, Any]) -> dict[str, Any]:
-    """The config without what takes activations for equal on all tensor-parallel ranks; UserError if it is asked for."""
+    """The config without what takes activations for equal on tensor-parallel ranks; UserError where it is asked for."""
     if config.get("activation_checkpointing", {}).get("partition_activations", False):
         raise UserError(
             "activation_checkpointing.partition_activations: this model's layers hand on tensors that differ between "
