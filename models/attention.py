@@ -19,20 +19,14 @@ from harness.config.errors import UserError
 FLASH = "flash"
 
 
-def with_attention(
-    config: PretrainedConfig, wanted: str | None, device: torch.device, dtype: torch.dtype
-) -> PretrainedConfig:
+def with_attention(config: PretrainedConfig, wanted: str | None) -> PretrainedConfig:
     """`config`, or a copy of it, that asks for the `wanted` implementation, or for its own where that is None.
 
-    Raises UserError for flash-attention where its package or a GPU is missing, or in fp32. Whether the model has the
-    implementation is seen when it is built.
+    Whether the model has it is seen when it is built.
     """
     if wanted is not None:
         config = copy.deepcopy(config)
         config._attn_implementation = wanted
-    name = config._attn_implementation
-    if isinstance(name, str) and FLASH in name:
-        _require_flash(name, device, dtype)
     return config
 
 
@@ -54,7 +48,11 @@ def on_any_device(model: PreTrainedModel) -> Iterator[None]:
             model.config._attn_implementation = wanted
 
 
-def _require_flash(name: str, device: torch.device, dtype: torch.dtype) -> None:
+def require_available(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """UserError for flash-attention where its package or a GPU is missing, or in fp32."""
+    name = str(config._attn_implementation)
+    if not is_flash(config):
+        return
     available = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
     if name not in available:
         raise UserError(f"attention implementation {name}: of flash-attention only {' and '.join(available)} are used")

@@ -25,43 +25,53 @@ TOLERANCE_OF_HALF = 5e-2  # in half precision only gross faults can be seen: the
 CANNOT_RUN = (UserError, AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-def require_documents_apart(config: PretrainedConfig, inputs: Tensor, device: torch.device, dtype: torch.dtype) -> None:
-    """Try a tiny copy of the model of `config`, with its implementation of attention, on packed documents.
+def require_documents_apart(config: PretrainedConfig) -> None:
+    """Try a tiny copy of the model of `config` on packed documents, without flash-attention; a fraction of a second.
 
-    Args:
-        inputs: a micro-batch of ids, [batch, sequence], as the model will get them.
-        device, dtype: that the model will run with; they matter to flash-attention alone.
-
-    Raises:
-        UserError: its documents see each other, it does not take position ids, or it cannot be tried.
+    Raises UserError if its documents see each other, it does not take position ids, or it cannot be tried.
     """
-    flash = is_flash(config)
-    if flash and len(inputs) > 1:
+    attention = None if is_flash(config) else config._attn_implementation
+    worst = _try(config, attention, torch.device("cpu"), torch.float32)
+    if not worst <= TOLERANCE:
+        raise _seen(config, worst)
+
+
+def require_flash_apart(config: PretrainedConfig, rows: int, device: torch.device, dtype: torch.dtype) -> None:
+    """The same of a model that runs with flash-attention, on its device, for micro-batches of so many `rows`.
+
+    Raises UserError as well for more than one: transformers takes position ids apart in a single row only.
+    """
+    if not is_flash(config):
+        return
+    if rows > 1:
         raise UserError(
             f"packing with {config._attn_implementation}: transformers keeps documents apart in micro-batches of one "
-            f"sample alone, this one has {len(inputs)}: set the (evaluation) batch size per device to 1"
+            f"sample alone, this one has {rows}: set the (evaluation) batch size per device to 1"
         )
-    name = f"model type {config.model_type!r}"
+    worst = _try(config, config._attn_implementation, device, dtype)
+    if not worst <= TOLERANCE_OF_HALF:
+        raise _seen(config, worst)
+
+
+def _seen(config: PretrainedConfig, worst: float) -> UserError:
+    return UserError(
+        f"model type {config.model_type!r} does not keep packed documents apart: in a tiny copy logits change by "
+        f"{worst:.1%} of the largest where others stand in the row: train it without packing"
+    )
+
+
+def _try(config: PretrainedConfig, attention: str | None, device: torch.device, dtype: torch.dtype) -> float:
+    """How much documents see of each other in a tiny copy; UserError if it does not run."""
     try:
         tiny = shrink(config)
-        worst = _difference(_tiny(tiny, None if flash else config._attn_implementation), tiny_ids(tiny)[:1])
-        if flash and worst <= TOLERANCE:
-            model: Any = _tiny(tiny, config._attn_implementation)
-            half = _difference(model.to(device, dtype), tiny_ids(tiny)[:1].to(device))
-            worst = 0.0 if half <= TOLERANCE_OF_HALF else half
+        tiny._attn_implementation = attention
+        model: Any = tiny_model(tiny, dtype=dtype)
+        return _difference(model.to(device), tiny_ids(tiny)[:1].to(device))
     except CANNOT_RUN as error:
         reason = " ".join(str(error).split())[:160]
-        raise UserError(f"{name} does not run on packed documents ({reason}): train it without packing") from error
-    if not worst <= TOLERANCE:
         raise UserError(
-            f"{name} does not keep packed documents apart: in a tiny copy logits change by {worst:.1%} of the largest "
-            "where others stand in the row: train it without packing"
-        )
-
-
-def _tiny(config: PretrainedConfig, attention: str | None) -> PreTrainedModel:
-    config._attn_implementation = attention
-    return tiny_model(config)
+            f"model type {config.model_type!r} does not run on packed documents ({reason}): train it without packing"
+        ) from error
 
 
 @torch.no_grad()

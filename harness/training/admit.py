@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from harness.models.attention import with_attention
+from torch import Tensor
+
+from harness.config.errors import UserError
+from harness.models.attention import require_available, with_attention
 from harness.models.carry import Tokens
-from harness.models.packed import require_documents_apart
+from harness.models.packed import require_documents_apart, require_flash_apart
 from harness.models.skeleton import ModelSource
 from harness.training.build import Setting
 from harness.training.data.collate import Collator, MicroBatch
@@ -28,16 +31,26 @@ class Admission:
         """A micro-batch of the first samples, None without any; all ranks call it.
 
         Raises UserError if a sample cannot be collated, or if the samples are packed documents and the model does
-        not keep them apart.
+        not keep them apart or has not so many positions.
         """
         if dataset is None or not dataset_length(dataset):
             return None
         batch = read_micro_batch(dataset, range(min(size, dataset_length(dataset))), self.collator)
-        if self.source is not None and Tokens.of(batch[0]).positions is not None:
-            args, device, dtype = self.setting.args, self.setting.device, self.setting.dtype
-            config = with_attention(self.source.config, args.attn_implementation, device, dtype)
-            require_documents_apart(config, Tokens.of(batch[0]).ids, device, dtype)
+        if self.source is not None and (tokens := Tokens.of(batch[0])).positions is not None:
+            self._require_apart(self.source, tokens.ids, tokens.positions)
         return batch
+
+    def _require_apart(self, source: ModelSource, ids: Tensor, positions: Tensor) -> None:
+        args, device, dtype = self.setting.args, self.setting.device, self.setting.dtype
+        config = with_attention(source.config, args.attn_implementation)
+        require_available(config, device, dtype)
+        longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if longest is not None and int(positions.max()) >= longest:
+            raise UserError(
+                f"position_ids go up to {int(positions.max())}, the model has {longest} positions: cut them"
+            )
+        require_documents_apart(config)
+        require_flash_apart(config, len(ids), device, dtype)
 
 
 def sample_length(batch: MicroBatch | None) -> int:

@@ -12,7 +12,9 @@ from typing import Any
 import torch.distributed as dist
 
 from harness.config.errors import UserError
+from harness.models.attention import with_attention
 from harness.models.locate import model_directory
+from harness.models.packed import require_documents_apart
 from harness.models.skeleton import ModelSource, read_source
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
@@ -66,7 +68,7 @@ def user_datasets(
 ) -> Prepared:
     """The Trainer's data sets, of which those that hold text or conversations become tokens."""
     if args.packing:
-        _require_packed(train, evaluation)
+        _require_packed(source, train, evaluation)
     if source is None or all(holds_tokens(data) for data in (train, evaluation)):
         return Prepared(train=train, evaluation=evaluation, tokenizer=tokenizer)
     if tokenizer is None:
@@ -82,8 +84,10 @@ def user_datasets(
     return _on_each_host(build, tokenizer, env, console)
 
 
-def _require_packed(*datasets: Any) -> None:
-    """UserError if data sets that are tokens already are not packed: what should be packed is not done twice."""
+def _require_packed(source: ModelSource | None, *datasets: Any) -> None:
+    """UserError where --packing could not act: on layers of the user's own, or on tokens that are not packed."""
+    if source is None:
+        raise UserError("--packing packs what a language model learns: leave it out for layers of your own")
     for data in datasets:
         row = data[0] if data is not None and holds_tokens(data) and len(data) else None
         if isinstance(row, Mapping) and "input_ids" in row and "position_ids" not in row:
@@ -97,6 +101,8 @@ def _layer_out(tokenizer: Tokenizer, source: ModelSource, args: TrainingArgument
     """What makes samples of documents, for this model; UserError if its tokenizer or block size do not fit it."""
     config = source.config.get_text_config(decoder=True)
     check_vocabulary(tokenizer, config.vocab_size)
+    if args.packing:  # told before anything is tokenised
+        require_documents_apart(with_attention(source.config, args.attn_implementation))
     block_size = _block_size(args, getattr(config, "max_position_embeddings", None))
 
     def lay_out(documents: Any) -> Any:

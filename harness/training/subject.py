@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.config.errors import UserError
 from harness.models.adapters import Adaptation, adapted_model, lora_config
-from harness.models.attention import with_attention
+from harness.models.attention import require_available, with_attention
 from harness.models.causal import CausalModel, assemble
 from harness.models.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
@@ -81,7 +81,8 @@ def decoder_subject(
 ) -> Subject:
     """Prepare the decoder that `source` names; UserError for one that cannot be cut as the layout asks."""
     args = setting.args
-    config = with_attention(source.config, args.attn_implementation, setting.device, setting.dtype)
+    config = with_attention(source.config, args.attn_implementation)
+    require_available(config, setting.device, setting.dtype)
     source = replace(source, config=_with_router_loss(config, args))
     if adaptation is not None and setting.resolved.config.get("pipeline", {}).get("use_reentrant"):
         raise UserError(

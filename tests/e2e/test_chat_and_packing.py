@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.distributed.training import tiny_model
+from harness import Trainer, TrainingArguments
+from harness.training.data.tokenizer import ByteTokenizer
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import forget, tiny_model
 from tests.e2e.test_script import launch, metrics
 
 pytestmark = pytest.mark.ranks
@@ -71,3 +75,34 @@ def test_the_loss_is_that_of_the_answers_each_conversation_alone(runs: tuple[Pat
         counted += int(answers[1:].sum())
     seen = json.loads((folder / "evaluations.jsonl").read_text().splitlines()[-1])["eval_loss"]
     assert seen == pytest.approx(total / counted, rel=5e-6)
+
+
+def conversations_in_memory(model: str, folder: str) -> dict[str, float]:
+    """The evaluation loss of conversations handed to the Trainer, padded and packed, by layout; each then trains."""
+    found = {}
+    for packing in (False, True):
+        for name, section in {"tp2": {"tensor_parallel": {"autotp_size": 2}}, "z3": {}}.items():
+            stage = 1 if section else 3
+            config = {"train_batch_size": 4, "zero_optimization": {"stage": stage}, **section}
+            config["train_micro_batch_size_per_gpu"] = 2
+            trainer = Trainer(
+                model,
+                TrainingArguments(
+                    deepspeed_config=config, output_dir=f"{folder}/{name}{packing}", block_size=128, packing=packing
+                ),
+                train_dataset=[{"messages": chat} for chat in CHATS],
+                eval_dataset=Dataset.from_list([{"messages": chat} for chat in CHATS]),
+                processing_class=ByteTokenizer(),
+            )
+            found[f"{name} {'packed' if packing else 'padded'}"] = trainer.evaluate()["eval_loss"]
+            assert trainer.training_step().grad_norm
+            forget(trainer)
+    return found
+
+
+def test_padded_and_packed_conversations_have_one_loss_in_other_layouts(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model", "qwen3", False)
+    losses = run_ranks(2, conversations_in_memory, model, str(tmp_path), timeout_s=300)[0]
+    first = next(iter(losses.values()))
+    assert len(losses) == 4
+    assert {name: loss for name, loss in losses.items() if loss != pytest.approx(first, rel=5e-6)} == {}

@@ -197,6 +197,8 @@ class _Renderer:
 
 def _common(a: str, b: str) -> int:
     """Length of the longest common beginning."""
+    if a.startswith(b):
+        return len(b)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, BloomConfig, LlamaConfig
 
 from harness.config.errors import UserError
-from harness.models.attention import on_any_device, with_attention
+from harness.models.attention import on_any_device, require_available, with_attention
 from harness.models.skeleton import build_skeleton
 from harness.training.arguments import TrainingArguments
 
@@ -17,7 +17,7 @@ SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidd
 
 
 def built(config, wanted=None):
-    return build_skeleton(with_attention(config, wanted, CPU, torch.float32)).config._attn_implementation
+    return build_skeleton(with_attention(config, wanted)).config._attn_implementation
 
 
 def test_the_wish_comes_before_the_config_and_the_config_before_the_default(tmp_path: Path) -> None:
@@ -32,8 +32,9 @@ def test_the_wish_comes_before_the_config_and_the_config_before_the_default(tmp_
 
 
 def test_what_cannot_be_had_is_one_line() -> None:
+    require_available(LlamaConfig(**SIZES), CPU, torch.float32)
     with pytest.raises(UserError, match="flash_attention_2: needs a GPU and its package"):
-        built(LlamaConfig(**SIZES), "flash_attention_2")
+        require_available(with_attention(LlamaConfig(**SIZES), "flash_attention_2"), CPU, torch.bfloat16)
     with pytest.raises(
         UserError, match=r"does not support an attention .*: give another --attn_implementation than sdpa"
     ):

@@ -4,20 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING
 
 from harness.config.errors import UserError
-from harness.models.packed import require_documents_apart
+from harness.models.packed import require_documents_apart, require_flash_apart
 from harness.models.skeleton import ModelSource
 from harness.models.tiny import shrink, tiny_ids, tiny_model
 from tests.unit.models.test_decoder import build, prepare, run
 
 CPU = torch.device("cpu")
-ROWS = torch.zeros(2, 8, dtype=torch.long)
-
-
-def attempt(config: PretrainedConfig, inputs: torch.Tensor = ROWS) -> None:
-    require_documents_apart(config, inputs, CPU, torch.float32)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mixtral"])
@@ -25,7 +20,7 @@ def attempt(config: PretrainedConfig, inputs: torch.Tensor = ROWS) -> None:
 def test_models_that_read_the_position_ids_keep_documents_apart(family: str, attention: str) -> None:
     config = CONFIG_MAPPING[family]()
     config._attn_implementation = attention
-    attempt(config)
+    require_documents_apart(config)
 
 
 @pytest.mark.parametrize(
@@ -40,14 +35,15 @@ def test_models_that_read_the_position_ids_keep_documents_apart(family: str, att
 )
 def test_models_whose_documents_see_each_other_are_refused(family: str, settings: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"'{family}' does not keep packed documents apart: .* train it without"):
-        attempt(CONFIG_MAPPING[family](**settings))
+        require_documents_apart(CONFIG_MAPPING[family](**settings))
 
 
 def test_flash_attention_takes_one_packed_sample_at_a_time() -> None:
     config = CONFIG_MAPPING["llama"]()
     config._attn_implementation = "flash_attention_2"
     with pytest.raises(UserError, match="micro-batches of one sample alone, this one has 2"):
-        attempt(config)
+        require_flash_apart(config, 2, CPU, torch.bfloat16)
+    require_flash_apart(CONFIG_MAPPING["llama"](), 2, CPU, torch.float32)  # without flash-attention nothing is asked
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])

@@ -154,5 +154,8 @@ def test_the_digest_tells_other_data(dataset):
     assert data_digest(dataset.select(range(N - 1))) != data_digest(dataset)
     rows[0]["input_ids"][2] += 1
     assert data_digest(rows) != data_digest(dataset)
+    packed = [{**row, "position_ids": [0, 1, 2, 0, 1, 2]} for row in rows]
+    masked = [{**row, "labels": [-100, *row["input_ids"][1:]]} for row in rows]
+    assert len({data_digest(data) for data in (rows, packed, masked)}) == 3
     pairs = TensorDataset(torch.arange(8.0).view(8, 1), torch.arange(8))
     assert data_digest(pairs) == data_digest(TensorDataset(*pairs.tensors))
