@@ -19,6 +19,7 @@ from typing import Any
 LEAST_LAYERS, MOST_LAYERS = 4, 8
 LEAST_HEADS, MOST_HEADS = 4, 16
 HEAD_SIZE = 16
+HEAD_PARTS = ("qk_nope_head_dim", "qk_rope_head_dim")
 FIRST_ID = 4  # ids below may mean something: padding, an image
 
 Fields = dict[str, Any]
@@ -122,6 +123,8 @@ def _resize(part: Fields, table: Fields, tensor: int) -> None:
     for override in _overrides(part):
         for key, value in override.items():
             override[key] = heads[value] if key in table["heads"] else _as_override(value, old.get(key), part.get(key))
+        if {"head_dim", *HEAD_PARTS} <= override.keys():
+            override["head_dim"] = sum(override[name] for name in HEAD_PARTS)
     if isinstance(part.get("rope_parameters"), dict):
         part["rope_parameters"] = _shorter_factors(part["rope_parameters"], HEAD_SIZE // 2)
 

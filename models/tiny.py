@@ -9,6 +9,7 @@ what comes out has been run: its forward gives finite logits, twice the same.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -23,10 +24,23 @@ BATCH, SEQUENCE = 2, 32
 
 
 def tiny_config(model_type: str, *, tensor: int = 1) -> PretrainedConfig:
-    """A tiny config of a family, from its class' defaults; UserError where none could be made that runs."""
+    """A tiny config of a family, from its class' defaults; UserError where none could be made that runs.
+
+    Where the family takes it, two query heads share a key/value head, as most checkpoints have it and few defaults do.
+    """
     kind: Any = CONFIG_MAPPING[model_type]
     default = kind()
-    return shrink(kind(is_decoder=True) if hasattr(default, "is_decoder") else default, tensor=tensor)
+    tiny = shrink(kind(is_decoder=True) if hasattr(default, "is_decoder") else default, tensor=tensor)
+    heads, shared = (vars(tiny).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if heads is None or heads != shared or heads % (2 * tensor):
+        return tiny
+    grouped = copy.deepcopy(tiny)
+    grouped.num_key_value_heads = heads // 2
+    try:
+        require_running(tiny_model(grouped))
+    except Exception:  # attention whose keys are made from a compressed form has one for each head
+        return tiny
+    return grouped
 
 
 def shrink(config: PretrainedConfig, *, tensor: int = 1) -> PretrainedConfig:
