@@ -18,8 +18,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from harness.config.errors import UserError
+from harness.models.probe import CANNOT_RUN
 from harness.models.skeleton import ModelSource
 from harness.models.weights import WeightSource, fill_local
 from harness.parallel.adapters import is_wrapper, lifted
@@ -32,15 +34,9 @@ SUPPORTED = frozenset(
     {
         *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
         *("inference_mode", "runtime_config", "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern"),
-        *(
-            "alpha_pattern",
-            "target_modules",
-            "target_parameters",
-            "exclude_modules",
-            "layers_to_transform",
-            "layers_pattern",
-        ),
-        *("fan_in_fan_out", "bias", "lora_bias", "init_lora_weights", "modules_to_save", "ensure_weight_tying"),
+        *("alpha_pattern", "target_modules", "target_parameters", "exclude_modules", "layers_pattern"),
+        *("layers_to_transform", "fan_in_fan_out", "bias", "lora_bias", "init_lora_weights", "modules_to_save"),
+        "ensure_weight_tying",
     }
 )
 
@@ -140,12 +136,29 @@ def inject(model: PreTrainedModel, config: Any, *, keep_ties: bool) -> None:
                 f"{name} is of {kind}, and adapters stand on linear layers and experts only: take it out of the target "
                 "modules, or name it in modules_to_save to train it whole"
             )
+        if type(module) is Linear and not _is_linear(module.base_layer):
+            raise UserError(
+                f"{name} is a {type(module.base_layer).__name__}, whose output is not that of a linear layer: name the "
+                "layers that shall have adapters (--lora_target_modules), and not this one"
+            )
     _train_whole(model)
     for name, other in sorted(tied - _tied(model)) if keep_ties else ():
         raise UserError(
             f"modules_to_save would part {name} from {other}, to which the model ties it; set "
             "ensure_weight_tying=True in peft's LoraConfig to train both as one"
         )
+
+
+@torch.no_grad()
+def _is_linear(layer: Any) -> bool:
+    """Whether a linear layer (on meta) with a forward of its own still makes (..., out) of (..., in)."""
+    if type(layer).forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    try:
+        output = layer(torch.empty(1, 2, layer.in_features, device=layer.weight.device))
+    except CANNOT_RUN:
+        return False
+    return isinstance(output, Tensor) and output.shape == (1, 2, layer.out_features)
 
 
 def _tied(model: PreTrainedModel) -> set[tuple[str, str]]:

@@ -19,8 +19,14 @@ from torch import Tensor, nn
 
 from harness.config.errors import UserError
 from harness.parallel.apply import cut
-from harness.parallel.comm import TensorParallel
-from harness.parallel.layers import ColumnParallelLinear, RowParallelLinear, sum_gradients, sum_of_copies
+from harness.parallel.comm import TensorParallel, sum_over_group
+from harness.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    SharedColumnLinear,
+    sum_gradients,
+    sum_of_copies,
+)
 from harness.parallel.plan import Plan, wildcard
 from harness.parallel.shard import Shard, cut_parameter, shard_of
 
@@ -88,10 +94,16 @@ def _acts_on_both(wrapper: nn.Module, plan: Plan, name: str) -> bool:
 
 def _follow_layer(wrapper: Any, base: Any, name: str, tensor: TensorParallel) -> None:
     """Cut the adapters of a linear layer."""
+    _hand_on_hooks(base, wrapper)
     shard = shard_of(base.weight)
-    if shard is None:
+    if isinstance(base, SharedColumnLinear):
+        for key, linear in list(wrapper.lora_B.items()):
+            layer = SharedColumnLinear.from_linear(linear, base.group, pieces=base.pieces, weight_transposed=False)
+            sum_gradients(layer, ["weight", "bias"], lambda grad: sum_over_group(grad, tensor.group))
+            wrapper.lora_B[key] = layer
+    elif shard is None:
         return  # whole on every rank, and so are its adapters
-    if isinstance(base, ColumnParallelLinear):
+    elif isinstance(base, ColumnParallelLinear):
         for key, linear in list(wrapper.lora_B.items()):
             wrapper.lora_B[key] = _columns(linear, base, shard, tensor)
     elif isinstance(base, RowParallelLinear):
@@ -107,13 +119,21 @@ def _follow_layer(wrapper: Any, base: Any, name: str, tensor: TensorParallel) ->
         )
 
 
+def _hand_on_hooks(base: nn.Module, wrapper: nn.Module) -> None:
+    """Let what the plan does with a layer's output be done with the sum of its output and its adapters'."""
+    for name in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
+        getattr(wrapper, name).update(getattr(base, name))
+        getattr(base, name).clear()
+
+
 def _follow_parameter(wrapper: Any, base: Any, name: str, tensor: TensorParallel) -> None:
     """Cut the adapters of a parameter: of one matrix (out, in), or of all experts' (experts, out, in), or, where the
     module says `is_transposed`, (experts, in, out). What is left whole has partial gradients (see `partial.py`)."""
     shard = shard_of(getattr(base, wrapper.parameter_name))
     if shard is None:
         return
-    outputs = len(shard.full_shape) - (1 if getattr(base, "is_transposed", False) else 2)
+    matrix = len(shard.full_shape) == 2
+    outputs = 0 if matrix else 2 if getattr(base, "is_transposed", False) else 1
     for key, rank in wrapper.r.items():
         a, b = wrapper.lora_A[key], wrapper.lora_B[key]
         if shard.dim == outputs:

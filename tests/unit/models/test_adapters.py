@@ -71,11 +71,13 @@ def test_adapters_begin_by_pefts_rule_the_same_wherever_a_layer_is_built() -> No
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 @pytest.mark.parametrize(
-    "peft",
-    [ALL, {"r": 2, "target_modules": "all-linear", "bias": "all", "use_rslora": True, "init_lora_weights": "gaussian"}],
-    ids=["plain", "bias"],
+    ("family", "peft"),
+    [
+        ("gpt2", ALL),
+        ("mixtral", ALL),
+        ("opt", {**ALL, "bias": "all", "use_rslora": True, "init_lora_weights": "gaussian"}),
+    ],
 )
 def test_a_model_with_adapters_in_memory_is_taken_as_it_is(family: str, peft: dict[str, Any]) -> None:
     model = get_peft_model(model_of(family), LoraConfig(**peft)).eval()
@@ -185,6 +187,11 @@ def test_other_methods_than_lora_are_refused() -> None:
     model = get_peft_model(model_of("llama"), IA3Config(task_type="CAUSAL_LM"))
     with pytest.raises(UserError, match="IA3Config"):
         adapted_model(model)
+
+
+def test_a_router_that_is_no_linear_layer_is_refused() -> None:
+    with pytest.raises(UserError, match="router is a PhimoeTopKRouter, whose output is not that of a linear layer"):
+        fresh("phimoe", ALL, num_local_experts=4)
 
 
 def test_a_family_that_peft_has_no_targets_for_is_told_what_to_say() -> None:
