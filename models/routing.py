@@ -119,12 +119,17 @@ def router_tap(frame: Frame, head: str | None) -> RouterTap | None:
 
     Args:
         head: the name of the module that makes the logits.
+
+    Raises:
+        UserError: the model has routers, but its loss of them cannot be made apart from its layers.
     """
     base = _owner(frame.model, frame.layer_names[0])
     recorders = _recorders(frame.model.get_submodule(base))
     layers = [index for index, layer in enumerate(frame.layers) if _has_router(layer, recorders)]
-    if head is None or not layers:
+    if not layers:
         return None
+    if head is None:
+        raise UserError(f"{frame.described} does not tell what makes its logits: set output_router_logits to false")
     tap = RouterTap(layers=layers, recorders=recorders, base=base)
     coefficient = _coefficient(frame, tap, head)
     return None if coefficient is None else replace(tap, coefficient=coefficient)

@@ -7,6 +7,7 @@ rank later materialises the parts that it keeps (see `weights.py`), so no rank e
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from harness.config.errors import UserError
 from harness.models.locate import model_directory
@@ -38,7 +43,12 @@ class ModelSource:
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> ModelSource:
-        """A model that is already in memory, with its weights and buffers."""
+        """A model that is already in memory, with its weights and buffers; UserError for one of several parts."""
+        if is_composite(model.config):
+            raise UserError(
+                f"a {type(model).__name__} in memory has several parts: give the directory where it is saved, "
+                "and its text decoder is trained alone"
+            )
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         return cls(name=type(model).__name__, config=model.config, weights=tensors, generation=model.generation_config)
 
@@ -53,11 +63,40 @@ def read_source(name: str) -> ModelSource:
         raise UserError(f"{directory / 'config.json'}: not a model that transformers knows: {reason}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{directory / 'config.json'}: the weights are quantized: dequantize them, and save them again")
+    config = text_decoder(config)
     generation = None
     if (directory / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
     weights = directory if has_tensors(directory) else None
     return ModelSource(name=name, config=config, weights=weights, generation=generation)
+
+
+def is_composite(config: PretrainedConfig) -> bool:
+    """Whether a config is that of a model which puts a text decoder beside encoders of images."""
+    with_images = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return with_images and isinstance(getattr(config, "text_config", None), PretrainedConfig)
+
+
+def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of the text decoder inside a model of several parts, with a warning; any other config as it is.
+
+    UserError where transformers has no causal class for the text part alone.
+    """
+    if not is_composite(config):
+        return config
+    text = config.text_config
+    if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or text.is_encoder_decoder:
+        raise UserError(
+            f"model type {config.model_type!r} has several parts, and transformers has no causal decoder for its text "
+            f"part ({text.model_type}) alone, so it cannot be trained here"
+        )
+    warnings.warn(
+        f"of this {config.model_type} model the text decoder ({text.model_type}) is trained and saved alone",
+        stacklevel=3,
+    )
+    text = copy.deepcopy(text)
+    text.tie_word_embeddings = config.tie_word_embeddings
+    return text
 
 
 def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:

@@ -10,18 +10,23 @@ from harness.parallel.adapters import wrappers_in
 
 
 def find_stack(model: PreTrainedModel) -> str:
-    """Name of the ModuleList that holds the decoder layers: as long as the model is deep, and the largest such."""
+    """Name of the ModuleList that holds the decoder layers: the largest that is as long as the model is deep.
+
+    Where none is (a layer may count as two), the largest of all. That its layers are called one after the other is
+    seen when the forward runs. UserError if there is none.
+    """
     depth = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = [
-        (sum(parameter.numel() for parameter in module.parameters()), name)
+    sizes = {
+        name: sum(parameter.numel() for parameter in module.parameters())
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
-    ]
-    if not lists:
+        if isinstance(module, nn.ModuleList) and len(module) > 0
+    }
+    if not sizes:
         raise UserError(
             f"model type {model.config.model_type!r} has no list of {depth} decoder layers: it cannot be cut"
         )
-    return max(lists)[1]
+    deep = [name for name in sizes if len(list(model.get_submodule(name).children())) == depth]
+    return max(deep or sizes, key=lambda name: sizes[name])
 
 
 def parameter_owners(model: nn.Module, stack: str) -> dict[str, nn.Module]:

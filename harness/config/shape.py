@@ -16,6 +16,7 @@ PRESETS = Path(__file__).resolve().parent.parent / "models" / "presets"
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 
 
@@ -28,6 +29,7 @@ class ModelShape:
     heads: int | None
     kv_heads: int | None
     hidden: int | None
+    experts: int | None
     vocabulary: int | None
 
 
@@ -52,6 +54,7 @@ def read_shape(source: str) -> ModelShape:
         heads=_first(config, _HEADS),
         kv_heads=_first(config, _KV_HEADS),
         hidden=_first(config, _HIDDEN),
+        experts=_first(config, _EXPERTS),
         vocabulary=_first(config, ("vocab_size",)),
     )
 

@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from torch import nn
 
 from harness.config import Resolved
+from harness.config.errors import UserError
 from harness.parallel.staged import Layer, LayerSequence, StagedModule, deepspeed_topology
 from harness.topology.groups import Groups
 from harness.training.arguments import TrainingArguments
@@ -48,9 +49,16 @@ class Setting:
         return self.resolved.zero_stage < 2
 
 
-def build_engine(setting: Setting, layers: Sequence[Layer], boundaries: Sequence[int], loss: Loss) -> Engine:
-    """Build this rank's layers and the DeepSpeed engine around them; all ranks call it together."""
+def build_engine(
+    setting: Setting, layers: Sequence[Layer], boundaries: Sequence[int], loss: Loss, *, local_states: bool = False
+) -> Engine:
+    """Build this rank's layers and the DeepSpeed engine around them; all ranks call it together.
+
+    `local_states`: layers hand on tensors that are not the same on all tensor-parallel ranks.
+    """
     config = deepspeed_config(setting)
+    if local_states and setting.groups.tensor is not None:
+        config = _nothing_shared_out(config)
     interval = setting.resolved.activation_checkpoint_interval
     grid = None
     if setting.is_pipeline:
@@ -82,6 +90,17 @@ def build_engine(setting: Setting, layers: Sequence[Layer], boundaries: Sequence
     torch.manual_seed(setting.args.seed + setting.groups.coordinate.data + 1000 * setting.groups.coordinate.stage)
     kind = PipelineStages if setting.is_pipeline else WholeModel
     return kind(engine, setting.groups, loss, setting.device, setting.dtype)
+
+
+def _nothing_shared_out(config: dict[str, Any]) -> dict[str, Any]:
+    """The config without what takes activations for equal on tensor-parallel ranks; UserError where it is asked for."""
+    if config.get("activation_checkpointing", {}).get("partition_activations", False):
+        raise UserError(
+            "activation_checkpointing.partition_activations: this model's layers hand on tensors that differ between "
+            "tensor-parallel ranks: take it out"
+        )
+    whole = {"pipe_partitioned": False, "grad_partitioned": False}
+    return {**config, "pipeline": {**config.get("pipeline", {}), **whole}}
 
 
 class _TensorUnit:

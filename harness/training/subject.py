@@ -55,6 +55,11 @@ class Subject:
             return self.causal.size(trained=trained)
         return sum(self.trained if trained else self.parameters)
 
+    @property
+    def local_states(self) -> bool:
+        """Whether layers hand on what a module or layer gave: each tensor-parallel rank has its own part of it."""
+        return self.causal is not None and bool(self.causal.frame.schema.states)
+
     def saved_name(self, name: str) -> str:
         """The name under which a parameter is exported: a decoder's loses the index of its pipeline layer."""
         return name.partition(".")[2] if self.causal is not None else name

@@ -102,7 +102,9 @@ class Trainer:
             self.subject = layers_subject(model, loss_fn)  # type: ignore[arg-type]
         self.boundaries = choose_boundaries(self.subject, setting, sample)
         announce.compilation(self.console, self.resolved, setting.device)
-        self.engine = build_engine(setting, self.subject.layers, self.boundaries, self.subject.loss)
+        self.engine = build_engine(
+            setting, self.subject.layers, self.boundaries, self.subject.loss, local_states=self.subject.local_states
+        )
         self.stages = stage_lines(self.subject, self.boundaries, self.engine.deepspeed.module, self.groups)
         announce.stages(self.console, self.layout, self.resolved, steps, self.stages)
         announce.adapters(self.console, self.adaptation, self.subject)

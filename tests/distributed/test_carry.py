@@ -12,8 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments
+from harness.models.tiny import tiny_config
+from harness.models.tiny import tiny_model as tiny_copy
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import BATCH, Curve, forget, rows, tiny_model, worst
+from tests.distributed.training import BATCH, Curve, Job, forget, reference, rows, tiny_model, train_all, worst
 
 pytestmark = pytest.mark.ranks
 
@@ -175,3 +177,26 @@ def test_what_travels_keeps_its_value_and_its_gradient_in_every_layout(tmp_path:
         for found, wanted in ((curve, alone), (documents_curve, plain)):
             loss, norm = worst(found, wanted)
             assert loss < LOSS and norm < NORM, (section, loss, norm)
+
+
+# -- models whose layers hand on more than a hidden state --------------------------------------------------
+
+STATES = {
+    "gemma3n_text": ("pp2tp2z1", "pp2dp2z1", "dp4z3"),  # keys and values shared, inputs of every layer embedded
+    "zamba": ("pp2dp2z1", "dp4z3"),  # the embeddings go to every layer, a block is shared by several
+    "inkling2_text": ("pp2dp2z1",),  # earlier hidden states
+    "hy_v4": ("pp2dp2z1", "dp4z3"),  # chosen indices, which are integers
+    "deepseek_v4": ("pp4z0",),  # routed by token id
+}
+
+
+def test_models_that_hand_on_more_than_a_hidden_state(tmp_path: Path) -> None:
+    jobs = []
+    for family, layouts in STATES.items():
+        path = str(tmp_path / family)
+        tiny_copy(tiny_config(family, tensor=2)).save_pretrained(path)
+        jobs += [Job(path, layout, arguments={"max_steps": 3}) for layout in layouts]
+    curves = run_ranks(4, train_all, jobs, str(tmp_path), timeout_s=400)[0]
+    for job, curve in zip(jobs, curves, strict=True):
+        loss, norm = worst(curve, reference(job.model, steps=3))
+        assert loss < LOSS and norm < NORM, (Path(job.model).name, job.layout, loss, norm)

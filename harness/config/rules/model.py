@@ -90,3 +90,32 @@ def padded_vocabulary(view: RunView) -> Iterator[Finding]:
             deepspeed="is not asked; the harness cuts the layers itself",
             on_value=True,
         )
+
+
+@rule(
+    "DS904",
+    "experts-do-not-divide",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 3},'
+    ' "expert_parallel": {"enabled": true, "autoep_size": 3}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2},'
+    ' "expert_parallel": {"enabled": true, "autoep_size": 2}}',
+    model="tiny-mixtral",
+)
+def experts_do_not_divide(view: RunView) -> Iterator[Finding]:
+    """A layer's experts cannot be dealt out to the ranks.
+
+    Every rank takes the same number of whole experts. Without `expert_parallel` each expert is cut instead,
+    and their number does not matter.
+    """
+    experts = view.model.experts if view.model is not None else None
+    if view.target == "harness" and experts and experts % view.expert:
+        fits = [size for size in range(2, experts + 1) if experts % size == 0][:4]
+        yield Finding(
+            pointer="/expert_parallel/autoep_size",
+            message=f"{experts} experts cannot be divided by {view.expert} ranks",
+            hint="use " + ", ".join(map(str, fits)) + ", with tensor_parallel.autotp_size the same",
+            deepspeed="is not asked; the harness spreads the experts itself",
+            on_value=True,
+        )

@@ -20,7 +20,7 @@ reading a checkpoint, writing one. Every cell was run on a tiny random model: th
 model in one process, and checkpoints compared to the bit."""
 EXAMPLE = """examples:
   ds-harness models                                 the stored matrix
-  ds-harness models gpt2 mixtral --run              run two families now, on two CPU ranks
+  ds-harness models FAMILY --run                    run a family now, on two CPU ranks
   ds-harness models --run --compare                 what came and went with the installed transformers
   ds-harness models --run --write --results r.jsonl run all, store them; started again it goes on"""
 FORMATS = ("text", "json", "markdown")
