@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,23 +31,12 @@ from transformers import PreTrainedModel
 from harness.config.errors import UserError
 from harness.models.calls import Call
 from harness.models.carry import Carry, Schema, Tokens, hidden_name
+from harness.models.notes import Notes, Shape
 from harness.models.outline import Outline, outline_of
 from harness.models.probe import examine
 from harness.models.stack import find_stack, has_own_parameters, parameter_owners, put
 from harness.models.standins import LayerStub, Reached, Run, StandIn, call_name
 from harness.parallel.adapters import without_adapters
-
-KEPT_SHAPES = 4  # notes that serve all micro-batches of a shape
-KEPT_BATCHES = 2  # notes that serve one micro-batch
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a layer's notes depend on: batch, sequence length and dtype of the hidden state."""
-
-    batch: int
-    sequence: int
-    dtype: torch.dtype
 
 
 class Frame:
@@ -74,8 +63,7 @@ class Frame:
         self.config = model.config
         self._run: Run | None = None
         self._outlines: dict[int, Outline] = {}
-        self._notes: dict[Shape, list[Call]] = {}
-        self._batch_notes: list[tuple[Tokens, torch.dtype, list[Call]]] = []
+        self._notes = Notes(self._take_notes, device)
         stack = find_stack(model)
         self.layers: list[nn.Module] = list(model.get_submodule(stack).children())
         self.layer_names = [f"{stack}.{index}" for index in range(len(self.layers))]
@@ -134,14 +122,8 @@ class Frame:
         if self.schema.replayed:
             return self._replay(index, carry)
         if tokens is not None and (self.schema.tokens or tokens.positions is not None):
-            return hidden, self._notes_of_batch(tokens, hidden.dtype)[index]
-        rows = hidden.shape if tokens is None else tokens.ids.shape
-        shape = Shape(rows[0], rows[1], hidden.dtype)
-        if shape not in self._notes:
-            while len(self._notes) >= KEPT_SHAPES:
-                self._notes.pop(next(iter(self._notes)))
-            self._notes[shape] = self._take_notes(self._any_tokens(shape), shape.dtype)
-        return hidden, self._notes[shape][index]
+            return hidden, self._notes.of_batch(tokens, hidden.dtype)[index]
+        return hidden, self._notes.of_shape(Shape.of(hidden, tokens))[index]
 
     def after(self, index: int, call: Call, output: Any, carry: Carry) -> Carry:
         """What layer `index` hands on, having returned `output` for `call` and `carry`."""
@@ -155,9 +137,7 @@ class Frame:
     def leave(self, carry: Carry, modules: dict[str, nn.Module], training: bool, **options: Any) -> Any:
         """What the model's forward makes of the last hidden state, by the real epilogue `modules`: `.logits`, and
         what `options`, further arguments of the forward, ask for."""
-        hidden = carry.hidden
-        rows = Shape(hidden.shape[0], hidden.shape[1], hidden.dtype)
-        tokens = self._any_tokens(rows) if carry.tokens is None else carry.tokens
+        tokens = carry.tokens or Shape.of(carry.hidden, None).tokens(self.device)
         self._switch_mode(training)
         with self._standing(modules):
             return self.forward(tokens, self._replayed(carry, len(self.layers)), **options)
@@ -165,7 +145,7 @@ class Frame:
     @torch.no_grad()
     def finish(self, head: str, output: Tensor, **options: Any) -> Any:
         """What the model's forward makes of the `output` of its module `head`, as in `leave`."""
-        tokens = self._any_tokens(Shape(output.shape[0], output.shape[1], output.dtype))
+        tokens = Shape.of(output, None).tokens(self.device)
         with self._standing({head: _Constant(output)}):
             return self.forward(tokens, Run(lambda index, call, hidden: hidden, output.dtype), **options)
 
@@ -238,15 +218,6 @@ class Frame:
         reached = self._run_until_reached(carry.tokens, self._replayed(carry, index))
         return reached.hidden, reached.call
 
-    def _notes_of_batch(self, tokens: Tokens, dtype: torch.dtype) -> list[Call]:
-        for known, kind, calls in self._batch_notes:
-            if kind == dtype and _share_memory(known, tokens):
-                return calls
-        # the tokens are kept with the notes, so that their memory is not used for others meanwhile
-        self._batch_notes = self._batch_notes[1 - KEPT_BATCHES :]
-        self._batch_notes.append((tokens, dtype, self._take_notes(tokens, dtype)))
-        return self._batch_notes[-1][2]
-
     @torch.no_grad()
     def _take_notes(self, tokens: Tokens, dtype: torch.dtype) -> list[Call]:
         calls: list[Call] = []
@@ -259,9 +230,6 @@ class Frame:
 
         self._run_until_reached(tokens, Run(note, dtype))
         return calls
-
-    def _any_tokens(self, shape: Shape) -> Tokens:
-        return Tokens(torch.zeros((shape.batch, shape.sequence), dtype=torch.long, device=self.device))
 
     def _switch_mode(self, training: bool) -> None:
         if self.model.training != training:
@@ -295,14 +263,6 @@ def _recorded(modules: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _share_memory(known: Tokens, tokens: Tokens) -> bool:
-    """Whether both are the same tensors, or other views of their memory, as activation checkpointing makes them."""
-    return len(known.tensors()) == len(tokens.tensors()) and all(
-        a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-        for a, b in zip(known.tensors(), tokens.tensors(), strict=True)
-    )
 
 
 class _Constant(nn.Module):

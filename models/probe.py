@@ -117,7 +117,9 @@ def examine(frame: Frame) -> Findings:
     states = tuple(state for name, made in base.sources.items() if (state := _state(name, made, last_use)) is not None)
     mended = any(not base.passes_on(index) for index in range(depth))
     replayed = mended or bool(states)
-    tokens = replayed or _last_change(base, other_ids) >= 0
+    # from a hidden state that begins otherwise than [batch, sequence] no layer could tell the shape of the ids
+    shapes_differ = any(hidden.shape[:2] != (BATCH, SEQUENCE) for hidden, _ in base.calls)
+    tokens = replayed or shapes_differ or _last_change(base, other_ids) >= 0
     return Findings(prologue=prologue, schema=Schema(states=states, tokens=tokens, replayed=replayed))
 
 
