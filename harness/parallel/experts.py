@@ -51,8 +51,16 @@ def expert_parallel_plan(model: Any, plans: Path | None = None) -> Plan:
     except NoPlan:
         plan = Plan(model_type=model_type, rules={})
     experts = [name for name, style in own.items() if style == EXPERTS]
-    kept = {name: rule for name, rule in plan.rules.items() if not _is_in(name, experts)}
-    return replace(plan, rules=kept | {name: Rule(style=style) for name, style in own.items()})
+
+    def elsewhere(words: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: word for name, word in words.items() if not _is_in(name, experts)}
+
+    return replace(
+        plan,
+        rules=elsewhere(plan.rules) | {name: Rule(style=style) for name, style in own.items()},
+        attributes=elsewhere(plan.attributes),
+        inputs=elsewhere(plan.inputs),
+    )
 
 
 def ep_dispatch_experts(site: Site) -> nn.Module:

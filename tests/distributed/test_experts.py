@@ -40,7 +40,7 @@ SMALL = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "router_aux_loss
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**SMALL, "num_local_experts": 4},
     "qwen3_moe": {**SMALL, "num_experts": 4},
-    "gpt_oss": {**SMALL, "num_local_experts": 4},  # declares no tensor-parallel plan: all but the experts stays whole
+    "gpt_oss": {**SMALL, "num_local_experts": 4},  # its tensor-parallel plan is a file
     "deepseek_v3": {
         **SMALL,
         "n_routed_experts": 4,
