@@ -121,10 +121,14 @@ def _resize(part: Fields, table: Fields, tensor: int) -> None:
             inner = old[count] * old[size] * width // old_width
             part[count] = max(inner // part[size], 1)
     for override in _overrides(part):
+        before = {**old, **override}
+        adds_up = all(_is_size(before.get(name)) for name in ("head_dim", *HEAD_PARTS)) and (
+            before["head_dim"] == sum(before[name] for name in HEAD_PARTS)
+        )
         for key, value in override.items():
             override[key] = heads[value] if key in table["heads"] else _as_override(value, old.get(key), part.get(key))
-        if {"head_dim", *HEAD_PARTS} <= override.keys():
-            override["head_dim"] = sum(override[name] for name in HEAD_PARTS)
+        if adds_up:
+            override["head_dim"] = sum({**part, **override}[name] for name in HEAD_PARTS)
     if isinstance(part.get("rope_parameters"), dict):
         part["rope_parameters"] = _shorter_factors(part["rope_parameters"], HEAD_SIZE // 2)
 

@@ -64,21 +64,20 @@ class Numbers:
 
 
 def find_difference(
-    config: PretrainedConfig, cut: Cut, tensor: TensorParallel, device: torch.device
+    config: PretrainedConfig, cut: Cut, place: TensorParallel, device: torch.device
 ) -> Difference | None:
     """The worst difference between the model of a tiny config, cut, and the whole; None if there is none.
 
-    All ranks of the tensor-parallel group call it and get the same. UserError if the model cannot be cut.
+    Cut into stages it always is; with a `place` in a group, into this rank's parts as well: all ranks of the group
+    call it then, and get the same. UserError if the model cannot be cut.
     """
+    found = None
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for place in (TensorParallel(), tensor) if tensor.size > 1 else (TensorParallel(),):
-            for seed in SEEDS:
-                found = _worst(_try(config, cut, place, device, seed), place)
-                if found is None:
-                    break
-            if found is not None:
-                return found
-    return None
+        for seed in SEEDS:
+            found = _worst(_try(config, cut, place, device, seed), place)
+            if found is None:
+                break
+    return found
 
 
 def on_device(model: Any, device: torch.device) -> PreTrainedModel:

@@ -56,7 +56,9 @@ def _refusal(source: ModelSource, setting: Setting) -> tuple[float, str | None, 
         text = f"model type {source.config.model_type!r}: its logits depend on later tokens, so it is no causal decoder"
         hint = "set is_decoder to true in its config.json" if hasattr(source.config, "is_decoder") else "choose another"
         return float("inf"), f"{text}: {hint}", None
-    difference = find_difference(tiny, partial(_cut, setting=setting), tensor, setting.device)
+    difference = None
+    for place in (TensorParallel(), tensor) if tensor.size > 1 else (tensor,):  # the first tells which cut is wrong
+        difference = difference or find_difference(tiny, partial(_cut, setting=setting), place, setting.device)
     if difference is None:
         return 0.0, None, None
     return difference.off, _told(source, setting, difference), None
