@@ -74,7 +74,7 @@ def find_difference(
     found = None
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for seed in SEEDS:
-            found = _worst(_try(config, cut, place, device, seed), place)
+            found = worst_of(_try(config, cut, place, device, seed), place)
             if found is None:
                 break
     return found
@@ -97,8 +97,8 @@ def looks_ahead(config: PretrainedConfig, device: torch.device) -> bool:
     return bool((before - after).abs().max() > 1e-3 * before.abs().max())
 
 
-def _worst(own: Difference | None, place: TensorParallel) -> Difference | None:
-    """The largest difference that any rank of the group has found."""
+def worst_of(own: Difference | None, place: TensorParallel) -> Difference | None:
+    """The largest difference that any rank of the group has found; all of them call it."""
     found: list[Any] = [own]
     if place.size > 1:
         found = [None] * place.size

@@ -18,7 +18,7 @@ from harness.models.causal import CausalModel, assemble
 from harness.models.matrix import is_tested
 from harness.models.skeleton import ModelSource
 from harness.models.tiny import shrink
-from harness.models.verify import Difference, find_difference, looks_ahead
+from harness.models.verify import Difference, find_difference, looks_ahead, worst_of
 from harness.parallel.comm import TensorParallel
 from harness.training.build import Setting
 from harness.training.console import Console
@@ -56,9 +56,10 @@ def _refusal(source: ModelSource, setting: Setting) -> tuple[float, str | None, 
         text = f"model type {source.config.model_type!r}: its logits depend on later tokens, so it is no causal decoder"
         hint = "set is_decoder to true in its config.json" if hasattr(source.config, "is_decoder") else "choose another"
         return float("inf"), f"{text}: {hint}", None
-    difference = None
-    for place in (TensorParallel(), tensor) if tensor.size > 1 else (tensor,):  # the first tells which cut is wrong
-        difference = difference or find_difference(tiny, partial(_cut, setting=setting), place, setting.device)
+    cut = partial(_cut, setting=setting)
+    difference = worst_of(find_difference(tiny, cut, TensorParallel(), setting.device), tensor)
+    if difference is None and tensor.size > 1:
+        difference = find_difference(tiny, cut, tensor, setting.device)
     if difference is None:
         return 0.0, None, None
     return difference.off, _told(source, setting, difference), None
