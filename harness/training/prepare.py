@@ -66,7 +66,11 @@ def user_datasets(
     env: LaunchEnv,
     console: Console,
 ) -> Prepared:
-    """The Trainer's data sets, of which those that hold text or conversations become tokens."""
+    """The Trainer's data sets, of which those that hold text or conversations become tokens.
+
+    Without a `source`, the model's, nothing is prepared: the samples are for the user's own layers or data_collator.
+    Raises UserError where there is something to prepare and no tokenizer, and for --packing where it could not act.
+    """
     if args.packing:
         _require_packed(source, train, evaluation)
     if source is None or all(holds_tokens(data) for data in (train, evaluation)):
@@ -85,9 +89,11 @@ def user_datasets(
 
 
 def _require_packed(source: ModelSource | None, *datasets: Any) -> None:
-    """UserError where --packing could not act: on layers of the user's own, or on tokens that are not packed."""
+    """UserError where --packing could not act: on samples of the user's own, or on tokens that are not packed."""
     if source is None:
-        raise UserError("--packing packs what a language model learns: leave it out for layers of your own")
+        raise UserError(
+            "--packing is not for layers or a data_collator of your own, which make of samples what they like"
+        )
     for data in datasets:
         row = data[0] if data is not None and holds_tokens(data) and len(data) else None
         if isinstance(row, Mapping) and "input_ids" in row and "position_ids" not in row:

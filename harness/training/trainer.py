@@ -87,7 +87,8 @@ class Trainer:
         self.console = console or plain_console(env.rank)
         source, self.adaptation = adapted(model, peft_config)
         self.adapters = fingerprint(self.adaptation, args.seed if source and source.weights is None else None)
-        data = user_datasets(train_dataset, eval_dataset, processing_class, source, args, env, self.console)
+        prepared_for = source if data_collator is collate else None
+        data = user_datasets(train_dataset, eval_dataset, processing_class, prepared_for, args, env, self.console)
         self.train_dataset, self.eval_dataset, self.processing_class = data.train, data.evaluation, data.tokenizer
         steps = self._configure(env, source, model if isinstance(model, str) else None)
         setting = self._join(env, steps)

@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harness import Trainer, TrainingArguments
+from harness import Trainer, TrainingArguments, UserError
 from harness.training.data.tokenizer import ByteTokenizer
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import forget, tiny_model
@@ -100,9 +100,27 @@ def conversations_in_memory(model: str, folder: str) -> dict[str, float]:
     return found
 
 
+def refusals(model: str, folder: str) -> list[str]:
+    """What is said to position ids that the model has not, and to packed samples for a model that mixes them."""
+    said = []
+    packed = [{"input_ids": [5] * 8, "position_ids": [0, 1, 2, 3, *range(start, start + 4)]} for start in (0, 500) * 4]
+    for name, data in ((model, packed[1:]), (f"{model}-bloom", packed)):
+        with pytest.raises(UserError) as caught:
+            Trainer(name, TrainingArguments(output_dir=f"{folder}/refused"), train_dataset=data * 3)
+        said.append(str(caught.value))
+    return said
+
+
+def in_memory(model: str, folder: str) -> tuple[dict[str, float], list[str]]:
+    return conversations_in_memory(model, folder), refusals(model, folder)
+
+
 def test_padded_and_packed_conversations_have_one_loss_in_other_layouts(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "qwen3", False)
-    losses = run_ranks(2, conversations_in_memory, model, str(tmp_path), timeout_s=300)[0]
+    tiny_model(tmp_path / "model-bloom", "bloom", False)
+    losses, said = run_ranks(2, in_memory, model, str(tmp_path), timeout_s=300)[0]
+    assert said[0] == "position_ids go up to 503, the model has 128 positions: cut them"
+    assert "'bloom' does not keep packed documents apart" in said[1]
     first = next(iter(losses.values()))
     assert len(losses) == 4
     assert {name: loss for name, loss in losses.items() if loss != pytest.approx(first, rel=5e-6)} == {}

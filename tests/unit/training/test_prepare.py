@@ -1,0 +1,46 @@
+"""What becomes of the Trainer's data sets: tokens are left alone, and what cannot be prepared is told at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness import TrainingArguments, UserError
+from harness.models.skeleton import read_source
+from harness.topology.env import LaunchEnv
+from harness.training.console import plain_console
+from harness.training.data.tokenizer import ByteTokenizer
+from harness.training.prepare import Prepared, user_datasets
+
+TOKENS = [{"input_ids": [1, 2, 3]}]
+PACKED = [{"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}]
+CHATS = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
+
+
+def prepare(train: Any, tokenizer: Any = None, model: str | None = "tiny-llama", **arguments: Any) -> Prepared:
+    source = read_source(model) if model else None
+    args = TrainingArguments(**arguments)
+    return user_datasets(train, None, tokenizer, source, args, LaunchEnv(), plain_console(0))
+
+
+def test_tokens_and_pairs_are_left_alone() -> None:
+    pairs = [(1.0, 2.0)]
+    assert prepare(TOKENS).train is TOKENS
+    assert prepare(PACKED, packing=True).train is PACKED
+    assert prepare(pairs, model=None).train is pairs
+    assert prepare(CHATS, model=None).train is CHATS  # a collator of the user's own makes tokens of them
+
+
+@pytest.mark.parametrize(
+    ("train", "arguments", "words"),
+    [
+        (CHATS, {}, "needs processing_class, the tokenizer"),
+        (CHATS, {"tokenizer": ByteTokenizer(), "block_size": 4096}, "the model has 512 positions"),
+        (TOKENS, {"packing": True}, "give it position_ids that begin at 0 with each document"),
+        (CHATS, {"packing": True, "model": None}, "not for layers or a data_collator of your own"),
+    ],
+)
+def test_what_cannot_be_prepared_is_told(train: Any, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        prepare(train, **arguments)
