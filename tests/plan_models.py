@@ -48,6 +48,7 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     "ctrl": [{}],
     "data2vec-text": [PADDED_DECODER],
     "diffllama": [{}, {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}],
+    "doge": [{}, {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}],
     "electra": [DECODER],
     "ernie": [DECODER],
     "falcon": [

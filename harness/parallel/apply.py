@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from harness.config.errors import UserError
 from harness.parallel.comm import TensorParallel
 from harness.parallel.experts import EXPERT_PARAMETER, EXPERTS, cut_experts, ep_dispatch_experts
-from harness.parallel.heads import require_width
-from harness.parallel.parameters import cut_bare_parameter, divide_parameter
+from harness.parallel.heads import heads_of, require_width
+from harness.parallel.parameters import cut_bare_parameter, cut_head_parameters
 from harness.parallel.partial import sum_partial_gradients
-from harness.parallel.plan import InputRule, Plan, wildcard
+from harness.parallel.plan import ADVICE, InputRule, Plan, wildcard
 from harness.parallel.shard import shard_of
 from harness.parallel.styles import STYLE_FUNCTIONS, Site
 
@@ -44,15 +46,19 @@ def cut(
         return
     shared: dict[int, nn.Parameter] = {}
     modules = list(module.named_modules())  # kept, so that no new parameter takes an old one's id
+    heads = {name: heads_of(child, config) for name, child in modules}
     for name, child in modules:
         full_name = _join(prefix, name)
         rule = plan.rule_of(full_name)
         if rule is None:
             continue
+        if rule.style == "all_reduce" and _splits_own_outputs(child, full_name, plan):
+            rule = replace(rule, style="moe_tp_experts")
         site = Site(
             name=full_name,
             module=child,
             owner=module.get_submodule(name.rpartition(".")[0]),
+            heads=heads[name.rpartition(".")[0]],
             rule=rule,
             tensor=tensor,
             config=config,
@@ -64,6 +70,9 @@ def cut(
             module.set_submodule(name, new)
     _cut_bare_parameters(module, prefix, plan, tensor)
     _rejoin(module, shared)
+    for name, child in module.named_modules():
+        _require_a_cut(child, _join(prefix, name), plan)
+        cut_head_parameters(child, heads.get(name), tensor)
     for name, child in module.named_modules():
         pattern = wildcard(_join(prefix, name))
         _divide_attributes(child, _join(prefix, name), plan.attributes.get(pattern, {}), tensor)
@@ -107,12 +116,27 @@ def _cut_bare_parameters(module: nn.Module, prefix: str, plan: Plan, tensor: Ten
             continue
         owner_name, _, own_name = name.rpartition(".")
         owner = module.get_submodule(owner_name)
-        if rule.style == "divided":
-            divide_parameter(owner, own_name, tensor.size)
-        elif rule.style == EXPERT_PARAMETER:
+        if rule.style == EXPERT_PARAMETER:
             setattr(owner, own_name, cut_experts(param, full_name, tensor))
         else:
-            setattr(owner, own_name, cut_bare_parameter(param, full_name, rule, tensor))
+            cut_bare_parameter(owner, own_name, full_name, rule, tensor)
+
+
+def _splits_own_outputs(module: nn.Module, name: str, plan: Plan) -> bool:
+    """Whether the plan cuts a parameter of `module` itself by its outputs, so that what goes in is whole."""
+    rules = (plan.rule_of(f"{name}.{own}") for own, _ in module.named_parameters(recurse=False))
+    return any(rule is not None and rule.style.endswith("colwise") for rule in rules)
+
+
+def _require_a_cut(module: nn.Module, name: str, plan: Plan) -> None:
+    """Raise UserError where the plan sums what `module` gives on each rank, though all ranks give the same."""
+    rule = plan.rule_of(name)
+    if rule is None or rule.style not in ("all_reduce", "moe_tp_experts"):
+        return
+    if not any(shard_of(param) for param in module.parameters()):
+        raise UserError(
+            f"the tensor-parallel style {rule.style} is for a module that is cut, but {name} is whole: {ADVICE}"
+        )
 
 
 def _divide_attributes(module: nn.Module, name: str, words: Mapping[str, str], tensor: TensorParallel) -> None:

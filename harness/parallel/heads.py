@@ -7,6 +7,7 @@ one.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -14,38 +15,55 @@ from torch import nn
 from harness.config.errors import UserError
 
 
-def copies_of_share(width: int, owner: nn.Module, config: Any, size: int, name: str) -> int:
-    """How many neighbouring ranks hold the same share of a projection of `width` outputs, a child of `owner`.
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """How many query and key/value heads an attention module has, before it is cut."""
+
+    query: int
+    key_value: int
+
+
+def heads_of(module: nn.Module, config: Any) -> Heads | None:
+    """The heads of an attention module, as it says itself, else as the config says; None where `module` is none."""
+    query = _own_size(module, "num_heads", "num_attention_heads")
+    if query is None and (hasattr(module, "head_dim") or hasattr(module, "num_key_value_groups")):
+        query = getattr(config, "num_attention_heads", None)
+    if query is None:
+        return None
+    key_value = _own_size(module, "num_key_value_heads", "num_kv_heads")
+    groups = _own_size(module, "num_key_value_groups")
+    if key_value is None and groups and query % groups == 0:
+        key_value = query // groups
+    return Heads(query=query, key_value=key_value or getattr(config, "num_key_value_heads", None) or query)
+
+
+def copies_of_share(width: int, owner: nn.Module, heads: Heads | None, size: int, name: str) -> int:
+    """How many neighbouring ranks hold the same share of a projection of `width` outputs, a child of `owner`, which has
+    `heads`.
 
     1, except for key/value heads that are fewer than the `size` ranks. Raises UserError, naming `name` and
     the sizes that work, where the ranks cannot share the heads or the width.
     """
-    heads = attention_heads(owner, config)
     if heads is None:
         require_width(width, size, name)
         return 1
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    possible = [n for n in _divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0]
+    query, key_value = heads.query, heads.key_value
+    possible = [n for n in _divisors(query) if key_value % n == 0 or n % key_value == 0]
     if size not in possible:
-        kind = f"{heads} attention heads" + (f" and {kv_heads} key/value heads" if kv_heads != heads else "")
+        kind = f"{query} attention heads" + (f" and {key_value} key/value heads" if key_value != query else "")
         raise UserError(
             f"tensor_parallel.autotp_size {size} does not divide the {kind} of {name}: use {_either(possible)}"
         )
     head_dims = {getattr(owner, attribute, None) for attribute in ("head_dim", "v_head_dim")}
-    if size > kv_heads and width in {kv_heads * dim for dim in head_dims if dim}:
-        return size // kv_heads
+    if size > key_value and width in {key_value * dim for dim in head_dims if dim}:
+        return size // key_value
     require_width(width, size, name)
     return 1
 
 
-def attention_heads(owner: nn.Module, config: Any) -> int | None:
-    """The number of query heads of an attention module; None where `owner` is none."""
-    for attribute in ("num_heads", "num_attention_heads"):
-        if isinstance(heads := getattr(owner, attribute, None), int):
-            return heads
-    if hasattr(owner, "head_dim") or hasattr(owner, "num_key_value_groups"):
-        return getattr(config, "num_attention_heads", None)
-    return None
+def _own_size(module: nn.Module, *attributes: str) -> int | None:
+    sizes = (getattr(module, attribute, None) for attribute in attributes)
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def require_width(width: int, size: int, name: str) -> None:

@@ -1,4 +1,9 @@
-"""What a plan makes of a parameter that it names itself, not by the linear layer that owns it."""
+"""Parameters that are cut without a layer of their own in their place: fused experts, and what belongs to single heads.
+
+Plans name the former, and some attention sinks. What else stands beside split projections and has an entry a head (a
+scale a head, a norm whose weight is (heads, head_dim)) is found by its shape: it is used with the heads of a rank, so
+it is cut like them.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +11,33 @@ from torch import nn
 
 from harness.config.errors import UserError
 from harness.parallel.comm import TensorParallel
-from harness.parallel.heads import require_width
+from harness.parallel.heads import Heads, require_width
+from harness.parallel.layers import sum_gradients, sum_of_copies
 from harness.parallel.plan import Rule
-from harness.parallel.shard import cut_parameter, share_of
+from harness.parallel.shard import cut_parameter, shard_of, share_of
+
+_STYLES = ("colwise", "packed_colwise", "rowwise", "packed_rowwise")
 
 
-def cut_bare_parameter(param: nn.Parameter, name: str, rule: Rule, tensor: TensorParallel) -> nn.Parameter:
-    """This rank's part of a parameter that the plan itself names (fused experts, attention sinks): its
-    outputs are the last dimension but one, or the only one; its inputs the last; or `rule.dim` tells."""
-    shape, style, dim = tuple(param.shape), rule.style, rule.dim
+def cut_bare_parameter(owner: nn.Module, own_name: str, name: str, rule: Rule, tensor: TensorParallel) -> None:
+    """Keep this rank's part of a parameter of `owner` that the plan itself names `name`: its outputs are the last
+    dimension but one, or the only one; its inputs the last; or `rule.dim` tells. Raises UserError for a style that is
+    not a parameter's."""
+    if rule.style == "divided":
+        divide_parameter(owner, own_name, tensor.size)
+        return
+    param = getattr(owner, own_name)
+    shape, style = tuple(param.shape), rule.style
     if style == "replicate" or (style in ("rowwise", "packed_rowwise") and len(shape) == 1):
-        return param
-    if style not in ("colwise", "packed_colwise", "rowwise", "packed_rowwise"):
+        return
+    if style not in _STYLES:
         raise UserError(f"the tensor-parallel style {style} of {name} is not one for a parameter: mend the plan")
-    parts = rule.parts if style.startswith("packed") else 1
+    parts = _parts(owner, own_name, rule)
+    dim = rule.dim
     if dim is None:
         dim = max(len(shape) - 2, 0) if style.endswith("colwise") else len(shape) - 1
     require_width(shape[dim] // parts, tensor.size, name)
-    return cut_parameter(param, share_of(shape, dim, tensor.rank, tensor.size, parts=parts))
+    setattr(owner, own_name, cut_parameter(param, share_of(shape, dim, tensor.rank, tensor.size, parts=parts)))
 
 
 def divide_parameter(owner: nn.Module, name: str, size: int) -> None:
@@ -32,3 +46,38 @@ def divide_parameter(owner: nn.Module, name: str, size: int) -> None:
     kind = type(owner)
     part = property(lambda self: self._parameters[name] / size)
     owner.__class__ = type(kind.__name__, (kind,), {name: part, "__module__": kind.__module__})
+
+
+def _parts(owner: nn.Module, own_name: str, rule: Rule) -> int:
+    """How many parts the parameter holds side by side. Experts tell whether gate and up projection do (transformers'
+    `use_experts_implementation`), whatever the plan calls them."""
+    if own_name.startswith("gate_up") and hasattr(owner, "is_concatenated"):
+        return 2 if getattr(owner, "has_gate", True) and owner.is_concatenated else 1
+    return rule.parts if rule.style.startswith("packed") else 1
+
+
+def cut_head_parameters(owner: nn.Module, heads: Heads | None, tensor: TensorParallel) -> None:
+    """Keep the entries of this rank's heads of whatever has one a head, where `owner` is an attention whose projections
+    were split: its own vectors of that length, and the (heads, head_dim) matrices of modules inside of it."""
+    if heads is None or not any(shard_of(p) for child in owner.children() for p in child.parameters(recurse=False)):
+        return
+    lengths = {heads.query, heads.key_value}
+    head_dim = getattr(owner, "head_dim", None)
+    for name, param in list(owner.named_parameters()):
+        module_name, _, own_name = name.rpartition(".")
+        module, shape = owner.get_submodule(module_name), tuple(param.shape)
+        a_head = module is owner if len(shape) == 1 else shape[1:] == (head_dim,) and not isinstance(module, nn.Linear)
+        if shard_of(param) is None and a_head and shape[0] in lengths:
+            _cut_by_head(module, own_name, tensor)
+
+
+def _cut_by_head(module: nn.Module, name: str, tensor: TensorParallel) -> None:
+    param = getattr(module, name)
+    copies = max(tensor.size // param.shape[0], 1)
+    setattr(
+        module,
+        name,
+        cut_parameter(param, share_of(tuple(param.shape), 0, tensor.rank, tensor.size, copies=copies)),
+    )
+    if copies > 1:
+        sum_gradients(module, [name], sum_of_copies(tensor, copies))

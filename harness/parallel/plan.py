@@ -1,8 +1,9 @@
 """Tensor-parallel plans: what becomes of each module of a model, as data.
 
 A plan is the model's own where its family declares one (transformers: `base_model_tp_plan` of the config and
-`_tp_plan` of the classes, merged as `model.tp_plan`), else a file (`harness.parallel.planfile`). It maps names of
-modules and parameters to styles, which are transformers' words and a few of our own (see `STYLES`).
+`_tp_plan` of the classes, merged as `model.tp_plan`), which a file (`harness.parallel.planfile`) may extend, else a
+file alone. It maps names of modules and parameters to styles, which are transformers' words and a few of our own (see
+`STYLES`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ STYLES = frozenset(
         "rowwise",
         "colwise_gather_output",
         "rowwise_split_input",
+        "rowwise_split_output",
         "packed_colwise",
         "packed_rowwise",
         "embedding_rowwise",
@@ -43,7 +45,7 @@ STYLES = frozenset(
     }
 )
 _FORMER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
-_ADVICE = "set tensor_parallel.autotp_size to 1"
+ADVICE = "set tensor_parallel.autotp_size to 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,8 @@ class InputRule:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The rules of one model, by name with `*` for a number. `head` and `embedding`: the names of the modules
-    that make the logits and that take the ids, where the model tells."""
+    that make the logits and that take the ids, where the model tells. `extends`: the rules are laid over the model's
+    own."""
 
     model_type: str
     rules: Mapping[str, Rule]
@@ -82,6 +85,7 @@ class Plan:
     inputs: Mapping[str, Mapping[str, InputRule]] = field(default_factory=dict)
     head: str | None = None
     embedding: str | None = None
+    extends: bool = False
 
     def rule_of(self, name: str) -> Rule | None:
         """The rule of a module or parameter: one that leaves numbers after the layer's as they are, then any."""
@@ -108,28 +112,32 @@ def wildcard(name: str, numbers: int | None = None) -> str:
 
 
 def plan_for(model: nn.Module, plans: Path | None = None) -> Plan:
-    """The plan of a transformers model: its own, else the file of its model type in the folder `plans`.
+    """The plan of a transformers model: its own, as the file of its model type in the folder `plans` may extend it, or
+    else that file.
 
     Where input and output embedding are one parameter, both are split by vocabulary or neither is. Raises
     UserError where the family has no plan, and where a plan has a style that is not known.
     """
     config: Any = model.config
     own: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    path = None if plans is None else plans / f"{config.model_type}.json"
+    file = read_plan_file(path, config) if path is not None and path.is_file() else None
     if any("*" in name for name in own):
         plan = Plan(model_type=config.model_type, rules={n: _rule(word) for n, word in own.items()})
+        if file is not None and file.extends:
+            plan = replace(file, rules={**plan.rules, **file.rules})
+    elif file is not None and not file.extends:
+        plan = file
     else:
-        path = None if plans is None else plans / f"{config.model_type}.json"
-        if path is None or not path.is_file():
-            raise NoPlan(
-                f"model type {config.model_type!r} declares no tensor-parallel plan: {_ADVICE}, "
-                f"or describe how to cut it in {path or 'a plan file'}"
-            )
-        plan = read_plan_file(path, config)
+        raise NoPlan(
+            f"model type {config.model_type!r} declares no tensor-parallel plan: {ADVICE}, "
+            f"or describe how to cut it in {path or 'a plan file'}"
+        )
     for pattern, rule in plan.rules.items():
         if rule.style not in STYLES:
             raise UserError(
                 f"the tensor-parallel plan of model type {plan.model_type!r} has the style "
-                f"{rule.style!r} for {pattern}, which is not known: {_ADVICE}, "
+                f"{rule.style!r} for {pattern}, which is not known: {ADVICE}, "
                 f"or give a plan file with one of {', '.join(sorted(STYLES))}"
             )
     return _with_embeddings(plan, model)
@@ -149,6 +157,7 @@ def read_plan_file(path: Path, config: Any) -> Plan:
             inputs={
                 name: {key: InputRule(**rule) for key, rule in rules.items()} for name, rules in parts["inputs"].items()
             },
+            extends=bool(parts["extends"]),
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} is not a tensor-parallel plan: {type(error).__name__}: {error}") from error

@@ -12,7 +12,8 @@
 its weights: "divide" by the number of ranks, or to a "share", which is one where there are fewer (key/value heads) than
 ranks. `inputs` are tensors, given to a module, of which a rank needs its part: dimension `dim` is made of runs of
 `run` entries (a size in the config; without it, one run), of each of which the rank keeps its share. `cases` are laid
-over the rest, in their order, where all the config's fields that they name have the values that they name.
+over the rest, in their order, where all the config's fields that they name have the values that they name. A file with
+`"extends": true` says only what the plan of a family that declares one leaves out or says wrongly.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ _PARTS = ("styles", "attributes", "inputs")
 _WORDS = {"divide", "share"}
 
 
-def read_parts(path: Path, config: Any) -> dict[str, dict[str, Any]]:
-    """The styles, attributes and inputs in a plan file for a model with `config`, as JSON has them.
+def read_parts(path: Path, config: Any) -> dict[str, Any]:
+    """What a plan file says of a model with `config`, as JSON has it: styles, attributes and inputs, and whether they
+    extend the model's own plan.
 
     Raises ValueError, KeyError or TypeError where the file is no plan, UserError where it refuses such a model.
     """
     data = json.loads(path.read_text(encoding="utf-8"))
-    unknown = set(data) - {*_PARTS, "cases", "note"}
+    unknown = set(data) - {*_PARTS, "cases", "note", "extends"}
     if unknown:
         raise ValueError(f"it has no place for {', '.join(sorted(unknown))}")
-    parts: dict[str, dict[str, Any]] = {"styles": dict(data["styles"])}
+    parts: dict[str, Any] = {"styles": dict(data["styles"])}
     parts |= {name: dict(data.get(name, {})) for name in _PARTS[1:]}
     for case in data.get("cases", []):
         if all(getattr(config, field) == value for field, value in case["if"].items()):
@@ -51,7 +53,7 @@ def read_parts(path: Path, config: Any) -> dict[str, dict[str, Any]]:
     parts["styles"] = {name: rule for name, rule in parts["styles"].items() if rule is not None}
     for name, words in parts["attributes"].items():
         _require_words(name, words)
-    return parts
+    return {**parts, "extends": data.get("extends", False)}
 
 
 def _require_words(name: str, words: dict[str, str]) -> None:

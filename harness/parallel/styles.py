@@ -26,7 +26,7 @@ from harness.parallel.comm import (
     split_to_group,
     sum_over_group,
 )
-from harness.parallel.heads import attention_heads, copies_of_share, require_width
+from harness.parallel.heads import Heads, copies_of_share, require_width
 from harness.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -41,7 +41,8 @@ from harness.parallel.shard import cut_parameter, padded_share_of, share_of
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A module that a rule of the plan names: its full name, the module that owns it, and this rank's place.
+    """A module that a rule of the plan names: its full name, the module that owns it and, if that is an attention, its
+    heads; and this rank's place.
 
     `local_output`: a gathered output shall stay this rank's part.
     """
@@ -49,6 +50,7 @@ class Site:
     name: str
     module: Any
     owner: Any
+    heads: Heads | None
     rule: Rule
     tensor: TensorParallel
     config: Any
@@ -63,7 +65,7 @@ def colwise(site: Site, parts: int = 1) -> nn.Module:
     if shape[dim] % parts:
         raise UserError(f"the {shape[dim]} outputs of {site.name} are not {parts} equal parts: mend the plan")
     _require_whole_units(site, shape[dim] // parts)
-    copies = copies_of_share(shape[dim] // parts, site.owner, site.config, tensor.size, site.name)
+    copies = copies_of_share(shape[dim] // parts, site.owner, site.heads, tensor.size, site.name)
     shard = share_of(shape, dim, tensor.rank, tensor.size, parts=parts, copies=copies)
     layer = ColumnParallelLinear.from_linear(site.module, tensor.group, shard=shard, weight_transposed=transposed)
     if copies > 1:
@@ -119,6 +121,14 @@ def rowwise_to_split(site: Site) -> nn.Module:
     """As rowwise, for outputs that all go to split values with no layer between: their gradients are summed."""
     layer, group = rowwise(site), site.tensor.group
     layer.register_forward_hook(lambda _module, _args, output: copy_to_group(output, group))
+    return layer
+
+
+def rowwise_split_output(site: Site) -> nn.Module:
+    """As rowwise, for outputs of which each rank's heads then take their own: a rank keeps its share."""
+    require_width(site.module.weight.shape[1 if _is_transposed(site) else 0], site.tensor.size, site.name)
+    layer, group = rowwise(site), site.tensor.group
+    layer.register_forward_hook(lambda _module, _args, output: split_to_group(output, group))
     return layer
 
 
@@ -230,6 +240,7 @@ STYLE_FUNCTIONS: dict[str, Callable[[Site], nn.Module]] = {
         rowwise,
         rowwise_split_input,
         rowwise_to_split,
+        rowwise_split_output,
         packed_rowwise,
         embedding_rowwise,
         embedding_colwise,
@@ -312,10 +323,9 @@ def _misfit(site: Site, wanted: str) -> UserError:
 
 def _repeat_less(site: Site, copies: int) -> None:
     """Tell an attention module that each of its key/value heads now serves fewer query heads on this rank."""
-    heads = attention_heads(site.owner, site.config)
-    if heads is None or not hasattr(site.owner, "num_key_value_groups"):
+    if site.heads is None or not hasattr(site.owner, "num_key_value_groups"):
         raise UserError(
             f"{site.name} has fewer key/value heads than tensor_parallel.autotp_size {site.tensor.size}, "
             f"and its {type(site.owner).__name__} cannot share them: use at most {site.tensor.size // copies}"
         )
-    site.owner.num_key_value_groups = heads // site.tensor.size
+    site.owner.num_key_value_groups = site.heads.query // site.tensor.size

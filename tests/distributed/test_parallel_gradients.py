@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.config.errors import UserError
 from harness.parallel.apply import cut
 from harness.parallel.comm import TensorParallel
-from harness.parallel.plan import Plan, Rule
+from harness.parallel.plan import Plan, Rule, wildcard
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parallel_layers import IN, OUT, TOKENS, TOLERANCE, Errors, compare
 
@@ -65,19 +65,29 @@ class Twice(nn.Module):
         return self.down(self.up(x * self.scale) * self.scale)
 
 
+class Leaking(nn.Module):
+    """A split middle that takes in the whole input once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(IN, OUT), nn.Linear(OUT, IN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * x.mean())
+
+
 def refusals(group: dist.ProcessGroup) -> list[str]:
-    """What the first forward says of plans that would give wrong gradients."""
+    """What cut, or the first forward, says of plans that would give wrong gradients."""
     said = []
     for module, styles in (
         (Twice(), {"up": "colwise", "down": "rowwise"}),
-        (nn.ModuleDict({"block": nn.Linear(IN, OUT)}), {"block": "all_reduce"}),
+        (Leaking(), {"up": "colwise", "down": "rowwise"}),
+        (nn.Sequential(nn.Linear(IN, OUT)), {"0": "all_reduce"}),
     ):
-        plan = Plan(model_type="any", rules={name: Rule(style=style) for name, style in styles.items()})
-        part = module["block"] if isinstance(module, nn.ModuleDict) else module
-        prefix = "block" if isinstance(module, nn.ModuleDict) else ""
-        cut(part, prefix, plan, TensorParallel.of(group), None)
+        plan = Plan(model_type="any", rules={wildcard(name): Rule(style=style) for name, style in styles.items()})
         try:
-            part(torch.randn(*TOKENS, IN, requires_grad=True))
+            cut(module, "", plan, TensorParallel.of(group), None)
+            module(torch.randn(*TOKENS, IN, requires_grad=True))
             said.append("nothing")
         except UserError as error:
             said.append(str(error))
@@ -116,5 +126,7 @@ def test_a_plan_that_would_give_wrong_gradients_is_refused(results: Any) -> None
     for _, said in results:
         assert said == [
             f"the tensor-parallel plan of Twice gives wrong gradients: scale is{end}",
-            f"the tensor-parallel plan of block gives wrong gradients: what goes in is{end}",
+            f"the tensor-parallel plan of Leaking gives wrong gradients: what goes in is{end}",
+            "the tensor-parallel style all_reduce is for a module that is cut, but 0 is whole: "
+            "set tensor_parallel.autotp_size to 1",
         ]

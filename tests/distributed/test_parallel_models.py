@@ -58,6 +58,19 @@ DEEPSEEK_LIKE = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+INKLING_LIKE = {
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "sliding_window_size": 4,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "d_rel": 4,
+    "rel_extent": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "unpadded_vocab_size": VOCABULARY,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA_LIKE),
     "llama, tied": ("llama", {**LLAMA_LIKE, "tie_word_embeddings": True}),
@@ -75,6 +88,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {**LLAMA_LIKE, "query_pre_attn_scalar": 8}),
     "apertus, whose plan forgets the activation": ("apertus", LLAMA_LIKE),
     "cohere": ("cohere", LLAMA_LIKE),
+    "cohere, a norm for each head": ("cohere", {**LLAMA_LIKE, "use_qk_norm": True}),
+    "granite_swa, a sink for each head": ("granite_swa", LLAMA_LIKE),
+    "inkling, whose plan forgets that gate and up are packed": ("inkling_text", {**LLAMA_LIKE, **INKLING_LIKE}),
     "mixtral": ("mixtral", {**LLAMA_LIKE, "num_local_experts": 3, "num_experts_per_tok": 2}),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK_LIKE),
     "deepseek_v2": ("deepseek_v2", {**DEEPSEEK_LIKE, "topk_method": "greedy"}),
@@ -147,6 +163,7 @@ def compare(case: str, group: dist.ProcessGroup, local_logits: bool) -> dict[str
     model = tiny(case)
     part = copy.deepcopy(model)
     plan = plan_for(part, PLANS)
+    local_logits = local_logits and plan.splits_head
     cut(part, "", plan, TensorParallel.of(group), part.config, local_logits=local_logits)
     ids = torch.randint(VOCABULARY, (3, 9))
     labels = ids.masked_fill(torch.rand(ids.shape) < 0.2, -100)
