@@ -42,6 +42,13 @@ def test_without_a_tensor_parallel_plan_only_the_experts_are_shared_out() -> Non
     assert cut_ones == {name for name, _ in model.named_parameters() if ".experts." in name}
 
 
+def test_experts_that_do_not_divide_are_refused() -> None:
+    model = model_of("mixtral", num_local_experts=3)
+    said = "autoep_size 2 does not divide the 3 experts of model.layers.0.mlp.experts: use one of 1, 3"
+    with pytest.raises(UserError, match=said):
+        cut(model, "", expert_parallel_plan(model), TensorParallel(rank=0, size=2), model.config)
+
+
 def test_what_the_plan_does_not_say_is_refused() -> None:
     with pytest.raises(UserError, match="declares no expert-parallel plan"):
         expert_parallel_plan(model_of("llama"))
