@@ -25,6 +25,9 @@ class Heads:
 
 def heads_of(module: nn.Module, config: Any) -> Heads | None:
     """The heads of an attention module, as it says itself, else as the config says; None where `module` is none."""
+    layers, index = getattr(config, "per_layer_config", None), getattr(module, "layer_idx", None)
+    if layers is not None and index is not None:
+        config = layers[index]
     query = _own_size(module, "num_heads", "num_attention_heads")
     if query is None and (hasattr(module, "head_dim") or hasattr(module, "num_key_value_groups")):
         query = getattr(config, "num_attention_heads", None)

@@ -1,8 +1,8 @@
-"""Parameters that are cut without a layer of their own in their place: fused experts, and what belongs to single heads.
+"""Parameters that are cut without a layer of their own in their place: those that a plan names itself (fused experts,
+attention sinks), and the norms of single heads.
 
-Plans name the former, and some attention sinks. What else stands beside split projections and has an entry a head (a
-scale a head, a norm whose weight is (heads, head_dim)) is found by its shape: it is used with the heads of a rank, so
-it is cut like them.
+A norm with a weight for each head, (heads, head_dim), is not in the plans. It is found by its shape: it is used with
+the heads of a rank, so it is cut like them.
 """
 
 from __future__ import annotations
@@ -57,17 +57,16 @@ def _parts(owner: nn.Module, own_name: str, rule: Rule) -> int:
 
 
 def cut_head_parameters(owner: nn.Module, heads: Heads | None, tensor: TensorParallel) -> None:
-    """Keep the entries of this rank's heads of whatever has one a head, where `owner` is an attention whose projections
-    were split: its own vectors of that length, and the (heads, head_dim) matrices of modules inside of it."""
+    """Keep the rows of this rank's heads of every (heads, head_dim) matrix inside of `owner`, where that is an attention
+    whose projections were split. A vector with an entry a head looks like too many others: a plan has to name it."""
+    head_dim = getattr(owner, "head_dim", None)
     if heads is None or not any(shard_of(p) for child in owner.children() for p in child.parameters(recurse=False)):
         return
-    lengths = {heads.query, heads.key_value}
-    head_dim = getattr(owner, "head_dim", None)
+    shapes = {(count, head_dim) for count in (heads.query, heads.key_value) if count != head_dim}
     for name, param in list(owner.named_parameters()):
         module_name, _, own_name = name.rpartition(".")
-        module, shape = owner.get_submodule(module_name), tuple(param.shape)
-        a_head = module is owner if len(shape) == 1 else shape[1:] == (head_dim,) and not isinstance(module, nn.Linear)
-        if shard_of(param) is None and a_head and shape[0] in lengths:
+        module = owner.get_submodule(module_name)
+        if shard_of(param) is None and tuple(param.shape) in shapes and not isinstance(module, nn.Linear):
             _cut_by_head(module, own_name, tensor)
 
 
