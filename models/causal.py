@@ -112,6 +112,7 @@ def assemble(
     whole_experts: bool = False,
     adaptation: Adaptation | None = None,
     router_loss: bool = False,
+    receives: bool = False,
 ) -> CausalModel:
     """Prepare the model that `source` names for this rank; UserError for one that cannot be cut as asked.
 
@@ -123,12 +124,13 @@ def assemble(
         whole_experts: whether the tensor-parallel ranks share out experts instead of parts of each.
         adaptation: adapters that are trained in the place of the weights.
         router_loss: whether the model's own loss of its routers is wanted, where it makes one.
+        receives: whether `finish` puts another rank's parameters in the place of this one's, which need not be read.
     """
     model = build_skeleton(source.config)
     find_plan = expert_parallel_plan if whole_experts else plan_for
     plan = find_plan(model, PLANS) if tensor.size > 1 else None
     weights: WeightSource
-    weights, form = _weight_source(source, model, seed)
+    weights, form = _weight_source(source, model, seed, receives)
     embedding: Any = model.get_input_embeddings()
     vocab_size: int = embedding.weight.shape[0]
     if adaptation is not None:
@@ -158,7 +160,9 @@ def assemble(
     )
 
 
-def _weight_source(source: ModelSource, model: PreTrainedModel, seed: int) -> tuple[WeightSource, WrittenForm]:
+def _weight_source(
+    source: ModelSource, model: PreTrainedModel, seed: int, receives: bool
+) -> tuple[WeightSource, WrittenForm]:
     """Where the weights come from, and the form in which they are written in the end.
 
     What the config ties and the checkpoint holds apart is untied in the skeleton.
@@ -173,7 +177,8 @@ def _weight_source(source: ModelSource, model: PreTrainedModel, seed: int) -> tu
     except Unconverted as told:
         return read_by_transformers(source.weights, told), default_form(model)
     untie(model, checkpoint.untied)
-    return CheckpointReader(tensors=checkpoint.tensors, initialiser=initialiser), checkpoint.form
+    reader = CheckpointReader(tensors=checkpoint.tensors, initialiser=initialiser, receives=receives)
+    return reader, checkpoint.form
 
 
 def _tail_is_elementwise(frame: Frame, plan: Plan, vocab_size: int, size: int) -> bool:

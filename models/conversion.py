@@ -100,6 +100,7 @@ def open_checkpoint(directory: Path, model: PreTrainedModel) -> Checkpoint:
     info.missing_keys = {name for name in info.missing_keys if name not in found}
     loaded._adjust_missing_and_unexpected_keys(info)
     _refuse(directory, names.values(), info, model)
+    _refuse_quantized(directory, found, model)
     if info.unexpected_keys:
         unused = _some(sorted(info.unexpected_keys))
         warnings.warn(f"{directory}: not used, as the model has no such tensors: {unused}", stacklevel=3)
@@ -224,6 +225,13 @@ def _refuse(directory: Path, stored: Iterable[str], info: Any, model: PreTrained
     if lacking:
         raise UserError(f"{directory}: {_some(lacking)} not in the weights of this {kind} model")
     raise Unconverted(f"{directory}: {_some(sorted(concerned))} cannot be made of the weights of this {kind} model")
+
+
+def _refuse_quantized(directory: Path, found: Mapping[str, Lazy], model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        kinds = {leaf.dtype for leaf in found[name].leaves()} if name in found else set()
+        if parameter.is_floating_point() and not all(dtype.is_floating_point for dtype in kinds):
+            raise UserError(f"{directory}: {name} is stored as {min(map(str, kinds))}: dequantize the weights first")
 
 
 def _written(model: PreTrainedModel, names: Collection[str]) -> dict[str, Lazy]:

@@ -105,15 +105,19 @@ class MemoryReader:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointReader:
-    """The weights of a checkpoint, of which each rank reads its slices alone."""
+    """The weights of a checkpoint, of which each rank reads its slices alone.
+
+    `receives`: another rank's parameters will be put in the place of this one's (ZeRO-3), so that none is read.
+    """
 
     tensors: Mapping[str, Lazy]
     initialiser: Initialiser
+    receives: bool = False
 
     @torch.no_grad()
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
         """Read what `layer` holds, in the order of the files; what is in none is made as in a new model."""
-        local = dict(_named_tensors(layer))
+        local = dict(layer.named_buffers() if self.receives else _named_tensors(layer))
         unread = {name for name in local if name not in self.tensors}
         if unread:
             drawn = self.initialiser.drawn(whole, unread, next(iter(local.values())).device)

@@ -99,6 +99,8 @@ def decoder_subject(
         whole_experts=setting.resolved.expert > 1,
         adaptation=adaptation,
         router_loss=getattr(source.config, "output_router_logits", False),
+        # zero.Init hands round the parameters of the first data rank
+        receives=setting.resolved.zero_stage == 3 and setting.groups.coordinate.data > 0,
     )
     if args.output_router_logits and causal.router is None:
         raise UserError(f"--output_router_logits: model type {source.config.model_type!r} makes no loss of routers")

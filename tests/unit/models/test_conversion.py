@@ -232,6 +232,14 @@ def test_a_misshapen_expert_is_told(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+def test_weights_that_are_whole_numbers_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, "llama", most="1GB")
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(tmp_path, lambda content: content.update({name: content[name].to(torch.int8)}))
+    with pytest.raises(UserError, match=r"up_proj\.weight is stored as torch\.int8: dequantize"):
+        opened(tmp_path)
+
+
 def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
     model = save(tmp_path, "llama", most="1GB")
     model.config.quantization_config = {"quant_method": "fp8"}
