@@ -65,7 +65,7 @@ def export_weights(
     if form is None:
         form = WrittenForm(tensors={name: Lazy.of(Held(name, _shape(t), t.dtype)) for name, t in local.items()})
     mine = {name: lazy for name, lazy in form.tensors.items() if _held(lazy) <= local.keys()}
-    files = _plan(_shares(mine, local, groups), form)
+    files = plan_files(_shares(mine, local, groups), form)
     laid_out = {name: places_in(directory / (name + UNFINISHED), entries) for name, entries in files.items()}
     _create_files(groups, laid_out)
     places = {place.entry.name: place for _, placed in laid_out.values() for place in placed}
@@ -121,8 +121,11 @@ def _shares(mine: Mapping[str, Lazy], local: Mapping[str, Tensor], groups: Group
     return [share for share in shares if share is not None]
 
 
-def _plan(shares: list[Share], form: WrittenForm) -> dict[str, list[Entry]]:
-    """File name -> its tensors: the files of `form` while they do not grow, else files of its size for each host."""
+def plan_files(shares: list[Share], form: WrittenForm) -> dict[str, list[Entry]]:
+    """File name -> its tensors: the files of `form` while they do not grow, else files of its size for each host.
+
+    UserError if a tensor is in no share.
+    """
     found: dict[str, Entry] = {}
     for entry in (entry for share in shares for entry in share.entries):
         found.setdefault(entry.name, entry)

@@ -91,6 +91,7 @@ def create(path: Path, header: bytes, places: Sequence[Place]) -> None:
             if hasattr(os, "posix_fallocate"):  # else a full disk would show as a signal, while a map is written to
                 os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
+        path.unlink(missing_ok=True)
         raise UserError(f"{path}: {size:,} bytes cannot be written: {error.strerror}") from error
 
 

@@ -1,9 +1,9 @@
 """How much memory and time it takes 4 ranks to load a model of 400 million parameters, and to write it again.
 
-A llama-shaped checkpoint is made from a config, in bf16, in files of 200 MB. Then ranks are forked from a process that
+A llama-shaped checkpoint is made from a config, in files of 200 MB. Then ranks are forked from a process that
 has imported everything, and each builds its part of the model in fp32 as a training run would. Its peak above the empty
 process is taken twice: as anonymous memory, which is the process's own, and as resident memory, which counts mapped
-files too. The time is held against that of reading the files once. Run it alone on an idle machine:
+files too. The time is held against that of reading the files once into fresh memory. Run it on an idle machine:
 
     OMP_NUM_THREADS=1 python scripts/bench/loading.py
 """
@@ -48,7 +48,7 @@ SHAPE = dict(
     vocab_size=32000,
     hidden_size=1024,
     intermediate_size=2816,
-    num_hidden_layers=26,
+    num_hidden_layers=28,
     num_attention_heads=16,
     num_key_value_heads=8,
     tie_word_embeddings=False,
@@ -102,13 +102,15 @@ def make_checkpoint(folder: Path, dtype: torch.dtype) -> int:
 
 
 def read_once(folder: Path) -> float:
-    """Seconds to read the files once, as plainly as can be, from wherever they are (here: the page cache)."""
+    """Seconds of one process to read all files into fresh memory (here from the page cache), as plainly as can be."""
     begun = time.perf_counter()
-    block = bytearray(8 << 20)
+    kept = []
     for path in folder.glob("*.safetensors"):
+        kept.append(torch.empty(path.stat().st_size, dtype=torch.uint8))
         with path.open("rb", buffering=0) as file:
-            while file.readinto(block):
-                pass
+            rest = memoryview(kept[-1].numpy())
+            while rest:
+                rest = rest[file.readinto(rest) :]
     return time.perf_counter() - begun
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from harness.checkpoint.export import export_weights
 from harness.config.errors import UserError
@@ -21,7 +22,7 @@ from harness.models.conversion import Checkpoint, Unconverted, default_form, ope
 from harness.models.skeleton import build_skeleton, read_source
 from harness.topology.groups import Groups, build_groups
 from harness.topology.layout import Layout
-from tests.unit.models.test_decoder import config
+from tests.unit.models.test_decoder import build, config, prepare
 
 EXPERTS = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
 LATENT = dict(kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, n_group=1)
@@ -199,6 +200,31 @@ def test_a_text_decoder_is_found_inside_a_composite_model(tmp_path: Path, places
         checkpoint = opened(tmp_path)
     assert all(torch.equal(read(checkpoint.tensors[name]), p) for name, p in model.named_parameters())
     assert set(checkpoint.form.tensors) == names  # the text decoder is written as a model of its own
+
+
+class Sorted(ConversionOps):
+    """A conversion that no arrangement of slices can express, nor one function of whole tensors."""
+
+    def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+        (tensors,) = input_dict.values()
+        return {"input_layernorm.weight": torch.sort(tensors[0])[0]}
+
+
+def test_what_cannot_be_read_lazily_is_read_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save(tmp_path, "llama", most="1GB")
+
+    def rules(*_: Any, **__: Any) -> list[WeightConverter]:
+        return [WeightConverter("input_layernorm.weight", "input_layernorm.weight", operations=[Sorted()])]
+
+    for module in ("harness.models.conversion", "transformers.modeling_utils"):
+        monkeypatch.setattr(f"{module}.get_model_conversion_mapping", rules)
+    with pytest.raises(Unconverted, match="input_layernorm"):
+        opened(tmp_path)
+    with pytest.warns(UserWarning, match="slice by slice"):
+        causal = prepare(read_source(str(tmp_path)))
+    norm = "model.layers.1.input_layernorm.weight"
+    read_norm = build(causal).modules[2].get_parameter(norm)
+    assert torch.equal(read_norm, model.get_parameter(norm).sort().values)
 
 
 # -- what is wrong is told by name -------------------------------------------------------------------------

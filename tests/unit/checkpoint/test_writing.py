@@ -1,0 +1,87 @@
+"""Files that many ranks write: laid out as safetensors lays them out, and never shared by two hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from harness.checkpoint.export import Share, plan_files
+from harness.checkpoint.writing import Entry, OpenFiles, create, places_in, split_by_size
+from harness.config.errors import UserError
+from harness.models.conversion import Held, WrittenForm
+from harness.models.lazy import Lazy
+
+
+def entry(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Entry:
+    return Entry(name=name, shape=shape, dtype=dtype, trained=True)
+
+
+def form(*entries: Entry, **settings: object) -> WrittenForm:
+    tensors = {e.name: Lazy.of(Held(e.name, e.shape, e.dtype)) for e in entries}
+    return WrittenForm(tensors=tensors, **settings)  # type: ignore[arg-type]
+
+
+def test_a_file_written_in_pieces_is_the_one_that_safetensors_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.checkpoint.writing.WINDOW_BYTES", 5000)  # several windows for the larger ones
+    tensors = {
+        "switches": torch.arange(7) % 2 == 0,
+        "cube": torch.randn(5, 50, 20),
+        "half": torch.randn(33, 9).bfloat16(),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 4),
+        "größe": torch.randn(300, 30),
+    }
+    save_file(tensors, tmp_path / "wanted", metadata={"format": "pt"})
+    entries = [entry(name, *tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()]
+    header, places = places_in(tmp_path / "file", entries)
+    create(tmp_path / "file", header, places)
+    with OpenFiles() as opened:
+        for place in places:
+            tensor = tensors[place.entry.name]
+            if tensor.dim() < 2:
+                opened.write(place, (0,) * tensor.dim(), tensor)
+                continue
+            for start, stop in ((4, tensor.shape[1]), (0, 4)):  # columns: every row of the file in two strokes
+                opened.write(place, (0, start, *(0,) * (tensor.dim() - 2)), tensor[:, start:stop])
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "wanted").read_bytes()
+
+
+def test_no_file_is_larger_than_asked_but_for_one_tensor() -> None:
+    entries = [entry("a", 10), entry("b", 10), entry("c", 30), entry("d", 5), entry("e", 5)]
+    files = split_by_size(entries, 80)
+    assert [[e.name for e in file] for file in files] == [["a", "b"], ["c"], ["d", "e"]]
+
+
+def test_the_files_of_a_checkpoint_are_kept_on_one_host_only() -> None:
+    a, b, c = entry("a", 4), entry("b", 4), entry("c", 4)
+    kept = form(a, b, c, files={"x.safetensors": ["a", "c"], "y.safetensors": ["b"]}, max_file_bytes=32)
+    first, second = Share(host="one", entries=[a, b]), Share(host="one", entries=[c])
+    assert plan_files([first, second], kept) == {"x.safetensors": [a, c], "y.safetensors": [b]}
+    away = Share(host="two", entries=[c])
+    assert list(plan_files([first, away], kept).values()) == [[a, b], [c]]
+
+
+def test_files_that_would_grow_are_split() -> None:
+    wide = [entry("a", 4, dtype=torch.float64), entry("b", 4, dtype=torch.float64)]
+    kept = form(*wide, files={"model.safetensors": ["a", "b"]}, max_file_bytes=32)
+    assert list(plan_files([Share(host="one", entries=wide)], kept)) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+
+
+def test_what_no_stage_holds_as_a_whole_is_told() -> None:
+    with pytest.raises(UserError, match="b is made of tensors of several pipeline stages"):
+        plan_files([Share(host="one", entries=[entry("a", 4)])], form(entry("a", 4), entry("b", 4)))
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    header, places = places_in(tmp_path / "file", [entry("a", 10**15)])
+    with pytest.raises(UserError, match=r"4,000,000,000,000,\d+ bytes cannot be written"):
+        create(tmp_path / "file", header, places)
+    assert not (tmp_path / "file").exists()
