@@ -11,15 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.parallel.memory import give_back_freed_memory
 from harness.parallel.shard import shard_of
 from harness.topology.groups import Groups
+
+MANY = 100_000  # values; what fewer of them leave behind when they are freed is not worth a call
 
 
 def gathered(tensors: Sequence[Tensor]) -> ExitStack:
     """Under ZeRO-3 the whole of parameters that are spread over the data group, while the context lasts."""
     stack = ExitStack()
-    spread = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+    spread: list[Any] = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if spread:
+        if sum(tensor.ds_numel for tensor in spread) >= MANY:
+            stack.callback(give_back_freed_memory)
         stack.enter_context(deepspeed.zero.GatheredParameters(spread))
     return stack
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from harness.config import Resolved
 from harness.config.errors import UserError
+from harness.parallel.memory import give_back_freed_memory
 from harness.parallel.staged import Layer, LayerSequence, StagedModule, deepspeed_topology
 from harness.topology.groups import Groups
 from harness.training.arguments import TrainingArguments
@@ -145,6 +146,7 @@ def layer_finisher(setting: Setting) -> Callable[[nn.Module], None]:
             config_dict_or_path=config,
             dtype=setting.dtype,
         )
+        give_back_freed_memory()
 
     return partition
 
