@@ -18,7 +18,7 @@ right shape; the real modules live in the pipeline layers (`decoder.py`) and are
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from harness.config.errors import UserError
 from harness.models.calls import Call
 from harness.models.carry import Carry, Schema, Tokens, hidden_name
 from harness.models.notes import Notes, Shape
-from harness.models.outline import Outline, outline_of
+from harness.models.outline import Outline, kind_of, outline_of
 from harness.models.probe import examine
 from harness.models.stack import find_stack, has_own_parameters, parameter_owners, put
 from harness.models.standins import LayerStub, Reached, Run, StandIn, call_name
@@ -63,6 +63,7 @@ class Frame:
         self.config = model.config
         self._run: Run | None = None
         self._outlines: dict[int, Outline] = {}
+        self._kinds: dict[Hashable, Outline] = {}
         self._notes = Notes(self._take_notes, device)
         stack = find_stack(model)
         self.layers: list[nn.Module] = list(model.get_submodule(stack).children())
@@ -186,7 +187,11 @@ class Frame:
     def outline(self, index: int, call: Call, hidden: Tensor) -> Outline:
         """What layer `index` gives besides the hidden state; found at its first call."""
         if index not in self._outlines:
-            self._outlines[index] = outline_of(self.layer_names[index], self.layers[index], call, hidden)
+            layer, name = self.layers[index], self.layer_names[index]
+            kind = kind_of(layer)  # a layer that cannot run on meta runs for real, as large as it is: once is enough
+            if kind not in self._kinds:
+                self._kinds[kind] = outline_of(name, layer, call, hidden)
+            self._outlines[index] = self._kinds[kind].renamed(name)
         return self._outlines[index]
 
     def _running(self) -> Run:

@@ -7,8 +7,8 @@ so that it can be taken from the layer on one stage and put in the same place on
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,11 @@ class Outline:
             named |= _named(effect.name, effect.leaves)
         return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
 
+    def renamed(self, name: str) -> Outline:
+        """The same of another layer."""
+        effects = tuple(replace(e, name=name + e.name.removeprefix(self.name)) for e in self.effects)
+        return replace(self, name=name, effects=effects)
+
     def output(self, hidden: Tensor, given: Mapping[str, Tensor]) -> Any:
         """The layer's output made of a hidden state and the tensors in `given`; the others are None."""
         if self.extras is None or self.spec is None:
@@ -85,6 +90,16 @@ def zeroed(layer: nn.Module, device: torch.device) -> nn.Module:
     for tensor in (*real.parameters(), *real.buffers()):
         tensor.zero_()
     return real
+
+
+def kind_of(layer: nn.Module) -> Hashable:
+    """Equal for layers that give alike: of equal modules, shapes and settings, but for numbers such as their index."""
+
+    def settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+        return tuple(sorted((key, value) for key, value in vars(module).items() if isinstance(value, (bool, str))))
+
+    modules = tuple((name, type(module), settings(module)) for name, module in layer.named_modules())
+    return modules, tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
 
 
 @torch.no_grad()

@@ -182,7 +182,7 @@ def test_what_travels_keeps_its_value_and_its_gradient_in_every_layout(tmp_path:
 # -- models whose layers hand on more than a hidden state --------------------------------------------------
 
 STATES = {
-    "gemma3n_text": ("pp2tp2z1", "pp2dp2z1", "dp4z3"),  # keys and values shared, inputs of every layer embedded
+    "gemma3n_text": ("pp2dp2z1", "dp4z3"),  # keys and values shared, inputs of every layer embedded
     "zamba": ("pp2dp2z1", "dp4z3"),  # the embeddings go to every layer, a block is shared by several
     "inkling2_text": ("pp2dp2z1",),  # earlier hidden states
     "hy_v4": ("pp2dp2z1", "dp4z3"),  # chosen indices, which are integers
