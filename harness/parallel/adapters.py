@@ -27,7 +27,7 @@ from harness.parallel.layers import (
     sum_gradients,
     sum_of_copies,
 )
-from harness.parallel.plan import Plan, wildcard
+from harness.parallel.plan import Plan
 from harness.parallel.shard import Shard, cut_parameter, shard_of
 
 
@@ -87,7 +87,7 @@ def cut_with_adapters(
 def _acts_on_both(wrapper: nn.Module, plan: Plan, name: str) -> bool:
     """Whether what the plan says of a linear layer is not to cut its weight: then it is about what goes in or comes
     out, so about the layer and its adapters together."""
-    rule = plan.rules.get(wildcard(name))
+    rule = plan.rule_of(name)
     cuts = rule is not None and ("colwise" in rule.style or "rowwise" in rule.style)
     return not cuts and not hasattr(wrapper, "parameter_name")
 
