@@ -76,12 +76,24 @@ class Leaking(nn.Module):
         return self.down(self.up(x) * x.mean())
 
 
+class Bypassed(nn.Module):
+    """A block that uses the weight of its last layer without the layer, as fused kernels do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(IN, OUT), nn.Linear(OUT, IN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x) @ self.down.weight.t()
+
+
 def refusals(group: dist.ProcessGroup) -> list[str]:
     """What cut, or the first forward, says of plans that would give wrong gradients."""
     said = []
     for module, styles in (
         (Twice(), {"up": "colwise", "down": "rowwise"}),
         (Leaking(), {"up": "colwise", "down": "rowwise"}),
+        (Bypassed(), {"up": "colwise", "down": "rowwise"}),
         (nn.Sequential(nn.Linear(IN, OUT)), {"0": "all_reduce"}),
     ):
         plan = Plan(model_type="any", rules={wildcard(name): Rule(style=style) for name, style in styles.items()})
@@ -127,6 +139,7 @@ def test_a_plan_that_would_give_wrong_gradients_is_refused(results: Any) -> None
         assert said == [
             f"the tensor-parallel plan of Twice gives wrong gradients: scale is{end}",
             f"the tensor-parallel plan of Leaking gives wrong gradients: what goes in is{end}",
+            f"the tensor-parallel plan of Bypassed gives wrong gradients: down.weight, up.bias, up.weight is{end}",
             "the tensor-parallel style all_reduce is for a module that is cut, but 0 is whole: "
             "set tensor_parallel.autotp_size to 1",
         ]
