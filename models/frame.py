@@ -275,7 +275,7 @@ class _Constant(nn.Module):
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
-        self.value = value
+        self.value = self.weight = value  # a forward may ask its head's weight for its dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.value
