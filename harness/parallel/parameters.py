@@ -58,7 +58,8 @@ def _parts(owner: nn.Module, own_name: str, rule: Rule) -> int:
 
 def cut_head_parameters(owner: nn.Module, heads: Heads | None, tensor: TensorParallel) -> None:
     """Keep the rows of this rank's heads of every (heads, head_dim) matrix inside of `owner`, where that is an
-    attention whose projections were split. A vector with an entry a head looks like too many others: a plan has to name it."""
+    attention whose projections were split. A vector with an entry a head looks like too many others: a plan has to name
+    it."""
     head_dim = getattr(owner, "head_dim", None)
     if heads is None or not any(shard_of(p) for child in owner.children() for p in child.parameters(recurse=False)):
         return
