@@ -109,7 +109,7 @@ class Frame:
             raise Reached(hidden, call)
 
         self._switch_mode(training)
-        with self._standing(modules), _recorded(modules) as given:
+        with self._standing(modules), _recorded(modules if self.schema.replayed else {}) as given:
             reached = self._run_until_reached(tokens, Run(stop, torch.float32))
         return Carry(hidden=reached.hidden, states=given)
 
@@ -209,6 +209,8 @@ class Frame:
     def _replayed(self, carry: Carry, stop: int) -> Run:
         """A run in which all layers before `stop` give what travelled from them."""
         given = {**carry.states, hidden_name(stop - 1): carry.hidden}
+        if self.schema.replayed:  # copies: a forward may write to what a module gave, and this one runs many times
+            given = {name: value.clone() for name, value in given.items()}
 
         def handler(index: int, call: Call, hidden: Tensor) -> Tensor:
             if index == stop:
@@ -260,7 +262,7 @@ def _recorded(modules: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
         number = 0
         while call_name(name, number) in given:
             number += 1
-        given[call_name(name, number)] = output
+        given[call_name(name, number)] = output.clone()  # as it was given: the forward may write to it
 
     handles = [module.register_forward_hook(partial(record, name)) for name, module in modules.items()]
     try:
