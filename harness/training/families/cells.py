@@ -45,8 +45,9 @@ from harness.training.trainer import Trainer
 CPU = torch.device("cpu")
 BLOCK, BATCH, STEPS = 32, 8, 3
 TEXT = b"Sphinx of black quartz, judge my vow; 0123456789 + 9876543210. "
-LOSS, NORM = 5e-6, 5e-5  # relative; usual are 2e-7
-MOST = 1e-4  # however much rounding errors do
+# relative: of every loss, of the first gradient norm, of the later ones, where Adam has divided rounding by rounding
+ALLOWED = (5e-6, 2e-5, 5e-4)
+MOST = (1e-4, 1e-3, 1e-2)  # however much rounding errors do
 NOISE = 30
 
 Curve = list[tuple[float, float]]
@@ -62,14 +63,14 @@ class Trial:
 
     Attributes:
         curve: loss and gradient norm of each step.
-        allowed: by how much each may differ, relative.
+        allowed: by how much losses, the first norm and the later ones may differ, relative.
     """
 
     family: str
     config: PretrainedConfig
     directory: Path
     curve: Curve
-    allowed: tuple[float, float]
+    allowed: tuple[float, ...]
 
 
 def run_family(family: str, work: Path) -> dict[str, str]:
@@ -124,8 +125,9 @@ def _trial(family: str, work: Path) -> Trial:
         raise ValueError("its logits depend on later tokens: no decoder")
     curve, moved = (_reference(directory, rounding) for rounding in (0.0, 2e-7))
     apart = worst(moved, curve)
-    allowed = tuple(max(least, min(NOISE * noise, MOST)) for least, noise in zip((LOSS, NORM), apart, strict=True))
-    return Trial(family=family, config=config, directory=directory, curve=curve, allowed=(allowed[0], allowed[1]))
+    limits = zip(ALLOWED, MOST, apart, strict=True)
+    allowed = tuple(max(least, min(NOISE * noise, most)) for least, most, noise in limits)
+    return Trial(family=family, config=config, directory=directory, curve=curve, allowed=allowed)
 
 
 def samples() -> list[dict[str, list[int]]]:
@@ -154,11 +156,11 @@ def _reference(directory: Path, rounding: float) -> Curve:
     return curve
 
 
-def worst(curve: Curve, wanted: Curve) -> tuple[float, float]:
-    """The largest relative difference of the losses and of the norms."""
+def worst(curve: Curve, wanted: Curve) -> tuple[float, float, float]:
+    """The largest relative difference of the losses, of the first norm, and of the later ones."""
     pairs = list(zip(curve, wanted, strict=True))
     losses, norms = ([abs(a[i] - b[i]) / max(abs(b[i]), 1e-30) for a, b in pairs] for i in range(2))
-    return max(losses), max(norms)
+    return max(losses), norms[0], max(norms[1:])
 
 
 # -- cells -------------------------------------------------------------------------------------------------
@@ -205,9 +207,10 @@ def _steps(trial: Trial, name: str, layout: dict[str, Any], exported: Path | Non
             curve.append((record.loss, record.grad_norm or 0.0))
     finally:
         _forget(trainer)
-    loss, norm = worst(curve, trial.curve)
-    if not (loss <= trial.allowed[0] and norm <= trial.allowed[1]):
-        raise Wrong(f"in {STEPS} steps the loss is off by {loss:.0e}, the gradient norm by {norm:.0e}")
+    apart = worst(curve, trial.curve)
+    if not all(off <= allowed for off, allowed in zip(apart, trial.allowed, strict=True)):
+        loss, first, later = apart
+        raise Wrong(f"losses are off by {loss:.0e}, the first gradient norm by {first:.0e}, later ones by {later:.0e}")
 
 
 def _same_tensors(trial: Trial, exported: Path) -> None:
