@@ -8,7 +8,8 @@ is the input of the next. Every floating tensor of a tuple gets its gradient, on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -199,7 +200,7 @@ class LayerSequence(nn.Module):
         built = build_layers(layers, 0, len(layers), seed)
         for index, module in built.modules.items():
             self.add_module(str(index), module)
-        self._blocks = list(_blocks(built.calls, checkpoint_interval))
+        self._blocks = list(_blocks(built.calls, checkpoint_interval, _shared(built.calls)))
 
     def forward(self, inputs: Any) -> Any:
         """The last layer's output."""
@@ -227,11 +228,21 @@ def _with_gradient(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
 
-def _blocks(layers: Sequence[Any], interval: int) -> Iterator[tuple[list[Any], bool]]:
-    """Runs of layers, and whether each is recomputed: up to `interval` neighbours that may be, the others alone."""
+def _shared(layers: Iterable[Any]) -> set[nn.Parameter]:
+    """The parameters that several layers hold."""
+    counts = Counter(parameter for layer in layers for parameter in _parameters(layer))
+    return {parameter for parameter, count in counts.items() if count > 1}
+
+
+def _blocks(layers: Sequence[Any], interval: int, shared: set[nn.Parameter]) -> Iterator[tuple[list[Any], bool]]:
+    """Runs of layers, and whether each is recomputed: up to `interval` neighbours that may be, the others alone.
+
+    Layers that share parameters are not: each recomputed block has a backward of its own, and ZeRO-2 and ZeRO-3 take
+    a parameter's gradient but once.
+    """
     block: list[Any] = []
     for layer in layers:
-        if interval > 0 and is_recomputed([layer]):
+        if interval > 0 and is_recomputed([layer]) and shared.isdisjoint(_parameters(layer)):
             block.append(layer)
             if len(block) < interval:
                 continue
@@ -243,6 +254,10 @@ def _blocks(layers: Sequence[Any], interval: int) -> Iterator[tuple[list[Any], b
         block = []
     if block:
         yield block, True
+
+
+def _parameters(layer: Any) -> Iterable[nn.Parameter]:
+    return layer.parameters() if isinstance(layer, nn.Module) else ()
 
 
 def _run_block(block: Sequence[Callable[..., Any]], *given: Tensor) -> Any:
