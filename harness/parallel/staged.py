@@ -72,19 +72,32 @@ def build_layers(layers: Sequence[Layer], start: int, stop: int, seed: int) -> B
     """
     built = BuiltLayers()
     owners: dict[str, nn.Module] = {}
-    for index in range(start, stop):
+    calls: dict[int, Callable[..., Any]] = {}
+    for index in _build_order(layers, start, stop):
         layer = layers[index]
         torch.manual_seed(seed + index)
         if isinstance(layer, TiedLayerSpec):
             module = _build_tied(layer, index, owners, built)
-            built.calls.append(partial(layer.forward_fn, module) if layer.forward_fn else module)
+            calls[index] = partial(layer.forward_fn, module) if layer.forward_fn else module
         elif isinstance(layer, (LayerSpec, nn.Module)):
             module = layer.build() if isinstance(layer, LayerSpec) else layer
-            built.modules[index] = module
-            built.calls.append(module)
+            built.modules[index] = calls[index] = module
         else:
-            built.calls.append(layer)
+            calls[index] = layer
+    built.calls.extend(calls[index] for index in range(start, stop))
     return built
+
+
+def _build_order(layers: Sequence[Layer], start: int, stop: int) -> list[int]:
+    """The first and the last layer, then the others.
+
+    The ends hold the vocabulary, and under ZeRO-3, where a layer is whole until it is spread, the largest are best made
+    while the least else is there. A last layer tied to one in the middle waits its turn: the first of a key names it.
+    """
+    last = layers[stop - 1]
+    between = {spec.key for spec in layers[start + 1 : stop - 1] if isinstance(spec, TiedLayerSpec)}
+    waits = isinstance(last, TiedLayerSpec) and last.key in between
+    return sorted(range(start, stop), key=lambda index: index != start and (waits or index != stop - 1))
 
 
 def _build_tied(spec: TiedLayerSpec, index: int, owners: dict[str, nn.Module], built: BuiltLayers) -> nn.Module:
@@ -166,7 +179,7 @@ class StagedModule(PipelineModule):
     def _build(self) -> None:
         built = build_layers(self._layer_specs, self._local_start, self._local_stop, self.base_seed)
         self.forward_funcs = built.calls
-        for index, module in built.modules.items():
+        for index, module in sorted(built.modules.items()):
             self.add_module(str(index), module)
         # Not registered: the parameters keep their layer's name. DeepSpeed leaves everything in here out of the
         # gradient norm on all stages but the first, so it must be the shared parameters alone.
@@ -198,7 +211,7 @@ class LayerSequence(nn.Module):
     def __init__(self, layers: Sequence[Layer], *, checkpoint_interval: int, seed: int) -> None:
         super().__init__()
         built = build_layers(layers, 0, len(layers), seed)
-        for index, module in built.modules.items():
+        for index, module in sorted(built.modules.items()):
             self.add_module(str(index), module)
         self._blocks = list(_blocks(built.calls, checkpoint_interval, _shared(built.calls)))
 
