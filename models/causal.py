@@ -71,7 +71,6 @@ class CausalModel:
 
     def costs(self, sequence_length: int, checkpointed: bool) -> list[LayerCost]:
         """What each pipeline layer costs to compute; a tied head multiplies like one of its own."""
-        width = _attention_width(self.source.config)
         first, *middle, last = (_weights(modules) for modules in self._modules())
         return [
             LayerCost(
@@ -83,11 +82,11 @@ class CausalModel:
                 LayerCost(
                     matmul_parameters=weights.matrices,
                     vector_parameters=weights.vectors,
-                    attention_width=width,
+                    attention_width=_attention_width(self.source.config, index),
                     sequence_length=sequence_length,
                     checkpointed=checkpointed,
                 )
-                for weights in middle
+                for index, weights in enumerate(middle)
             ),
             LayerCost(matmul_parameters=last.matrices, vector_parameters=last.vectors, logits=self.vocab_size),
         ]
@@ -214,9 +213,11 @@ def _weights(modules: list[nn.Module]) -> _Weights:
     )
 
 
-def _attention_width(config: PretrainedConfig) -> int:
-    """Attention heads x head size, as far as the config tells."""
-    text = config.get_text_config(decoder=True)
+def _attention_width(config: PretrainedConfig, index: int) -> int:
+    """Attention heads x head size of decoder layer `index`, as far as the config tells."""
+    text: Any = config.get_text_config(decoder=True)
+    layers = getattr(text, "per_layer_config", None)
+    text = layers[index] if layers else text
     heads = getattr(text, "num_attention_heads", None)
     size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
     return heads * size if heads else 0
