@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from harness.config.errors import UserError
 from harness.parallel.apply import cut
 from harness.parallel.comm import TensorParallel, sum_over_group
+from harness.parallel.gradients import sum_gradients, sum_of_copies
 from harness.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     SharedColumnLinear,
-    sum_gradients,
-    sum_of_copies,
 )
 from harness.parallel.plan import Plan
 from harness.parallel.shard import Shard, cut_parameter, shard_of

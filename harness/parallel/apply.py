@@ -23,7 +23,8 @@ from harness.parallel.parameters import cut_bare_parameter, cut_head_parameters
 from harness.parallel.partial import sum_partial_gradients
 from harness.parallel.plan import ADVICE, InputRule, Plan, wildcard
 from harness.parallel.shard import shard_of
-from harness.parallel.styles import STYLE_FUNCTIONS, Site
+from harness.parallel.site import Site
+from harness.parallel.styles import STYLE_FUNCTIONS
 
 
 def cut(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,7 @@ from harness.config.errors import UserError
 from harness.parallel.comm import TensorParallel, copy_to_group, reduce_from_group
 from harness.parallel.plan import STYLES, NoPlan, Plan, Rule, plan_for
 from harness.parallel.shard import cut_parameter, share_of
-
-if TYPE_CHECKING:
-    from harness.parallel.styles import Site
+from harness.parallel.site import Site
 
 EXPERTS, EXPERT_PARAMETER = "ep_dispatch_experts", "grouped_gemm"
 _ADVICE = "leave expert_parallel.autoep_size out, so that each expert is cut"

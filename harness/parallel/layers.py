@@ -10,7 +10,6 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from harness.parallel.comm import (
     group_size,
     reduce_from_group,
     split_to_group,
-    sum_over_group,
 )
 from harness.parallel.shard import Shard, cut_parameter, padded_share_of, shard_of, share_of, without_dim
 
@@ -268,45 +266,6 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def extra_repr(self) -> str:
         return f"{self.rows} of {self.num_embeddings}, {self.embedding_dim}"
-
-
-def sum_gradients(module: nn.Module, names: list[str], reduce: Callable[[Tensor], Tensor]) -> None:
-    """Accumulate `reduce(gradient)` instead of the gradients of `module`'s own parameters `names`.
-
-    The parameters are looked up at each forward, so that those which take the place of meta tensors are served too.
-    """
-
-    def before_forward(owner: nn.Module, _args: Any) -> None:
-        for name, param in owner.named_parameters(recurse=False):
-            if name in names and param.requires_grad and not sums_gradient(param):
-                sum_gradient(param, reduce)
-
-    module.register_forward_pre_hook(before_forward)
-
-
-def sum_gradient(param: nn.Parameter, reduce: Callable[[Tensor], Tensor]) -> None:
-    """Accumulate `reduce(gradient)` instead of the gradient of `param`."""
-    param.register_hook(reduce)
-    param.summed_id = id(param)  # type: ignore[attr-defined]  # an attribute may be copied, a hook is not
-
-
-def sums_gradient(param: nn.Parameter) -> bool:
-    """Whether `param` is served by `sum_gradient`: this very object, not one whose attributes it was given."""
-    return getattr(param, "summed_id", None) == id(param)
-
-
-def sum_of_copies(place: TensorParallel, copies: int) -> Callable[[Tensor], Tensor]:
-    """A function that sums a gradient over the `copies` neighbouring ranks which hold the same shard.
-
-    It sums over the whole group, a slot for each shard: no group of its own has to be made for it.
-    """
-
-    def reduce(grad: Tensor) -> Tensor:
-        slots = grad.new_zeros((place.size // copies, *grad.shape))
-        slots[place.rank // copies] = grad
-        return sum_over_group(slots, place.group)[place.rank // copies]
-
-    return reduce
 
 
 def _begin(layer: Any, linear: Any, group: dist.ProcessGroup | None, out_dim: int, weight_transposed: bool) -> None:

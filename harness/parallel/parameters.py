@@ -11,8 +11,8 @@ from torch import nn
 
 from harness.config.errors import UserError
 from harness.parallel.comm import TensorParallel
+from harness.parallel.gradients import sum_gradients, sum_of_copies
 from harness.parallel.heads import Heads, require_width
-from harness.parallel.layers import sum_gradients, sum_of_copies
 from harness.parallel.plan import Rule
 from harness.parallel.shard import cut_parameter, shard_of, share_of
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from harness.config.errors import UserError
 from harness.parallel.comm import INTO_SPLIT, OUT_OF_SPLIT, TensorParallel, sum_over_group
-from harness.parallel.layers import sum_gradient, sums_gradient
+from harness.parallel.gradients import sum_gradient, sums_gradient
 from harness.parallel.shard import shard_of
 
 

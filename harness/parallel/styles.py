@@ -8,53 +8,36 @@ module, or the same one with hooks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from harness.config.errors import UserError
-from harness.parallel.comm import (
-    TensorParallel,
-    copy_tail_to_group,
-    copy_to_group,
-    gather_from_group,
-    reduce_from_group,
-    split_to_group,
-    sum_over_group,
+from harness.parallel.comm import copy_to_group, gather_from_group, split_to_group
+from harness.parallel.gradients import sum_gradients, sum_of_copies
+from harness.parallel.heads import copies_of_share, require_width
+from harness.parallel.hooked import (
+    all_reduce,
+    copy_input,
+    gather_input,
+    local_params,
+    mla_kv_a_proj,
+    moe_identity_expert,
+    moe_tp_experts,
+    replicate,
+    replicated_with_grad_allreduce,
 )
-from harness.parallel.heads import Heads, copies_of_share, require_width
 from harness.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     SharedColumnLinear,
     VocabParallelEmbedding,
-    sum_gradients,
-    sum_of_copies,
 )
-from harness.parallel.plan import Rule
 from harness.parallel.shard import cut_parameter, padded_share_of, share_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """A module that a rule of the plan names: its full name, the module that owns it and, if that is an attention, its
-    heads; and this rank's place.
-
-    `local_output`: a gathered output shall stay this rank's part.
-    """
-
-    name: str
-    module: Any
-    owner: Any
-    heads: Heads | None
-    rule: Rule
-    tensor: TensorParallel
-    config: Any
-    local_output: bool = False
+from harness.parallel.site import Site, misfit
 
 
 def colwise(site: Site, parts: int = 1) -> nn.Module:
@@ -145,15 +128,6 @@ def embedding_rowwise(site: Site) -> nn.Module:
     return VocabParallelEmbedding.from_embedding(module, tensor.group, shard=shard)
 
 
-def replicated_with_grad_allreduce(site: Site) -> nn.Module:
-    """A module that every rank holds whole but applies to its own heads: its gradients are summed."""
-    for module in site.module.modules():
-        names = [name for name, _ in module.named_parameters(recurse=False)]
-        if names:
-            sum_gradients(module, names, lambda grad: sum_over_group(grad, site.tensor.group))
-    return site.module
-
-
 def embedding_colwise(site: Site) -> nn.Module:
     """An embedding split over the width of its vectors, which are gathered."""
     module, tensor = site.module, site.tensor
@@ -164,71 +138,9 @@ def embedding_colwise(site: Site) -> nn.Module:
     return module
 
 
-def moe_tp_experts(site: Site) -> nn.Module:
-    """Experts of which each rank holds a part of every one: what goes in is whole, what comes out is
-    summed."""
-    group = site.tensor.group
-
-    def before_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return tuple(_copied(x, group) for x in args), {name: _copied(x, group) for name, x in kwargs.items()}
-
-    site.module.register_forward_pre_hook(before_forward, with_kwargs=True)
-    return all_reduce(site)
-
-
-def moe_identity_expert(site: Site) -> nn.Module:
-    """An expert that returns its input, on every rank alike, where the experts' outputs are summed: it gives
-    a share."""
-    site.module.register_forward_hook(lambda _module, _args, output: output / site.tensor.size)
-    return site.module
-
-
-def gather_input(site: Site) -> nn.Module:
-    """A module that needs the whole width (a norm over all heads), between layers that are split: its split inputs are
-    gathered, its output is split again."""
-    group = site.tensor.group
-    site.module.register_forward_pre_hook(lambda _module, args: tuple(gather_from_group(x, group) for x in args))
-    site.module.register_forward_hook(lambda _module, _args, output: split_to_group(output, group))
-    return site.module
-
-
-def copy_input(site: Site) -> nn.Module:
-    """The owner of split parameters, of which each rank makes its part of the output from the whole input."""
-    group = site.tensor.group
-    site.module.register_forward_pre_hook(lambda _module, args: tuple(_copied(x, group) for x in args))
-    return site.module
-
-
-def mla_kv_a_proj(site: Site) -> nn.Module:
-    """A whole projection whose output is two: one that a split layer takes in, and `qk_rope_head_dim` rotary
-    values that go to each rank's own heads, so that their gradients are summed (DeepSeek-V2, arXiv
-    2405.04434, section 2.1).
-    """
-    tail, group = site.config.qk_rope_head_dim, site.tensor.group
-    site.module.register_forward_hook(lambda _module, _args, output: copy_tail_to_group(output, tail, group))
-    return site.module
-
-
-def all_reduce(site: Site) -> nn.Module:
-    """A module whose output, partial on each rank, is summed."""
-    group = site.tensor.group
-    site.module.register_forward_hook(lambda _module, _args, output: reduce_from_group(output, group))
-    return site.module
-
-
-def local_params(site: Site) -> nn.Module:
-    """The owner of parameters that rules of their own cut: its forward uses this rank's parts as they are."""
-    return site.module
-
-
-def replicate(site: Site) -> nn.Module:
-    """A module that every rank holds whole and applies to the same input: nothing to do."""
-    return site.module
-
-
 def divided(site: Site) -> nn.Module:
     """See `harness.parallel.parameters`: a style for parameters alone."""
-    raise _misfit(site, "a parameter")
+    raise misfit(site, "a parameter")
 
 
 STYLE_FUNCTIONS: dict[str, Callable[[Site], nn.Module]] = {
@@ -272,10 +184,6 @@ def _row(site: Site, *, input_is_parallel: bool, parts: int = 1) -> nn.Module:
     )
 
 
-def _copied(x: Any, group: Any) -> Any:
-    return copy_to_group(x, group) if isinstance(x, Tensor) and x.requires_grad else x
-
-
 def _is_transposed(site: Site) -> bool:
     """Whether the linear layer at `site` stores its weight as (in, out). Raises UserError where there is
     none."""
@@ -283,7 +191,7 @@ def _is_transposed(site: Site) -> bool:
         return True
     if isinstance(site.module, nn.Linear) and _computes_as_linear(type(site.module)):
         return False
-    raise _misfit(site, "nn.Linear or Conv1D")
+    raise misfit(site, "nn.Linear or Conv1D")
 
 
 def _computes_as_linear(kind: type[nn.Linear]) -> bool:
@@ -311,14 +219,7 @@ def _require_whole_units(site: Site, width: int) -> None:
 def _require_plain_embedding(site: Site) -> None:
     module = site.module
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
-        raise _misfit(site, "a plain nn.Embedding")
-
-
-def _misfit(site: Site, wanted: str) -> UserError:
-    return UserError(
-        f"the tensor-parallel style {site.rule.style} is for {wanted}, but {site.name} is a "
-        f"{type(site.module).__name__}: set tensor_parallel.autotp_size to 1, or mend the plan"
-    )
+        raise misfit(site, "a plain nn.Embedding")
 
 
 def _repeat_less(site: Site, copies: int) -> None:

@@ -54,5 +54,5 @@ def test_what_the_plan_does_not_say_is_refused() -> None:
         expert_parallel_plan(model_of("llama"))
     model = model_of("mixtral", num_local_experts=4)
     model._ep_plan = {**model.ep_plan, "model.layers.*.mlp.gate": "a new style"}
-    with pytest.raises(UserError, match="the style 'a new style' for model.layers"):
+    with pytest.raises(UserError, match=r"the style 'a new style' for model.layers"):
         expert_parallel_plan(model)

@@ -1,0 +1,53 @@
+"""Gradients that are a part on each tensor-parallel rank, summed where they arrive.
+
+A parameter that ranks hold alike but use on their own heads, or of which neighbours hold copies, gets a part of its
+gradient on each of them. The sum is taken by a hook on the parameter, before anything is accumulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from harness.parallel.comm import TensorParallel, sum_over_group
+
+
+def sum_gradients(module: nn.Module, names: list[str], reduce: Callable[[Tensor], Tensor]) -> None:
+    """Accumulate `reduce(gradient)` instead of the gradients of `module`'s own parameters `names`.
+
+    The parameters are looked up at each forward, so that those which take the place of meta tensors are served too.
+    """
+
+    def before_forward(owner: nn.Module, _args: Any) -> None:
+        for name, param in owner.named_parameters(recurse=False):
+            if name in names and param.requires_grad and not sums_gradient(param):
+                sum_gradient(param, reduce)
+
+    module.register_forward_pre_hook(before_forward)
+
+
+def sum_gradient(param: nn.Parameter, reduce: Callable[[Tensor], Tensor]) -> None:
+    """Accumulate `reduce(gradient)` instead of the gradient of `param`."""
+    param.register_hook(reduce)
+    param.summed_id = id(param)  # type: ignore[attr-defined]  # an attribute may be copied, a hook is not
+
+
+def sums_gradient(param: nn.Parameter) -> bool:
+    """Whether `param` is served by `sum_gradient`: this very object, not one whose attributes it was given."""
+    return getattr(param, "summed_id", None) == id(param)
+
+
+def sum_of_copies(place: TensorParallel, copies: int) -> Callable[[Tensor], Tensor]:
+    """A function that sums a gradient over the `copies` neighbouring ranks which hold the same shard.
+
+    It sums over the whole group, a slot for each shard: no group of its own has to be made for it.
+    """
+
+    def reduce(grad: Tensor) -> Tensor:
+        slots = grad.new_zeros((place.size // copies, *grad.shape))
+        slots[place.rank // copies] = grad
+        return sum_over_group(slots, place.group)[place.rank // copies]
+
+    return reduce
