@@ -18,7 +18,7 @@ from harness.models.matrix import CELLS, PLAN, STORED, YES, Matrix, installed_tr
 DESCRIPTION = """Prints what holds for each family of HuggingFace decoders: pipeline stages, tensor parallelism, ZeRO-3,
 reading a checkpoint, writing one. Every cell was run on a tiny random model: three training steps against the same
 model in one process, and checkpoints compared to the bit."""
-EXAMPLE = """examples:
+EXAMPLE = """example:
   ds-harness models                                 the stored matrix
   ds-harness models FAMILY --run                    run a family now, on two CPU ranks
   ds-harness models --run --compare                 what came and went with the installed transformers
