@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -85,7 +85,7 @@ def build_layers(layers: Sequence[Layer], start: int, stop: int, seed: int) -> B
         else:
             calls[index] = layer
     built.calls.extend(calls[index] for index in range(start, stop))
-    return built
+    return replace(built, modules=dict(sorted(built.modules.items())))
 
 
 def _build_order(layers: Sequence[Layer], start: int, stop: int) -> list[int]:
@@ -179,7 +179,7 @@ class StagedModule(PipelineModule):
     def _build(self) -> None:
         built = build_layers(self._layer_specs, self._local_start, self._local_stop, self.base_seed)
         self.forward_funcs = built.calls
-        for index, module in sorted(built.modules.items()):
+        for index, module in built.modules.items():
             self.add_module(str(index), module)
         # Not registered: the parameters keep their layer's name. DeepSpeed leaves everything in here out of the
         # gradient norm on all stages but the first, so it must be the shared parameters alone.
@@ -211,7 +211,7 @@ class LayerSequence(nn.Module):
     def __init__(self, layers: Sequence[Layer], *, checkpoint_interval: int, seed: int) -> None:
         super().__init__()
         built = build_layers(layers, 0, len(layers), seed)
-        for index, module in sorted(built.modules.items()):
+        for index, module in built.modules.items():
             self.add_module(str(index), module)
         self._blocks = list(_blocks(built.calls, checkpoint_interval, _shared(built.calls)))
 
