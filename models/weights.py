@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.config.errors import UserError
+from harness.models.buffers import built_buffers, mark_unfilled, unfilled
 from harness.models.lazy import Lazy
 from harness.models.tensorfiles import Stored
 
@@ -73,10 +74,14 @@ class Initialiser:
         """The initial values of `names` in the uncut layer `whole`; memory is taken for these alone."""
         digest = hashlib.sha256(f"{self.seed}:{','.join(name for name, _ in whole.named_parameters())}".encode())
         scratch = _partly_real(whole, names, device)
+        mark_unfilled(scratch)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(int.from_bytes(digest.digest()[:8], "little", signed=True))
             self._initialise(scratch, "", self.model)
-        return {name: tensor for name, tensor in _named_tensors(scratch) if name in names}
+        drawn = {name: tensor for name, tensor in _named_tensors(scratch) if name in names}
+        for name in unfilled((name, buffer) for name, buffer in scratch.named_buffers() if name in names):
+            drawn[name].copy_(self._built_buffers[name])
+        return drawn
 
     def _initialise(self, module: nn.Module, name: str, owner: PreTrainedModel) -> None:
         """Initialise what is inside, then `module` itself, each by the innermost model of transformers around it."""
@@ -84,6 +89,10 @@ class Initialiser:
         for child_name, child in module.named_children():
             self._initialise(child, f"{name}.{child_name}".lstrip("."), inner)
         inner._init_weights(module)
+
+    @cached_property
+    def _built_buffers(self) -> dict[str, Tensor]:
+        return built_buffers(self.model)
 
     @cached_property
     def _models(self) -> dict[str, PreTrainedModel]:

@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from harness.config.errors import UserError
 from harness.models.causal import CausalModel, assemble
+from harness.models.locate import PLANS
 from harness.models.matrix import CELLS, PLAN, YES, plan_digest
 from harness.models.skeleton import ModelSource, read_source
 from harness.models.tiny import tiny_config, tiny_model
@@ -106,7 +107,7 @@ def _verdict(cell: Callable[[], None]) -> str:
 
 
 def _short(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).replace(f"{PLANS.parents[1]}/", "").replace(f"{tempfile.gettempdir()}/", "")
     kind = "" if isinstance(error, (UserError, Wrong)) else f"{type(error).__name__}: "
     return (kind + text)[:160]
 
