@@ -1,4 +1,4 @@
-"""A buffer that is computed while a model is built, and stands in no checkpoint, is right on every rank all the same."""
+"""A buffer that is computed while a model is built, and stands in no checkpoint, is right on every rank as well."""
 
 from __future__ import annotations
 
