@@ -44,7 +44,7 @@ from harness.training.families.stored import stored_difference
 from harness.training.trainer import Trainer
 
 CPU = torch.device("cpu")
-BLOCK, BATCH, STEPS = 32, 8, 3
+BLOCK, BATCH, MICRO, STEPS = 32, 8, 2, 3
 TEXT = b"Sphinx of black quartz, judge my vow; 0123456789 + 9876543210. "
 # relative: of every loss, of the first gradient norm, of the later ones, where Adam has divided rounding by rounding
 ALLOWED = (5e-6, 2e-5, 5e-4)
@@ -147,9 +147,12 @@ def _reference(directory: Path, rounding: float) -> Curve:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     curve = []
     for _ in range(STEPS):
-        logits = model(input_ids=ids, use_cache=False).logits
-        loss = cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]).float(), ids[:, 1:].reshape(-1))
-        loss.backward()
+        loss = torch.zeros(())
+        for part in ids.split(MICRO):  # the shapes of the layouts: a choice among equals may depend on them
+            logits = model(input_ids=part, use_cache=False).logits
+            mean = cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]).float(), part[:, 1:].reshape(-1))
+            (mean * MICRO / BATCH).backward()
+            loss += mean.detach() * MICRO / BATCH
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -240,12 +243,10 @@ def _loads(trial: Trial, exported: Path) -> None:
 
 
 def _trainer(trial: Trial, name: str, layout: dict[str, Any]) -> Trainer:
-    whole = "zero_optimization" in layout
-    micro = 1 if whole else 2
     config = {
         "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": BATCH // micro // (2 if whole else 1),
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": BATCH // MICRO // (2 if "zero_optimization" in layout else 1),
         "zero_optimization": {"stage": 0},
         **layout,
     }
