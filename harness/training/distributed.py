@@ -20,14 +20,29 @@ def start(env: LaunchEnv) -> torch.device:
     """Initialise torch.distributed for this process, alone or launched; returns this rank's device."""
     accelerator = get_accelerator()
     accelerator.set_device(env.local_rank)
+    _avoid_compiling()
     if not dist.is_initialized():
         env.export(os.environ)
-        _avoid_compiling()
         backend = accelerator.communication_backend_name()
         deepspeed.init_distributed(dist_backend=backend, timeout=TIMEOUT, auto_mpi_discovery=False, verbose=False)
     elif not deepspeed.comm.is_initialized():
         deepspeed.init_distributed()
     return torch.device(accelerator.device_name(env.local_rank) if accelerator.device_name() != "cpu" else "cpu")
+
+
+def open_groups() -> frozenset[dist.ProcessGroup]:
+    """All process groups that this process has."""
+    return frozenset(dist.distributed_c10d._world.pg_map)  # torch has no public list of them
+
+
+def close_groups(kept: frozenset[dist.ProcessGroup]) -> None:
+    """Destroy all process groups but `kept`: with gloo each has threads that never sleep for long.
+
+    Those of all ranks stay, as DeepSpeed keeps one of them for the next engine.
+    """
+    for group in open_groups() - kept:
+        if dist.get_world_size(group) < dist.get_world_size():
+            dist.destroy_process_group(group)
 
 
 def any_rank(wish: bool, device: torch.device) -> bool:

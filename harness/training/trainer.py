@@ -9,6 +9,7 @@ Started by the deepspeed launcher every process makes one; started by plain `pyt
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
@@ -34,7 +35,7 @@ from harness.training.configure import configure
 from harness.training.console import Console, plain_console
 from harness.training.data.collate import Collator, collate
 from harness.training.data.stream import BatchStream, data_digest, dataset_length
-from harness.training.distributed import any_rank, require_precision, start
+from harness.training.distributed import any_rank, close_groups, open_groups, require_precision, start
 from harness.training.evaluate import mean_loss
 from harness.training.losses import AUX_LOSS
 from harness.training.prepare import user_datasets
@@ -115,6 +116,12 @@ class Trainer:
         self.asks = False  # whether a callback of any rank may ask for something
         if self.resume_from is not None:
             self._resume(self.resume_from)
+
+    def close(self) -> None:
+        """Let go of the engine's memory and of its process groups, so that another Trainer may take its place."""
+        self.engine.deepspeed.destroy()
+        close_groups(self._groups_of_others)
+        gc.collect()
 
     # -- training ------------------------------------------------------------------------------------------
 
@@ -288,6 +295,7 @@ class Trainer:
                 "checkpoint to resume": str(self.resume_from),
             },
         )
+        self._groups_of_others = open_groups()
         self.groups = build_groups(self.layout)
         announce.version(self.console)
         announce.placement(self.console, self.layout, env)

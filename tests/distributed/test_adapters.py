@@ -22,7 +22,7 @@ from harness.parallel.staged import build_layers
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_experts import FAMILIES as EXPERTS
 from tests.distributed.test_experts import SPREAD
-from tests.distributed.training import STEPS, Curve, Job, forget, rows, tiny_model, worst
+from tests.distributed.training import STEPS, Curve, Job, rows, tiny_model, worst
 
 pytestmark = pytest.mark.ranks
 
@@ -68,7 +68,7 @@ def _train(job: LoraJob, output_dir: str) -> Outcome:
     for step in range(STEPS):
         if job.resumed and step == 2:
             trainer.save_checkpoint()
-            forget(trainer)
+            trainer.close()
             trainer = _trainer(job, output_dir, resume_from_checkpoint="auto")
         record = trainer.training_step()
         curve.append((record.loss, record.grad_norm or 0.0))
@@ -78,7 +78,7 @@ def _train(job: LoraJob, output_dir: str) -> Outcome:
     state = _state_elements(trainer.engine.deepspeed.basic_optimizer)
     final = trainer.evaluate(rows())["eval_loss"]
     outcome = Outcome(curve, final, output_dir, trained, state, _ranks_agree(module, trainer.groups.tensor))
-    forget(trainer)
+    trainer.close()
     return outcome
 
 

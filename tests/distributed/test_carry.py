@@ -15,7 +15,7 @@ from harness import Trainer, TrainingArguments
 from harness.models.tiny import tiny_config
 from harness.models.tiny import tiny_model as tiny_copy
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import BATCH, Curve, Job, forget, reference, rows, tiny_model, train_all, worst
+from tests.distributed.training import BATCH, Curve, Job, reference, rows, tiny_model, train_all, worst
 
 pytestmark = pytest.mark.ranks
 
@@ -114,7 +114,7 @@ LAYOUTS = [
 
 def steps(trainer: Trainer, n: int) -> Curve:
     records = [trainer.training_step() for _ in range(n)]
-    forget(trainer)
+    trainer.close()
     return [(record.loss, record.grad_norm or 0.0) for record in records]
 
 

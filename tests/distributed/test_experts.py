@@ -25,7 +25,6 @@ from tests.distributed.training import (
     STEPS,
     Curve,
     Job,
-    forget,
     reference,
     rows,
     tiny_model,
@@ -61,7 +60,7 @@ def round_trip(job: Job, folder: str) -> None:
     arguments = TrainingArguments(deepspeed_config=job.deepspeed_config(), output_dir=folder, max_steps=1)
     trainer = Trainer(job.model, arguments, train_dataset=rows())
     trainer.save_model()
-    forget(trainer)
+    trainer.close()
 
 
 def with_router_loss(job: Job, folder: str) -> tuple[Curve, list[float], float]:
@@ -75,7 +74,7 @@ def with_router_loss(job: Job, folder: str) -> tuple[Curve, list[float], float]:
     trainer = Trainer(job.model, arguments, train_dataset=rows(), eval_dataset=rows()[:6])
     evaluation = trainer.evaluate()["eval_loss"]
     records = [trainer.training_step() for _ in range(STEPS)]
-    forget(trainer)
+    trainer.close()
     curve = [(record.loss, record.grad_norm or 0.0) for record in records]
     return curve, [record.aux_loss or 0.0 for record in records], evaluation
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, forget, tiny_model
+from tests.distributed.training import Job, tiny_model
 
 pytestmark = pytest.mark.ranks
 
@@ -26,7 +26,7 @@ def read_and_write(model: str, folder: str) -> None:
         )
         trainer = Trainer(model, arguments)
         trainer.save_model()
-        forget(trainer)
+        trainer.close()
 
 
 def contents(folder: Path) -> dict[str, str]:

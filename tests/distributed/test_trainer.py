@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, forget, rows, tiny_model
+from tests.distributed.training import Job, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 
@@ -71,7 +71,7 @@ def own_layers(config: dict[str, Any], folder: str) -> tuple[list[float], list[f
     losses = [trainer.training_step().loss for _ in range(12)]
     evaluated = [trainer.evaluate()["eval_loss"], trainer.evaluate(Points(1))["eval_loss"]]
     evaluated.append(trainer.evaluate()["eval_loss"])
-    forget(trainer)
+    trainer.close()
     return losses, evaluated
 
 
@@ -130,7 +130,7 @@ def stop_and_export(job: Job, folder: str) -> tuple[list[str], float]:
     trainer.train()
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model()
-    forget(trainer)
+    trainer.close()
     return callback.moments, loss
 
 
@@ -159,10 +159,10 @@ def train_break_and_resume(job: Job, folder: str) -> tuple[list[float], list[flo
     first = begin()
     first.train()
     unbroken = [log["loss"] for log in losses_of(Path(folder) / job.layout)][2:]
-    forget(first)
+    first.close()
     second = begin(resume_from_checkpoint=str(Path(folder) / job.layout / "checkpoint-2"))
     second.train()
-    forget(second)
+    second.close()
     return unbroken, [log["loss"] for log in losses_of(Path(folder) / job.layout)][2:]
 
 
@@ -188,7 +188,7 @@ def export_untrained(jobs: list[Job], folder: str) -> None:
     for job in jobs:
         trainer = Trainer(job.model, arguments(Path(folder), job.deepspeed_config()), rows())
         trainer.save_model(Path(folder) / f"{Path(job.model).name}-{job.layout}")
-        forget(trainer)
+        trainer.close()
 
 
 def test_weights_come_out_as_they_went_in_to_the_bit(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def checkpointing_state(config: dict[str, Any], model: str, folder: str) -> tupl
     trainer.training_step()
     checkpointing.get_partitioned_activations_for_backward = keep
     switches = (checkpointing.PARTITION_ACTIVATIONS, checkpointing.CPU_CHECKPOINT, checkpointing.mp_size)
-    forget(trainer)
+    trainer.close()
     return (*switches, stored)
 
 

@@ -21,7 +21,7 @@ from harness.models.locate import PLANS
 from harness.models.tiny import tiny_config
 from harness.training.console import Console
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, forget, rows
+from tests.distributed.training import Job, rows
 
 pytestmark = pytest.mark.ranks
 
@@ -70,7 +70,7 @@ def start(config: PretrainedConfig, folder: str, name: str) -> str:
         trainer = Trainer(config, arguments, train_dataset=rows(), console=Console(out=said, error=said, speaks=True))
     except UserError as error:
         return str(error)
-    forget(trainer)
+    trainer.close()
     return next(line for line in said.getvalue().splitlines() if "tiny" in line).partition(" (")[0]
 
 

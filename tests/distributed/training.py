@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,20 +77,13 @@ def train(job: Job, output_dir: str) -> Curve:
     for _ in range(arguments.max_steps):
         record = trainer.training_step()
         curve.append((record.loss, record.grad_norm or 0.0))
-    forget(trainer)
+    trainer.close()
     return curve
 
 
 def train_all(jobs: list[Job], output_dir: str) -> list[Curve]:
     """Several jobs one after the other in the same processes."""
     return [train(job, output_dir) for job in jobs]
-
-
-def forget(trainer: Trainer) -> None:
-    """Let go of an engine, so that the next one finds the memory free."""
-    trainer.engine.deepspeed.destroy()
-    del trainer
-    gc.collect()
 
 
 def tiny_model(path: Path, family: str, tied: bool, **changes: Any) -> str:

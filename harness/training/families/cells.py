@@ -10,7 +10,6 @@ hangs.
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import logging
@@ -210,7 +209,7 @@ def _steps(trial: Trial, name: str, layout: dict[str, Any], exported: Path | Non
             record = trainer.training_step()
             curve.append((record.loss, record.grad_norm or 0.0))
     finally:
-        _forget(trainer)
+        trainer.close()
     apart = worst(curve, trial.curve)
     if not all(off <= allowed for off, allowed in zip(apart, trial.allowed, strict=True)):
         loss, first, later = apart
@@ -263,12 +262,6 @@ def _trainer(trial: Trial, name: str, layout: dict[str, Any]) -> Trainer:
     nowhere = io.StringIO()
     console = Console(out=nowhere, error=nowhere, speaks=False)
     return Trainer(str(trial.directory), arguments, train_dataset=samples(), console=console)
-
-
-def _forget(trainer: Trainer) -> None:
-    engine: Any = trainer.engine.deepspeed
-    engine.destroy()
-    gc.collect()
 
 
 def main(argv: Sequence[str]) -> int:
