@@ -3,7 +3,7 @@
     python -m harness.training.families.cells RESULTS FAMILY...     # RANK and so on as a launcher sets them
 
 Every cell trains three steps through the Trainer, in its layout, and compares losses and gradient norms with the same
-training of the HuggingFace model in one process. What rounding may change is measured: that training is done once more
+training of the HuggingFace model in one process. What rounding may change is measured: that training is done again
 with weights moved by rounding errors. A row is written as soon as it is known, so that nothing is lost when a family
 hangs.
 """
@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from harness.config.errors import UserError
@@ -39,18 +38,11 @@ from harness.models.verify import find_difference, looks_ahead
 from harness.parallel.comm import TensorParallel
 from harness.training.arguments import TrainingArguments
 from harness.training.console import Console
+from harness.training.families.reference import BATCH, MICRO, STEPS, Curve, allowance, reference, samples, worst
 from harness.training.families.stored import stored_difference
 from harness.training.trainer import Trainer
 
 CPU = torch.device("cpu")
-BLOCK, BATCH, MICRO, STEPS = 32, 8, 2, 3
-TEXT = b"Sphinx of black quartz, judge my vow; 0123456789 + 9876543210. "
-# relative: of every loss, of the first gradient norm, of the later ones, where Adam has divided rounding by rounding
-ALLOWED = (5e-6, 2e-5, 5e-4)
-MOST = (1e-4, 1e-3, 1e-2)  # however much rounding errors do
-NOISE = 30
-
-Curve = list[tuple[float, float]]
 
 
 class Wrong(Exception):
@@ -63,14 +55,12 @@ class Trial:
 
     Attributes:
         curve: loss and gradient norm of each step.
-        allowed: by how much losses, the first norm and the later ones may differ, relative.
     """
 
     family: str
     config: PretrainedConfig
     directory: Path
     curve: Curve
-    allowed: tuple[float, ...]
 
 
 def run_family(family: str, work: Path) -> dict[str, str]:
@@ -123,47 +113,8 @@ def _trial(family: str, work: Path) -> Trial:
     dist.barrier()
     if looks_ahead(config, CPU):
         raise ValueError("its logits depend on later tokens: no decoder")
-    curve, moved = (_reference(directory, rounding) for rounding in (0.0, 2e-7))
-    apart = worst(moved, curve)
-    limits = zip(ALLOWED, MOST, apart, strict=True)
-    allowed = tuple(max(least, min(NOISE * noise, most)) for least, most, noise in limits)
-    return Trial(family=family, config=config, directory=directory, curve=curve, allowed=allowed)
-
-
-def samples() -> list[dict[str, list[int]]]:
-    """One global batch: bytes of a text, as noise would make Adam divide noise by noise."""
-    text = TEXT * (BLOCK * BATCH // len(TEXT) + 1)
-    return [{"input_ids": list(text[start : start + BLOCK])} for start in range(0, BATCH * BLOCK, BLOCK)]
-
-
-def _reference(directory: Path, rounding: float) -> Curve:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).train()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        for parameter in model.parameters():
-            parameter.mul_(1 + rounding * (torch.randint_like(parameter, 2) * 2 - 1))
-    ids = torch.tensor([sample["input_ids"] for sample in samples()])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    curve = []
-    for _ in range(STEPS):
-        loss = torch.zeros(())
-        for part in ids.split(MICRO):  # the shapes of the layouts: a choice among equals may depend on them
-            logits = model(input_ids=part, use_cache=False).logits
-            mean = cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]).float(), part[:, 1:].reshape(-1))
-            (mean * MICRO / BATCH).backward()
-            loss += mean.detach() * MICRO / BATCH
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        curve.append((loss.item(), norm.item()))
-    return curve
-
-
-def worst(curve: Curve, wanted: Curve) -> tuple[float, float, float]:
-    """The largest relative difference of the losses, of the first norm, and of the later ones."""
-    pairs = list(zip(curve, wanted, strict=True))
-    losses, norms = ([abs(a[i] - b[i]) / max(abs(b[i]), 1e-30) for a, b in pairs] for i in range(2))
-    return max(losses), norms[0], max(norms[1:])
+    curve = reference(directory)
+    return Trial(family=family, config=config, directory=directory, curve=curve)
 
 
 # -- cells -------------------------------------------------------------------------------------------------
@@ -211,9 +162,14 @@ def _steps(trial: Trial, name: str, layout: dict[str, Any], exported: Path | Non
     finally:
         trainer.close()
     apart = worst(curve, trial.curve)
-    if not all(off <= allowed for off, allowed in zip(apart, trial.allowed, strict=True)):
+    # one trial of rounding nearly always tells; where a rare choice flips (of experts, of keys), it takes several
+    if not any(_within(apart, allowance(trial.directory, trial.curve, seeds)) for seeds in (range(1), range(1, 12))):
         loss, first, later = apart
         raise Wrong(f"losses are off by {loss:.0e}, the first gradient norm by {first:.0e}, later ones by {later:.0e}")
+
+
+def _within(apart: Iterable[float], allowed: Iterable[float]) -> bool:
+    return all(off <= limit for off, limit in zip(apart, allowed, strict=True))
 
 
 def _same_tensors(trial: Trial, exported: Path) -> None:

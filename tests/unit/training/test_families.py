@@ -10,8 +10,10 @@ from safetensors.torch import save_file
 
 from harness.cli import main
 from harness.models.matrix import CELLS, Matrix, read_matrix
+from harness.models.tiny import tiny_config, tiny_model
 from harness.training.families.commands import differences, render, spell
 from harness.training.families.launch import read_rows
+from harness.training.families.reference import ALLOWED, allowance, reference, worst
 from harness.training.families.stored import stored_difference
 
 GOOD = dict.fromkeys(CELLS, "yes")
@@ -76,3 +78,13 @@ def test_directories_are_compared_to_the_bit(tmp_path):
         save_file(tensors, tmp_path / name / "model.safetensors")
     for name, (_, difference) in cases.items():
         assert stored_difference(tmp_path / "same", tmp_path / name) == difference
+
+
+def test_a_curve_may_be_off_by_what_rounding_does_and_little_more(tmp_path):
+    tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
+    curve = reference(tmp_path)
+    assert worst(reference(tmp_path), curve) == (0.0, 0.0, 0.0)
+    assert all(
+        least <= limit < 3 * least for least, limit in zip(ALLOWED, allowance(tmp_path, curve, [0]), strict=True)
+    )
+    assert worst([(1.0, 2.0), (1.0, 4.0)], [(2.0, 2.0), (1.0, 2.0)]) == (0.5, 0.0, 1.0)
