@@ -76,8 +76,11 @@ class Frame:
             put(model, name, stand_in)
         findings = examine(self)
         self.schema: Schema = findings.schema
-        self.prologue = {name: module for name, module in owners.items() if name in findings.prologue}
-        self.epilogue = {name: module for name, module in owners.items() if name not in findings.prologue}
+        # what is never called stands last; beside the first layer if it is tied there, where alone it has a gradient
+        first = {parameter for name in findings.prologue for parameter in owners[name].parameters()}
+        tied = {name for name in set(owners) - findings.called if not first.isdisjoint(owners[name].parameters())}
+        self.prologue = {name: m for name, m in owners.items() if name in findings.prologue | tied}
+        self.epilogue = {name: m for name, m in owners.items() if name not in self.prologue}
 
     @property
     def described(self) -> str:

@@ -31,9 +31,10 @@ CANNOT_RUN = (AttributeError, IndexError, KeyError, NotImplementedError, Runtime
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What was found: the names of the modules before the first layer, and what travels."""
+    """What was found: which modules are called before the first layer, which are called at all, and what travels."""
 
     prologue: frozenset[str]
+    called: frozenset[str]
     schema: Schema
 
 
@@ -120,7 +121,9 @@ def examine(frame: Frame) -> Findings:
     # from a hidden state that begins otherwise than [batch, sequence] no layer could tell the shape of the ids
     shapes_differ = any(hidden.shape[:2] != (BATCH, SEQUENCE) for hidden, _ in base.calls)
     tokens = replayed or shapes_differ or _last_change(base, other_ids) >= 0
-    return Findings(prologue=prologue, schema=Schema(states=states, tokens=tokens, replayed=replayed))
+    return Findings(
+        prologue=prologue, called=frozenset(base.phases), schema=Schema(states=states, tokens=tokens, replayed=replayed)
+    )
 
 
 def _prologue(frame: Frame, base: Probe) -> frozenset[str]:

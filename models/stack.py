@@ -30,11 +30,11 @@ def find_stack(model: PreTrainedModel) -> str:
 
 
 def parameter_owners(model: nn.Module, stack: str) -> dict[str, nn.Module]:
-    """Name -> module of all modules outside the stack that hold parameters themselves."""
+    """Name -> module of all modules outside the stack that hold parameters themselves, with all that is in them."""
     owners: dict[str, nn.Module] = {}
     wrapped = wrappers_in(model)
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{other}.") for other in (stack, *wrapped))
+        inside = any(name.startswith(f"{other}.") for other in (stack, *wrapped, *owners))
         if inside or not (name in wrapped or has_own_parameters(module)):
             continue
         if name == "" or stack.startswith(name + "."):
