@@ -141,9 +141,11 @@ def assemble(
         router = router_tap(frame, head) if router_loss else None
     local_logits = plan is not None and plan.splits_head and _tail_is_elementwise(frame, plan, vocab_size, tensor.size)
 
+    text_config = source.config.get_text_config(decoder=True)
+
     def cut_layer(layer: nn.Module) -> None:
         if plan is not None:
-            cut_with_adapters(layer, plan, tensor, source.config, local_logits=local_logits)
+            cut_with_adapters(layer, plan, tensor, text_config, local_logits=local_logits)
 
     blueprint = Blueprint(
         frame=frame, cut=cut_layer, source=weights, device=device, dtype=dtype, finish=finish, tap=router

@@ -16,6 +16,7 @@ import logging
 import shutil
 import sys
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ def _verdict(cell: Callable[[], None]) -> str:
     except UserError as error:
         own = f"refused: {_short(error)}"
     except Exception as error:  # whatever a family's code raises under a cut is a wrong cut
+        traceback.print_exc()  # into the log: if the other rank goes on, nothing else will tell
         own = f"wrong: {_short(error)}"
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, own)
