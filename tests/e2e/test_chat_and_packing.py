@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from harness import Trainer, TrainingArguments, UserError
 from harness.training.data.tokenizer import ByteTokenizer
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import forget, tiny_model
+from tests.distributed.training import tiny_model
 from tests.e2e.test_script import launch, metrics
 
 pytestmark = pytest.mark.ranks
@@ -96,7 +96,7 @@ def conversations_in_memory(model: str, folder: str) -> dict[str, float]:
             )
             found[f"{name} {'packed' if packing else 'padded'}"] = trainer.evaluate()["eval_loss"]
             assert trainer.training_step().grad_norm
-            forget(trainer)
+            trainer.close()
     return found
 
 
