@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
 from harness.config import Resolved
@@ -140,6 +141,7 @@ def layer_finisher(setting: Setting) -> Callable[[nn.Module], None]:
     data_group = setting.groups.data or dist.new_group(alone, use_local_synchronization=True)
 
     def partition(layer: nn.Module) -> None:
+        _gather_as_one(layer)
         deepspeed.zero.Init(
             module=layer,
             data_parallel_group=data_group,
@@ -149,6 +151,18 @@ def layer_finisher(setting: Setting) -> Callable[[nn.Module], None]:
         give_back_freed_memory()
 
     return partition
+
+
+def _gather_as_one(layer: nn.Module) -> None:
+    """Have ZeRO-3 see a module that alone holds parameters, and not what it calls, as one.
+
+    Experts in a loop call their activation function once for each expert that a token chose. DeepSpeed counts the
+    calls of every module, and stops when the ranks of the data group, with their own tokens, disagree.
+    """
+    for module in layer.modules():
+        below = [parameter for child in module.children() for parameter in child.parameters()]
+        if not below and any(module.children()) and any(True for _ in module.parameters(recurse=False)):
+            set_z3_leaf_module(module, True)
 
 
 def deepspeed_config(setting: Setting) -> dict[str, Any]:

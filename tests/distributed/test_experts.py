@@ -36,6 +36,17 @@ pytestmark = pytest.mark.ranks
 
 LOSS, NORM = 5e-6, 1e-4  # fp32 sums in another order, which also moves what the routers compare
 SMALL = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "router_aux_loss_coef": 0.02}
+LATENT = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "head_dim", "qk_rope_head_dim"), 8)
+LOOPING: dict[str, Any] = {
+    **LATENT,
+    "v_head_dim": 16,
+    "num_layers": 2,
+    "n_routed_experts": 32,
+    "zero_expert_num": 2,
+    "moe_topk": 2,
+    "expert_ffn_hidden_size": 16,
+    "ffn_hidden_size": 32,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**SMALL, "num_local_experts": 4},
     "qwen3_moe": {**SMALL, "num_experts": 4},
@@ -46,9 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "first_k_dense_replace": 1,
         **dict.fromkeys(("n_group", "topk_group"), 1),
-        **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim"), 8),
-        "head_dim": 8,
-        "qk_rope_head_dim": 8,
+        **LATENT,
         "v_head_dim": 16,
     },
 }
@@ -166,6 +175,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     layouts = [("qwen3_moe", "tp2dp2z3"), ("gpt_oss", "pp2tp2z1"), ("deepseek_v3", "tp2dp2z2")]
     layouts += [("mixtral", "pp2tp2z1"), ("mixtral", "tp2dp2z3")]
     jobs = [Job(models[family], layout, SPREAD) for family, layout in layouts]
+    looping = tiny_model(folder / "looping", "longcat_flash", False, **LOOPING)
+    jobs = [Job(looping, "dp4z3"), *jobs]  # its ranks' tokens choose other numbers of experts
     odd = tiny_model(folder / "odd", "mixtral", False, **{**FAMILIES["mixtral"], "num_local_experts": 3})
     on = {"output_router_logits": True}
     refused = [
