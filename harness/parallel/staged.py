@@ -172,6 +172,18 @@ class StagedModule(PipelineModule):
         and brings every stage the means."""
         return self._parts or None
 
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """The tied weights whose gradients are to be summed over stages, and over which; DeepSpeed asks for them.
+
+        Each has a gradient here, if only zeros: DeepSpeed passes over a weight without one, and this stage would take
+        the next weight's sum for it (of a block shared between stages, a part that only another stage has used).
+        """
+        tied = super().get_tied_weights_and_groups()
+        for weight, _ in tied:
+            if weight.grad is None and getattr(weight, "_hp_grad", None) is None:
+                weight.grad = torch.zeros_like(weight)
+        return tied
+
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = self.__dict__["_boundaries"]
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])

@@ -183,7 +183,8 @@ def test_what_travels_keeps_its_value_and_its_gradient_in_every_layout(tmp_path:
 
 STATES = {
     "gemma3n_text": ("dp4z3",),  # keys and values shared, inputs of every layer embedded
-    "zamba": ("pp2dp2z1",),  # the embeddings go to every layer, a block is shared by several
+    # the embeddings go to every layer, a block is shared by several, of which each uses a part of its own
+    "zamba2": ("pp2dp2z1", "pp2dp2z0"),
     "inkling2_text": ("pp2dp2z1",),  # earlier hidden states
     "hy_v4": ("pp2dp2z1",),  # chosen indices, which are integers
     "deepseek_v4": ("pp4z0",),  # routed by token id
