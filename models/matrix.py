@@ -19,6 +19,7 @@ from harness.models.locate import plan_file
 CELLS = ("pipeline", "tensor", "zero3", "import", "export")
 STORED = Path(__file__).parent / "matrix.json"
 PLAN = "plan"
+DECLARED = ("base_model_tp_plan", "base_model_ep_plan")
 YES = "yes"
 
 
@@ -26,7 +27,7 @@ YES = "yes"
 class Matrix:
     """The cells of every family, and the transformers version that they were tried with.
 
-    A family's row also holds, as `plan`, the digest of its packaged plan file, if it has one.
+    A family's row also holds, as `plan`, the digest of the plan that it was split by, if it has one.
     """
 
     transformers: str
@@ -58,16 +59,23 @@ def installed_transformers() -> str:
         return ""
 
 
-def plan_digest(model_type: str) -> str | None:
-    """What tells one packaged plan file from another; None for a family without one."""
-    path = plan_file(model_type)
-    return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+def plan_digest(config_class: Any) -> str | None:
+    """What tells one plan of a family from another: its packaged file, else what its config class declares.
+
+    None for a family with neither.
+    """
+    path = plan_file(config_class.model_type)
+    declared = {name: plan for name in DECLARED if (plan := getattr(config_class, name, None))}
+    if path is None and not declared:
+        return None
+    content = path.read_bytes() if path is not None else json.dumps(declared, sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def is_tested(config: Any, split: bool, path: Path = STORED) -> bool:
     """Whether the family of `config` was tried with the installed transformers and found right.
 
-    `split`: over tensor-parallel ranks as well. A plan that is the config's own, or an edited plan file, was not tried.
+    `split`: over tensor-parallel ranks as well. A plan that is the config's own, or was edited, was not tried.
     """
     matrix = read_matrix(path)
     row = matrix.families.get(config.model_type, {})
@@ -75,7 +83,7 @@ def is_tested(config: Any, split: bool, path: Path = STORED) -> bool:
     return (
         matrix.transformers == installed_transformers()
         and all(row.get(cell) == YES for cell in cells)
-        and row.get(PLAN) == plan_digest(config.model_type)
+        and row.get(PLAN) == plan_digest(type(config))
         and not any(name.startswith("base_model_") for name in vars(config))
         and getattr(config, "is_decoder", None) is not False
     )

@@ -43,23 +43,38 @@ class ModelSource:
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> ModelSource:
-        """A model that is already in memory, with its weights and buffers; UserError for one of several parts."""
+        """A model that is already in memory, with its weights and buffers.
+
+        UserError for one of several parts, and for one of another class than its config stands for, as every rank
+        builds the model from the config.
+        """
         if is_composite(model.config):
             raise UserError(
                 f"a {type(model).__name__} in memory has several parts: give the directory where it is saved, "
                 "and its text decoder is trained alone"
             )
+        kind, of_config = type(model).__name__, type(model.config).__name__
+        if _causal_class(model.config) is not type(model):
+            raise UserError(
+                f"a {kind} in memory is not the causal decoder that transformers makes from its {of_config}: "
+                f"if it is one, call AutoModelForCausalLM.register({of_config}, {kind}, exist_ok=True) before"
+            )
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        return cls(name=type(model).__name__, config=model.config, weights=tensors, generation=model.generation_config)
+        return cls(name=kind, config=model.config, weights=tensors, generation=model.generation_config)
 
 
 def read_source(name: str) -> ModelSource:
     """Read the config of the preset or directory `name`; UserError if it is none or does not describe a model."""
     directory = model_directory(name)
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
+        if "custom code" in reason:
+            raise UserError(
+                f"{directory / 'config.json'}: names code of its own (auto_map), which is not run from here: load the "
+                "model yourself, register its class with AutoModelForCausalLM.register, and give it to the Trainer"
+            ) from error
         raise UserError(f"{directory / 'config.json'}: not a model that transformers knows: {reason}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{directory / 'config.json'}: the weights are quantized: dequantize them, and save them again")
@@ -99,6 +114,13 @@ def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
     return text
 
 
+def _causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    try:
+        return type(build_skeleton(config))
+    except UserError:
+        return None
+
+
 def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
     """The causal language model of `config` on the meta device, in training mode; UserError if it has none.
 
@@ -110,7 +132,7 @@ def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
         config.output_router_logits = False  # asked for where it can be had: at the end of the forward (`routing.py`)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except (ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         if (wanted := config._attn_implementation) and "attention implementation" in reason:

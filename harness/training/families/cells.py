@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from harness.config.errors import UserError
 from harness.models.causal import CausalModel, assemble
@@ -67,7 +67,7 @@ class Trial:
 def run_family(family: str, work: Path) -> dict[str, str]:
     """The row of a family; both ranks call it, and get the same."""
     row: dict[str, str] = {}
-    if (digest := plan_digest(family)) is not None:
+    if (digest := plan_digest(CONFIG_MAPPING[family])) is not None:
         row[PLAN] = digest
     try:
         trial = _trial(family, work)

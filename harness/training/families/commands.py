@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.config.errors import UserError
-from harness.models.matrix import CELLS, PLAN, STORED, YES, Matrix, installed_transformers, read_matrix, write_matrix
+from harness.models.locate import plan_file
+from harness.models.matrix import CELLS, STORED, YES, Matrix, installed_transformers, read_matrix, write_matrix
 
 DESCRIPTION = """Prints what holds for each family of HuggingFace decoders: pipeline stages, tensor parallelism, ZeRO-3,
 reading a checkpoint, writing one. Every cell was run on a tiny random model: three training steps against the same
@@ -177,7 +178,7 @@ def _markdown(matrix: Matrix) -> str:
     ]
     for name, row in matrix.families.items():
         words = [row.get(cell, "not tried").split(":")[0] for cell in CELLS]
-        notes = [*_reasons(row), *(["packaged plan"] if PLAN in row else [])]
+        notes = [*_reasons(row), *(["packaged plan"] if plan_file(name) else [])]
         text = "; ".join(notes).replace("|", "\\|").replace("<", "&lt;")
         lines.append(f"| {name} | {' | '.join(words)} | {text} |")
     return "\n".join(lines)

@@ -68,8 +68,8 @@ def test_random_numbers_go_on_as_if_nothing_had_been_tried():
 
 def stored(tmp_path: Any, **changes: Any) -> Any:
     rows = {
-        "llama": {"pipeline": "yes", "tensor": "refused: no plan", "plan": plan_digest("llama")},
-        "gpt2": {"pipeline": "yes", "tensor": "yes", "plan": changes.get("plan", plan_digest("gpt2"))},
+        "llama": {"pipeline": "yes", "tensor": "refused: no plan", "plan": plan_digest(CONFIG_MAPPING["llama"])},
+        "gpt2": {"pipeline": "yes", "tensor": "yes", "plan": changes.get("plan", plan_digest(CONFIG_MAPPING["gpt2"]))},
     }
     version = changes.get("transformers", installed_transformers())
     path = tmp_path / "matrix.json"
@@ -95,3 +95,9 @@ def test_a_plan_of_ones_own_was_not_tried(tmp_path):
     own = config("llama")
     own.base_model_tp_plan = {"layers.*.mlp.up_proj": "colwise"}
     assert not is_tested(own, False, stored(tmp_path))
+
+
+def test_a_plan_that_was_changed_where_it_is_declared_was_not_tried(tmp_path, monkeypatch):
+    path = stored(tmp_path)
+    monkeypatch.setattr(CONFIG_MAPPING["llama"], "base_model_tp_plan", {"layers.*.mlp.up_proj": "colwise"})
+    assert not is_tested(config("llama"), False, path)
