@@ -6,7 +6,6 @@ so that it can be taken from the layer on one stage and put in the same place on
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from harness.config.errors import UserError
 from harness.models.calls import Call
+from harness.models.dryrun import dry_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +83,6 @@ class Outline:
         return {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
 
 
-@torch.no_grad()
-def zeroed(layer: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of a layer on meta, with memory that holds zeros."""
-    real = copy.deepcopy(layer).to_empty(device=device)
-    for tensor in (*real.parameters(), *real.buffers()):
-        tensor.zero_()
-    return real
-
-
 def kind_of(layer: nn.Module) -> Hashable:
     """Equal for layers that give alike: of equal modules, shapes and settings, but for numbers such as their index."""
 
@@ -108,15 +99,12 @@ def outline_of(name: str, layer: nn.Module, call: Call, hidden: Tensor) -> Outli
 
     UserError if it does not return a hidden state first, or adds to a list that it is handed.
     """
-    try:
-        seen = call.mapped(_to_meta)
+
+    def see(module: nn.Module, seen: Call, given: Tensor) -> tuple[Any, Call, Any]:
         before = _contents(seen)
-        output = seen.apply(layer, hidden.to("meta"))
-    except (NotImplementedError, RuntimeError, ValueError):  # a forward that looks at values cannot run on meta
-        real = zeroed(layer, hidden.device)
-        seen = call.mapped(lambda value: value)
-        before = _contents(seen)
-        output = seen.apply(real, hidden)
+        return seen.apply(module, given), seen, before
+
+    output, seen, before = dry_run(layer, call, hidden, see)
     first = output[0] if isinstance(output, (tuple, list)) else output
     if not isinstance(first, Tensor) or first.shape != hidden.shape:
         raise UserError(f"{type(layer).__name__} does not return a hidden state first, so it cannot be cut into stages")
@@ -144,7 +132,3 @@ def _effects(name: str, layer: nn.Module, call: Call, seen: Call, before: Mappin
 
 def _named(prefix: str, leaves: list[Any]) -> dict[str, Any]:
     return {f"{prefix}.{index}": leaf for index, leaf in enumerate(leaves)}
-
-
-def _to_meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) else value

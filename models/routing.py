@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from harness.config.errors import UserError
 from harness.models.calls import Call
 from harness.models.carry import Tokens
+from harness.models.dryrun import dry_run
 from harness.models.frame import Frame, Shape
-from harness.models.outline import zeroed
 from harness.models.probe import CANNOT_RUN
 from harness.models.standins import Run
 
@@ -195,16 +195,13 @@ def _logits_shape(frame: Frame, tap: RouterTap) -> torch.Size:
     def stop(logits: Tensor) -> None:
         raise _Taken(logits)
 
+    def reach(layer: nn.Module, call: Call, hidden: Tensor) -> None:
+        with tap.taking(layer, stop):
+            call.apply(layer, hidden)
+
     def handler(index: int, call: Call, hidden: Tensor) -> Tensor:
         if index == wanted:
-            layer = frame.layers[index]
-            try:
-                with tap.taking(layer, stop):
-                    call.mapped(lambda value: value.to("meta")).apply(layer, hidden.to("meta"))
-            except (NotImplementedError, RuntimeError, ValueError):  # a router that looks at values cannot run on meta
-                layer = zeroed(layer, hidden.device)
-                with tap.taking(layer, stop):
-                    call.apply(layer, hidden)
+            dry_run(frame.layers[index], call, hidden, reach)
         return hidden
 
     tokens = Tokens(torch.zeros(PROBE.batch, PROBE.sequence, dtype=torch.long, device=frame.device))

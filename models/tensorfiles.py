@@ -42,7 +42,7 @@ DTYPES = {
 }
 
 BLOCK_BYTES = 4 << 20  # the most that is read at once into other memory than its final place
-ROW_BYTES = 256 << 10  # rows up to this are read whole where only a part of each is wanted
+GAP_BYTES = 4 << 10  # where a part of each row is wanted, reading over up to this is cheaper than reading again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,17 +157,29 @@ class OpenFile:
 
     def read_into(self, into: Tensor, start: int) -> None:
         """Fill a contiguous tensor in host memory with the bytes from `start`."""
-        flat: Any = into.as_strided((into.numel(),), (1,)).view(torch.uint8).numpy()
-        rest = memoryview(flat)
-        self._file.seek(start)
+        self._fill(_bytes_of(into), start)
+
+    def read_runs(self, into: Tensor, start: int, step: int) -> None:
+        """Fill each row of such a tensor with the bytes from `start`, `start + step` and so on."""
+        view, size = _bytes_of(into), into[0].nbytes
+        for row in range(len(into)):
+            self._fill(view[row * size : (row + 1) * size], start + row * step)
+
+    def _fill(self, rest: memoryview, start: int) -> None:
         while rest:
             try:
-                count = self._file.readinto(rest)
+                count = os.preadv(self._file.fileno(), [rest], start)
             except OSError as error:
                 raise UserError(f"{self.path}: cannot be read: {error.strerror}") from error
             if not count:
                 raise UserError(f"{self.path}: ends too early: was it changed meanwhile?")
-            rest = rest[count:]
+            rest, start = rest[count:], start + count
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    flat: Any = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    return memoryview(flat)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,26 +205,45 @@ class Stored:
     def _read(self, into: Tensor, box: Box, dim: int, at: int) -> None:
         """Read dimensions `dim` and on of `box` into `into`, which has only these; they begin at element `at`."""
         inner = prod(self.shape[dim + 1 :])
-        if all(span == (0, size) for span, size in zip(box[dim + 1 :], self.shape[dim + 1 :], strict=True)):
-            self._run(into, at + (box[dim][0] * inner if dim < len(box) else 0))
+        whole = [span == (0, size) for span, size in zip(box[dim + 1 :], self.shape[dim + 1 :], strict=True)]
+        first = box[dim][0] if dim < len(box) else 0
+        if all(whole):
+            self._run(into, at + first * inner)
+        elif all(whole[1:]):
+            self._rows(into, at + first * inner, inner, box[dim + 1])
+        else:
+            for index, part in enumerate(into, first):
+                self._read(part, box, dim + 1, at + index * inner)
+
+    def _rows(self, into: Tensor, at: int, step: int, span: tuple[int, int]) -> None:
+        """Read `span` of each row: the first begins at element `at`, the next `step` elements later."""
+        size, before = self.dtype.itemsize, span[0] * into[0, :1].numel()
+        wanted = into[0].numel()
+        if wanted * size >= BLOCK_BYTES:
+            for index, part in enumerate(into):
+                self._run(part, at + index * step + before)
             return
-        first, last = box[dim]
-        if inner * self.dtype.itemsize > ROW_BYTES:
-            for index in range(first, last):
-                self._read(into[index - first], box, dim + 1, at + index * inner)
-            return
-        rest = tuple(slice(*span) for span in box[dim + 1 :])
-        rows = max(BLOCK_BYTES // (inner * self.dtype.itemsize), 1)
-        block = torch.empty((min(rows, last - first), *self.shape[dim + 1 :]), dtype=self.dtype)
-        for start in range(first, last, rows):
-            part = block[: min(rows, last - start)]
-            self.file.read_into(part, self.start + (at + start * inner) * self.dtype.itemsize)
-            into[start - first : start - first + len(part)] = part[(slice(None), *rest)]
+        apart = (step - wanted) * size > GAP_BYTES
+        rows = max(BLOCK_BYTES // (wanted if apart else step) // size, 1)
+        for first in range(0, len(into), rows):
+            part, start = into[first : first + rows], self.start + (at + first * step) * size
+            if apart:
+                block = part if self._fits(part) else torch.empty(part.shape, dtype=self.dtype)
+                self.file.read_runs(block, start + before * size, step * size)
+            else:
+                block = torch.empty((len(part), step // into[0, :1].numel(), *part.shape[2:]), dtype=self.dtype)
+                self.file.read_into(block, start)
+                block = block[:, slice(*span)]
+            if block is not part:
+                part.copy_(block)
+
+    def _fits(self, into: Tensor) -> bool:
+        """Whether bytes can be read straight into it."""
+        return into.device.type == "cpu" and into.dtype == self.dtype and into.is_contiguous()
 
     def _run(self, into: Tensor, at: int) -> None:
         """Read what stands without a gap from element `at` on."""
-        here = into.device.type == "cpu" and into.dtype == self.dtype and into.is_contiguous()
-        if here:
+        if self._fits(into):
             self.file.read_into(into, self.start + at * self.dtype.itemsize)
         elif into.numel() * self.dtype.itemsize <= BLOCK_BYTES:
             block = torch.empty(into.shape, dtype=self.dtype)

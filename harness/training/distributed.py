@@ -36,13 +36,9 @@ def open_groups() -> frozenset[dist.ProcessGroup]:
 
 
 def close_groups(kept: frozenset[dist.ProcessGroup]) -> None:
-    """Destroy all process groups but `kept`: with gloo each has threads that never sleep for long.
-
-    Those of all ranks stay, as DeepSpeed keeps one of them for the next engine.
-    """
+    """Destroy all process groups but `kept`: with gloo each has threads that never sleep for long."""
     for group in open_groups() - kept:
-        if dist.get_world_size(group) < dist.get_world_size():
-            dist.destroy_process_group(group)
+        deepspeed.comm.destroy_process_group(group)  # DeepSpeed's, as it keeps some for its next engine
 
 
 def any_rank(wish: bool, device: torch.device) -> bool:

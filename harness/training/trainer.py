@@ -119,8 +119,11 @@ class Trainer:
 
     def close(self) -> None:
         """Let go of the engine's memory and of its process groups, so that another Trainer may take its place."""
-        self.engine.deepspeed.destroy()
+        engine = self.engine.deepspeed
+        engine.destroy()
         close_groups(self._groups_of_others)
+        for held in (*engine.module.parameters(), engine):
+            vars(held).clear()  # hooks of parameters refer to it, which Python cannot tell from a use
         gc.collect()
 
     # -- training ------------------------------------------------------------------------------------------

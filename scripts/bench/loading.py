@@ -3,8 +3,8 @@
 A llama-shaped checkpoint is made from a config, in files of 200 MB. Then ranks are forked from a process that
 has imported everything, and each builds its part of the model in fp32 as a training run would. Its peak above the empty
 process is taken twice: as anonymous memory, which is the process's own, and as resident memory, which counts mapped
-files too. The ranks' processor time, all together, is held against that of reading the files once into fresh memory; a
-busy machine distorts it least:
+files too. What it reads from files is held against its share. The ranks' processor time, all together, is held against
+that of reading the files once into fresh memory; a busy machine distorts it least:
 
     OMP_NUM_THREADS=1 python scripts/bench/loading.py
 """
@@ -152,6 +152,11 @@ def memory() -> dict[str, int]:
     return {"anonymous": found["RssAnon"], "resident": found["VmRSS"]}
 
 
+def bytes_read() -> int:
+    """What this process has read from files, in bytes."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def load_and_write(model: str, out: str, pipeline: int, tensor: int, zero: int) -> dict[str, Any]:
     """Bytes and seconds of one rank, for its part of the model, as a training run builds and exports it."""
     config = {
@@ -166,11 +171,13 @@ def load_and_write(model: str, out: str, pipeline: int, tensor: int, zero: int) 
     groups = build_groups(Layout.from_world(4, pipeline=pipeline, tensor=tensor))
     setting = Setting(args=args, resolved=resolved, groups=groups, device=torch.device("cpu"), max_steps=steps)
     gc.collect()  # touches what is shared with the parent since the fork, so that it does not count as growth
+    before = bytes_read()
     with Peak() as loading:
         subject = decoder_subject(read_source(model), setting, sequence_length=128)
         bounds, stage = choose_boundaries(subject, setting, None), groups.coordinate.stage
         built = build_layers(subject.layers, bounds[stage], bounds[stage + 1], seed=0)
         dist.barrier()
+    read = bytes_read() - before
     module = nn.Module()
     for index, layer in built.modules.items():
         module.add_module(str(index), layer)
@@ -178,7 +185,7 @@ def load_and_write(model: str, out: str, pipeline: int, tensor: int, zero: int) 
     with Peak() as writing:
         export_weights(module, groups, Path(out), rename=subject.saved_name, form=subject.causal.form)
     elements = sum(getattr(p, "ds_tensor", p).numel() for p in module.parameters())
-    return {"share": 4 * elements, "load": loading.result(), "write": writing.result()}
+    return {"share": 4 * elements, "read": read, "load": loading.result(), "write": writing.result()}
 
 
 def summary(results: list[dict[str, Any]], read_s: float) -> dict[str, Any]:
@@ -188,6 +195,7 @@ def summary(results: list[dict[str, Any]], read_s: float) -> dict[str, Any]:
     return {
         "share_mb": round(worst["share"] / 2**20),
         "peak_over_share": {kind: round(worst["load"][kind] / worst["share"], 3) for kind in ("anonymous", "resident")},
+        "read_over_share": round(max(rank["read"] / rank["share"] for rank in results), 2),
         "load_s": round(seconds, 2),
         "load_cpu_s": [round(rank["load"]["cpu"], 2) for rank in results],
         "load_cpu_over_read_once": round(sum(rank["load"]["cpu"] for rank in results) / read_s, 2),
