@@ -42,6 +42,7 @@ class Probe(Run):
     """A run on random tensors that notes what comes where.
 
     Attributes:
+        drawn: the random tensors, but for `changed` ones; they are drawn once for all probes.
         sources: name of each random tensor -> index of the layer that gives it, -1: a module before the first layer.
         calls: what each layer is given: hidden state and arguments.
         outputs: the hidden state that each layer gives.
@@ -49,9 +50,10 @@ class Probe(Run):
         phases: name of a module -> how many layers had been reached when it was called.
     """
 
-    def __init__(self, frame: Frame, changed: Collection[str] = (), seed: int = 0) -> None:
+    def __init__(self, frame: Frame, drawn: dict[str, Tensor], changed: Collection[str] = (), seed: int = 0) -> None:
         super().__init__(self._at_layer, torch.float32)
         self.frame = frame
+        self.drawn = drawn
         self.changed = frozenset(changed)
         self.sources: dict[str, int] = {}
         self.calls: list[tuple[Tensor, Call]] = []
@@ -89,7 +91,15 @@ class Probe(Run):
         return self._random(name, like)
 
     def _random(self, name: str, like: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (name in self.changed))
+        if name in self.changed:
+            return self._draw(zlib.crc32(name.encode()) + 1, like)
+        known = self.drawn.get(name)
+        if known is None or known.shape != like.shape or known.dtype != like.dtype:
+            known = self.drawn[name] = self._draw(zlib.crc32(name.encode()), like)
+        return known.clone()  # a forward may write to what a module gave
+
+    def _draw(self, seed: int, like: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
         if like.is_floating_point():
             value = torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.dtype)
         else:
@@ -104,9 +114,10 @@ class Probe(Run):
 def examine(frame: Frame) -> Findings:
     """Find the modules before the first layer, and what travels; UserError if the model cannot be cut."""
     try:
-        base = Probe(frame)
+        drawn: dict[str, Tensor] = {}
+        base = Probe(frame, drawn)
         prologue = _prologue(frame, base)
-        other_ids = Probe(frame, seed=1)
+        other_ids = Probe(frame, drawn, seed=1)
     except CANNOT_RUN as error:
         raise UserError(
             f"{frame.described}: its forward does not run with its layers lifted out "
@@ -149,7 +160,7 @@ def _influence(frame: Frame, base: Probe, sources: Sequence[str]) -> dict[str, i
     """Source -> index of the last layer that it matters to; the number of layers: what comes after them."""
     if not sources:
         return {}
-    last = _last_change(base, Probe(frame, changed=sources))
+    last = _last_change(base, Probe(frame, base.drawn, changed=sources))
     if last < 0:
         return {}
     if len(sources) == 1:
