@@ -1,12 +1,12 @@
 """How much memory and time it takes 4 ranks to load a model of 400 million parameters, and to write it again.
 
-A llama-shaped checkpoint is made from a config, in files of 200 MB. Then ranks are forked from a process that
-has imported everything, and each builds its part of the model in fp32 as a training run would. Its peak above the empty
-process is taken twice: as anonymous memory, which is the process's own, and as resident memory, which counts mapped
-files too. What it reads from files is held against its share. The ranks' processor time, all together, is held against
+A checkpoint of a llama, or of a mixtral, whose experts are stored one by one and held in one tensor, is made from a
+config, in files of 200 MB. Then ranks are forked from a process that has imported everything, and each builds its part
+of the model in fp32 as a training run would. Its peak above the empty process is taken twice: as anonymous memory, which
+is the process's own, and as resident memory, which counts mapped files too. What it reads from files is held against its share. The ranks' processor time, all together, is held against
 that of reading the files once into fresh memory; a busy machine distorts it least:
 
-    OMP_NUM_THREADS=1 python scripts/bench/loading.py
+    OMP_NUM_THREADS=1 python scripts/bench/loading.py [--family mixtral]
 """
 
 from __future__ import annotations
@@ -49,20 +49,24 @@ SHAPE = dict(
     vocab_size=32000,
     hidden_size=1024,
     intermediate_size=2816,
-    num_hidden_layers=28,
     num_attention_heads=16,
     num_key_value_heads=8,
     tie_word_embeddings=False,
 )
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 28},
+    "mixtral": {"num_hidden_layers": 8, "intermediate_size": 1568, "num_local_experts": 8},
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the checkpoint")
+    parser.add_argument("--family", default="llama", choices=sorted(FAMILIES))
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        parameters = make_checkpoint(model, getattr(torch, flags.dtype))
+        parameters = make_checkpoint(flags.family, model, getattr(torch, flags.dtype))
         read_s = min(read_once(model) for _ in range(3))
         runs = {}
         for name, (pipeline, tensor, zero) in LAYOUTS.items():
@@ -82,19 +86,21 @@ def main() -> None:
             "what": __doc__.partition("\n")[0],
             "date": date.today().isoformat(),
             "versions": versions(),
+            "family": flags.family,
             "parameters": parameters,
             "checkpoint": {"dtype": flags.dtype, "bytes": sum(f.stat().st_size for f in model.glob("*.safetensors"))},
             "read_once_cpu_s": round(read_s, 3),
             "layouts": runs,
         }
-    (RESULTS / "loading.json").write_text(json.dumps(report, indent=2) + "\n")
+    name = "loading.json" if flags.family == "llama" else f"loading-{flags.family}.json"
+    (RESULTS / name).write_text(json.dumps(report, indent=2) + "\n")
 
 
-def make_checkpoint(folder: Path, dtype: torch.dtype) -> int:
+def make_checkpoint(family: str, folder: Path, dtype: torch.dtype) -> int:
     """Save the model; its number of parameters."""
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**SHAPE), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**SHAPE, **FAMILIES[family]}), dtype=dtype)
     model = model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.02)
