@@ -2,9 +2,10 @@
 
 A checkpoint of a llama, or of a mixtral, whose experts are stored one by one and held in one tensor, is made from a
 config, in files of 200 MB. Then ranks are forked from a process that has imported everything, and each builds its part
-of the model in fp32 as a training run would. Its peak above the empty process is taken twice: as anonymous memory, which
-is the process's own, and as resident memory, which counts mapped files too. What it reads from files is held against its share. The ranks' processor time, all together, is held against
-that of reading the files once into fresh memory; a busy machine distorts it least:
+of the model in fp32 as a training run would. Its peak above the empty process is taken twice: as anonymous memory,
+which is the process's own, and as resident memory, which counts mapped files too. What it reads from files is held
+against its share; the ranks' processor time, all together, against that of reading the files once into fresh memory. A
+busy machine distorts that least:
 
     OMP_NUM_THREADS=1 python scripts/bench/loading.py [--family mixtral]
 """
