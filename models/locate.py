@@ -9,6 +9,7 @@ from harness.config.errors import UserError
 
 PRESETS = Path(__file__).parent / "presets"
 PLANS = Path(__file__).parent / "plans"
+ADAPTERS = "adapter_config.json"
 DEFAULT_MODEL = "tiny-llama"
 
 
@@ -21,6 +22,11 @@ def model_directory(name: str) -> Path:
     """The directory of a preset's name or of a path; UserError if there is no readable config.json in it."""
     directory = PRESETS / name if name in presets() else Path(name)
     config = directory / "config.json"
+    if not config.is_file() and (directory / ADAPTERS).is_file():
+        raise UserError(
+            f"--model_name_or_path {name}: holds adapters and no model; give the model that they stand on, or load "
+            "both with peft's AutoPeftModelForCausalLM.from_pretrained and give that to the Trainer"
+        )
     if not config.is_file():
         raise UserError(
             f"--model_name_or_path {name}: no config.json in a directory of that name; "

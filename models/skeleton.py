@@ -68,8 +68,8 @@ def read_source(name: str) -> ModelSource:
     directory = model_directory(name)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # a family's config class may check its fields as it likes
+        reason = _reason(error)
         if "custom code" in reason:
             raise UserError(
                 f"{directory / 'config.json'}: names code of its own (auto_map), which is not run from here: load the "
@@ -79,11 +79,26 @@ def read_source(name: str) -> ModelSource:
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{directory / 'config.json'}: the weights are quantized: dequantize them, and save them again")
     config = text_decoder(config)
-    generation = None
-    if (directory / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
     weights = directory if has_tensors(directory) else None
-    return ModelSource(name=name, config=config, weights=weights, generation=generation)
+    return ModelSource(name=name, config=config, weights=weights, generation=_read_generation(directory))
+
+
+def _read_generation(directory: Path) -> GenerationConfig | None:
+    file = directory / "generation_config.json"
+    if not file.is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:
+        raise UserError(f"{file}: cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """What transformers says of a config, in one line: its first, and the second where the first only leads to it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if isinstance(error, KeyError):  # says nothing but the key
+        return f"KeyError: {lines[0]}"
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def is_composite(config: PretrainedConfig) -> bool:
@@ -133,8 +148,8 @@ def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except (ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # a family may make of its config what it likes
+        reason = _reason(error)
         if (wanted := config._attn_implementation) and "attention implementation" in reason:
             raise UserError(
                 f"{reason.partition(' yet.')[0]}: give another --attn_implementation than {wanted}"

@@ -41,6 +41,7 @@ DTYPES = {
     "C64": torch.complex64,
 }
 
+POINTER = b"version "  # how a Git LFS pointer begins
 BLOCK_BYTES = 4 << 20  # the most that is read at once into other memory than its final place
 GAP_BYTES = 4 << 10  # where a part of each row is wanted, reading over up to this is cheaper than reading again
 
@@ -105,6 +106,8 @@ def _open(path: Path) -> dict[str, Lazy]:
         return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickled(path)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if isinstance(error, OSError) and error.strerror:  # without the path once more
+            reason = error.strerror
         raise UserError(f"{path}: its tensors cannot be read: {reason}") from error
 
 
@@ -121,6 +124,8 @@ def _open_pickled(path: Path) -> dict[str, Lazy]:
 def _open_safetensors(path: Path) -> dict[str, Lazy]:
     """The format: 8 bytes that give the header's length, a JSON header, the tensors' bytes one after the other."""
     file = OpenFile(path)
+    if file.bytes(0, 8) == POINTER:
+        raise ValueError("it is a Git LFS pointer: fetch the file itself with `git lfs pull`")
     length = int.from_bytes(file.bytes(0, 8), "little")
     if length > file.size - 8:
         raise ValueError(f"its header would have {length} bytes")

@@ -107,6 +107,7 @@ def header(entries: dict[str, Any], data: bytes) -> bytes:
     [
         (b"abc", "ends within 8 bytes"),
         (b"\xff" * 20, "its header would have"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\n", "is a Git LFS pointer"),
         (header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"), "is the file cut off"),
         (header({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, b"12345678"), "does not fit"),
         (header({"a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}, b"12"), "dtype F4"),

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from harness.config.errors import UserError
 from harness.models.locate import model_directory, presets
-from harness.models.skeleton import ModelSource, read_source
+from harness.models.skeleton import ModelSource, build_skeleton, read_source
 from harness.parallel.staged import build_layers
 from tests.unit.models.test_decoder import config, prepare
 
@@ -113,6 +113,36 @@ def test_a_directory_that_holds_no_model_is_told(tmp_path: Path, content: str | 
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=wanted):
         model_directory(str(tmp_path))
+
+
+def test_a_directory_of_adapters_is_told_from_one_that_holds_nothing(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds adapters and no model"):
+        model_directory(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"num_attention_heads": 7}, "is not a multiple of the number of attention heads"),
+        ({"hidden_size": "64"}, "expected int, got str"),
+        ({"hidden_act": "no_such"}, "KeyError: 'no_such'"),
+    ],
+)
+def test_a_config_that_describes_no_model_is_told_in_one_line(
+    saved: Path, changes: dict[str, Any], wanted: str
+) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(UserError, match=wanted) as told:
+        build_skeleton(read_source(str(saved)).config)
+    assert "\n" not in str(told.value)
+
+
+def test_a_broken_generation_config_is_told(saved: Path) -> None:
+    (saved / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"generation_config\.json: cannot be read"):
+        read_source(str(saved))
 
 
 def test_an_unknown_model_type_is_told(tmp_path: Path) -> None:
