@@ -25,6 +25,7 @@ from harness.parallel.adapters import cut_with_adapters
 from harness.parallel.comm import TensorParallel
 from harness.parallel.costs import LayerCost
 from harness.parallel.experts import expert_parallel_plan
+from harness.parallel.flatpart import FlatPart
 from harness.parallel.plan import Plan, plan_for
 
 
@@ -111,7 +112,7 @@ def assemble(
     whole_experts: bool = False,
     adaptation: Adaptation | None = None,
     router_loss: bool = False,
-    receives: bool = False,
+    part: FlatPart | None = None,
 ) -> CausalModel:
     """Prepare the model that `source` names for this rank; UserError for one that cannot be cut as asked.
 
@@ -123,13 +124,13 @@ def assemble(
         whole_experts: whether the tensor-parallel ranks share out experts instead of parts of each.
         adaptation: adapters that are trained in the place of the weights.
         router_loss: whether the model's own loss of its routers is wanted, where it makes one.
-        receives: whether `finish` puts another rank's parameters in the place of this one's, which need not be read.
+        part: what `finish` will keep of every parameter, so that no more of a checkpoint has to be read.
     """
     model = build_skeleton(source.config)
     find_plan = expert_parallel_plan if whole_experts else plan_for
     plan = find_plan(model, PLANS) if tensor.size > 1 else None
     weights: WeightSource
-    weights, form = _weight_source(source, model, seed, receives)
+    weights, form = _weight_source(source, model, seed, part)
     embedding: Any = model.get_input_embeddings()
     vocab_size: int = embedding.weight.shape[0]
     if adaptation is not None:
@@ -162,7 +163,7 @@ def assemble(
 
 
 def _weight_source(
-    source: ModelSource, model: PreTrainedModel, seed: int, receives: bool
+    source: ModelSource, model: PreTrainedModel, seed: int, part: FlatPart | None
 ) -> tuple[WeightSource, WrittenForm]:
     """Where the weights come from, and the form in which they are written in the end.
 
@@ -178,7 +179,7 @@ def _weight_source(
     except Unconverted as told:
         return read_by_transformers(source.weights, told), default_form(model)
     untie(model, checkpoint.untied)
-    reader = CheckpointReader(tensors=checkpoint.tensors, initialiser=initialiser, receives=receives)
+    reader = CheckpointReader(tensors=checkpoint.tensors, initialiser=initialiser, part=part)
     return reader, checkpoint.form
 
 

@@ -25,6 +25,7 @@ from harness.config.errors import UserError
 from harness.models.buffers import built_buffers, mark_unfilled, unfilled
 from harness.models.lazy import Lazy
 from harness.models.tensorfiles import Stored
+from harness.parallel.flatpart import FlatPart
 
 
 class WeightSource(Protocol):
@@ -116,24 +117,27 @@ class MemoryReader:
 class CheckpointReader:
     """The weights of a checkpoint, of which each rank reads its slices alone.
 
-    `receives`: another rank's parameters will be put in the place of this one's (ZeRO-3), so that none is read.
+    `part`: of every parameter the part that this rank will keep of it (ZeRO-3); the rest of it is left as it is.
     """
 
     tensors: Mapping[str, Lazy]
     initialiser: Initialiser
-    receives: bool = False
+    part: FlatPart | None = None
 
     @torch.no_grad()
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
         """Read what `layer` holds, in the order of the files; what is in none is made as in a new model."""
-        local = dict(layer.named_buffers() if self.receives else _named_tensors(layer))
+        local = dict(_named_tensors(layer))
         unread = {name for name in local if name not in self.tensors}
         if unread:
             drawn = self.initialiser.drawn(whole, unread, next(iter(local.values())).device)
             for name in unread:
                 fill_local(local[name], drawn[name])
         for name in sorted(local.keys() - unread, key=lambda name: _position(self.tensors[name])):
-            fill_local(local[name], self.tensors[name])
+            if self.part is not None and isinstance(local[name], nn.Parameter):
+                fill_part(local[name], self.tensors[name], self.part)
+            else:
+                fill_local(local[name], self.tensors[name])
 
 
 def read_by_transformers(directory: Path, told: UserError) -> MemoryReader:
@@ -158,6 +162,14 @@ def fill_local(tensor: Tensor, full: Tensor) -> None:
         shard.read_into(tensor, full)
     else:
         tensor.copy_(full)
+
+
+def fill_part(tensor: Tensor, full: Lazy, part: FlatPart) -> None:
+    """Copy into a part of `tensor`, flattened, what belongs there of what its rank keeps of the full tensor."""
+    shard = getattr(tensor, "shard", None)
+    local = full if shard is None else shard.take(full)
+    for index in part.boxes(tensor.shape):
+        tensor[index].copy_(local[index])
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

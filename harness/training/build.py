@@ -17,6 +17,7 @@ from torch import nn
 
 from harness.config import Resolved
 from harness.config.errors import UserError
+from harness.parallel.flatpart import FlatPart, KeepOwnParts
 from harness.parallel.memory import give_back_freed_memory
 from harness.parallel.staged import Layer, LayerSequence, StagedModule, deepspeed_topology
 from harness.topology.groups import Groups
@@ -129,8 +130,20 @@ def _configure_checkpointing(setting: Setting) -> None:
     )
 
 
-def layer_finisher(setting: Setting) -> Callable[[nn.Module], None]:
-    """What is done with each layer once it has its weights: under ZeRO-3 they are spread over the data group."""
+def own_part(setting: Setting) -> FlatPart | None:
+    """What this rank keeps of every parameter under ZeRO-3; None otherwise, or where it keeps more (hpZ, MiCS)."""
+    section = setting.resolved.config.get("zero_optimization", {})
+    keeps_more = section.get("zero_hpz_partition_size", 1) > 1 or section.get("mics_shard_size", -1) > 0
+    if setting.resolved.zero_stage < 3 or keeps_more:
+        return None
+    return FlatPart(index=setting.groups.coordinate.data, count=setting.groups.layout.data)
+
+
+def layer_finisher(setting: Setting, part: FlatPart | None) -> Callable[[nn.Module], None]:
+    """What is done with each layer once it has its weights: under ZeRO-3 they are spread over the data group.
+
+    With `part` each rank has its own in place; else the group's first rank sends whole parameters to the others.
+    """
     if setting.resolved.zero_stage < 3:
         return lambda layer: None
     # without the batch sizes, which zero.Init would hold against the world's size instead of the data group's
@@ -142,7 +155,8 @@ def layer_finisher(setting: Setting) -> Callable[[nn.Module], None]:
 
     def partition(layer: nn.Module) -> None:
         _gather_as_one(layer)
-        deepspeed.zero.Init(
+        spread = deepspeed.zero.Init if part is None else KeepOwnParts
+        spread(
             module=layer,
             data_parallel_group=data_group,
             config_dict_or_path=config,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -21,7 +22,7 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.costs import LayerCost
 from harness.parallel.staged import Layer
 from harness.training.arguments import TrainingArguments
-from harness.training.build import Setting, layer_finisher
+from harness.training.build import Setting, layer_finisher, own_part
 from harness.training.losses import CausalLoss, Loss, MeanLoss, RouterLoss
 
 Model: TypeAlias = str | ModelSource | PretrainedConfig | PreTrainedModel | nn.Sequential | Sequence[Layer]
@@ -89,18 +90,19 @@ def decoder_subject(
             "pipeline.use_reentrant: true gives adapters of the first layer no gradient, as what goes in needs none; "
             "set it to false"
         )
+    # a model in memory may have begun from other random numbers on each rank: the first one's are sent round
+    part = own_part(setting) if source.weights is None or isinstance(source.weights, Path) else None
     causal = assemble(
         source,
         tensor=TensorParallel.of(setting.groups.tensor),
         device=setting.device,
         dtype=setting.dtype,
         seed=setting.args.seed,
-        finish=layer_finisher(setting),
+        finish=layer_finisher(setting, part),
         whole_experts=setting.resolved.expert > 1,
         adaptation=adaptation,
         router_loss=getattr(source.config, "output_router_logits", False),
-        # zero.Init hands round the parameters of the first data rank
-        receives=setting.resolved.zero_stage == 3 and setting.groups.coordinate.data > 0,
+        part=part,
     )
     if args.output_router_logits and causal.router is None:
         raise UserError(f"--output_router_logits: model type {source.config.model_type!r} makes no loss of routers")

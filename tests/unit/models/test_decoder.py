@@ -42,11 +42,9 @@ def model_of(family: str, **changes: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config(family, **changes)).float().eval()
 
 
-def prepare(source: ModelSource, seed: int = 0) -> CausalModel:
-    device = torch.device("cpu")
-    return assemble(
-        source, tensor=TensorParallel(), device=device, dtype=torch.float32, seed=seed, finish=lambda layer: None
-    )
+def prepare(source: ModelSource, seed: int = 0, **options: Any) -> CausalModel:
+    place: dict[str, Any] = {"tensor": TensorParallel(), "device": torch.device("cpu"), "dtype": torch.float32}
+    return assemble(source, **place, seed=seed, finish=lambda layer: None, **options)
 
 
 def build(causal: CausalModel, start: int = 0, stop: int | None = None) -> BuiltLayers:

@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from harness.config.errors import UserError
 from harness.models.locate import model_directory, presets
 from harness.models.skeleton import ModelSource, build_skeleton, read_source
+from harness.models.tensorfiles import OpenFile, open_tensors
+from harness.models.weights import fill_part
+from harness.parallel.flatpart import FlatPart
+from harness.parallel.shard import mark, padded_share_of
 from harness.parallel.staged import build_layers
 from tests.unit.models.test_decoder import config, prepare
 
@@ -25,8 +30,8 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def tensors(source: ModelSource) -> dict[str, torch.Tensor]:
-    causal = prepare(source)
+def tensors(source: ModelSource, **options: Any) -> dict[str, torch.Tensor]:
+    causal = prepare(source, **options)
     built = build_layers(causal.layers, 0, len(causal.layers), seed=0)
     return {name: p for module in built.modules.values() for name, p in module.named_parameters()}
 
@@ -73,6 +78,37 @@ def test_tensors_that_are_stored_one_by_one_are_read_into_the_fused_one(tmp_path
     assert stored != {name for name, _ in model.named_parameters()}  # one by one in the file, fused in the model
     read = tensors(read_source(str(tmp_path)))
     assert all(torch.equal(read[name], parameter) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_of_a_part_no_more_than_the_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config("mixtral", num_local_experts=4))
+    model.save_pretrained(tmp_path)
+    bytes_read: list[int] = []
+    fill = OpenFile._fill
+    monkeypatch.setattr(
+        OpenFile, "_fill", lambda file, into, start: (bytes_read.append(len(into)), fill(file, into, start))
+    )
+    for index in range(count):
+        part = FlatPart(index=index, count=count)
+        read = tensors(read_source(str(tmp_path)), part=part)
+        for name, parameter in model.named_parameters():
+            for box in part.boxes(parameter.shape):
+                assert torch.equal(read[name][box], parameter[box]), (name, box)
+    assert sum(bytes_read) < 1.1 * sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_a_part_of_a_shard_that_is_padded(saved: Path) -> None:
+    whole = load_file(saved / "model.safetensors")["model.embed_tokens.weight"]
+    shard = padded_share_of(tuple(whole.shape), 0, 2, 3)
+    local = nn.Parameter(torch.full(shard.local_shape, torch.nan))
+    mark(local, shard)
+    lazy = open_tensors(saved).tensors["model.embed_tokens.weight"]
+    with torch.no_grad():
+        for index in range(3):
+            fill_part(local, lazy, FlatPart(index=index, count=3))
+    assert shard.padding and torch.equal(local, shard.take(whole))
 
 
 def test_a_missing_tensor_is_named(saved: Path) -> None:
