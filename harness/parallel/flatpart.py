@@ -57,8 +57,9 @@ class KeepOwnParts(deepspeed.zero.Init):
     parted = 0
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
+        whole = sum(not hasattr(parameter, "ds_id") for parameter in module.parameters())
         super().__init__(module=module, **options)
-        if self.parted != len({id(parameter) for parameter in module.parameters()}):
+        if self.parted != whole:
             raise RuntimeError(f"DeepSpeed {deepspeed.__version__} does not part parameters one by one")
 
     def _zero_init_param(self, param: Any) -> None:
