@@ -39,9 +39,7 @@ def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Index]:
     if first > last:  # within one row
         yield from ((last, *box) for box in _boxes(shape[1:], start - last * inner, stop - last * inner))
         return
-    yield from (
-        (first - 1, *box) for box in _boxes(shape[1:], start - (first - 1) * inner, inner) if first * inner > start
-    )
+    yield from ((first - 1, *box) for box in _boxes(shape[1:], start - (first - 1) * inner, inner))
     if first < last:
         yield (slice(first, last),)
     yield from ((last, *box) for box in _boxes(shape[1:], 0, stop - last * inner))
