@@ -2,7 +2,8 @@
 
 safetensors are read straight into the tensor that is filled wherever that is contiguous: nothing is mapped,
 so that the pages of a file never count as this process's memory, and a rank reads few bytes besides its own. A
-`pytorch_model.bin` is opened with torch.load's weights_only and mmap, or not at all. Each file is opened once.
+`pytorch_model.bin` is opened with torch.load's weights_only, and mmap unless it is older than torch 1.6. Each file is
+opened once.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ DTYPES = {
     "C64": torch.complex64,
 }
 
-POINTER = b"version "  # how a Git LFS pointer begins
+# how files begin: a pointer of Git LFS, and what torch saves now and saved before 1.6
+POINTER, ZIP, PICKLE = b"version ", b"PK\x03\x04", b"\x80\x02"
+
 BLOCK_BYTES = 4 << 20  # the most that is read at once into other memory than its final place
 GAP_BYTES = 4 << 10  # where a part of each row is wanted, reading over up to this is cheaper than reading again
 
@@ -103,6 +106,8 @@ def _indexed_files(index: Path) -> list[str]:
 
 def _open(path: Path) -> dict[str, Lazy]:
     try:
+        if _start(path) == POINTER:
+            raise ValueError("it is a Git LFS pointer: fetch the file itself with `git lfs pull`")
         return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickled(path)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -111,9 +116,19 @@ def _open(path: Path) -> dict[str, Lazy]:
         raise UserError(f"{path}: its tensors cannot be read: {reason}") from error
 
 
+def _start(path: Path) -> bytes:
+    """The first bytes, which tell what kind of file it is."""
+    with path.open("rb") as file:
+        return file.read(8)
+
+
 def _open_pickled(path: Path) -> dict[str, Lazy]:
+    start = _start(path)
+    if not start.startswith((ZIP, PICKLE)):
+        raise ValueError("it is no file that torch has saved")
+    mapped = start.startswith(ZIP)  # what torch saved before 1.6 can only be read whole
     try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise UserError(f"{path}: holds more than tensors, and is not loaded: save it as safetensors") from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
@@ -124,8 +139,6 @@ def _open_pickled(path: Path) -> dict[str, Lazy]:
 def _open_safetensors(path: Path) -> dict[str, Lazy]:
     """The format: 8 bytes that give the header's length, a JSON header, the tensors' bytes one after the other."""
     file = OpenFile(path)
-    if file.bytes(0, 8) == POINTER:
-        raise ValueError("it is a Git LFS pointer: fetch the file itself with `git lfs pull`")
     length = int.from_bytes(file.bytes(0, 8), "little")
     if length > file.size - 8:
         raise ValueError(f"its header would have {length} bytes")

@@ -76,6 +76,11 @@ def test_a_pickled_checkpoint_is_read(tmp_path: Path) -> None:
     assert torch.equal(read(stored.tensors["narrow"]), TENSORS["narrow"])
 
 
+def test_a_checkpoint_from_before_torch_1_6_is_read(tmp_path: Path) -> None:
+    torch.save(TENSORS, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert torch.equal(read(open_tensors(tmp_path).tensors["cube"][2:4, :, 5:]), TENSORS["cube"][2:4, :, 5:])
+
+
 class Surprise:
     """What must not be made by reading a file."""
 
@@ -86,7 +91,8 @@ class Surprise:
         ({"a": Surprise()}, "holds more than tensors"),
         ([torch.ones(2)], "is no mapping from names to tensors"),
         ({"a": torch.ones(2), "step": 3}, "is no mapping from names to tensors"),
-        (b"not a file of torch", "cannot be read"),
+        (b"not a file of torch", "is no file that torch has saved"),
+        (b"version https://git-lfs.github.com/spec/v1", "is a Git LFS pointer"),
     ],
 )
 def test_a_pickle_that_is_more_than_tensors_is_refused(tmp_path: Path, content: Any, wanted: str) -> None:
