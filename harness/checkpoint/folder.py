@@ -35,6 +35,7 @@ class Progress:
         seed: of the order of samples.
         data: digest of the training data.
         adapters: what shapes the adapters that are trained; empty where the weights themselves are.
+        model: its layers and their size; empty in a checkpoint that does not say.
     """
 
     step: int
@@ -45,6 +46,7 @@ class Progress:
     seed: int
     data: str
     adapters: str = ""
+    model: str = ""
 
 
 def partial_name(step: int) -> str:
@@ -113,6 +115,13 @@ def require_same_adapters(checkpoint: Path, adapters: str) -> None:
         theirs, ours = ("adapters" if text else "all weights" for text in (saved, adapters))
         other = " of another config" if saved and adapters else ""
         raise UserError(f"{checkpoint} holds {theirs}{other}, this run trains {ours}: resume it as it was saved")
+
+
+def require_same_model(checkpoint: Path, model: str) -> None:
+    """Raise UserError if a checkpoint says that it is of a model of other layers or sizes than the run's."""
+    saved = read_progress(checkpoint).model
+    if saved and saved != model:
+        raise UserError(f"{checkpoint} holds a model of {saved}, this run's has {model}: resume it as it was saved")
 
 
 def finish(output_dir: Path, progress: Progress) -> Path:

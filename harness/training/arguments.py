@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, NoReturn, get_type_hints
@@ -26,6 +27,7 @@ SCHEDULES = (
     "inverse_sqrt",
 )
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
+NAMES = re.compile(r"[\w.]+")  # a module's name or its end; anything else is a regular expression
 AT_LEAST_ONE = (
     "eval_steps",
     "save_total_limit",
@@ -148,7 +150,8 @@ class LoraArguments:
     lora_alpha: int = flag(32, "adapters are scaled by lora_alpha / lora_r")
     lora_dropout: float = flag(0.0, "dropout of what goes into an adapter")
     lora_target_modules: tuple[str, ...] | None = flag(
-        None, "names of linear layers, or all-linear; default: what peft takes for the family"
+        None,
+        "names of linear layers, a regular expression of full names, or all-linear; default: peft's for the family",
     )
     lora_modules_to_save: tuple[str, ...] | None = flag(None, "names of modules that are trained whole")
     use_rslora: bool = flag(False, "scale by lora_alpha / sqrt(lora_r) (arXiv 2312.03732)")
@@ -170,12 +173,14 @@ class LoraArguments:
         from peft import LoraConfig
 
         targets: Any = None if self.lora_target_modules is None else list(self.lora_target_modules)
+        if targets is not None and len(targets) == 1 and (targets == ["all-linear"] or not NAMES.fullmatch(targets[0])):
+            (targets,) = targets
         return LoraConfig(
             task_type="CAUSAL_LM",
             r=self.lora_r,
             lora_alpha=self.lora_alpha,
             lora_dropout=self.lora_dropout,
-            target_modules="all-linear" if targets == ["all-linear"] else targets,
+            target_modules=targets,
             modules_to_save=None if self.lora_modules_to_save is None else list(self.lora_modules_to_save),
             use_rslora=self.use_rslora,
             ensure_weight_tying=self.lora_modules_to_save is not None,

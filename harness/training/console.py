@@ -94,11 +94,15 @@ def _duplicate(stream: TextIO) -> TextIO:
 
 
 def _show_ours(console: Console, show: Any) -> Any:
+    told: set[str] = set()  # by the script and by the Trainer, say
+
     def show_warning(
         message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
     ) -> None:
         if Path(filename).resolve().is_relative_to(PACKAGE) or "harness" in Path(filename).parts:
-            console.warn(str(message))
+            if str(message) not in told:
+                console.warn(str(message))
+            told.add(str(message))
         show(message, category, filename, lineno, file, line)
 
     return show_warning

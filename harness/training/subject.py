@@ -57,6 +57,12 @@ class Subject:
         return sum(self.trained if trained else self.parameters)
 
     @property
+    def outline(self) -> str:
+        """Its kinds of layers and their size, by which a checkpoint of another model is told."""
+        kinds = ", ".join(dict.fromkeys(self.names))
+        return f"{len(self.names)} layers ({kinds}) and {sum(self.parameters):,} parameters"
+
+    @property
     def local_states(self) -> bool:
         """Whether layers hand on what a module or layer gave: each tensor-parallel rank has its own part of it."""
         return self.causal is not None and bool(self.causal.frame.schema.states)

@@ -102,6 +102,8 @@ class Trainer:
             verify_plan(source, setting, self.console)
         else:
             self.subject = layers_subject(model, loss_fn)  # type: ignore[arg-type]
+        if self.resume_from is not None:
+            folder.require_same_model(self.resume_from, self.subject.outline)
         self.boundaries = choose_boundaries(self.subject, setting, sample)
         announce.compilation(self.console, self.resolved, setting.device)
         self.engine = build_engine(
@@ -241,6 +243,7 @@ class Trainer:
             seed=self.args.seed,
             data=self.data_digest,
             adapters=self.adapters,
+            model=self.subject.outline,
         )
         path = state.save(self.engine.deepspeed, self.output_dir, progress, self.args.save_total_limit)
         call(self.callbacks, "on_save", self, checkpoint=path)

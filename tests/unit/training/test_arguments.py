@@ -112,6 +112,8 @@ def test_lora_flags_become_pefts_config() -> None:
     assert (
         adapter_flags("--use_peft", "--lora_target_modules", "all-linear").peft_config().target_modules == "all-linear"
     )
+    expression = r".*layers\.[01]\..*(q|o)_proj"
+    assert adapter_flags("--use_peft", "--lora_target_modules", expression).peft_config().target_modules == expression
     assert adapter_flags("--use_peft", "--lora_modules_to_save", "lm_head").peft_config().modules_to_save == ["lm_head"]
     assert adapter_flags().peft_config() is None
 

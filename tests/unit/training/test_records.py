@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from harness.checkpoint.folder import (
     partial_name,
     prune,
     require_same_layout,
+    require_same_model,
 )
 from harness.training.configure import configure
 from harness.training.console import quiet
@@ -84,13 +86,22 @@ def test_another_layout_is_refused_with_both_named(tmp_path: Path) -> None:
         require_same_layout(saved, resolved)
 
 
+def test_another_model_is_refused_with_both_named(tmp_path: Path) -> None:
+    (tmp_path / partial_name(1)).mkdir()
+    saved = finish(tmp_path, replace(progress(1), model="3 layers"))
+    require_same_model(saved, "3 layers")
+    with pytest.raises(UserError, match=r"holds a model of 3 layers, this run's has 4 layers"):
+        require_same_model(saved, "4 layers")
+
+
 def test_chatter_goes_to_the_log_and_rank_0_still_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "logs" / "rank_0.log"
     with quiet(log, 0) as console:
         print("chatter")
         os.write(2, b"chatter from below\n")
         console.say("hello")
-        warnings.warn_explicit("ours", UserWarning, str(Path(sys.modules["harness"].__file__)), 1)
+        for line in (1, 2):  # said twice, told once
+            warnings.warn_explicit("ours", UserWarning, str(Path(sys.modules["harness"].__file__)), line)
         warnings.warn_explicit("theirs", UserWarning, "/elsewhere/x.py", 1)
         console.fail("two\nlines")
     out, error = capfd.readouterr()
