@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
@@ -123,7 +125,7 @@ def inject(model: PreTrainedModel, config: Any, *, keep_ties: bool) -> None:
     tied = _tied(model)
     try:
         inject_adapter_in_model(config, model, adapter_name=NAME, low_cpu_mem_usage=True)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, re.error) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"model type {model.config.model_type!r} cannot be adapted: {reason} (--lora_target_modules all-linear "
@@ -141,6 +143,7 @@ def inject(model: PreTrainedModel, config: Any, *, keep_ties: bool) -> None:
                 f"{name} is a {type(module.base_layer).__name__}, whose output is not that of a linear layer: name the "
                 "layers that shall have adapters (--lora_target_modules), and not this one"
             )
+    _require_found(model, config)
     _train_whole(model)
     for name, other in sorted(tied - _tied(model)) if keep_ties else ():
         raise UserError(
@@ -166,6 +169,21 @@ def _tied(model: PreTrainedModel) -> set[tuple[str, str]]:
     parameters = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     ties = model.all_tied_weights_keys
     return {(name, other) for name, other in ties.items() if parameters.get(name) is parameters.get(other)}
+
+
+def _require_found(model: PreTrainedModel, config: Any) -> None:
+    """Warn of target modules that are not in the model, as a list may serve several families; UserError for
+    `modules_to_save` that are not, which peft passes over."""
+    names = [f".{plain_name(name)}" for name, _ in model.named_modules()]
+    for name in sorted(config.modules_to_save or ()):
+        if not any(known.endswith(name) for known in names):
+            raise UserError(f"modules_to_save: this {model.config.model_type} model has no module {name}")
+    targets = config.target_modules
+    lost = [] if isinstance(targets, str) else [n for n in targets or () if not any(k.endswith(f".{n}") for k in names)]
+    if lost:
+        warnings.warn(
+            f"adapters: this {model.config.model_type} model has no module {', '.join(sorted(lost))}", stacklevel=4
+        )
 
 
 def _train_whole(model: PreTrainedModel) -> None:

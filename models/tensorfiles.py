@@ -67,8 +67,9 @@ class StoredTensors:
 
 
 def has_tensors(directory: Path) -> bool:
-    """Whether there are weights in `directory`, in a form that `open_tensors` looks for."""
-    return any(directory.glob("*.safetensors")) or any((directory / name).is_file() for name in (OLD_SINGLE, OLD_INDEX))
+    """Whether there are weights in `directory`, or an index of some, in a form that `open_tensors` looks for."""
+    named = (INDEX, OLD_SINGLE, OLD_INDEX)
+    return any(directory.glob("*.safetensors")) or any((directory / name).is_file() for name in named)
 
 
 def open_tensors(directory: Path) -> StoredTensors:

@@ -40,15 +40,24 @@ def save(engine: DeepSpeedEngine, output_dir: Path, progress: Progress, keep: in
 
 
 def load(engine: DeepSpeedEngine, checkpoint: Path) -> Progress:
-    """Load a checkpoint, saved in this layout, into the engine; all ranks call it. UserError if a part is missing."""
+    """Load a checkpoint, saved in this layout, into the engine; all ranks call it.
+
+    UserError, on the rank that finds it, if a file is missing or damaged.
+    """
     progress = read_progress(checkpoint)
-    path, _ = engine.load_checkpoint(
-        str(checkpoint.parent), tag=checkpoint.name, load_module_strict=not progress.adapters
-    )
+    try:
+        path, _ = engine.load_checkpoint(
+            str(checkpoint.parent), tag=checkpoint.name, load_module_strict=not progress.adapters
+        )
+        random_state = torch.load(checkpoint / f"random_state_{dist.get_rank()}.pt", weights_only=True)
+    except Exception as error:  # DeepSpeed's readers assert, and let through what torch and the system raise
+        reason = (str(error).strip().splitlines() or ["a file that DeepSpeed looks for is missing"])[0]
+        raise UserError(
+            f"{checkpoint}: a file of it is missing or damaged ({reason}): resume from another checkpoint"
+        ) from error
     if path is None:
         raise UserError(f"{checkpoint}: DeepSpeed finds no state of this rank in it")
-    random_state = checkpoint / f"random_state_{dist.get_rank()}.pt"
-    _set_random_state(torch.load(random_state, weights_only=True))
+    _set_random_state(random_state)
     return progress
 
 

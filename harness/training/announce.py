@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from harness.config import Resolved
 from harness.config.support import version_warning
 from harness.models.adapters import Adaptation
+from harness.models.locate import presets
+from harness.models.skeleton import ModelSource
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.topology.placement import advise, hosts_of_launch
@@ -29,6 +32,12 @@ def version(console: Console) -> None:
     warning = version_warning()
     if warning:
         console.warn(warning)
+
+
+def origin(console: Console, source: ModelSource, seed: int) -> None:
+    """Say that a model begins anew where its directory, which might have held weights, holds none."""
+    if source.weights is None and source.name not in presets() and Path(source.name).is_dir():
+        console.say(f"no safetensors or pytorch_model.bin in {source.name}: the weights are drawn from --seed {seed}")
 
 
 def compilation(console: Console, resolved: Resolved, device: torch.device) -> None:

@@ -98,6 +98,7 @@ class Trainer:
         sample = self.admission.first_batch(self.train_dataset, self.resolved.micro_batch)
         self.admission.first_batch(self.eval_dataset, self.eval_batch)
         if source is not None:
+            announce.origin(self.console, source, args.seed)
             self.subject = decoder_subject(source, setting, sample_length(sample), self.adaptation)
             verify_plan(source, setting, self.console)
         else:

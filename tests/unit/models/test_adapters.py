@@ -173,12 +173,19 @@ def test_a_packed_layers_adapter_is_cut_by_the_same_parts() -> None:
         ({"use_qalora": True}, "use_qalora is not supported"),
         ({"target_modules": ["embed_tokens", "q_proj"]}, "of Embedding, and adapters stand on linear layers"),
         ({"target_modules": ["no_such"]}, "cannot be adapted: Target modules"),
+        ({"target_modules": "(q_proj"}, r"cannot be adapted: missing \)"),
+        ({"modules_to_save": ["no_such"]}, "modules_to_save: this llama model has no module no_such"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(peft: dict[str, Any], wanted: str) -> None:
     with pytest.raises(UserError, match=wanted) as told:
         fresh("llama", {**ALL, **peft})
     assert "\n" not in str(told.value)
+
+
+def test_target_modules_that_are_not_there_are_told() -> None:
+    with pytest.warns(UserWarning, match="this llama model has no module c_attn, v_prj$"):
+        fresh("llama", {"r": 4, "target_modules": ["q_proj", "v_prj", "c_attn", "layers.0.self_attn.k_proj"]})
 
 
 def test_other_methods_than_lora_are_refused() -> None:

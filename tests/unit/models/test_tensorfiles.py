@@ -14,7 +14,7 @@ from torch import Tensor
 
 from harness.config.errors import UserError
 from harness.models import tensorfiles
-from harness.models.tensorfiles import open_tensors
+from harness.models.tensorfiles import has_tensors, open_tensors
 
 TENSORS = {
     "cube": torch.randn(7, 9, 11),
@@ -139,5 +139,6 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes, wanted: str) 
 )
 def test_a_bad_index_is_refused(tmp_path: Path, index: str, wanted: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert has_tensors(tmp_path)  # else a new model would take their place
     with pytest.raises(UserError, match=wanted):
         open_tensors(tmp_path)

@@ -22,8 +22,10 @@ from harness.checkpoint.folder import (
     require_same_layout,
     require_same_model,
 )
+from harness.models.skeleton import read_source
+from harness.training import announce
 from harness.training.configure import configure
-from harness.training.console import quiet
+from harness.training.console import plain_console, quiet
 from harness.training.metrics import MetricsFile
 
 
@@ -111,6 +113,15 @@ def test_chatter_goes_to_the_log_and_rank_0_still_speaks(tmp_path: Path, capfd: 
     assert text == "chatter\nchatter from below\n"  # pytest keeps the other warning
     print("after")
     assert capfd.readouterr().out == "after\n"
+
+
+def test_a_directory_without_weights_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read_source("tiny-llama").config.save_pretrained(tmp_path)
+    announce.origin(plain_console(0), read_source("tiny-llama"), 7)  # a preset has none, and nobody expects any
+    announce.origin(plain_console(0), read_source(str(tmp_path)), 7)
+    assert capsys.readouterr().out.splitlines() == [
+        f"no safetensors or pytorch_model.bin in {tmp_path}: the weights are drawn from --seed 7"
+    ]
 
 
 def test_other_ranks_are_silent_but_for_errors(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
