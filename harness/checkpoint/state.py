@@ -42,7 +42,7 @@ def save(engine: DeepSpeedEngine, output_dir: Path, progress: Progress, keep: in
 def load(engine: DeepSpeedEngine, checkpoint: Path) -> Progress:
     """Load a checkpoint, saved in this layout, into the engine; all ranks call it.
 
-    UserError, on the rank that finds it, if a file is missing or damaged.
+    UserError, on the rank that finds it, if that fails, as where a file is missing or damaged.
     """
     progress = read_progress(checkpoint)
     try:
@@ -53,7 +53,7 @@ def load(engine: DeepSpeedEngine, checkpoint: Path) -> Progress:
     except Exception as error:  # DeepSpeed's readers assert, and let through what torch and the system raise
         reason = (str(error).strip().splitlines() or ["a file that DeepSpeed looks for is missing"])[0]
         raise UserError(
-            f"{checkpoint}: a file of it is missing or damaged ({reason}): resume from another checkpoint"
+            f"{checkpoint} cannot be loaded: {reason}; if a file of it is missing or damaged, resume from another"
         ) from error
     if path is None:
         raise UserError(f"{checkpoint}: DeepSpeed finds no state of this rank in it")
