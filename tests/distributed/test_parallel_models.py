@@ -21,6 +21,7 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.cross_entropy import vocab_parallel_cross_entropy
 from harness.parallel.plan import plan_for
 from harness.parallel.shard import shard_of
+from tests.distributed.comparing import whole_grads
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -113,28 +114,6 @@ def tiny(case: str) -> Any:
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.1)
     return model.eval()
-
-
-def whole_grads(model: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Every gradient, put together through the shards; NaN where no rank, or two owners, hold an element."""
-    grads: dict[str, Tensor] = {}
-    for name, param in model.named_parameters():
-        shard, grad = shard_of(param), param.grad
-        if grad is None:  # not used by the forward; on all ranks alike
-            continue
-        if shard is None:
-            grads[name] = grad
-            continue
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, (shard, grad), group=group)
-        full, owners = grad.new_zeros(shard.full_shape), grad.new_zeros(shard.full_shape)
-        for part, part_grad in parts:
-            if part.owner:
-                part.put(part_grad, full)
-                part.put(torch.ones_like(part_grad), found := torch.zeros_like(full))
-                owners += found
-        grads[name] = full.masked_fill(owners != 1, float("nan"))
-    return grads
 
 
 def norm_as_deepspeed_counts(model: nn.Module, group: dist.ProcessGroup) -> Tensor:

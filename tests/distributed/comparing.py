@@ -1,0 +1,53 @@
+"""A model that is cut for tensor parallelism held to the whole one, on the ranks that the cut is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.parallel.shard import shard_of
+
+
+def whole_grads(model: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Every gradient, put together through the shards; NaN where no rank, or two owners, hold an element."""
+    grads: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        shard, grad = shard_of(param), param.grad
+        if grad is None:  # not used by the forward; on all ranks alike
+            continue
+        if shard is None:
+            grads[name] = grad
+            continue
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, (shard, grad), group=group)
+        full, owners = grad.new_zeros(shard.full_shape), grad.new_zeros(shard.full_shape)
+        for part, part_grad in parts:
+            if part.owner:
+                part.put(part_grad, full)
+                part.put(torch.ones_like(part_grad), found := torch.zeros_like(full))
+                owners += found
+        grads[name] = full.masked_fill(owners != 1, float("nan"))
+    return grads
+
+
+def differences(model: Any, part: Any, group: dist.ProcessGroup, vocabulary: int) -> dict[str, float]:
+    """The largest difference of the logits and of each gradient, relative to the whole model's largest value of its
+    kind; that of a gradient which only one of them has is infinite."""
+    ids, labels = torch.randint(vocabulary, (2, 2, 13), generator=torch.Generator().manual_seed(1))
+    logits, got = (m(input_ids=ids, use_cache=False).logits for m in (model, part))
+    for each in (logits, got):
+        F.cross_entropy(each.flatten(0, 1), labels.flatten()).backward()
+    wanted = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    grads = whole_grads(part, group)
+    scale = max(grad.abs().max() for grad in wanted.values())
+    errors = {"logits": ((got - logits).abs().max() / logits.abs().max()).item()}
+    errors |= {name: float("inf") for name in grads.keys() ^ wanted.keys()}
+    # The gradient of a key's bias is zero but for rounding: hence a floor under what it is compared with.
+    for name in grads.keys() & wanted.keys():
+        difference, largest = (grads[name] - wanted[name]).abs().max(), wanted[name].abs().max()
+        errors[name] = (difference / largest.clamp_min(scale / 100)).item()
+    return errors
