@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from harness.models.calls import Call
 
 META, CPU = torch.device("meta"), torch.device("cpu")
-CANNOT_RUN = (NotImplementedError, RuntimeError, ValueError)  # what a forward raises that asks meta tensors for values
+# what a forward raises that asks tensors on meta for their values
+ASKS_FOR_VALUES = (NotImplementedError, RuntimeError, ValueError)
 # Linux then grants more than it has; Python names the flag only in later versions
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
@@ -42,7 +43,7 @@ def dry_run(layer: nn.Module, call: Call, hidden: Tensor, run: Callable[[nn.Modu
     for device in first:
         try:
             return attempt(device)
-        except CANNOT_RUN:
+        except ASKS_FOR_VALUES:
             continue
     return attempt(last)
 

@@ -191,7 +191,7 @@ class Frame:
         """What layer `index` gives besides the hidden state; found at its first call."""
         if index not in self._outlines:
             layer, name = self.layers[index], self.layer_names[index]
-            kind = kind_of(layer)  # a layer that cannot run on meta runs for real, as large as it is: once is enough
+            kind = kind_of(layer)  # once for all that are alike: one that looks at values takes a second
             if kind not in self._kinds:
                 self._kinds[kind] = outline_of(name, layer, call, hidden)
             self._outlines[index] = self._kinds[kind].renamed(name)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.models.calls import Call
+from harness.models.dryrun import ASKS_FOR_VALUES
 
 if TYPE_CHECKING:
     from harness.models.frame import Frame
@@ -114,7 +115,7 @@ def output_like(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         output = module(*args, **kwargs)
         if isinstance(output, Tensor):
             return output
-    except (NotImplementedError, RuntimeError, ValueError):  # a forward that looks at values cannot run on meta
+    except ASKS_FOR_VALUES:
         pass
     value: Tensor = args[0].to("meta")
     if isinstance(module, nn.Embedding):

@@ -27,7 +27,7 @@ SCHEDULES = (
     "inverse_sqrt",
 )
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
-NAMES = re.compile(r"[\w.]+")  # a module's name or its end; anything else is a regular expression
+MODULE_NAME = re.compile(r"[\w.]+")  # or its end; anything else is a regular expression
 AT_LEAST_ONE = (
     "eval_steps",
     "save_total_limit",
@@ -173,7 +173,11 @@ class LoraArguments:
         from peft import LoraConfig
 
         targets: Any = None if self.lora_target_modules is None else list(self.lora_target_modules)
-        if targets is not None and len(targets) == 1 and (targets == ["all-linear"] or not NAMES.fullmatch(targets[0])):
+        if (
+            targets is not None
+            and len(targets) == 1
+            and (targets == ["all-linear"] or not MODULE_NAME.fullmatch(targets[0]))
+        ):
             (targets,) = targets
         return LoraConfig(
             task_type="CAUSAL_LM",
