@@ -46,7 +46,7 @@ DTYPES = {
 POINTER, ZIP, PICKLE = b"version ", b"PK\x03\x04", b"\x80\x02"
 
 BLOCK_BYTES = 4 << 20  # the most that is read at once into other memory than its final place
-GAP_BYTES = 4 << 10  # where a part of each row is wanted, reading over up to this is cheaper than reading again
+GAP_BYTES = 4 << 10  # where a part of each row is wanted, up to this between two is read too: a page or less
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,6 @@ SCHEDULES = (
     "inverse_sqrt",
 )
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
-MODULE_NAME = re.compile(r"[\w.]+")  # or its end; anything else is a regular expression
 AT_LEAST_ONE = (
     "eval_steps",
     "save_total_limit",
@@ -141,6 +140,14 @@ class TrainingArguments:
         return AutoValues(**values, world_size=world_size, hidden_size=hidden_size, given=self._given & shared)
 
 
+def _target_modules(names: tuple[str, ...] | None) -> str | list[str] | None:
+    """As peft wants them: a list of names, but `all-linear` and a regular expression alone."""
+    if names is None:
+        return None
+    alone = len(names) == 1 and (names[0] == "all-linear" or not re.fullmatch(r"[\w.]+", names[0]))
+    return names[0] if alone else list(names)
+
+
 @dataclass(kw_only=True)
 class LoraArguments:
     """Adapters in the place of weights (LoRA, arXiv 2106.09685), by peft; named as in TRL's ModelConfig."""
@@ -172,19 +179,12 @@ class LoraArguments:
         require_peft()
         from peft import LoraConfig
 
-        targets: Any = None if self.lora_target_modules is None else list(self.lora_target_modules)
-        if (
-            targets is not None
-            and len(targets) == 1
-            and (targets == ["all-linear"] or not MODULE_NAME.fullmatch(targets[0]))
-        ):
-            (targets,) = targets
         return LoraConfig(
             task_type="CAUSAL_LM",
             r=self.lora_r,
             lora_alpha=self.lora_alpha,
             lora_dropout=self.lora_dropout,
-            target_modules=targets,
+            target_modules=_target_modules(self.lora_target_modules),
             modules_to_save=None if self.lora_modules_to_save is None else list(self.lora_modules_to_save),
             use_rslora=self.use_rslora,
             ensure_weight_tying=self.lora_modules_to_save is not None,
