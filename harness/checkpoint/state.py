@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from harness.checkpoint.folder import Progress, finish, partial_name, prune, read_progress
+from harness.checkpoint.reading import read_values, values_only
 from harness.config.errors import UserError
 
 RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # DeepSpeed lays them beside the model on every save
@@ -46,10 +47,13 @@ def load(engine: DeepSpeedEngine, checkpoint: Path) -> Progress:
     """
     progress = read_progress(checkpoint)
     try:
-        path, _ = engine.load_checkpoint(
-            str(checkpoint.parent), tag=checkpoint.name, load_module_strict=not progress.adapters
-        )
-        random_state = torch.load(checkpoint / f"random_state_{dist.get_rank()}.pt", weights_only=True)
+        with values_only(engine):
+            path, _ = engine.load_checkpoint(
+                str(checkpoint.parent), tag=checkpoint.name, load_module_strict=not progress.adapters
+            )
+        random_state = read_values(checkpoint / f"random_state_{dist.get_rank()}.pt")
+    except UserError:
+        raise
     except Exception as error:  # DeepSpeed's readers assert, and let through what torch and the system raise
         reason = (str(error).strip().splitlines() or ["a file that DeepSpeed looks for is missing"])[0]
         raise UserError(

@@ -25,6 +25,7 @@ class LaunchEnv:
     master_addr: str = LOOPBACK
     master_port: int = 0  # 0: none given, `export` takes a free one
     launched: bool = False  # whether a launcher started this process
+    has_store: bool = False  # whether the launcher itself serves the store that ranks meet in
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "LaunchEnv":
@@ -61,6 +62,7 @@ class LaunchEnv:
             master_addr=address,
             master_port=port,
             launched=True,
+            has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",  # torchrun
         )
 
     def export(self, environ: MutableMapping[str, str]) -> None:

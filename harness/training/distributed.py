@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from harness.config.errors import UserError
 from harness.topology.env import LaunchEnv
+from harness.topology.rendezvous import open_store, stay_on_this_host
 
 TIMEOUT = timedelta(minutes=30)
 
@@ -23,10 +24,17 @@ def start(env: LaunchEnv) -> torch.device:
     _avoid_compiling()
     if not dist.is_initialized():
         env.export(os.environ)
-        backend = accelerator.communication_backend_name()
-        deepspeed.init_distributed(dist_backend=backend, timeout=TIMEOUT, auto_mpi_discovery=False, verbose=False)
-    elif not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed()
+        if env.world_size == 1:
+            stay_on_this_host(os.environ)
+        dist.init_process_group(
+            accelerator.communication_backend_name(),
+            store=open_store(env, TIMEOUT),
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=TIMEOUT,
+        )
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(timeout=TIMEOUT, auto_mpi_discovery=False, verbose=False)
     return torch.device(accelerator.device_name(env.local_rank) if accelerator.device_name() != "cpu" else "cpu")
 
 

@@ -1,0 +1,62 @@
+"""Where the ranks of a run first meet: a key-value store that nobody outside of the run needs to reach.
+
+torch's own TCP store listens on every address of rank 0's host. Here a process alone opens no port at all, and rank 0
+of several listens on the master's address only. torchrun's agent brings a store of its own, which is left as it is.
+"""
+
+import errno
+import os
+import socket
+from collections.abc import MutableMapping
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from harness.config.errors import UserError
+from harness.topology.env import LaunchEnv
+
+LOOPBACK_INTERFACE = "lo"
+
+
+def open_store(env: LaunchEnv, timeout: timedelta) -> dist.Store | None:
+    """Return the store that all ranks of the run share; None where the launcher's own is used.
+
+    Raises UserError if the master's port is taken.
+    """
+    if env.world_size == 1:
+        return dist.HashStore()
+    if env.has_store:
+        return None
+    is_master = env.rank == 0
+    listener = _listen(env) if is_master else None
+    return dist.TCPStore(
+        env.master_addr,
+        env.master_port,
+        env.world_size,
+        is_master,
+        timeout=timeout,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def stay_on_this_host(environ: MutableMapping[str, str]) -> None:
+    """Have gloo, which listens even where one process runs alone, use the loopback interface, unless told otherwise."""
+    if any(name == LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
+        environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+
+
+def _listen(env: LaunchEnv) -> socket.socket | None:
+    """Listen on the master's address; None if it is not one of this host, as behind a load balancer."""
+    place = f"{env.master_addr}:{env.master_port}"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(env.master_addr, env.master_port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=max(env.world_size, 128))
+    except socket.gaierror as error:
+        raise UserError(f"MASTER_ADDR {env.master_addr}: no such host: {error.strerror}") from error
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise UserError(
+            f"rank 0 cannot listen on {place}: {os.strerror(error.errno or 0)}; "
+            "choose another port (`deepspeed --master_port`, or MASTER_PORT)"
+        ) from error
