@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from harness.config.errors import UserError
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,8 @@ class LaunchEnv:
             MASTER_ADDR=self.master_addr,
             MASTER_PORT=str(self.master_port or free_port()),
         )
+        if self.world_size == 1 and any(name == LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
+            environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)  # gloo listens even for a process alone
 
 
 def free_port(address: str = LOOPBACK) -> int:

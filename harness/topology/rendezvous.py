@@ -7,15 +7,12 @@ of several listens on the master's address only. torchrun's agent brings a store
 import errno
 import os
 import socket
-from collections.abc import MutableMapping
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from harness.config.errors import UserError
 from harness.topology.env import LaunchEnv
-
-LOOPBACK_INTERFACE = "lo"
 
 
 def open_store(env: LaunchEnv, timeout: timedelta) -> dist.Store | None:
@@ -37,12 +34,6 @@ def open_store(env: LaunchEnv, timeout: timedelta) -> dist.Store | None:
         timeout=timeout,
         master_listen_fd=None if listener is None else listener.detach(),
     )
-
-
-def stay_on_this_host(environ: MutableMapping[str, str]) -> None:
-    """Have gloo, which listens even where one process runs alone, use the loopback interface, unless told otherwise."""
-    if any(name == LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
-        environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
 
 
 def _listen(env: LaunchEnv) -> socket.socket | None:

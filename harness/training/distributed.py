@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from harness.config.errors import UserError
 from harness.topology.env import LaunchEnv
-from harness.topology.rendezvous import open_store, stay_on_this_host
+from harness.topology.rendezvous import open_store
 
 TIMEOUT = timedelta(minutes=30)
 
@@ -24,8 +24,6 @@ def start(env: LaunchEnv) -> torch.device:
     _avoid_compiling()
     if not dist.is_initialized():
         env.export(os.environ)
-        if env.world_size == 1:
-            stay_on_this_host(os.environ)
         dist.init_process_group(
             accelerator.communication_backend_name(),
             store=open_store(env, TIMEOUT),

@@ -50,6 +50,7 @@ def test_without_a_launcher_a_process_is_alone_and_exports_a_free_port() -> None
     environ: dict[str, str] = {"MASTER_PORT": "1"}
     alone.export(environ)
     assert int(environ["MASTER_PORT"]) > 1
+    assert environ["GLOO_SOCKET_IFNAME"] == "lo"
     with socket.socket() as server:
         server.bind((environ["MASTER_ADDR"], int(environ["MASTER_PORT"])))
     again = LaunchEnv.from_environ(environ)
