@@ -6,10 +6,10 @@ A finding is a plain value. Who prints it (text, JSON, annotations) is decided e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 
-class Severity(str, Enum):
+class Severity(StrEnum):
     """How grave a finding is; each level means one thing."""
 
     ERROR = "error"  # DeepSpeed, or the program named as target, refuses the config
