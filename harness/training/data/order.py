@@ -1,41 +1,84 @@
 """Which samples come when: pure arithmetic on (seed, samples consumed), the same for every layout.
 
-Epoch e passes through a permutation of its own, and a global batch may end one epoch and begin the next, so
-no sample is ever dropped. A permutation is the sorting order of 64-bit keys from the Philox counter generator
-(Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"): numpy promises the bits of a bit
-generator for good, but not those of `Generator.permutation`.
+Epoch e passes through a permutation of its own, and a global batch may end one epoch and begin the next, so no sample
+is ever dropped. A permutation is never held: each place in it is computed by itself, in constant memory and time,
+however many samples there are.
+
+It is a Feistel network over the places of a rectangle, as for ciphers on arbitrary finite domains (Black and Rogaway,
+2002): `rows` x `columns` just covers the n samples. Round after round moves the row by a hash of the column, then the
+column by a hash of the row. Each round can be undone, so the network is a bijection of the rectangle. Of the few
+places that lie outside the n samples, the network is applied once more until they lie inside: that makes it a
+bijection of the samples. The keys of the rounds come from the Philox counter generator (Salmon et al., 2011,
+"Parallel random numbers: as easy as 1, 2, 3"), whose bits numpy promises for good; the hash is that of SplitMix64
+(Steele et al., 2014, "Fast splittable pseudorandom number generators"). All of it is arithmetic modulo 2^64, so that
+every machine computes the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from math import isqrt
 
 import numpy as np
 import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
 
 _WORD = 2**64 - 1
 
-
-def sample_order(n: int, seed: int, epoch: int) -> Indices:
-    """The permutation of `range(n)` that epoch number `epoch` (from 0) follows, equal on every machine."""
-    key = (seed & _WORD) | (epoch & _WORD) << 64
-    return np.argsort(np.random.Philox(key=key).random_raw(n), kind="stable").astype(np.int64)
+# With fewer than 16 some of the permutations of 5 or 6 samples come more often than others.
+_ROUNDS = 24
 
 
-def batch_indices(
-    consumed: int, count: int, n: int, seed: int, order: Callable[[int, int, int], Indices] = sample_order
-) -> Indices:
-    """The `count` samples, of a data set of `n`, that follow the first `consumed`, over any end of an epoch.
+def sample_order(n: int, seed: int, epoch: int, places: npt.ArrayLike | None = None) -> Indices:
+    """Return the samples, of `range(n)`, at these places of epoch number `epoch` (from 0): by default at all n.
 
-    `order` is called as `sample_order(n, seed, epoch)`; a caller that keeps permutations passes its own.
+    Each place is computed by itself: memory and time grow with the number of places, not with n.
     """
-    pieces = []
+    walked = np.array(np.arange(n) if places is None else places, dtype=np.uint64)
+    rows, columns = _rectangle(n)
+    keys = np.random.Philox(key=(seed & _WORD) | (epoch & _WORD) << 64).random_raw(_ROUNDS)
+    outside = np.arange(len(walked))
+    while len(outside):
+        moved = _shuffle(walked[outside], keys, rows, columns)
+        walked[outside] = moved
+        outside = outside[moved >= n]
+    return walked.astype(np.int64)
+
+
+def batch_indices(consumed: int, count: int, n: int, seed: int) -> Indices:
+    """Return the `count` samples, of a data set of `n`, that follow the first `consumed`, over any end of an epoch."""
+    pieces = [np.empty(0, dtype=np.int64)]
     while count > 0:
-        epoch, position = divmod(consumed, n)
-        piece = order(n, seed, epoch)[position : position + count]
-        pieces.append(piece)
-        consumed += len(piece)
-        count -= len(piece)
-    return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+        epoch, start = divmod(consumed, n)
+        stop = min(start + count, n)
+        pieces.append(sample_order(n, seed, epoch, np.arange(start, stop)))
+        consumed += stop - start
+        count -= stop - start
+    return np.concatenate(pieces)
+
+
+def _rectangle(n: int) -> tuple[np.uint64, np.uint64]:
+    """Return rows and columns with the least room for n places that is nearly square.
+
+    The rows are even in number: a shift of an odd number of rows is an even permutation, and so every permutation of
+    an odd square would be.
+    """
+    rows = 2 * (isqrt(max(n - 1, 0)) // 2 + 1)
+    return np.uint64(rows), np.uint64(-(-n // rows))
+
+
+def _shuffle(places: _Words, keys: _Words, rows: np.uint64, columns: np.uint64) -> _Words:
+    """Apply the network once to places of the rectangle, counted row by row."""
+    row, column = np.divmod(places, columns)
+    for of_column, of_row in keys.reshape(-1, 2):
+        row = (row + _hashed(column + of_column) % rows) % rows
+        column = (column + _hashed(row + of_row) % columns) % columns
+    return row * columns + column
+
+
+def _hashed(words: _Words) -> _Words:
+    """Return SplitMix64's hash of each word."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from harness.config.errors import UserError
 from harness.training.data.collate import Collator, MicroBatch, as_micro_batch, collate
-from harness.training.data.order import batch_indices, sample_order
+from harness.training.data.order import batch_indices
 
 
 class BatchStream:
@@ -47,7 +46,6 @@ class BatchStream:
         self.data_size = data_size
         self.consumed = consumed
         self.collator = data_collator
-        self._order = lru_cache(maxsize=2)(sample_order)  # an epoch's end needs two permutations, no step more
         if self.n < self.global_batch:
             raise UserError(
                 f"the data set has {self.n} samples, fewer than one global batch of {self.global_batch} "
@@ -70,7 +68,7 @@ class BatchStream:
 
         With `read` false none is read: for a rank that needs neither inputs nor labels.
         """
-        indices = batch_indices(self.consumed, self.global_batch, self.n, self.seed, self._order)
+        indices = batch_indices(self.consumed, self.global_batch, self.n, self.seed)
         mine = indices.reshape(self.accumulation, self.data_size, self.micro_batch)[:, self.data_rank]
         self.consumed += self.global_batch
         return [read_micro_batch(self.dataset, rows, self.collator) for rows in mine.tolist()] if read else []
