@@ -1,7 +1,8 @@
 """The tensors in a model directory's files, as lazy tensors by name.
 
-safetensors are read straight into the tensor that is filled wherever that is contiguous: nothing is mapped,
-so that the pages of a file never count as this process's memory, and a rank reads few bytes besides its own. A
+safetensors are read straight into the tensor that is filled wherever that is contiguous. Of a tensor that is cut along
+its rows (a row-parallel weight, say) a few MB of the file are mapped at a time and the columns copied out: the disk is
+read in large pieces, once for all ranks of a host, and no page of a file counts as this process's memory for long. A
 `pytorch_model.bin` is opened with torch.load's weights_only, and mmap unless it is older than torch 1.6. Each file is
 opened once.
 """
@@ -9,6 +10,7 @@ opened once.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import pickle
 import weakref
@@ -18,6 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,7 +48,8 @@ DTYPES = {
 # how files begin: a pointer of Git LFS, and what torch saves now and saved before 1.6
 POINTER, ZIP, PICKLE = b"version ", b"PK\x03\x04", b"\x80\x02"
 
-BLOCK_BYTES = 4 << 20  # the most that is read at once into other memory than its final place
+BLOCK_BYTES = 4 << 20  # the most that is mapped at once, or read into other memory than its final place
+TOO_SHORT = "ends too early: was it changed meanwhile?"
 GAP_BYTES = 4 << 10  # where a part of each row is wanted, up to this between two is read too: a page or less
 
 
@@ -179,10 +183,25 @@ class OpenFile:
         self._fill(_bytes_of(into), start)
 
     def read_runs(self, into: Tensor, start: int, step: int) -> None:
-        """Fill each row of such a tensor with the bytes from `start`, `start + step` and so on."""
-        view, size = _bytes_of(into), into[0].nbytes
-        for row in range(len(into)):
-            self._fill(view[row * size : (row + 1) * size], start + row * step)
+        """Fill each row of such a tensor with the bytes from `start`, `start + step` and so on.
+
+        The stretch of the file from the first to the last is mapped: the kernel fetches it in large pieces, whatever
+        the number of rows, and keeps it for the other processes of this host.
+        """
+        rows, size = len(into), into[0].nbytes
+        page = start - start % mmap.ALLOCATIONGRANULARITY
+        length = start - page + (rows - 1) * step + size
+        descriptor = self._file.fileno()
+        if page + length > os.fstat(descriptor).st_size:  # touching what is missing would end the process
+            raise UserError(f"{self.path}: {TOO_SHORT}")
+        if hasattr(os, "posix_fadvise"):  # this stretch, and the next while this one is copied
+            os.posix_fadvise(descriptor, page, 2 * length, os.POSIX_FADV_WILLNEED)
+        try:
+            mapped = mmap.mmap(descriptor, length, access=mmap.ACCESS_READ, offset=page)
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read: {error.strerror}") from error
+        runs = np.ndarray((rows, size), np.uint8, mapped, start - page, (step, 1))
+        np.copyto(np.asarray(_bytes_of(into)).reshape(rows, size), runs)
 
     def _fill(self, rest: memoryview, start: int) -> None:
         while rest:
@@ -191,7 +210,7 @@ class OpenFile:
             except OSError as error:
                 raise UserError(f"{self.path}: cannot be read: {error.strerror}") from error
             if not count:
-                raise UserError(f"{self.path}: ends too early: was it changed meanwhile?")
+                raise UserError(f"{self.path}: {TOO_SHORT}")
             rest, start = rest[count:], start + count
 
 
@@ -243,7 +262,7 @@ class Stored:
                 self._run(part, at + index * step + before)
             return
         apart = (step - wanted) * size > GAP_BYTES
-        rows = max(BLOCK_BYTES // (wanted if apart else step) // size, 1)
+        rows = max(BLOCK_BYTES // (step * size), 1)
         for first in range(0, len(into), rows):
             part, start = into[first : first + rows], self.start + (at + first * step) * size
             if apart:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,35 @@ def test_any_slice_is_read_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert torch.equal(read(stored[name][index], torch.float64), tensor[index].double())
             if tensor.dim() == 3:
                 assert torch.equal(read(stored[name][index].permute(2, 0, 1)), tensor[index].permute(2, 0, 1))
+
+
+def reads() -> tuple[int, int]:
+    """How often this process has read from files, and how many bytes."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["syscr"]), int(counts["rchar"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_columns_are_read_in_few_large_pieces_and_no_others_with_them(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.randn(1000, 10_000)
+    save_file({"a": tensor}, tmp_path / "model.safetensors")
+    stored = open_tensors(tmp_path).tensors["a"]
+    into = torch.empty(1000, 2500, dtype=dtype)
+    before = reads()
+    into.copy_(stored[:, 2500:5000])
+    calls, count = (after - start for after, start in zip(reads(), before, strict=True))
+    assert calls < 20 and count < 1.1 * 4 * into.numel()
+    assert torch.equal(into, tensor[:, 2500:5000].to(dtype))
+
+
+@pytest.mark.parametrize("columns", [slice(0, 10_000), slice(0, 2500), slice(0, 9990)])
+def test_a_file_that_was_cut_off_since_is_an_error_and_no_crash(tmp_path: Path, columns: slice) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.randn(100, 10_000)}, path)
+    stored = open_tensors(tmp_path).tensors["a"]
+    os.truncate(path, 2_000_000)
+    with pytest.raises(UserError, match=r"model\.safetensors: ends too early"):
+        read(stored[:, columns])
 
 
 def test_a_file_is_opened_once_and_closed_in_the_end(tmp_path: Path) -> None:
