@@ -23,7 +23,11 @@ def test_an_epoch_is_a_permutation(n, seed, epoch):
 def test_the_order_is_frozen_because_a_resumed_run_depends_on_it():
     assert sample_order(12, seed=0, epoch=0).tolist() == [1, 3, 0, 9, 6, 8, 7, 2, 11, 4, 5, 10]
     assert sample_order(12, seed=42, epoch=3).tolist() == [10, 3, 9, 8, 11, 5, 1, 0, 4, 6, 2, 7]
-    assert sample_order(10**12, seed=7, epoch=1, places=[0, 1, 10**12 - 1]).tolist() == [154843299368, 179459578161, 77787712772]
+    assert sample_order(10**12, seed=7, epoch=1, places=[0, 1, 10**12 - 1]).tolist() == [
+        154843299368,
+        179459578161,
+        77787712772,
+    ]
 
 
 @given(n=st.integers(1, 300), seed=SEEDS, places=st.lists(st.integers(0, 299)))
