@@ -10,8 +10,9 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from harness.config import Resolved
 from harness.config.errors import UserError
@@ -36,6 +37,8 @@ class Progress:
         data: digest of the training data.
         adapters: what shapes the adapters that are trained; empty where the weights themselves are.
         model: its layers and their size; empty in a checkpoint that does not say.
+        optimizer: its name; empty in a checkpoint that does not say.
+        hyperparameters: learning rate, schedule and what else the run was given that may change from here on.
     """
 
     step: int
@@ -47,6 +50,8 @@ class Progress:
     data: str
     adapters: str = ""
     model: str = ""
+    optimizer: str = ""
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
 
 
 def partial_name(step: int) -> str:
@@ -72,7 +77,8 @@ def checkpoints(output_dir: Path) -> list[Path]:
 def find_resume(output_dir: Path, wanted: str | None) -> Path | None:
     """The checkpoint that `--resume_from_checkpoint` means, None for a fresh start.
 
-    Raises UserError if a named checkpoint is not whole, or a fresh start would overwrite a run.
+    Raises UserError if a named checkpoint is not whole, or if this run would overwrite another one: by a fresh start,
+    or by going on from a checkpoint of a run elsewhere.
     """
     if wanted == "auto":
         found = checkpoints(output_dir)
@@ -80,13 +86,14 @@ def find_resume(output_dir: Path, wanted: str | None) -> Path | None:
     if wanted is not None:
         if not (Path(wanted) / STATE).is_file():
             raise UserError(f"--resume_from_checkpoint {wanted}: no whole checkpoint there ({STATE} is missing)")
-        return Path(wanted)
+        if Path(wanted).resolve().parent == output_dir.resolve():
+            return Path(wanted)
     if (output_dir / METRICS).exists() or checkpoints(output_dir):
         raise UserError(
             f"--output_dir {output_dir} already holds a run: give another directory, "
             "or --resume_from_checkpoint auto to go on with it"
         )
-    return None
+    return None if wanted is None else Path(wanted)
 
 
 def read_progress(checkpoint: Path) -> Progress:
@@ -98,14 +105,25 @@ def read_progress(checkpoint: Path) -> Progress:
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
-def require_same_layout(checkpoint: Path, resolved: Resolved) -> None:
-    """Raise UserError if a checkpoint was saved in another layout, ZeRO stage or precision than the run's."""
+def optimizer_name(resolved: Resolved) -> str:
+    """The optimizer of a run; where the JSON has none, the arguments make it AdamW."""
+    return str(resolved.config.get("optimizer", {}).get("type", "AdamW"))
+
+
+def require_same_run(checkpoint: Path, resolved: Resolved) -> None:
+    """Raise UserError if a checkpoint was saved in another layout, ZeRO stage or precision than the run's, or by
+    another optimizer, whose state means something else."""
     saved = read_progress(checkpoint)
     layout = Layout(pipeline=resolved.pipeline, data=resolved.data, tensor=resolved.tensor, expert=resolved.expert)
     theirs = f"{saved.layout}, ZeRO-{saved.zero_stage}, {saved.precision}"
     ours = f"{layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}"
     if theirs != ours:
         raise UserError(f"{checkpoint} was saved by {theirs}, this run is {ours}: resume it as it was saved")
+    optimizer = optimizer_name(resolved)
+    if saved.optimizer and saved.optimizer.lower() != optimizer.lower():
+        raise UserError(
+            f"{checkpoint} holds the state of {saved.optimizer}, this run uses {optimizer}: resume it as it was saved"
+        )
 
 
 def require_same_adapters(checkpoint: Path, adapters: str) -> None:

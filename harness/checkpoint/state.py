@@ -43,13 +43,18 @@ def save(engine: DeepSpeedEngine, output_dir: Path, progress: Progress, keep: in
 def load(engine: DeepSpeedEngine, checkpoint: Path) -> Progress:
     """Load a checkpoint, saved in this layout, into the engine; all ranks call it.
 
+    The schedule of the learning rate is left as it was built.
+
     UserError, on the rank that finds it, if that fails, as where a file is missing or damaged.
     """
     progress = read_progress(checkpoint)
     try:
         with values_only(engine):
             path, _ = engine.load_checkpoint(
-                str(checkpoint.parent), tag=checkpoint.name, load_module_strict=not progress.adapters
+                str(checkpoint.parent),
+                tag=checkpoint.name,
+                load_module_strict=not progress.adapters,
+                load_lr_scheduler_states=False,
             )
         random_state = read_values(checkpoint / f"random_state_{dist.get_rank()}.pt")
     except UserError:

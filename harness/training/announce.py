@@ -15,6 +15,7 @@ from harness.models.skeleton import ModelSource
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.topology.placement import advise, hosts_of_launch
+from harness.training.arguments import TrainingArguments
 from harness.training.console import Console
 from harness.training.stages import StageLine
 from harness.training.subject import Subject
@@ -32,6 +33,12 @@ def version(console: Console) -> None:
     warning = version_warning()
     if warning:
         console.warn(warning)
+
+
+def beginning(console: Console, args: TrainingArguments, resume_from: Path | None) -> None:
+    """Say that a run which might have gone on begins at step 0."""
+    if args.resume_from_checkpoint == "auto" and resume_from is None:
+        console.say(f"no checkpoint in {args.output_dir}: the run starts afresh")
 
 
 def origin(console: Console, source: ModelSource, seed: int) -> None:

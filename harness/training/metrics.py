@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +33,14 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def set_aside(path: Path) -> Path | None:
+    """Give an earlier run's file a name that is free, as `metrics.1.jsonl`; returns it, None where there is none."""
+    if not path.is_file():
+        return None
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    return path.rename(next(name for name in names if not name.exists()))
 
 
 def write_run(output_dir: Path, content: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.checkpoint.folder import find_resume, require_same_layout
+from harness.checkpoint.folder import find_resume, require_same_run
 from harness.config.errors import UserError
 from harness.models.locate import DEFAULT_MODEL, model_directory
 from harness.topology.env import LaunchEnv
@@ -45,7 +45,7 @@ def check_before_start(
     output_dir = Path(args.output_dir)
     resume = find_resume(output_dir, args.resume_from_checkpoint)
     if resume is not None:
-        require_same_layout(resume, resolved)
+        require_same_run(resume, resolved)
     require_writable(output_dir)
 
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from harness.training.callbacks import StepRecord
-from harness.training.metrics import METRICS, MetricsFile, write_run
+from harness.training.metrics import METRICS, MetricsFile, set_aside, write_run
 
 if TYPE_CHECKING:
     from harness.training.trainer import Trainer
@@ -31,9 +31,8 @@ class Recorder:
             directory = self.trainer.output_dir
             directory.mkdir(parents=True, exist_ok=True)
             write_run(directory, describe(self.trainer))
-            first_step = self.trainer.state.global_step + 1
-            self._metrics = MetricsFile(directory / METRICS, first_step)
-            self._evaluations = MetricsFile(directory / EVALUATIONS, first_step)
+            self._metrics = self._open(directory / METRICS)
+            self._evaluations = self._open(directory / EVALUATIONS)
         return self
 
     def __exit__(
@@ -42,6 +41,14 @@ class Recorder:
         for file in (self._metrics, self._evaluations):
             if file is not None:
                 file.close()
+
+    def _open(self, path: Path) -> MetricsFile:
+        """The file as far as this run has come; a run that begins keeps what an earlier one left under another name."""
+        first_step = self.trainer.state.global_step + 1
+        kept = set_aside(path) if first_step == 1 else None
+        if kept is not None:
+            self.trainer.console.warn(f"{path} is of an earlier run: it is kept as {kept.name}")
+        return MetricsFile(path, first_step)
 
     def step(self, record: StepRecord) -> None:
         """One line in metrics.jsonl."""

@@ -41,6 +41,7 @@ from harness.training.losses import AUX_LOSS
 from harness.training.prepare import user_datasets
 from harness.training.progress import ProgressCallback
 from harness.training.recorder import Recorder
+from harness.training.resume import hyperparameters, resume
 from harness.training.saving import write_model
 from harness.training.stages import choose_boundaries, stage_lines
 from harness.training.subject import Model, adapted, decoder_subject, layers_subject
@@ -113,12 +114,13 @@ class Trainer:
         self.stages = stage_lines(self.subject, self.boundaries, self.engine.deepspeed.module, self.groups)
         announce.stages(self.console, self.layout, self.resolved, steps, self.stages)
         announce.adapters(self.console, self.adaptation, self.subject)
+        self.hyperparameters = hyperparameters(args, self.resolved, steps)
         self.state = TrainerState(max_steps=steps, is_world_process_zero=env.rank == 0)
         self.control = TrainerControl()
         self.callbacks: list[TrainerCallback] = [ProgressCallback(self.console), *callbacks]
         self.asks = False  # whether a callback of any rank may ask for something
         if self.resume_from is not None:
-            self._resume(self.resume_from)
+            resume(self, self.resume_from)
 
     def close(self) -> None:
         """Let go of the engine's memory and of its process groups, so that another Trainer may take its place."""
@@ -245,6 +247,8 @@ class Trainer:
             data=self.data_digest,
             adapters=self.adapters,
             model=self.subject.outline,
+            optimizer=folder.optimizer_name(self.resolved),
+            hyperparameters=self.hyperparameters,
         )
         path = state.save(self.engine.deepspeed, self.output_dir, progress, self.args.save_total_limit)
         call(self.callbacks, "on_save", self, checkpoint=path)
@@ -282,7 +286,7 @@ class Trainer:
         )
         self.resume_from = folder.find_resume(self.output_dir, args.resume_from_checkpoint)
         if self.resume_from is not None:
-            folder.require_same_layout(self.resume_from, self.resolved)
+            folder.require_same_run(self.resume_from, self.resolved)
             folder.require_same_adapters(self.resume_from, self.adapters)
         self.data_digest = "" if self.train_dataset is None else data_digest(self.train_dataset)
         return steps
@@ -305,6 +309,7 @@ class Trainer:
         self._groups_of_others = open_groups()
         self.groups = build_groups(self.layout)
         announce.version(self.console)
+        announce.beginning(self.console, self.args, self.resume_from)
         announce.placement(self.console, self.layout, env)
         return Setting(args=self.args, resolved=self.resolved, groups=self.groups, device=device, max_steps=steps)
 
@@ -320,17 +325,3 @@ class Trainer:
             data_size=self.layout.data,
             data_collator=self.data_collator,
         )
-
-    def _resume(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint: weights, optimizer, schedule, random numbers, place in the data."""
-        progress = state.load(self.engine.deepspeed, checkpoint)
-        self.state.global_step, self.state.consumed_samples = progress.step, progress.consumed_samples
-        if self.stream is not None:
-            self.stream.consumed = progress.consumed_samples
-            self.state.epoch = self.stream.epoch
-        self.console.say(f"resumed from {checkpoint} at step {progress.step}")
-        if self.train_dataset is not None and (progress.seed, progress.data) != (self.args.seed, self.data_digest):
-            self.console.warn(
-                f"{checkpoint} was saved with another seed or other training data: "
-                "the order of samples does not go on where it stopped"
-            )

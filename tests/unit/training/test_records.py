@@ -19,8 +19,8 @@ from harness.checkpoint.folder import (
     finish,
     partial_name,
     prune,
-    require_same_layout,
     require_same_model,
+    require_same_run,
 )
 from harness.models.skeleton import read_source
 from harness.training import announce
@@ -85,7 +85,7 @@ def test_another_layout_is_refused_with_both_named(tmp_path: Path) -> None:
     saved = finish(tmp_path, progress(1, "pp2 x dp1 x tp1"))
     resolved, _ = configure(TrainingArguments(), world_size=1)
     with pytest.raises(UserError, match=r"pp2 x dp1 x tp1.*pp1 x dp1 x tp1"):
-        require_same_layout(saved, resolved)
+        require_same_run(saved, resolved)
 
 
 def test_another_model_is_refused_with_both_named(tmp_path: Path) -> None:

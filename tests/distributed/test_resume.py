@@ -1,0 +1,79 @@
+"""Resuming with other hyperparameters: what the resumed run was given is what its steps use, in every engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from harness import Trainer, TrainingArguments
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Job, rows, tiny_model
+
+pytestmark = pytest.mark.ranks
+
+FIRST = {"max_steps": 2, "learning_rate": 2e-3, "weight_decay": 0.0, "adam_beta1": 0.9, "max_grad_norm": 0.5}
+THEN = {"max_steps": 4, "learning_rate": 1e-3, "weight_decay": 0.3, "adam_beta1": 0.7, "max_grad_norm": 0.2}
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_in_two_parts(jobs: list[Job], folder: str) -> list[list[dict[str, Any]]]:
+    """The metrics of each job: two steps with the values FIRST, two more with THEN from their checkpoint."""
+    curves = []
+    for number, job in enumerate(jobs):
+        place = Path(folder) / f"{number}-{job.layout}"
+        for values, resume in ((FIRST, None), (THEN, "auto")):
+            arguments = TrainingArguments(
+                deepspeed_config=job.deepspeed_config(),
+                output_dir=str(place),
+                save_steps=2,
+                resume_from_checkpoint=resume,
+                **values,
+            )
+            trainer = Trainer(job.model, arguments, rows())
+            trainer.train()
+            trainer.close()
+        curves.append(curve(place))
+    return curves
+
+
+def plain(model_dir: str) -> list[tuple[float, float]]:
+    """Learning rate and loss of each step, by torch alone, with the linear schedule of each part."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+    ids = torch.tensor([row["input_ids"] for row in rows()])
+    wide = [p for p in model.parameters() if p.dim() > 1]
+    groups = [{"params": wide}, {"params": [p for p in model.parameters() if p.dim() < 2]}]
+    optimizer = torch.optim.AdamW(groups)
+    seen = []
+    for step in range(4):
+        values = FIRST if step < 2 else THEN
+        rate = values["learning_rate"] * (1 - step / values["max_steps"])
+        for group, decay in zip(optimizer.param_groups, (values["weight_decay"], 0.0), strict=True):
+            group.update(lr=rate, betas=(values["adam_beta1"], 0.999), weight_decay=decay)
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), values["max_grad_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((rate, loss.item()))
+    return seen
+
+
+def test_what_the_resumed_run_was_given_is_what_its_steps_use(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "m", "llama", True)
+    jobs = [Job(model, layout) for layout in ("pp2z0", "pp2z1", "tp2z1", "dp2z2", "dp2z3")]
+    wanted = plain(model)
+    for rank in run_ranks(2, train_in_two_parts, jobs, str(tmp_path)):
+        for job, steps in zip(jobs, rank, strict=True):
+            for row, (rate, loss) in zip(steps, wanted, strict=True):
+                assert row["learning_rate"] == pytest.approx(rate, rel=1e-9), job.layout
+                assert row["loss"] == pytest.approx(loss, rel=1e-5), (job.layout, row["step"])
+    run = json.loads((tmp_path / "1-pp2z1" / "run.json").read_text())
+    assert {name: run["arguments"][name] for name in THEN} == THEN
