@@ -22,7 +22,7 @@ from harness.parallel.memory import give_back_freed_memory
 from harness.parallel.staged import Layer, LayerSequence, StagedModule, deepspeed_topology
 from harness.topology.groups import Groups
 from harness.training.arguments import TrainingArguments
-from harness.training.clipping import clip_and_keep_norm
+from harness.training.clipping import correct_clipping
 from harness.training.engine import Engine, PipelineStages, WholeModel
 from harness.training.losses import Loss
 from harness.training.optimizer import adamw, parameter_groups, schedule
@@ -78,7 +78,7 @@ def build_engine(
         module = LayerSequence(layers, checkpoint_interval=interval, seed=setting.args.seed)
     _configure_checkpointing(setting)
     stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", setting.args.weight_decay)
-    groups = parameter_groups(module.parameters(), stated)
+    groups = parameter_groups(module, stated)
     engine, *_ = deepspeed.initialize(
         model=module,
         model_parameters=groups,
@@ -88,8 +88,7 @@ def build_engine(
         config=config,
         dist_init_required=False,
     )
-    if setting.resolved.zero_stage == 0 and setting.resolved.precision == "fp32":
-        clip_and_keep_norm(engine, setting.groups)
+    correct_clipping(engine, setting.groups)
     torch.manual_seed(setting.args.seed + setting.groups.coordinate.data + 1000 * setting.groups.coordinate.stage)
     kind = PipelineStages if setting.is_pipeline else WholeModel
     return kind(engine, setting.groups, loss, setting.device, setting.dtype)

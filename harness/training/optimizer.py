@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,16 +10,27 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
 
 from harness.training.arguments import TrainingArguments
 
+NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+"""Names of parameters that are not decayed; transformers' `Trainer.get_decay_parameter_names` has the same."""
 
-def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: matrices are decayed; biases and the scales of norms are not, as in HF."""
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters in two groups: with weight decay and without, chosen by name and module as in HF's Trainer.
+
+    HF decays whatever is no bias and no parameter of a norm, vectors among them (`A_log`, `sinks`).
+    """
+    decayed = set(get_parameter_names(module, [nn.LayerNorm], NOT_DECAYED))
+    chosen: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            chosen[name in decayed].append(parameter)
     groups = [
-        {"params": [p for p in trainable if len(_shape(p)) > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if len(_shape(p)) <= 1], "weight_decay": 0.0},
+        {"params": chosen[True], "weight_decay": weight_decay},
+        {"params": chosen[False], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -48,7 +59,3 @@ def schedule(args: TrainingArguments, max_steps: int) -> Callable[[Optimizer], L
 
     return make
 
-
-def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The parameter's whole shape; ZeRO-3 keeps it aside while the parameter itself is empty."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))

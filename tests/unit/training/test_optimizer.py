@@ -1,0 +1,61 @@
+"""What is decayed is what HuggingFace's Trainer decays; the norm of gradients is summed in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, Trainer
+
+from harness.models.adapters import Adaptation
+from harness.models.skeleton import ModelSource, build_skeleton
+from harness.models.tiny import tiny_config
+from harness.training.clipping import square_sum
+from harness.training.optimizer import parameter_groups
+from tests.unit.models.test_decoder import build, prepare
+
+# biases of experts in two dimensions, vectors that are no bias, norms of many names, layers of several kinds
+FAMILIES = ("gpt_oss", "llama", "gpt2", "gemma2", "olmoe", "mamba", "jamba", "bloom", "falcon_h1", "qwen3_next", "cohere2")
+FAMILIES += ("ernie4_5_moe", "recurrent_gemma", "cohere", "mpt", "rwkv", "deepseek_v3", "gpt_neox", "bamba", "nemotron")
+
+
+def decayed_here(module: nn.Module) -> set[str]:
+    names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+    groups = parameter_groups(module, 0.1)
+    assert sum(len(group["params"]) for group in groups) == len(names)
+    return {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_parameters_are_decayed_as_by_transformers(family: str) -> None:
+    config = tiny_config(family)
+    model = build_skeleton(config)
+    parameters = dict(model.named_parameters())
+    wanted = set(Trainer.get_decay_parameter_names(None, model)) & parameters.keys()
+    built = build(prepare(ModelSource(name=family, config=config, weights=None)))
+    module = nn.ModuleDict({str(index): layer for index, layer in built.modules.items()})
+    assert {name.partition(".")[2] for name in decayed_here(module)} == wanted
+
+
+def test_adapters_are_decayed_as_by_transformers_and_frozen_weights_are_in_no_group() -> None:
+    from peft import LoraConfig
+
+    config = CONFIG_MAPPING["llama"](hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    adaptation = Adaptation(config=LoraConfig(r=2, target_modules=["q_proj"], bias="none"))
+    source = ModelSource(name="llama", config=config, weights=None)
+    layers = build(prepare(source, adaptation=adaptation)).modules.values()
+    groups = parameter_groups(nn.ModuleList(layers), 0.1)
+    assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(2, 0.1)]
+
+
+def test_layers_of_a_users_own_follow_the_same_rule() -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1, bias=False))
+    assert decayed_here(module) == {"0.weight", "2.weight"}
+
+
+def test_the_sum_of_squares_of_a_large_tensor_is_exact_and_that_of_none_is_zero() -> None:
+    tensor = torch.randn(5_000_000, generator=torch.Generator().manual_seed(0))
+    exact = float(tensor.double().square().sum())
+    assert abs(float(tensor.norm()) ** 2 / exact - 1) > 1e-6  # what a sum in float32 loses
+    assert abs(float(square_sum([tensor[:7], tensor[7:]], tensor.device)) / exact - 1) < 1e-12
+    assert square_sum([], torch.device("meta")).device.type == "meta"
