@@ -58,4 +58,3 @@ def schedule(args: TrainingArguments, max_steps: int) -> Callable[[Optimizer], L
         )
 
     return make
-
