@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config.errors import UserError
+from harness.config.errors import UserError, printable
 from harness.models.lazy import InMemory, Lazy
 from harness.models.patches import Box
 
@@ -48,6 +48,7 @@ DTYPES = {
 # how files begin: a pointer of Git LFS, and what torch saves now and saved before 1.6
 POINTER, ZIP, PICKLE = b"version ", b"PK\x03\x04", b"\x80\x02"
 
+LONGEST_HEADER = 100_000_000  # as the format has it, so that no file makes a reader parse gigabytes
 BLOCK_BYTES = 4 << 20  # the most that is mapped at once, or read into other memory than its final place
 TOO_SHORT = "ends too early: was it changed meanwhile?"
 GAP_BYTES = 4 << 10  # where a part of each row is wanted, up to this between two is read too: a page or less
@@ -145,20 +146,31 @@ def _open_safetensors(path: Path) -> dict[str, Lazy]:
     """The format: 8 bytes that give the header's length, a JSON header, the tensors' bytes one after the other."""
     file = OpenFile(path)
     length = int.from_bytes(file.bytes(0, 8), "little")
-    if length > file.size - 8:
-        raise ValueError(f"its header would have {length} bytes")
+    if length > min(file.size - 8, LONGEST_HEADER):
+        raise ValueError(f"its header would have {length:,} bytes")
     header = json.loads(file.bytes(8, length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
     header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
-        if entry["dtype"] not in DTYPES:
-            raise UserError(f"{path}: {name} has dtype {entry['dtype']}, which cannot be trained: dequantize it first")
-        shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
-        start, stop = (8 + length + at for at in entry["data_offsets"])
-        if stop - start != prod(shape) * dtype.itemsize or stop > file.size:
-            raise ValueError(f"{name} of shape {shape} does not fit into its place: is the file cut off?")
-        tensors[name] = Lazy.of(Stored(file, name, start, shape, dtype))
-    return tensors
+    tensors = [_stored(file, 8 + length, name, entry) for name, entry in header.items()]
+    return {tensor.name: Lazy.of(tensor) for tensor in sorted(tensors, key=lambda tensor: tensor.start)}
+
+
+def _stored(file: OpenFile, first: int, name: str, entry: Any) -> Stored:
+    """The tensor that an entry of the header describes; the bytes of tensors begin at byte `first` of the file."""
+    try:
+        code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        is_sound = type(code) is str and all(type(size) is int and size >= 0 for size in (*shape, start, stop))
+    except (TypeError, KeyError, ValueError):
+        is_sound = False
+    if not is_sound:
+        raise ValueError(f"the entry of {printable(name)} does not give its dtype, shape and data_offsets")
+    if code not in DTYPES:
+        raise UserError(f"{file.path}: {name} has dtype {code}, which cannot be trained: dequantize it first")
+    dtype = DTYPES[code]
+    if stop - start != prod(shape) * dtype.itemsize or first + stop > file.size:
+        raise ValueError(f"{printable(name)} of shape {shape} does not fit into its place: is the file cut off?")
+    return Stored(file, name, first + start, shape, dtype)
 
 
 class OpenFile:

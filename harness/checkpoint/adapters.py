@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from harness.checkpoint.gather import trained_tensors
+from harness.checkpoint.replace import replaced_files
 from harness.topology.groups import Groups
 
 FILE = "adapter_model.safetensors"
@@ -39,7 +40,8 @@ def export_adapters(module: nn.Module, groups: Groups, directory: Path, *, renam
         for stage in range(groups.layout.pipeline):
             joined.update(load_file(_part(directory, stage)))
             _part(directory, stage).unlink()
-        save_file(joined, directory / FILE, metadata={"format": "pt"})
+        with replaced_files(directory) as folder:
+            save_file(joined, folder / FILE, metadata={"format": "pt"})
     dist.barrier()
 
 
@@ -48,7 +50,8 @@ def export_adapter_config(config: Any, base: str, directory: Path) -> None:
     config = copy.copy(config)
     config.base_model_name_or_path = base
     config.inference_mode = True
-    config.save_pretrained(str(directory))
+    with replaced_files(directory) as folder:
+        config.save_pretrained(str(folder))
 
 
 def _part(directory: Path, stage: int) -> Path:

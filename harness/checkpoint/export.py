@@ -20,22 +20,15 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from harness.checkpoint.gather import gathered, joined
-from harness.checkpoint.writing import (
-    UNFINISHED,
-    Entry,
-    OpenFiles,
-    Place,
-    create,
-    index_text,
-    places_in,
-    split_by_size,
-)
+from harness.checkpoint.modelfiles import replace_model, settle_model, unfinished_name
+from harness.checkpoint.replace import replaced_files
+from harness.checkpoint.writing import Entry, OpenFiles, Place, create, index_content, places_in, split_by_size
 from harness.config.errors import UserError
 from harness.models.conversion import Held, WrittenForm
 from harness.models.lazy import Computed, InMemory, Lazy, realised
 from harness.models.patches import Patch
 from harness.models.skeleton import ModelSource
-from harness.models.tensorfiles import INDEX, SINGLE
+from harness.models.tensorfiles import SINGLE
 from harness.parallel.shard import Shard, shard_of
 from harness.topology.groups import Groups
 
@@ -66,15 +59,15 @@ def export_weights(
         form = WrittenForm(tensors={name: Lazy.of(Held(name, _shape(t), t.dtype)) for name, t in local.items()})
     mine = {name: lazy for name, lazy in form.tensors.items() if _held(lazy) <= local.keys()}
     files = plan_files(_shares(mine, local, groups), form)
-    laid_out = {name: places_in(directory / (name + UNFINISHED), entries) for name, entries in files.items()}
-    _create_files(groups, laid_out)
+    laid_out = {name: places_in(directory / unfinished_name(name), entries) for name, entries in files.items()}
+    _create_files(groups, directory, laid_out)
     places = {place.entry.name: place for _, placed in laid_out.values() for place in placed}
     with OpenFiles() as opened:
         _write_patches(local, mine, places, groups, opened)
         _write_computed(local, mine, places, groups, opened)
     dist.barrier()
     if groups.rank == 0:
-        _finish(directory, files)
+        replace_model(directory, list(files), index_content(files))
     dist.barrier()
 
 
@@ -82,8 +75,9 @@ def export_config(source: ModelSource, dtype: torch.dtype, directory: Path) -> N
     """Write config.json and generation_config.json; called by one rank."""
     config = copy.deepcopy(source.config)
     config.dtype = dtype
-    config.save_pretrained(directory)
-    (source.generation or GenerationConfig.from_model_config(config)).save_pretrained(directory)
+    with replaced_files(directory) as folder:
+        config.save_pretrained(folder)
+        (source.generation or GenerationConfig.from_model_config(config)).save_pretrained(folder)
 
 
 # -- what is written where -----------------------------------------------------------------------------------
@@ -152,10 +146,11 @@ def plan_files(shares: list[Share], form: WrittenForm) -> dict[str, list[Entry]]
     return {f"model-{i + 1:05d}-of-{len(files):05d}.safetensors": entries for i, entries in enumerate(files)}
 
 
-def _create_files(groups: Groups, laid_out: Mapping[str, tuple[bytes, list[Place]]]) -> None:
+def _create_files(groups: Groups, directory: Path, laid_out: Mapping[str, tuple[bytes, list[Place]]]) -> None:
     """Rank 0 creates the files; what it could not is raised by all ranks."""
     told: list[str | None] = [None]
     if groups.rank == 0:
+        settle_model(directory)
         try:
             for header, places in laid_out.values():
                 create(places[0].path, header, places)
@@ -164,16 +159,6 @@ def _create_files(groups: Groups, laid_out: Mapping[str, tuple[bytes, list[Place
     dist.broadcast_object_list(told, src=0)
     if told[0] is not None:
         raise UserError(told[0])
-
-
-def _finish(directory: Path, files: Mapping[str, list[Entry]]) -> None:
-    """Put the files that are whole now in the place of older ones, with an index if there are several."""
-    for path in (*directory.glob("model*.safetensors"), directory / INDEX):
-        path.unlink(missing_ok=True)
-    for name in files:
-        (directory / (name + UNFINISHED)).rename(directory / name)
-    if list(files) != [SINGLE]:
-        (directory / INDEX).write_text(index_text(files), encoding="utf-8")
 
 
 # -- writing -------------------------------------------------------------------------------------------------

@@ -7,13 +7,13 @@ folder that looks like a checkpoint. Importing this needs no torch.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.checkpoint.replace import sync_file, sync_folder
 from harness.config import Resolved
 from harness.config.errors import UserError
 from harness.topology.layout import Layout
@@ -153,7 +153,7 @@ def finish(output_dir: Path, progress: Progress) -> Path:
         final.rename(replaced)
     partial.rename(final)
     shutil.rmtree(replaced, ignore_errors=True)
-    _sync_folder(output_dir)
+    sync_folder(output_dir)
     return final
 
 
@@ -169,14 +169,5 @@ def _sync(folder: Path) -> None:
     """Wait until the files of a folder are on the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync_file(path)
+    sync_folder(folder)

@@ -25,7 +25,6 @@ from harness.models.tensorfiles import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WINDOW_BYTES = 32 << 20  # how much of a file is mapped at once
-UNFINISHED = ".unfinished"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,10 +134,9 @@ class OpenFiles:
         target.as_strided(values.shape, strides).copy_(values)
 
 
-def index_text(files: Mapping[str, Sequence[Entry]]) -> str:
-    """The index that tells which file holds which tensor."""
+def index_content(files: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
+    """Return HuggingFace's index, which says which file holds which tensor."""
     total = sum(entry.nbytes for entries in files.values() for entry in entries)
     count = sum(prod(entry.shape) for entries in files.values() for entry in entries if entry.trained)
     weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
-    content = {"metadata": {"total_parameters": count, "total_size": total}, "weight_map": weight_map}
-    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+    return {"metadata": {"total_parameters": count, "total_size": total}, "weight_map": weight_map}

@@ -12,7 +12,13 @@ from harness.config.diagnostic import Diagnostic
 
 
 class UserError(Exception):
-    """Something the user can mend. The text is one line: what is wrong, where, what to do."""
+    """Something the user can fix. The text is one line: what is wrong, where, what to do.
+
+    Names that come from files may hold anything; what a terminal would act on is shown by its escape.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__("\n".join(map(printable, text.split("\n"))))
 
 
 class ConfigError(UserError):
@@ -21,3 +27,8 @@ class ConfigError(UserError):
     def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
         self.diagnostics = list(diagnostics)
         super().__init__("\n".join(str(diagnostic) for diagnostic in self.diagnostics))
+
+
+def printable(text: str) -> str:
+    """Return `text` with every character that is not printable in its escaped form."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

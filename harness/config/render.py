@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.diagnostic import Diagnostic, Severity
+from harness.config.errors import printable
 from harness.config.registry import RULES
 
 FORMATS = ("text", "json", "github", "sarif")
@@ -124,8 +125,3 @@ def _result(finding: Diagnostic) -> dict[str, Any]:
         "message": {"text": words},
         "locations": [{"physicalLocation": location}],
     }
-
-
-def printable(words: str) -> str:
-    """Text without characters that would move the cursor or break the line."""
-    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in words)

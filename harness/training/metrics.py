@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from harness.checkpoint.replace import replace_text
 from harness.training.callbacks import StepRecord
 
 METRICS = "metrics.jsonl"
@@ -21,7 +22,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, first_step: int) -> None:
         kept = _steps_before(path, first_step) if path.is_file() else []
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        replace_text(path, "".join(line + "\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: StepRecord | dict[str, Any]) -> None:
@@ -46,7 +47,7 @@ def set_aside(path: Path) -> Path | None:
 def write_run(output_dir: Path, content: dict[str, Any]) -> None:
     """Write `run.json`: what is given, and the versions it ran with."""
     content = {**content, "versions": versions()}
-    (output_dir / RUN).write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+    replace_text(output_dir / RUN, json.dumps(content, indent=2, default=str) + "\n")
 
 
 def versions() -> dict[str, str]:

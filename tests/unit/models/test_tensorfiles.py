@@ -133,7 +133,7 @@ def test_a_pickle_that_is_more_than_tensors_is_refused(tmp_path: Path, content: 
     assert "\n" not in str(told.value)
 
 
-def header(entries: dict[str, Any], data: bytes) -> bytes:
+def header(entries: Any, data: bytes) -> bytes:
     text = json.dumps(entries).encode()
     return len(text).to_bytes(8, "little") + text + data
 
@@ -147,7 +147,21 @@ def header(entries: dict[str, Any], data: bytes) -> bytes:
         (header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"), "is the file cut off"),
         (header({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, b"12345678"), "does not fit"),
         (header({"a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}, b"12"), "dtype F4"),
-        (header({"a": {"shape": [4]}}, b"12"), "cannot be read"),
+        (header({"a": {"shape": [4]}}, b"12"), "entry of a does not give its dtype"),
+        (header({"a": 5}, b"12"), "entry of a does not give its dtype"),
+        (header({"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}, b"1234"), "does not give its"),
+        (header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}, b"1234"), "does not give its"),
+        (header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}, b"1234"), "does not give its"),
+        (header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}}, b"1234"), "does not give its"),
+        (header({"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, b"1234"), "does not give its"),
+        (header({"a": {"dtype": "F32", "shape": 1, "data_offsets": "04"}}, b"1234"), "does not give its"),
+        (header(7, b"12"), "header is not a JSON object"),
+        (header("text", b"12"), "header is not a JSON object"),
+        (header(None, b"12"), "header is not a JSON object"),
+        (header([["a", 1]], b"12"), "header is not a JSON object"),
+        (header({"\x1b[31mred\r\n": 5}, b"12"), r"entry of \\x1b\[31mred\\r\\n does not"),
+        (b"\x04" + bytes(7) + b"\xff\xfe{}", "cannot be read"),
+        (b"\x64" + bytes(7) + b"[" * 100, "cannot be read"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes, wanted: str) -> None:
@@ -171,4 +185,19 @@ def test_a_bad_index_is_refused(tmp_path: Path, index: str, wanted: str) -> None
     (tmp_path / "model.safetensors.index.json").write_text(index)
     assert has_tensors(tmp_path)  # else a new model would take their place
     with pytest.raises(UserError, match=wanted):
+        open_tensors(tmp_path)
+
+
+def test_a_header_longer_than_the_format_allows_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write((200_000_000).to_bytes(8, "little"))
+        file.truncate(300_000_000)  # without taking room on the disk
+    with pytest.raises(UserError, match=r"header would have 200,000,000 bytes"):
+        open_tensors(tmp_path)
+
+
+def test_a_header_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes((200_000).to_bytes(8, "little") + b"[" * 200_000)
+    with pytest.raises(UserError, match="cannot be read"):
         open_tensors(tmp_path)

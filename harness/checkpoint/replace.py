@@ -1,0 +1,47 @@
+"""Replace files so that a process that is killed half-way leaves the old or the new one. No torch is needed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+UNFINISHED = "unfinished-"  # how the names of files and folders begin that nobody should read yet
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write `text` to `path` in one step."""
+    with replaced_files(path.parent) as folder:
+        (folder / path.name).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replaced_files(directory: Path) -> Iterator[Path]:
+    """Give a folder to write files to; at the end each of them replaces the one of its name in `directory`."""
+    folder = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=directory))
+    try:
+        yield folder
+        for path in sorted(folder.iterdir()):
+            sync_file(path)
+            path.replace(directory / path.name)
+        sync_folder(directory)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the file is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in the folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,93 @@
+"""A process that is killed while it replaces files leaves the old ones or the new ones, wherever it was."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from harness.checkpoint.modelfiles import replace_model, settle_model, unfinished_name
+from harness.checkpoint.replace import replace_text
+from harness.models.lazy import realised
+from harness.models.tensorfiles import INDEX, SINGLE, open_tensors
+
+ONE = {SINGLE: ["a", "b", "c"]}
+TWO = {"model-00001-of-00002.safetensors": ["a"], "model-00002-of-00002.safetensors": ["b", "c"]}
+THREE = {f"model-0000{i}-of-00003.safetensors": [name] for i, name in enumerate("abc", 1)}
+CHANGES = {"one-to-one": (ONE, ONE), "one-to-two": (ONE, TWO), "two-to-one": (TWO, ONE), "two-to-two": (TWO, TWO)}
+CHANGES["three-to-two"] = (THREE, TWO)
+CRASHED = 9
+STEPS = {"os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "open"}  # what may be the last thing done
+
+
+def written(directory: Path, files: dict[str, list[str]], value: float) -> Callable[[], None]:
+    """Write a model whose tensors all hold `value`; what is returned makes it the model of `directory`."""
+    settle_model(directory)
+    for file, names in files.items():
+        save_file({name: torch.full((4,), value) for name in names}, directory / unfinished_name(file))
+    index = {"metadata": {}, "weight_map": {name: file for file, names in files.items() for name in names}}
+    return lambda: replace_model(directory, list(files), index)
+
+
+def values(directory: Path) -> set[float]:
+    """The values that a reader finds; each tensor must be there, whole."""
+    tensors = open_tensors(directory).tensors
+    assert sorted(tensors) == ["a", "b", "c"]
+    return {float(value) for lazy in tensors.values() for value in realised(lazy)}
+
+
+def crashes_at(step: int, act: Callable[[], None]) -> bool:
+    """Call `act` in a child that dies at its `step`-th touch of the file system; whether it came so far."""
+    child = os.fork()
+    if child == 0:
+        done = 0
+
+        def die(event: str, _: object) -> None:
+            nonlocal done
+            done += event in STEPS
+            if done == step:
+                os._exit(CRASHED)
+
+        sys.addaudithook(die)
+        act()
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, CRASHED)
+    return code == CRASHED
+
+
+@pytest.mark.parametrize(("old", "new"), CHANGES.values(), ids=CHANGES)
+def test_a_crash_at_any_step_leaves_the_old_model_or_the_new_one(
+    tmp_path: Path, old: dict[str, list[str]], new: dict[str, list[str]]
+) -> None:
+    seen = set()
+    for step in range(1, 1000):
+        directory = tmp_path / str(step)
+        directory.mkdir()
+        written(directory, old, 1.0)()
+        crashed = crashes_at(step, written(directory, new, 2.0))
+        found = values(directory)
+        assert found in ({1.0}, {2.0}), f"crashed at step {step}: {found}"
+        seen |= found
+        written(directory, new, 3.0)()
+        index = set() if new == ONE else {INDEX}
+        assert values(directory) == {3.0} and {path.name for path in directory.iterdir()} == {*new, *index}
+        if not crashed:
+            break
+    assert seen == {1.0, 2.0}
+
+
+def test_a_crash_while_a_text_is_replaced_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+    path, seen = tmp_path / "metrics.jsonl", set()
+    for step in range(1, 100):
+        replace_text(path, "old")
+        crashed = crashes_at(step, lambda: replace_text(path, "new"))
+        seen.add(path.read_text())
+        if not crashed:
+            break
+    assert seen == {"old", "new"} and step > 3
