@@ -76,8 +76,11 @@ class LaunchEnv:
             MASTER_ADDR=self.master_addr,
             MASTER_PORT=str(self.master_port or free_port()),
         )
-        if self.world_size == 1 and any(name == LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
-            environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)  # gloo listens even for a process alone
+        one_host = (
+            self.world_size == 1 or self.master_addr in ("localhost", "::1") or self.master_addr.startswith("127.")
+        )
+        if one_host and any(name == LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
+            environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)  # each rank listens, even a process alone
 
 
 def free_port(address: str = LOOPBACK) -> int:

@@ -57,6 +57,13 @@ def test_without_a_launcher_a_process_is_alone_and_exports_a_free_port() -> None
     assert (again.rank, again.world_size, again.local_rank, again.local_world_size) == (0, 1, 0, 1)
 
 
+@pytest.mark.parametrize(("address", "interface"), [("127.0.0.1", "lo"), ("localhost", "lo"), ("10.0.0.1", None)])
+def test_ranks_of_one_host_listen_on_its_loopback_interface(address: str, interface: str | None) -> None:
+    environ: dict[str, str] = {}
+    LaunchEnv.from_environ({**DEEPSPEED, "MASTER_ADDR": address}).export(environ)
+    assert environ.get("GLOO_SOCKET_IFNAME") == interface
+
+
 def test_exporting_a_launch_gives_it_back() -> None:
     launch, environ = LaunchEnv.from_environ(DEEPSPEED), {}
     launch.export(environ)
