@@ -20,6 +20,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from harness.parallel.finite import FiniteWatch
 from harness.parallel.wire import Unpacker, pack
 from harness.topology.layout import Layout
 
@@ -132,6 +133,9 @@ class StagedModule(PipelineModule):
         loss_fn: loss of one micro-batch, `loss_fn(outputs, labels)`.
         checkpoint_interval: layers between stored activations; 0 stores all.
         seed: of the layers' initial weights.
+
+    Attributes:
+        finite: whether what this stage hands on is finite; the last one hands nothing on.
     """
 
     tied_comms: dict[str, Any]
@@ -155,6 +159,7 @@ class StagedModule(PipelineModule):
             activation_checkpoint_interval=checkpoint_interval,
             base_seed=seed,
         )
+        self.finite = FiniteWatch()
         self._parts: dict[str, Any] = dict.fromkeys(getattr(loss_fn, "reports", ()))
         # by now the stages hold the same tied weights; where those are frozen there is no gradient to share
         self.tied_comms = dict(_trained_ties(self.tied_comms))
@@ -165,7 +170,10 @@ class StagedModule(PipelineModule):
         output = super().forward(forward_input if first else self.__dict__["_unpack"](forward_input))
         if last and self._parts:
             self._parts = self.loss_fn.parts(output)
-        return output if last else pack(output)
+        if last:
+            return output
+        self.finite.see(output)
+        return pack(output)
 
     def get_additional_losses(self) -> dict[str, Any] | None:
         """What the loss reports of the last micro-batch besides itself (`loss_fn.parts`); DeepSpeed asks all stages,

@@ -77,6 +77,10 @@ class TrainingArguments:
     )
     router_aux_loss_coef: float | None = flag(None, "factor of the router loss; default: the model's own")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0: not clipped")
+    nonfinite: str = flag(
+        "stop",
+        "where a loss or gradient is not finite: stop; skip: leave the step out; or warn: report it and go on",
+    )
     bf16: bool = flag(False, "train in bfloat16")
     fp16: bool = flag(False, "train in float16 with loss scaling")
     attn_implementation: str | None = flag(
@@ -118,6 +122,8 @@ class TrainingArguments:
             raise UserError(f"--attn_implementation {self.attn_implementation}: not one of {', '.join(ATTENTION)}")
         if self.verify_plan not in ("auto", "on", "off"):
             raise UserError(f"--verify_plan {self.verify_plan}: not one of auto, on, off")
+        if self.nonfinite not in ("stop", "skip", "warn"):
+            raise UserError(f"--nonfinite {self.nonfinite}: not one of stop, skip, warn")
         unknown = set(self.reporters()) - {"tensorboard", "wandb", "csv"}
         if unknown:
             raise UserError(

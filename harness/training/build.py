@@ -24,6 +24,7 @@ from harness.topology.groups import Groups
 from harness.training.arguments import TrainingArguments
 from harness.training.clipping import correct_clipping
 from harness.training.engine import Engine, PipelineStages, WholeModel
+from harness.training.evidence import GuardedLoss, check_every_gradient
 from harness.training.losses import Loss
 from harness.training.optimizer import adamw, parameter_groups, schedule
 
@@ -60,6 +61,8 @@ def build_engine(
     `local_states`: layers hand on tensors that are not the same on all tensor-parallel ranks.
     """
     config = deepspeed_config(setting)
+    acts = setting.args.nonfinite != "warn"
+    guarded = GuardedLoss(loss, spoils=acts)
     if local_states and setting.groups.tensor is not None:
         config = _nothing_shared_out(config)
     interval = setting.resolved.activation_checkpoint_interval
@@ -69,7 +72,7 @@ def build_engine(
             layers,
             layout=setting.groups.layout,
             boundaries=boundaries,
-            loss_fn=loss,
+            loss_fn=guarded,
             checkpoint_interval=interval,
             seed=setting.args.seed,
         )
@@ -88,10 +91,12 @@ def build_engine(
         config=config,
         dist_init_required=False,
     )
-    correct_clipping(engine, setting.groups)
+    correct_clipping(engine, setting.groups, skip_nonfinite=acts)
+    if acts:
+        check_every_gradient(engine.optimizer)
     torch.manual_seed(setting.args.seed + setting.groups.coordinate.data + 1000 * setting.groups.coordinate.stage)
     kind = PipelineStages if setting.is_pipeline else WholeModel
-    return kind(engine, setting.groups, loss, setting.device, setting.dtype)
+    return kind(engine, setting.groups, guarded, setting.device, setting.dtype)
 
 
 def _nothing_shared_out(config: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class StepRecord:
         tokens_per_second: of the whole run, all ranks together (samples for a model without tokens).
         consumed_samples: all samples the run has seen, this step's included.
         epoch: consumed samples as passes through the data.
+        skipped: whether the step changed no weight, as its loss or gradient was not finite.
     """
 
     step: int
@@ -36,11 +37,12 @@ class StepRecord:
     consumed_samples: int
     epoch: float
     aux_loss: float | None = None
+    skipped: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """The record as it is written; without a router loss, not a word of it."""
-        record = asdict(self)
-        return record if self.aux_loss is not None else {k: v for k, v in record.items() if k != "aux_loss"}
+        """The record as it is written: a router loss only where there is one, `skipped` only where it is true."""
+        optional = {"aux_loss": self.aux_loss is not None, "skipped": self.skipped}
+        return {name: value for name, value in asdict(self).items() if optional.get(name, True)}
 
 
 @dataclass

@@ -8,6 +8,7 @@ thousand of a tensor of 20 million elements. ZeRO's optimizers count right and s
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -21,12 +22,16 @@ BLOCK = 2**20
 """Elements that are summed at once: a CPU copies what it sums in float64."""
 
 
-def correct_clipping(engine: Any, groups: Groups) -> None:
-    """Let `engine` clip by the exact norm over all ranks' parameters, each counted once, and keep that norm."""
+def correct_clipping(engine: Any, groups: Groups, *, skip_nonfinite: bool) -> None:
+    """Let `engine` clip by the exact norm over all ranks' parameters, each counted once, and keep that norm.
+
+    `skip_nonfinite`: a plain torch optimizer makes no update where the norm is not finite, and its attribute
+    `overflow` says so, as DeepSpeed's own optimizers do. All ranks know the same norm, so all of them skip.
+    """
     if isinstance(engine.optimizer, BF16_Optimizer):
         _sum_in_float64(engine.optimizer)
     elif not engine.zero_optimization():
-        _clip_before_step(engine, groups)
+        _clip_before_step(engine, groups, skip_nonfinite)
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], groups: Groups, device: torch.device) -> Tensor:
@@ -48,10 +53,12 @@ def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def _clip_before_step(engine: Any, groups: Groups) -> None:
+def _clip_before_step(engine: Any, groups: Groups, skip_nonfinite: bool) -> None:
     """Clip in the place of an engine whose optimizer is a plain torch one."""
+    optimizer = engine.basic_optimizer
+    update = optimizer.step
 
-    def clip() -> None:
+    def clip() -> Tensor:
         norm = gradient_norm(engine.module.parameters(), groups, engine.device)
         engine._global_grad_norm = norm
         limit = engine.gradient_clipping()
@@ -60,9 +67,15 @@ def _clip_before_step(engine: Any, groups: Groups) -> None:
             for parameter in engine.module.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
+        return norm
+
+    @wraps(update)  # with what the schedule has noted on it
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer.overflow = not bool(torch.isfinite(clip())) and skip_nonfinite
+        return None if optimizer.overflow else update(*args, **kwargs)
 
     engine.clip_fp32_gradients = lambda: None
-    engine.basic_optimizer.register_step_pre_hook(lambda *_: clip())
+    optimizer.step = step
 
 
 def _sum_in_float64(optimizer: BF16_Optimizer) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -21,20 +22,28 @@ from harness.config.errors import UserError
 from harness.topology.groups import Groups
 from harness.training.data.collate import MicroBatch
 from harness.training.data.evaluation import EvaluationBatch
-from harness.training.losses import Loss, Targets, targets
+from harness.training.evidence import Evidence, GuardedLoss
+from harness.training.losses import Targets, targets
 
 Batch = tuple[Any, Targets]
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Loss and gradient norm of a step; the norm is None where gradients overflowed and the step was skipped.
+    """What came out of a step, the same on all ranks.
 
-    `parts`: what the loss reports besides, by name, each the mean over the micro-batches.
+    Attributes:
+        loss: mean over all that counts in the global batch.
+        grad_norm: global norm before clipping; None where it is not finite.
+        finite_gradient: whether the gradient is finite.
+        applied: whether the weights were updated.
+        parts: what the loss reports besides, by name, each the mean over the micro-batches.
     """
 
     loss: float
     grad_norm: float | None
+    finite_gradient: bool
+    applied: bool
     parts: Mapping[str, float]
 
 
@@ -48,7 +57,7 @@ class Engine(ABC):
     """
 
     def __init__(
-        self, deepspeed: DeepSpeedEngine, groups: Groups, loss: Loss, device: torch.device, dtype: torch.dtype
+        self, deepspeed: DeepSpeedEngine, groups: Groups, loss: GuardedLoss, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.deepspeed = deepspeed
         self.groups = groups
@@ -68,13 +77,33 @@ class Engine(ABC):
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepOutcome:
         """Forward, backward and update over one global batch; `micro_batches` is empty where no data is read."""
+        self._forget()
         whole = [EvaluationBatch(inputs=x, labels=y, rows=len(_first(y))) for x, y in micro_batches]
         loss, parts = self._train(self._weigh(whole, self._count(whole)))
         norm = self.deepspeed.get_global_grad_norm()
         norm = None if norm is None else float(norm)
-        finite = norm is not None and norm == norm and abs(norm) != float("inf")
-        named = {name: float(value) for name, value in parts.items()}
-        return StepOutcome(loss=float(loss), grad_norm=norm if finite else None, parts=named)
+        applied = self.deepspeed.was_step_applied()
+        return StepOutcome(
+            loss=float(loss),
+            grad_norm=norm if norm is not None and isfinite(norm) else None,
+            finite_gradient=applied if norm is None else isfinite(norm),
+            applied=applied,
+            parts={name: float(value) for name, value in parts.items()},
+        )
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled dynamically (fp16), so that gradients may overflow now and then."""
+        scaler = getattr(self.deepspeed.optimizer, "loss_scaler", None)
+        return bool(getattr(scaler, "dynamic", False))
+
+    def evidence(self) -> Evidence:
+        """What this rank has seen of the last step that was not finite. Waits for the device."""
+        return Evidence(rank=self.groups.rank, stage=self.groups.coordinate.stage, loss=self.loss.finite)
+
+    def _forget(self) -> None:
+        """Begin a step of which nothing is known."""
+        self.loss.reset()
 
     def evaluate(self, micro_batches: Sequence[EvaluationBatch], steps: int) -> tuple[float, float]:
         """Sum of the losses, and number of what counts, in `steps` micro-batches a data rank; equal on all ranks.
@@ -128,6 +157,15 @@ class PipelineStages(Engine):
 
     deepspeed: PipelineEngine
     _shape: tuple[int, ...] | None = None
+
+    def evidence(self) -> Evidence:
+        """What this rank has seen of the last step that was not finite, in its stage too. Waits for the device."""
+        finite = self.deepspeed.module.finite
+        return replace(super().evidence(), outputs=finite.outputs, gradients=finite.gradients)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.deepspeed.module.finite.reset()
 
     def _train(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
         self._require_one_shape(batches)

@@ -38,6 +38,7 @@ from harness.training.data.stream import BatchStream, data_digest, dataset_lengt
 from harness.training.distributed import any_rank, close_groups, open_groups, require_precision, start
 from harness.training.evaluate import mean_loss
 from harness.training.losses import AUX_LOSS
+from harness.training.nonfinite import NonFinite
 from harness.training.prepare import user_datasets
 from harness.training.progress import ProgressCallback
 from harness.training.recorder import Recorder
@@ -117,6 +118,7 @@ class Trainer:
         self.hyperparameters = hyperparameters(args, self.resolved, steps)
         self.state = TrainerState(max_steps=steps, is_world_process_zero=env.rank == 0)
         self.control = TrainerControl()
+        self.nonfinite = NonFinite(args.nonfinite, self.console)
         self.callbacks: list[TrainerCallback] = [ProgressCallback(self.console), *callbacks]
         self.asks = False  # whether a callback of any rank may ask for something
         if self.resume_from is not None:
@@ -145,6 +147,7 @@ class Trainer:
                 record = self.training_step()
                 recorder.step(record)
                 self._after_step(record, recorder)
+            self.nonfinite.summary(self.state.global_step)
             call(self.callbacks, "on_train_end", self)
         return self.state
 
@@ -157,6 +160,7 @@ class Trainer:
         micro_batches = self.stream.next_step(read=self.engine.reads_data)
         outcome = self.engine.train_step(micro_batches)  # forward, backward, reduction, clipping, update
         seconds = time.perf_counter() - begun
+        self.nonfinite.judge(self.state.global_step + 1, outcome, self.engine)
         units = sum(self.subject.loss.units(inputs) for inputs, _ in micro_batches) * self.layout.data
         self.state.global_step += 1
         self.state.consumed_samples, self.state.epoch = self.stream.consumed, self.stream.epoch
@@ -170,6 +174,7 @@ class Trainer:
             consumed_samples=self.stream.consumed,
             epoch=self.stream.epoch,
             aux_loss=outcome.parts.get(AUX_LOSS),
+            skipped=not outcome.applied,
         )
 
     def _after_step(self, record: StepRecord, recorder: Recorder) -> None:
@@ -225,6 +230,7 @@ class Trainer:
             "eval_samples": dataset_length(dataset),
             "eval_seconds": time.perf_counter() - begun,
         }
+        self.nonfinite.judge_evaluation(loss)
         call(self.callbacks, "on_evaluate", self, metrics=metrics)
         return metrics
 
@@ -237,6 +243,7 @@ class Trainer:
 
     def save_checkpoint(self) -> Path:
         """Write `output_dir/checkpoint-STEP`, from which the run can go on; all ranks call it."""
+        self.nonfinite.judge_weights(self.engine, f"checkpoint-{self.state.global_step}")
         progress = folder.Progress(
             step=self.state.global_step,
             consumed_samples=self.state.consumed_samples,
@@ -260,6 +267,7 @@ class Trainer:
         All ranks call it.
         """
         directory = Path(output_dir or self.output_dir)
+        self.nonfinite.judge_weights(self.engine, str(directory))
         write_model(self, directory)
         return directory
 

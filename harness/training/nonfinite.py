@@ -1,0 +1,81 @@
+"""What follows where a loss or a gradient is not finite: `--nonfinite stop`, `skip` or `warn`.
+
+What fp16's dynamic loss scaling skips while the loss is finite is its way of working, and always allowed.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any
+
+import torch.distributed as dist
+
+from harness.config.errors import UserError
+from harness.training.console import Console
+from harness.training.distributed import any_rank
+from harness.training.engine import Engine, StepOutcome
+from harness.training.evidence import origin
+
+
+class NonFinite:
+    """Decides, alike on all ranks, what follows from a step whose loss or gradient is not finite.
+
+    Attributes:
+        skipped: steps that changed nothing for that reason.
+    """
+
+    def __init__(self, policy: str, console: Console) -> None:
+        self.policy = policy
+        self.console = console
+        self.skipped = 0
+
+    def judge(self, step: int, outcome: StepOutcome, engine: Engine) -> None:
+        """Judge what came out of a step; all ranks call it. UserError with `stop`."""
+        lost = not isfinite(outcome.loss)
+        overflow = not outcome.finite_gradient and not engine.scales_loss
+        if not lost and not overflow:
+            return
+        seen: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, engine.evidence())
+        what = f"the loss is {outcome.loss}" if lost else "the gradient is not finite, though the loss is"
+        text = f"step {step}: {what} ({origin(seen, loss=lost)})"
+        if self.policy == "stop":
+            raise UserError(
+                f"{text}: training stops, the step changed no weight and no model is exported; resume from the last "
+                "checkpoint with a lower learning rate or other data, or set --nonfinite skip"
+            )
+        self.skipped += not outcome.applied
+        self.console.warn(f"{text}: {'the weights were updated' if outcome.applied else 'the step is skipped'}")
+
+    def summary(self, steps: int) -> None:
+        """Report at the end how many of the run's steps were skipped."""
+        if self.skipped:
+            self.console.warn(f"{self.skipped} of {steps} steps were skipped: loss or gradient was not finite")
+
+    def judge_evaluation(self, loss: float) -> None:
+        """Report an evaluation whose loss is not finite."""
+        if not isfinite(loss):
+            self.console.warn(f"the evaluation loss is {loss}")
+
+    def judge_weights(self, engine: Engine, target: str) -> None:
+        """Look at the weights before they are written to `target`; all ranks call it.
+
+        UserError with `stop` where one is not finite: an older checkpoint may have to make room for this one.
+        """
+        parameters = engine.deepspeed.module.named_parameters()
+        bad = next((name for name, p in parameters if p.requires_grad and not _finite(p)), None)
+        if not any_rank(bad is not None, engine.device):
+            return
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, bad)
+        rank, name = next((rank, name) for rank, name in enumerate(names) if name is not None)
+        text = f"{name} is not finite (rank {rank})"
+        if self.policy == "stop":
+            raise UserError(f"{text}: {target} is not written; resume from an older checkpoint")
+        self.console.warn(f"{target}: {text}")
+
+
+def _finite(parameter: Any) -> bool:
+    """Whether what this rank holds of a parameter is finite; under ZeRO-3 that is its part."""
+    held = getattr(parameter, "ds_tensor", parameter)
+    return held.is_meta or held.device.type == "meta" or bool(held.detach().isfinite().all())
