@@ -37,7 +37,7 @@ class CausalModel:
         layers: the pipeline layers, to be built stage by stage.
         source: where the model comes from, its config as it was read.
         frame: the model's forward.
-        vocab_size: ids of the vocabulary, padding left out.
+        vocab_size: ids that the logits are for, padding left out.
         local_logits: whether the epilogue gives this rank's part of the vocabulary instead of all of it.
         form: how it is written as a HuggingFace checkpoint.
         router: what takes the routers' logits for the model's own router loss; then the last layer gives
@@ -131,8 +131,8 @@ def assemble(
     plan = find_plan(model, PLANS) if tensor.size > 1 else None
     weights: WeightSource
     weights, form = _weight_source(source, model, seed, part)
-    embedding: Any = model.get_input_embeddings()
-    vocab_size: int = embedding.weight.shape[0]
+    ends: Any = model.get_output_embeddings(), model.get_input_embeddings()
+    vocab_size: int = next(end.weight.shape[0] for end in ends if end is not None)
     if adaptation is not None:
         inject(model, adaptation.config, keep_ties=isinstance(source.weights, Path))
         weights = AdaptedWeights(base=weights, adaptation=adaptation, seed=seed)

@@ -47,6 +47,7 @@ class Frame:
         device: where the notes are made.
 
     Attributes:
+        stack: the name of the list of the model's decoder layers, e.g. `model.layers`.
         layers: the model's decoder layers, in order, on the meta device.
         layer_names: their names in the model, e.g. `model.layers.0`.
         prologue, epilogue: name -> module of everything with parameters that stands before and after them.
@@ -65,7 +66,7 @@ class Frame:
         self._outlines: dict[int, Outline] = {}
         self._kinds: dict[Hashable, Outline] = {}
         self._notes = Notes(self._take_notes, device)
-        stack = find_stack(model)
+        self.stack = stack = find_stack(model)
         self.layers: list[nn.Module] = list(model.get_submodule(stack).children())
         self.layer_names = [f"{stack}.{index}" for index in range(len(self.layers))]
         owners = parameter_owners(model, stack)

@@ -66,7 +66,7 @@ def _try(config: PretrainedConfig, attention: str | None, device: torch.device, 
         tiny = shrink(config)
         tiny._attn_implementation = attention
         model: Any = tiny_model(tiny, dtype=dtype)
-        return _difference(model.to(device), tiny_ids(tiny)[:1].to(device))
+        return _difference(model.to(device), tiny_ids(model)[:1].to(device))
     except (UserError, *CANNOT_RUN) as error:
         reason = " ".join(str(error).split())[:160]
         raise UserError(

@@ -141,7 +141,8 @@ def _prologue(frame: Frame, base: Probe) -> frozenset[str]:
     depth = len(frame.layers)
     if len(base.calls) != depth:
         raise UserError(
-            f"{frame.described} calls {len(base.calls)} of its {depth} layers, so it cannot be cut into stages"
+            f"{frame.described} calls {len(base.calls)} of the {depth} layers in {frame.stack} when it is given token "
+            "ids alone, so it cannot be cut into stages"
         )
     for name, phases in base.phases.items():
         if len(phases) > 1 or not phases <= {0, depth}:

@@ -171,7 +171,8 @@ def _coefficient(frame: Frame, tap: RouterTap, head: str) -> float | None:
     the model cannot be asked.
     """
     labels = torch.zeros(PROBE.batch, PROBE.sequence, dtype=torch.long, device=frame.device)
-    output = torch.zeros(*labels.shape, frame.config.get_text_config(decoder=True).vocab_size, device=frame.device)
+    width = next(frame.epilogue[head].parameters()).shape[0]
+    output = torch.zeros(*labels.shape, width, device=frame.device)
     output[..., 0] = 1e6
     try:
         with tap.replaying(frame.model, [torch.zeros(1, *_logits_shape(frame, tap), device=frame.device)]):

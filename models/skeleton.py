@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,6 +128,15 @@ def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
     text = copy.deepcopy(text)
     text.tie_word_embeddings = config.tie_word_embeddings
     return text
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Return how many token ids a causal model both takes and gives.
+
+    The rows of its input embedding or of its head, whichever are fewer: a config may name several vocabularies.
+    """
+    ends: Any = (model.get_input_embeddings(), model.get_output_embeddings())
+    return min(end.weight.shape[0] for end in ends if end is not None)
 
 
 def _causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:

@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 
 from harness.config.errors import UserError
 from harness.models.shrink import FIRST_ID, read_table, shrink_fields, varied
+from harness.models.skeleton import vocabulary_size
 
 MOST_PARAMETERS = 20_000_000
 BATCH, SEQUENCE = 2, 32
@@ -76,16 +77,16 @@ def tiny_model(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = 
     return model.to(dtype)
 
 
-def tiny_ids(config: PretrainedConfig, seed: int = 0) -> Tensor:
-    """Token ids for a tiny model, [BATCH, SEQUENCE]; low ones, which often mean something, are left out."""
-    vocabulary = config.get_text_config(decoder=True).vocab_size
-    return torch.randint(FIRST_ID, vocabulary, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(seed))
+def tiny_ids(model: PreTrainedModel, seed: int = 0) -> Tensor:
+    """Return token ids for a tiny model, [BATCH, SEQUENCE]; low ones, which often mean something, are left out."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(FIRST_ID, vocabulary_size(model), (BATCH, SEQUENCE), generator=generator)
 
 
 @torch.no_grad()
 def require_running(model: PreTrainedModel) -> None:
     """Raise ValueError unless the model's logits are finite and twice the same."""
-    ids = tiny_ids(model.config)
+    ids = tiny_ids(model)
     first, second = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
     if not torch.isfinite(first).all():
         raise ValueError("its logits are not finite")

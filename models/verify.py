@@ -90,7 +90,7 @@ def on_device(model: Any, device: torch.device) -> PreTrainedModel:
 def looks_ahead(config: PretrainedConfig, device: torch.device) -> bool:
     """Whether logits of a tiny config's model depend on later tokens, as no decoder's may."""
     model = on_device(tiny_model(config), device)
-    ids = tiny_ids(config).to(device)
+    ids = tiny_ids(model).to(device)
     half = ids.shape[1] // 2
     other = torch.cat([ids[:, :half], ids[:, half:].flip(1)], dim=1)
     before, after = (model(input_ids=given, use_cache=False).logits[:, :half] for given in (ids, other))
@@ -110,7 +110,7 @@ def _try(
     config: PretrainedConfig, cut: Cut, place: TensorParallel, device: torch.device, seed: int
 ) -> Difference | None:
     model, moved = (on_device(tiny_model(config, seed=seed), device) for _ in range(2))
-    ids = tiny_ids(config, seed).to(device)
+    ids = tiny_ids(model, seed).to(device)
     whole, allowed = _reference(model, moved, ids)
     try:
         return _compare(model, whole, allowed, ids, cut, place)

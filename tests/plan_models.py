@@ -27,6 +27,23 @@ SIZES: dict[str, Any] = {
 }
 MAMBA = {"mamba_d_state": 4, "mamba_expand": 2, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
 STATE_SPACE = {"state_size": 4, "time_step_rank": 4, "expand": 2}
+STATE_SPACE_2 = {"num_heads": 8, "head_dim": 8, "state_size": 4, "expand": 2, "chunk_size": 4}
+ZAMBA_2 = {
+    "mamba_d_state": 4,
+    "mamba_expand": 2,
+    "mamba_headdim": 8,
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 1,
+    "chunk_size": 4,
+    "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    "num_hidden_layers": 4,
+    "num_mem_blocks": 1,
+    "adapter_rank": 4,
+}
+WHOLE_HEADS = {"head_dim": 16, "num_key_value_heads": 4}
+XLSTM = {"qk_dim_factor": 0.5, "v_dim_factor": 1.0, "num_blocks": 2, "ffn_round_up_to_multiple_of": 16}
+THETA = {"rope_theta": 10000.0}
+DBRX = {"d_model": 32, "n_heads": 4, "n_layers": 2, "ffn_config": {"ffn_hidden_size": 24, "moe_top_k": 2}}
 UNTIED = {"tie_word_embeddings": False}
 DECODER = {"is_decoder": True}
 PADDED_DECODER = {**DECODER, "pad_token_id": 1}  # its positions are counted from the padding
@@ -47,6 +64,10 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     "codegen": [{}, {"num_attention_heads": 8}],
     "ctrl": [{}],
     "data2vec-text": [PADDED_DECODER],
+    "dbrx": [
+        {**DBRX, "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, **THETA}},
+        {**DBRX, "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, **THETA}},
+    ],
     "diffllama": [{}, {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}],
     "doge": [{}, {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}],
     "electra": [DECODER],
@@ -75,6 +96,10 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     ],
     "lfm3": [{"layer_types": ["conv", "full_attention"], "conv_bias": True}],
     "mamba": [STATE_SPACE, {**STATE_SPACE, "use_bias": True, **UNTIED}],
+    "mamba2": [
+        {**STATE_SPACE_2, "n_groups": 2},
+        {**STATE_SPACE_2, "n_groups": 1, "use_bias": True, **UNTIED},
+    ],
     "marian": [{}],
     "mbart": [{}],
     "megatron-bert": [DECODER],
@@ -113,6 +138,15 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     "xglm": [{}],
     "xlm-roberta": [PADDED_DECODER],
     "xlm-roberta-xl": [PADDED_DECODER],
+    "xlstm": [XLSTM, {**XLSTM, "use_bias": True, "mode": "train", "chunk_size": 13}],
+    "xmod": [
+        {**PADDED_DECODER, "default_language": "en_XX"},
+        {**PADDED_DECODER, "default_language": "en_XX", **UNTIED},
+    ],
+    "zamba2": [
+        ZAMBA_2,
+        {**ZAMBA_2, "mamba_ngroups": 2, "use_shared_attention_adapter": True, "use_mem_rope": True, **WHOLE_HEADS},
+    ],
     "zamba": [{"layer_types": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, "n_mamba_heads": 2}],
 }
 

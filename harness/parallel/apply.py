@@ -8,6 +8,7 @@ one object (tied embeddings) stay one. Every cut parameter carries its `Shard`.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,6 +23,8 @@ from harness.parallel.heads import heads_of, require_width
 from harness.parallel.parameters import cut_bare_parameter, cut_head_parameters
 from harness.parallel.partial import sum_partial_gradients
 from harness.parallel.plan import ADVICE, InputRule, Plan, wildcard
+from harness.parallel.planfile import WORDS
+from harness.parallel.segments import sum_of
 from harness.parallel.shard import shard_of
 from harness.parallel.site import Site
 from harness.parallel.styles import STYLE_FUNCTIONS
@@ -115,12 +118,12 @@ def _cut_bare_parameters(module: nn.Module, prefix: str, plan: Plan, tensor: Ten
         rule = plan.rule_of(full_name)
         if rule is None or shard_of(param) is not None:
             continue
-        owner_name, _, own_name = name.rpartition(".")
-        owner = module.get_submodule(owner_name)
+        *path, own_name = name.split(".")
+        owner, *above = [module.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
         if rule.style == EXPERT_PARAMETER:
             setattr(owner, own_name, cut_experts(param, full_name, tensor))
         else:
-            cut_bare_parameter(owner, own_name, full_name, rule, tensor)
+            cut_bare_parameter(owner, own_name, full_name, rule, tensor, above)
 
 
 def _splits_own_outputs(module: nn.Module, name: str, plan: Plan) -> bool:
@@ -141,15 +144,24 @@ def _require_a_cut(module: nn.Module, name: str, plan: Plan) -> None:
 
 
 def _divide_attributes(module: nn.Module, name: str, words: Mapping[str, str], tensor: TensorParallel) -> None:
-    for attribute, word in words.items():
-        if not hasattr(module, attribute):  # layers of one name may be of several kinds
+    for attribute, word in sorted(words.items(), key=lambda pair: pair[1] not in WORDS):  # sums are of what is divided
+        *path, own = attribute.split(".")
+        if not hasattr(module, path[0] if path else own):  # layers of one name may be of several kinds
             continue
-        value = getattr(module, attribute)
-        if word == "share" and value < tensor.size and tensor.size % value == 0:
-            setattr(module, attribute, 1)
-            continue
-        require_width(value, tensor.size, f"{name}.{attribute}")
-        setattr(module, attribute, value // tensor.size)
+        owner: Any = module
+        for step in path:  # a config that several modules share: this one gets its own
+            setattr(owner, step, copy.copy(getattr(owner, step)))
+            owner = getattr(owner, step)
+        setattr(owner, own, _own_value(getattr(owner, own), word, module, f"{name}.{attribute}", tensor))
+
+
+def _own_value(value: int, word: str, module: nn.Module, name: str, tensor: TensorParallel) -> int:
+    if word not in WORDS:
+        return sum_of(word, [module])
+    if word == "share" and value < tensor.size and tensor.size % value == 0:
+        return 1
+    require_width(value, tensor.size, name)
+    return value // tensor.size
 
 
 def _cut_inputs(module: nn.Module, name: str, rules: Any, tensor: TensorParallel, config: Any) -> None:

@@ -7,6 +7,8 @@ the heads of a rank, so it is cut like them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from harness.config.errors import UserError
@@ -14,21 +16,28 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.gradients import sum_gradients, sum_of_copies
 from harness.parallel.heads import Heads, require_width
 from harness.parallel.plan import Rule
+from harness.parallel.segments import cut_segments, read_segments
 from harness.parallel.shard import cut_parameter, shard_of, share_of
 
 _STYLES = ("colwise", "packed_colwise", "rowwise", "packed_rowwise")
 
 
-def cut_bare_parameter(owner: nn.Module, own_name: str, name: str, rule: Rule, tensor: TensorParallel) -> None:
+def cut_bare_parameter(
+    owner: nn.Module, own_name: str, name: str, rule: Rule, tensor: TensorParallel, above: Sequence[nn.Module] = ()
+) -> None:
     """Keep this rank's part of a parameter of `owner` that the plan itself names `name`: its outputs are the last
-    dimension but one, or the only one; its inputs the last; or `rule.dim` tells. Raises UserError for a style that is
-    not a parameter's."""
+    dimension but one, or the only one; its inputs the last; or `rule.dim` tells. `above`: the modules around `owner`,
+    the nearest first. Raises UserError for a style that is not a parameter's."""
     if rule.style == "divided":
         divide_parameter(owner, own_name, tensor.size)
         return
     param = getattr(owner, own_name)
     shape, style = tuple(param.shape), rule.style
     if style == "replicate" or (style in ("rowwise", "packed_rowwise") and len(shape) == 1):
+        return
+    if style == "segmented_colwise":
+        segments = read_segments(rule.segments, (owner, *above), shape[0], tensor, name)
+        cut_segments(owner, own_name, segments, 0, tensor)
         return
     if style not in _STYLES:
         raise UserError(f"the tensor-parallel style {style} of {name} is not one for a parameter: mend the plan")
@@ -53,7 +62,12 @@ def _parts(owner: nn.Module, own_name: str, rule: Rule) -> int:
     `use_experts_implementation`), whatever the plan calls them."""
     if own_name.startswith("gate_up") and hasattr(owner, "is_concatenated"):
         return 2 if getattr(owner, "has_gate", True) and owner.is_concatenated else 1
-    return rule.parts if rule.style.startswith("packed") else 1
+    return parts_of(rule, owner) if rule.style.startswith("packed") else 1
+
+
+def parts_of(rule: Rule, owner: nn.Module) -> int:
+    """Return how many equal parts a packed weight of `owner` holds."""
+    return getattr(owner, rule.parts) if isinstance(rule.parts, str) else rule.parts
 
 
 def cut_head_parameters(owner: nn.Module, heads: Heads | None, tensor: TensorParallel) -> None:

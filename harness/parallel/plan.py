@@ -8,7 +8,7 @@ file alone. It maps names of modules and parameters to styles, which are transfo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ STYLES = frozenset(
         "gather_input",
         "copy_input",
         "divided",
+        "segmented_colwise",
+        "grouped_norm",
     }
 )
 _FORMER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
@@ -52,13 +54,16 @@ ADVICE = "set tensor_parallel.autotp_size to 1"
 class Rule:
     """What becomes of a module or parameter.
 
-    `parts`: how many equal parts a packed weight holds side by side. `unit`: the name of the owner's attribute that
-    says how many neighbouring outputs must stay together (a head's). `whole`: how many units at the end every rank
-    computes. `dim`: along which dimension a parameter is cut, where its style does not tell.
+    `parts`: how many equal parts a packed weight holds side by side, or the owner's attribute that says it. `segments`:
+    the widths of unequal parts, see `harness.parallel.segments`. `unit`: the name of the owner's attribute that says
+    how many neighbouring outputs must stay together (a head's), or of a norm's own that says how many it averages.
+    `whole`: how many units at the end every rank computes. `dim`: along which dimension a parameter is cut, where its
+    style does not tell.
     """
 
     style: str
-    parts: int = 2
+    parts: int | str = 2
+    segments: Sequence[str] = ()
     unit: str | None = None
     whole: int = 0
     dim: int | None = None
@@ -88,8 +93,9 @@ class Plan:
     extends: bool = False
 
     def rule_of(self, name: str) -> Rule | None:
-        """The rule of a module or parameter: one that leaves numbers after the layer's as they are, then any."""
-        return self.rules.get(wildcard(name, 1)) or self.rules.get(wildcard(name))
+        """The rule of a module or parameter: of several, the one that leaves most numbers after the layer's as they
+        are."""
+        return next((self.rules[pattern] for pattern in patterns(name) if pattern in self.rules), None)
 
     @property
     def splits_head(self) -> bool:
@@ -109,6 +115,12 @@ def wildcard(name: str, numbers: int | None = None) -> str:
     for place in [place for place, part in enumerate(parts) if part.isdigit()][:numbers]:
         parts[place] = "*"
     return ".".join(parts)
+
+
+def patterns(name: str) -> list[str]:
+    """Return the names by which a rule may mean `name`: with `*` for its first number, its first two, and so on."""
+    numbers = sum(part.isdigit() for part in name.split("."))
+    return [wildcard(name, count) for count in range(1, max(numbers, 1) + 1)]
 
 
 def plan_for(model: nn.Module, plans: Path | None = None) -> Plan:

@@ -10,10 +10,12 @@
 `styles` are those of `harness.parallel.plan.STYLES`, alone or with a rule's other fields, by module or parameter name,
 `*` for a number; a null takes a style away. `attributes` are sizes which a module's forward reads and which shrink with
 its weights: "divide" by the number of ranks, or to a "share", which is one where there are fewer (key/value heads) than
-ranks. `inputs` are tensors, given to a module, of which a rank needs its part: dimension `dim` is made of runs of
-`run` entries (a size in the config; without it, one run), of each of which the rank keeps its share. `cases` are laid
-over the rest, in their order, where all the config's fields that they name have the values that they name. A file with
-`"extends": true` says only what the plan of a family that declares one leaves out or says wrongly.
+ranks, or a sum of products of what the others have become, as in "num_heads * head_dim + 2 * n_groups". One of a config
+that modules share, "config.num_heads", is changed for this module alone. `inputs` are tensors, given to a module, of
+which a rank needs its part: dimension `dim` is made of runs of `run` entries (a size in the config; without it, one
+run), of each of which the rank keeps its share. `cases` are laid over the rest, in their order, where all the config's
+fields that they name have the values that they name. A file with `"extends": true` says only what the plan of a family
+that declares one leaves out or says wrongly.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 from harness.config.errors import UserError
 
 _PARTS = ("styles", "attributes", "inputs")
-_WORDS = {"divide", "share"}
+WORDS = frozenset({"divide", "share"})
 
 
 def read_parts(path: Path, config: Any) -> dict[str, Any]:
@@ -58,5 +60,7 @@ def read_parts(path: Path, config: Any) -> dict[str, Any]:
 
 def _require_words(name: str, words: dict[str, str]) -> None:
     for attribute, word in words.items():
-        if word not in _WORDS:
-            raise ValueError(f"{name}: attribute {attribute} says {word!r}, known is {', '.join(sorted(_WORDS))}")
+        if word not in WORDS and not set(word) & set("+*"):
+            raise ValueError(
+                f"{name}: attribute {attribute} says {word!r}: give {' or '.join(sorted(WORDS))}, or a sum of products"
+            )

@@ -36,6 +36,8 @@ from harness.parallel.layers import (
     SharedColumnLinear,
     VocabParallelEmbedding,
 )
+from harness.parallel.parameters import parts_of
+from harness.parallel.segments import join_shared, read_segments, shard_of_segments
 from harness.parallel.shard import cut_parameter, padded_share_of, share_of
 from harness.parallel.site import Site, misfit
 
@@ -60,7 +62,7 @@ def colwise(site: Site, parts: int = 1) -> nn.Module:
 def packed_colwise(site: Site) -> nn.Module:
     """As colwise, for a weight that holds several parts side by side: a share of each (gate|up,
     query|key|value)."""
-    return colwise(site, site.rule.parts)
+    return colwise(site, parts_of(site.rule, site.owner))
 
 
 def shared_colwise(site: Site) -> nn.Module:
@@ -117,7 +119,7 @@ def rowwise_split_output(site: Site) -> nn.Module:
 
 def packed_rowwise(site: Site) -> nn.Module:
     """As rowwise, for inputs that are several parts side by side, each of which was split."""
-    return _row(site, input_is_parallel=True, parts=site.rule.parts)
+    return _row(site, input_is_parallel=True, parts=parts_of(site.rule, site.owner))
 
 
 def embedding_rowwise(site: Site) -> nn.Module:
@@ -135,6 +137,32 @@ def embedding_colwise(site: Site) -> nn.Module:
     require_width(module.embedding_dim, tensor.size, site.name)
     module.weight = cut_parameter(module.weight, share_of(tuple(module.weight.shape), 1, tensor.rank, tensor.size))
     module.register_forward_hook(lambda _module, _args, output: gather_from_group(output, tensor.group))
+    return module
+
+
+def segmented_colwise(site: Site) -> nn.Module:
+    """As colwise, for a weight that holds parts of unequal width (`harness.parallel.segments`): a share of each. Where
+    ranks are to use the same unit of a part, all get it from those that hold it."""
+    transposed, tensor = _is_transposed(site), site.tensor
+    shape, dim = tuple(site.module.weight.shape), int(transposed)
+    segments = read_segments(site.rule.segments, [site.owner], shape[dim], tensor, site.name)
+    shard = shard_of_segments(segments, shape, dim, tensor)
+    layer = ColumnParallelLinear.from_linear(site.module, tensor.group, shard=shard, weight_transposed=transposed)
+    if any(segment.is_shared(tensor.size) for segment in segments):
+        layer.register_forward_hook(lambda _module, _args, output: join_shared(output, segments, tensor))
+        if hasattr(site.owner, "num_key_value_groups"):
+            _repeat_less(site, tensor.size)
+    return layer
+
+
+def grouped_norm(site: Site) -> nn.Module:
+    """A norm over groups of `unit` channels, between layers that are split: each rank norms its own groups, or, where
+    ranks share a group, all channels."""
+    module, tensor = site.module, site.tensor
+    shape = tuple(module.weight.shape)
+    if shape[0] // getattr(module, site.rule.unit or "") % tensor.size:
+        return gather_input(site)
+    module.weight = cut_parameter(module.weight, share_of(shape, 0, tensor.rank, tensor.size))
     return module
 
 
@@ -167,6 +195,8 @@ STYLE_FUNCTIONS: dict[str, Callable[[Site], nn.Module]] = {
         gather_input,
         copy_input,
         divided,
+        segmented_colwise,
+        grouped_norm,
     )
 }
 

@@ -15,7 +15,7 @@ from harness.config.errors import UserError
 from harness.models.attention import with_attention
 from harness.models.locate import model_directory
 from harness.models.packed import require_documents_apart
-from harness.models.skeleton import ModelSource, read_source
+from harness.models.skeleton import ModelSource, build_skeleton, read_source, vocabulary_size
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
 from harness.training.console import Console
@@ -106,7 +106,7 @@ def _require_packed(source: ModelSource | None, *datasets: Any) -> None:
 def _layer_out(tokenizer: Tokenizer, source: ModelSource, args: TrainingArguments) -> Callable[[Any], Any]:
     """What makes samples of documents, for this model; UserError if its tokenizer or block size do not fit it."""
     config = source.config.get_text_config(decoder=True)
-    check_vocabulary(tokenizer, config.vocab_size)
+    check_vocabulary(tokenizer, vocabulary_size(build_skeleton(source.config)))
     if args.packing:  # told before anything is tokenised
         require_documents_apart(with_attention(source.config, args.attn_implementation))
     block_size = _block_size(args, getattr(config, "max_position_embeddings", None))

@@ -132,11 +132,11 @@ def load_tokenizer(name: str | None = None, model_dir: str | os.PathLike[str] | 
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """UserError if the tokenizer has ids that the model's embedding, `vocab_size` rows, does not."""
+    """Raise UserError if the tokenizer has ids that the model, with a vocabulary of `vocab_size`, does not."""
     if (largest := largest_id(tokenizer)) >= vocab_size:
         raise UserError(
-            f"the tokenizer's ids go up to {largest}, the model's vocab_size is {vocab_size}: "
-            f"take the tokenizer of this model, or a model with vocab_size >= {largest + 1}"
+            f"the tokenizer's ids go up to {largest}, the model's vocabulary has {vocab_size} ids: "
+            f"use the model's own tokenizer, or a model with at least {largest + 1} ids"
         )
 
 

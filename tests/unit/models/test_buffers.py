@@ -22,7 +22,7 @@ def test_a_model_read_from_a_directory_has_the_buffers_of_its_constructor(tmp_pa
     cut = assemble(
         source, tensor=TensorParallel(), device=device, dtype=torch.float32, seed=0, finish=lambda layer: None
     )
-    ids = tiny_ids(config)
+    ids = tiny_ids(tiny_model(config))
     value = ids
     for layer in build_layers(cut.layers, 0, len(cut.layers), 0).calls:
         value = layer(value)

@@ -49,7 +49,7 @@ def test_flash_attention_takes_one_packed_sample_at_a_time() -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
 def test_two_stages_give_packed_documents_the_logits_of_each_alone(family: str) -> None:
     model = tiny_model(shrink(CONFIG_MAPPING[family]()))
-    ids, lengths = tiny_ids(model.config), (5, 1, 17, 9)
+    ids, lengths = tiny_ids(model), (5, 1, 17, 9)
     positions = torch.cat([torch.arange(length) for length in lengths]).repeat(len(ids), 1)
     first, second = (prepare(ModelSource.of_model(model)) for _ in range(2))
     with torch.no_grad():

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from harness import TrainingArguments, UserError
-from harness.models.skeleton import read_source
+from harness.models.skeleton import ModelSource, read_source
 from harness.topology.env import LaunchEnv
 from harness.training.console import plain_console
 from harness.training.data.tokenizer import ByteTokenizer
-from harness.training.prepare import Prepared, user_datasets
+from harness.training.prepare import Prepared, _layer_out, user_datasets
 
 TOKENS = [{"input_ids": [1, 2, 3]}]
 PACKED = [{"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}]
@@ -44,3 +45,21 @@ def test_tokens_and_pairs_are_left_alone() -> None:
 def test_what_cannot_be_prepared_is_told(train: Any, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         prepare(train, **arguments)
+
+
+@pytest.mark.parametrize(("vocabulary", "rows", "fits"), [(300, 200, False), (200, 300, False), (300, 300, True)])
+def test_the_tokenizer_must_fit_the_embedding_and_the_head(vocabulary: int, rows: int, fits: bool) -> None:
+    config = CONFIG_MAPPING["marian"](
+        vocab_size=vocabulary,
+        decoder_vocab_size=rows,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+        share_encoder_decoder_embeddings=False,
+    )
+    source = ModelSource(name="marian", config=config, weights=None)
+    arguments = TrainingArguments(block_size=8)
+    if fits:
+        _layer_out(ByteTokenizer(), source, arguments)
+        return
+    with pytest.raises(UserError, match="ids go up to 256, the model's vocabulary has 200 ids"):
+        _layer_out(ByteTokenizer(), source, arguments)

@@ -117,7 +117,7 @@ def test_a_tokenizer_that_cannot_close_a_document_is_refused(trained_tokenizer, 
 def test_ids_must_fit_the_embedding(trained_tokenizer):
     check_vocabulary(ByteTokenizer(), 257)
     check_vocabulary(load_tokenizer(str(trained_tokenizer)), 300)
-    with pytest.raises(UserError, match=r"go up to 256, the model's vocab_size is 256.*>= 257"):
+    with pytest.raises(UserError, match=r"go up to 256, the model's vocabulary has 256 ids.*at least 257"):
         check_vocabulary(ByteTokenizer(), 256)
     with pytest.raises(UserError, match="go up to 299"):
         check_vocabulary(load_tokenizer(str(trained_tokenizer)), 299)
