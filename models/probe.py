@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.config.errors import UserError
+from harness.config.wording import counted
 from harness.models.calls import Call, same
 from harness.models.carry import Schema, State, Tokens, hidden_name
 from harness.models.standins import Run
@@ -141,8 +142,8 @@ def _prologue(frame: Frame, base: Probe) -> frozenset[str]:
     depth = len(frame.layers)
     if len(base.calls) != depth:
         raise UserError(
-            f"{frame.described} calls {len(base.calls)} of the {depth} layers in {frame.stack} when it is given token "
-            "ids alone, so it cannot be cut into stages"
+            f"{frame.described} calls {len(base.calls) or 'none'} of the {counted(depth, 'layer')} in {frame.stack} "
+            "when it is given token ids alone, so it cannot be cut into stages"
         )
     for name, phases in base.phases.items():
         if len(phases) > 1 or not phases <= {0, depth}:

@@ -47,7 +47,9 @@ def check(argv: Sequence[str]) -> int:
     parser = _parser("check", "Says what is wrong with DeepSpeed configs, before any process starts.", example)
     parser.add_argument("files", nargs="+", metavar="FILE", help="files, directories, globs, presets, - for stdin")
     parser.add_argument("--world_size", type=_positive, help="number of ranks the config is meant for")
-    parser.add_argument("--model", help="a model preset, or a directory with config.json, to hold the layout against")
+    parser.add_argument(
+        "--model", help="a preset, a directory with config.json, or a model type, to hold the layout against"
+    )
     parser.add_argument("--target", choices=TARGETS, default="harness", help="who will read the file")
     parser.add_argument("--format", choices=FORMATS, default="text", help="how findings are printed")
     parser.add_argument("--strict", action="store_true", help="let warnings fail too")

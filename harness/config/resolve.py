@@ -17,6 +17,7 @@ from harness.config.diagnostic import Diagnostic, Severity
 from harness.config.document import Document
 from harness.config.errors import ConfigError
 from harness.config.values import AUTO, AutoValues, Filled, Resolved, lookup, put, whole
+from harness.config.wording import counted
 
 PARTITIONS = ("balanced", "measured", "uniform", "parameters")
 SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -114,11 +115,12 @@ def _layout(run: _Run) -> tuple[int, int, int]:
     pipeline = values.pipeline_parallel_size or run.number("/pipeline/stages") or 1
     tensor = values.tensor_parallel_size or run.number("/tensor_parallel/autotp_size") or 1
     if pipeline < 1 or tensor < 1:
-        run.refuse("DS311", "", f"a layout of {pipeline} stages x {tensor} tensor-parallel ranks", "use sizes from 1")
+        sizes = f"{counted(pipeline, 'stage')} x {counted(tensor, 'tensor-parallel rank')}"
+        run.refuse("DS311", "", f"a layout of {sizes}", "use sizes from 1")
         return 1, 1, max(1, values.world_size)
     if values.world_size % (pipeline * tensor):
-        cuts = f"{pipeline} pipeline stages x {tensor} tensor-parallel ranks"
-        message = f"{values.world_size} ranks cannot be divided into {cuts}"
+        cuts = f"{counted(pipeline, 'pipeline stage')} x {counted(tensor, 'tensor-parallel rank')}"
+        message = f"{counted(values.world_size, 'rank')} cannot be divided into {cuts}"
         pointer = "/pipeline/stages" if pipeline > 1 else "/tensor_parallel/autotp_size"
         run.refuse("DS311", pointer, message, f"start a multiple of {pipeline * tensor} ranks, or change the layout")
     if pipeline > 1 or isinstance(run.get("/pipeline"), dict):

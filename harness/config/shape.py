@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.errors import UserError
+from harness.config.plans import MODELS, families_of_matrix, plan_refusal
 
-PRESETS = Path(__file__).resolve().parent.parent / "models" / "presets"
+PRESETS = MODELS / "presets"
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
@@ -22,7 +23,8 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder; None where its config does not say."""
+    """Sizes of a decoder; None where its config does not say. `plan_refusal`: why it cannot be cut for tensor
+    parallelism, if that is known."""
 
     name: str
     layers: int | None
@@ -31,21 +33,27 @@ class ModelShape:
     hidden: int | None
     experts: int | None
     vocabulary: int | None
+    plan_refusal: str | None = None
 
 
 def read_shape(source: str) -> ModelShape:
-    """Reads a preset's name, a directory with config.json, or such a file. Raises UserError if there is none."""
+    """Read the shape of a preset, a directory with config.json, or such a file; or what is known of a model type.
+
+    Raises UserError if there is none.
+    """
     preset = PRESETS / source / "config.json"
     path = preset if preset.is_file() else Path(source)
     path = path / "config.json" if path.is_dir() else path
+    known_type = not path.exists() and source in families_of_matrix()
     try:
-        config = json.loads(path.read_text("utf-8"))
+        config = {"model_type": source} if known_type else json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         names = ", ".join(sorted(p.parent.name for p in PRESETS.glob("*/config.json"))) or "none"
-        hint = f"name a directory with config.json or one of the presets: {names}"
+        hint = f"name a directory with config.json, a model type, or one of the presets: {names}"
         raise UserError(f"--model {source}: no readable config.json; {hint}") from None
     if not isinstance(config, dict):
         raise UserError(f"--model {source}: config.json is not an object")
+    refusal = plan_refusal(config)
     text = config.get("text_config", config)
     config = config | text if isinstance(text, dict) else config
     return ModelShape(
@@ -56,6 +64,7 @@ def read_shape(source: str) -> ModelShape:
         hidden=_first(config, _HIDDEN),
         experts=_first(config, _EXPERTS),
         vocabulary=_first(config, ("vocab_size",)),
+        plan_refusal=refusal,
     )
 
 

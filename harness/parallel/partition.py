@@ -17,6 +17,7 @@ from itertools import accumulate
 from math import inf, isfinite, lcm
 
 from harness.config.errors import UserError
+from harness.config.wording import counted
 
 METHODS = ("balanced", "measured", "uniform", "parameters", "type:REGEX")
 
@@ -153,4 +154,7 @@ def _as_integers(costs: Sequence[float]) -> list[int]:
 
 def _require_enough_layers(n_layers: int, stages: int) -> None:
     if not 1 <= stages <= n_layers:
-        raise UserError(f"pipeline.stages: {stages} stages cannot be cut from {n_layers} layers; use 1 to {n_layers}")
+        raise UserError(
+            f"pipeline.stages: {counted(stages, 'stage')} cannot be cut from {counted(n_layers, 'layer')}; "
+            + ("use 1" if n_layers == 1 else f"use 1 to {n_layers}")
+        )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from harness.config.errors import UserError
+from harness.config.wording import counted
 from harness.topology.layout import AXES, Axis, Coordinate, Layout
 
 
@@ -44,8 +45,9 @@ def build_groups(layout: Layout) -> Groups:
     """
     running = dist.get_world_size() if dist.is_initialized() else 1
     if running != layout.world_size:
+        are = "is" if running == 1 else "are"
         raise UserError(
-            f"layout {layout} is for {layout.world_size} ranks, but {running} are running: "
+            f"layout {layout} is for {counted(layout.world_size, 'rank')}, but {running} {are} running: "
             "start as many processes, or change the pipeline and tensor parallel sizes"
         )
     rank = dist.get_rank() if dist.is_initialized() else 0

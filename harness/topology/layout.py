@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from harness.config.errors import UserError
+from harness.config.wording import counted
 
 Axis = Literal["pipeline", "data", "tensor"]
 AXES: tuple[Axis, ...] = ("pipeline", "data", "tensor")  # outermost first
@@ -120,10 +121,11 @@ class Layout:
 def _does_not_fit(world_size: int, model: Layout) -> str:
     """Say which pipeline and tensor sizes near the wanted ones would fit the world."""
     product = model.world_size
-    wanted = f"pipeline {model.pipeline} x tensor {model.tensor} = {product} ranks"
-    text = f"{wanted} do not divide the world of {world_size} ranks"
+    wanted = f"pipeline {model.pipeline} x tensor {model.tensor} = {counted(product, 'rank')}"
+    text = f"{wanted} do not divide the world of {counted(world_size, 'rank')}"
     if world_size < 1:
-        return f"a world of {world_size} ranks cannot hold {wanted}: start at least {product} processes"
+        processes = counted(product, "process", "processes")
+        return f"a world of {counted(world_size, 'rank')} cannot hold {wanted}: start at least {processes}"
     remedies = []
     for change, kept in (("pipeline", "tensor"), ("tensor", "pipeline")):
         kept_size: int = getattr(model, kept)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from harness.config.errors import UserError
+from harness.config.wording import counted
 from harness.models.attention import require_available, with_attention
 from harness.models.carry import Tokens
 from harness.models.packed import require_documents_apart, require_flash_apart
@@ -47,7 +48,7 @@ class Admission:
         longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
         if longest is not None and int(positions.max()) >= longest:
             raise UserError(
-                f"position_ids go up to {int(positions.max())}, the model has {longest} positions: cut them"
+                f"position_ids go up to {int(positions.max())}, the model has {counted(longest, 'position')}: cut them"
             )
         require_documents_apart(config)
         require_flash_apart(config, len(ids), device, dtype)

@@ -9,6 +9,7 @@ import torch
 
 from harness.config import Resolved
 from harness.config.support import version_warning
+from harness.config.wording import counted
 from harness.models.adapters import Adaptation
 from harness.models.locate import presets
 from harness.models.skeleton import ModelSource
@@ -57,7 +58,8 @@ def compilation(console: Console, resolved: Resolved, device: torch.device) -> N
 def stages(console: Console, layout: Layout, resolved: Resolved, steps: int, lines: Sequence[StageLine]) -> None:
     """The layout, the batch, and which layers and how many parameters each rank holds."""
     console.say(
-        f"{layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}: {steps} steps of {resolved.train_batch} samples "
+        f"{layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}: {counted(steps, 'step')} "
+        f"of {counted(resolved.train_batch, 'sample')} "
         f"({resolved.accumulation} x {resolved.micro_batch} a data rank)"
     )
     for line in lines:

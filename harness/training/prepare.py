@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from harness.config.errors import UserError
+from harness.config.wording import counted
 from harness.models.attention import with_attention
 from harness.models.locate import model_directory
 from harness.models.packed import require_documents_apart
@@ -133,5 +134,7 @@ def _block_size(args: TrainingArguments, longest: int | None) -> int:
     if args.block_size is None:
         return min(LONGEST_DEFAULT, longest or LONGEST_DEFAULT)
     if longest is not None and args.block_size > longest:
-        raise UserError(f"--block_size {args.block_size}: the model has {longest} positions; use at most {longest}")
+        raise UserError(
+            f"--block_size {args.block_size}: the model has {counted(longest, 'position')}; use at most {longest}"
+        )
     return args.block_size

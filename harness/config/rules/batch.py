@@ -9,6 +9,7 @@ from harness.config.diagnostic import Severity
 from harness.config.rule import Finding, rule
 from harness.config.values import AUTO, whole
 from harness.config.view import RunView
+from harness.config.wording import counted
 
 TRAIN, MICRO, STEPS = "/train_batch_size", "/train_micro_batch_size_per_gpu", "/gradient_accumulation_steps"
 
@@ -64,7 +65,7 @@ def batch_sizes_disagree(view: RunView) -> Iterator[Finding]:
         return
     product = " x ".join(str(size) for size in (micro, steps) if size is not None)
     given = "micro-batch x accumulation" if micro and steps else "micro-batch" if micro else "accumulation"
-    where = f" x {ranks} data-parallel ranks" if view.data_parallel else ""
+    where = f" x {counted(ranks, 'data-parallel rank')}" if view.data_parallel else ""
     yield Finding(
         pointer=TRAIN,
         message=f"train_batch_size {train} is no multiple of {given} {product}{where}"

@@ -8,6 +8,7 @@ from harness.config.diagnostic import Severity
 from harness.config.rule import Finding, rule
 from harness.config.values import AUTO
 from harness.config.view import RunView
+from harness.config.wording import counted
 
 _READ = {"/tensor_parallel": "autotp_size", "/expert_parallel": "autoep_size"}
 
@@ -32,8 +33,8 @@ def layout_does_not_fit(view: RunView) -> Iterator[Finding]:
         pointer = "/pipeline/stages" if view.stages > 1 else "/tensor_parallel/autotp_size"
         yield Finding(
             pointer=pointer,
-            message=f"{view.world_size} ranks cannot be divided into copies of {view.stages} pipeline stages"
-            f" x {view.tensor} tensor-parallel ranks",
+            message=f"{counted(view.world_size, 'rank')} cannot be divided into copies of "
+            f"{counted(view.stages, 'pipeline stage')} x {counted(view.tensor, 'tensor-parallel rank')}",
             hint=f"start a multiple of {copy} ranks, or change the layout",
             deepspeed="does not look at the layout here",
             on_value=True,

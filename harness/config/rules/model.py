@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from harness.config.diagnostic import Severity
 from harness.config.rule import Finding, rule
 from harness.config.view import RunView
+from harness.config.wording import counted
 
 _TINY = "tiny-llama"
 
@@ -26,8 +27,8 @@ def fewer_layers_than_stages(view: RunView) -> Iterator[Finding]:
     if view.target == "harness" and layers is not None and view.stages > layers:
         yield Finding(
             pointer="/pipeline/stages",
-            message=f"{view.stages} stages, and the model has {layers} decoder layers",
-            hint=f"use at most {layers} stages",
+            message=f"{view.stages} stages, and the model has {counted(layers, 'decoder layer')}",
+            hint=f"use at most {counted(layers, 'stage')}",
             deepspeed="builds empty stages",
             on_value=True,
         )
@@ -52,9 +53,9 @@ def heads_do_not_divide(view: RunView) -> Iterator[Finding]:
         return
     heads, kv_heads = view.model.heads, view.model.kv_heads
     if heads is not None and heads % view.tensor:
-        message = f"{heads} attention heads cannot be divided by {view.tensor} tensor-parallel ranks"
+        message = f"{counted(heads, 'attention head')} cannot be divided by {view.tensor} tensor-parallel ranks"
     elif kv_heads and kv_heads % view.tensor and view.tensor % kv_heads:
-        message = f"{kv_heads} key-value heads and {view.tensor} tensor-parallel ranks do not divide each other"
+        message = f"{counted(kv_heads, 'key-value head')} and {view.tensor} ranks do not divide each other"
     else:
         return
     fits = [size for size in range(2, heads + 1) if heads % size == 0][:4] if heads else []
@@ -86,7 +87,7 @@ def padded_vocabulary(view: RunView) -> Iterator[Finding]:
         rows = -vocabulary % view.tensor
         yield Finding(
             pointer="/tensor_parallel/autotp_size",
-            message=f"a vocabulary of {vocabulary} over {view.tensor} ranks is padded by {rows} rows",
+            message=f"a vocabulary of {vocabulary} over {view.tensor} ranks is padded by {counted(rows, 'row')}",
             deepspeed="is not asked; the harness cuts the layers itself",
             on_value=True,
         )
@@ -114,8 +115,34 @@ def experts_do_not_divide(view: RunView) -> Iterator[Finding]:
         fits = [size for size in range(2, experts + 1) if experts % size == 0][:4]
         yield Finding(
             pointer="/expert_parallel/autoep_size",
-            message=f"{experts} experts cannot be divided by {view.expert} ranks",
+            message=f"{counted(experts, 'expert')} cannot be divided by {view.expert} ranks",
             hint="use " + ", ".join(map(str, fits)) + ", with tensor_parallel.autotp_size the same",
             deepspeed="is not asked; the harness spreads the experts itself",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS905",
+    "no-tensor-parallel-plan",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}',
+    model="reformer",
+)
+def no_tensor_parallel_plan(view: RunView) -> Iterator[Finding]:
+    """The model cannot be cut for tensor parallelism.
+
+    Its family declares no plan in transformers and none comes with the harness, or the plan refuses what the
+    model's config.json says. A plan is one file: `models/plans/MODEL_TYPE.json`.
+    """
+    refusal = view.model.plan_refusal if view.model is not None else None
+    if view.target == "harness" and view.tensor > 1 and refusal is not None:
+        yield Finding(
+            pointer="/tensor_parallel/autotp_size",
+            message=refusal,
+            hint="set it to 1, or describe in models/plans how the model is cut",
+            deepspeed="is not asked; the harness cuts the layers itself",
             on_value=True,
         )

@@ -9,6 +9,7 @@ from harness.config.diagnostic import Severity
 from harness.config.rule import Finding, rule
 from harness.config.values import AUTO
 from harness.config.view import RunView
+from harness.config.wording import counted
 
 PARTITIONS = ("balanced", "measured", "uniform", "parameters")
 MICRO_BATCHES_A_STAGE = 4
@@ -97,7 +98,8 @@ def pipeline_bubble(view: RunView) -> Iterator[Finding]:
     wanted = MICRO_BATCHES_A_STAGE * view.stages
     yield Finding(
         pointer="/gradient_accumulation_steps" if view.has("/gradient_accumulation_steps") else "/pipeline/stages",
-        message=f"{view.stages} stages with {steps} micro-batches idle for {bubble(view.stages, steps):.0%} of a step",
+        message=f"{view.stages} stages with {counted(steps, 'micro-batch', 'micro-batches')} are idle for "
+        f"{bubble(view.stages, steps):.0%} of a step",
         hint=f"{wanted} micro-batches leave {bubble(view.stages, wanted):.0%}",
         deepspeed="runs; the stages wait for each other",
         on_value=True,

@@ -10,6 +10,7 @@ from harness.config.diagnostic import Severity
 from harness.config.rule import Finding, rule
 from harness.config.values import AUTO
 from harness.config.view import RunView
+from harness.config.wording import counted
 
 ZERO = "/zero_optimization"
 
@@ -190,7 +191,7 @@ def secondary_partition_does_not_fit(view: RunView) -> Iterator[Finding]:
     if view.zero_stage == 3 and view.world_size and view.world_size % min(size, view.world_size):
         yield Finding(
             pointer=f"{ZERO}/zero_hpz_partition_size",
-            message=f"{view.world_size} ranks cannot be divided into groups of {size}",
+            message=f"{counted(view.world_size, 'rank')} cannot be divided into groups of {size}",
             hint="use the number of ranks on a host",
             deepspeed="raises AssertionError when the engine starts",
             on_value=True,

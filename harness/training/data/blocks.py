@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.config.errors import UserError
+from harness.config.wording import counted
 from harness.training.data.cache import fingerprint, identity, map_once
 from harness.training.data.tokenizer import Tokenizer, encode_documents, largest_id
 
@@ -54,8 +55,8 @@ def make_blocks(
         said=f"Cutting text into blocks of {block_size}",
     )
     if not len(blocks):
-        total = sum(map(len, encode_documents(tokenizer, documents["text"])))
-        raise UserError(f"the text makes {total} tokens, less than one block of {block_size}: lower --block_size")
+        total = counted(sum(map(len, encode_documents(tokenizer, documents["text"]))), "token")
+        raise UserError(f"the text makes {total}, less than one block of {block_size}: lower --block_size")
     return blocks.with_format("torch")
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from harness.config.errors import UserError
+from harness.config.wording import counted
 from harness.training.data.blocks import require_block_size, smallest_dtype
 from harness.training.data.cache import fingerprint, identity, map_once
 from harness.training.data.chat import ConversationEncoder
@@ -107,7 +108,8 @@ def make_samples(
     )
     if not len(rows):
         raise UserError(
-            f"none of {len(documents)} conversations has an answer within the first {block_size} tokens: "
+            f"none of {counted(len(documents), 'conversation')} has an answer within the first "
+            f"{counted(block_size, 'token')}: "
             "raise --block_size"
         )
     lengths = rows["length"][:]
@@ -145,13 +147,15 @@ class _Cutter:
 
 def _summary(total: int, lengths: Sequence[int], cut: Sequence[int], blocks: int, size: int, packing: bool) -> str:
     """What became of the conversations, in one line."""
-    said = [f"{total:,} conversations of {sum(lengths):,} tokens"]
+    said = [f"{counted(total, 'conversation')} of {counted(sum(lengths), 'token')}"]
     if packing:
-        said.append(f"packed into {blocks:,} blocks of {size}, {1 - sum(lengths) / (blocks * size):.0%} padding")
+        said.append(
+            f"packed into {counted(blocks, 'block')} of {size}, {1 - sum(lengths) / (blocks * size):.0%} padding"
+        )
     else:
         said.append(f"padded to {size}, {1 - sum(lengths) / (blocks * size):.0%} padding")
     if any(cut):
-        said.append(f"{sum(map(bool, cut)):,} longer ones lost {sum(cut):,} tokens")
+        said.append(f"{counted(sum(map(bool, cut)), 'longer one')} lost {counted(sum(cut), 'token')}")
     if total > len(lengths):
         said.append(f"{total - len(lengths):,} dropped: no answer within {size} tokens")
     return "; ".join([", ".join(said[:2]), *said[2:]])

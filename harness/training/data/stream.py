@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from harness.config.errors import UserError
+from harness.config.wording import counted
 from harness.training.data.collate import Collator, MicroBatch, as_micro_batch, collate
 from harness.training.data.order import batch_indices
 
@@ -48,7 +49,7 @@ class BatchStream:
         self.collator = data_collator
         if self.n < self.global_batch:
             raise UserError(
-                f"the data set has {self.n} samples, fewer than one global batch of {self.global_batch} "
+                f"the data set has {counted(self.n, 'sample')}, fewer than one global batch of {self.global_batch} "
                 f"(micro-batch {micro_batch} x accumulation {accumulation} x data parallel {data_size}): "
                 "give more text, a smaller --block_size or a smaller train_batch_size"
             )

@@ -16,7 +16,7 @@ def test_one_process_has_no_groups_and_is_both_ends_of_the_pipeline() -> None:
 
 
 def test_a_layout_for_more_processes_is_refused() -> None:
-    with pytest.raises(UserError, match="layout pp2 x dp1 x tp1 is for 2 ranks, but 1 are running"):
+    with pytest.raises(UserError, match="layout pp2 x dp1 x tp1 is for 2 ranks, but 1 is running"):
         build_groups(Layout(pipeline=2))
 
 

@@ -1,0 +1,56 @@
+"""What is known of a model's tensor-parallel plan from its config.json alone, and how counts are worded."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cli import main
+from harness.config.plans import plan_refusal
+from harness.config.wording import counted
+
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("model", "refused"),
+    [
+        ({"model_type": "llama"}, None),
+        ({"model_type": "gpt2"}, None),  # by a packaged file
+        ({"model_type": "mamba2"}, None),
+        ({"model_type": "of_tomorrow"}, None),  # may declare one
+        ({"model_type": "reformer"}, "model type 'reformer' has no tensor-parallel plan"),
+        ({"model_type": "reformer", "base_model_tp_plan": {"layers.*.up": "colwise"}}, None),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, None),
+        ({"model_type": "stablelm", "qk_layernorm": False}, None),
+        ({"model_type": "stablelm", "qk_layernorm": True}, "with qk_layernorm True has no .*: each head has a norm"),
+    ],
+)
+def test_a_missing_plan_is_known_from_the_config(model: dict[str, Any], refused: str | None) -> None:
+    found = plan_refusal(model)
+    assert found is None if refused is None else re.search(refused, found or "")
+
+
+def test_check_reports_it_with_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "reformer", "num_hidden_layers": 1}', encoding="utf-8")
+    assert main(["check", str(tmp_path / "ds.json"), "--model", str(tmp_path), "--format", "json"]) == 1
+    found = {item["code"]: item for item in json.loads(capsys.readouterr().out)}
+    assert found["DS905"]["pointer"] == "/tensor_parallel/autotp_size"
+    assert found["DS901"]["message"] == "2 stages, and the model has 1 decoder layer"
+    assert found["DS901"]["hint"] == "use at most 1 stage"
+
+
+def test_a_model_type_is_a_model(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    assert main(["check", str(tmp_path / "ds.json"), "--model", "reformer"]) == 1
+    assert main(["check", str(tmp_path / "ds.json"), "--model", "mamba2"]) == 0
+
+
+def test_one_is_not_many() -> None:
+    assert [counted(n, "stage") for n in (0, 1, 2, 1000)] == ["0 stages", "1 stage", "2 stages", "1,000 stages"]
+    assert counted(2, "process", "processes") == "2 processes"
