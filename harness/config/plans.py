@@ -25,15 +25,27 @@ def plan_refusal(config: Mapping[str, Any]) -> str | None:
     families = [part.get("model_type") for part in parts]
     if any(key.startswith("base_model_") for part in parts for key in part):  # a plan of its own
         return None
-    if all(_is_planless(str(family)) for family in families):
+    rows = families_of_matrix()
+    if all(str(family) in rows and _is_planless(str(family), rows) for family in families):
         return f"model type {families[-1]!r} has no tensor-parallel plan"
     return _refused_case(parts[-1])
 
 
+def planless_family() -> str:
+    """Return a model type without a plan, for an example."""
+    rows = _matrix()["families"]
+    return min(family for family in rows if _is_planless(family, rows))
+
+
 @cache
+def _matrix() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((MODELS / "matrix.json").read_text(encoding="utf-8"))
+    return content
+
+
 def families_of_matrix() -> dict[str, dict[str, str]]:
     """Return the rows of the stored matrix; none where it was made with another transformers than the installed."""
-    matrix = json.loads((MODELS / "matrix.json").read_text(encoding="utf-8"))
+    matrix = _matrix()
     try:
         installed = version("transformers")
     except PackageNotFoundError:
@@ -42,9 +54,8 @@ def families_of_matrix() -> dict[str, dict[str, str]]:
     return rows
 
 
-def _is_planless(family: str) -> bool:
-    row = families_of_matrix().get(family)
-    return row is not None and "plan" not in row and _plan_file(family) is None
+def _is_planless(family: str, rows: Mapping[str, Mapping[str, str]]) -> bool:
+    return "plan" not in rows[family] and _plan_file(family) is None
 
 
 def _plan_file(family: Any) -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.config.diagnostic import Severity
+from harness.config.plans import planless_family
 from harness.config.rule import Finding, rule
 from harness.config.view import RunView
 from harness.config.wording import counted
@@ -129,7 +130,7 @@ def experts_do_not_divide(view: RunView) -> Iterator[Finding]:
     claim="elsewhere",
     wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}',
     right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}',
-    model="reformer",
+    model=planless_family(),
 )
 def no_tensor_parallel_plan(view: RunView) -> Iterator[Finding]:
     """The model cannot be cut for tensor parallelism.
