@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from harness.models.routing import RouterTap, router_tap
 from harness.models.skeleton import ModelSource, build_skeleton
 from harness.models.weights import CheckpointReader, Initialiser, MemoryReader, WeightSource, read_by_transformers
 from harness.parallel.adapters import cut_with_adapters
+from harness.parallel.apply import cut
 from harness.parallel.comm import TensorParallel
 from harness.parallel.costs import LayerCost
 from harness.parallel.experts import expert_parallel_plan
@@ -160,6 +162,19 @@ def assemble(
         form=form,
         router=router,
     )
+
+
+def require_cut(source: ModelSource, size: int, *, whole_experts: bool = False) -> None:
+    """Raise UserError for a model that cannot be cut over `size` tensor-parallel ranks, as its config alone tells.
+
+    `assemble` finds the same, and more, once there is data; this takes a second at most.
+    """
+    if size == 1:
+        return
+    model = build_skeleton(source.config)
+    plan = (expert_parallel_plan if whole_experts else plan_for)(model, PLANS)
+    with suppress(ValueError):  # weights tied between layers, which are cut layer by layer
+        cut(model, "", plan, TensorParallel(size=size), source.config.get_text_config(decoder=True))
 
 
 def _weight_source(

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from harness.config.errors import UserError
 from harness.config.wording import counted
 from harness.models.attention import with_attention
+from harness.models.causal import require_cut
 from harness.models.locate import model_directory
 from harness.models.packed import require_documents_apart
 from harness.models.skeleton import ModelSource, build_skeleton, read_source, vocabulary_size
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
+from harness.training.configure import configure
 from harness.training.console import Console
 from harness.training.data.blocks import make_blocks
 from harness.training.data.cache import once_per_host
@@ -44,7 +46,9 @@ class Prepared:
 def script_datasets(script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, console: Console) -> Prepared:
     """Read, tokenise and lay out the script's files."""
     tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model_name_or_path))
-    lay_out = _layer_out(tokenizer, read_source(script.model_name_or_path), args)
+    source = read_source(script.model_name_or_path)
+    _require_cut(source, args, env)
+    lay_out = _layer_out(tokenizer, source, args)
 
     def build() -> tuple[Any, Any]:
         documents, evaluation = read_documents(script.train_file), None
@@ -78,6 +82,7 @@ def user_datasets(
         return Prepared(train=train, evaluation=evaluation, tokenizer=tokenizer)
     if tokenizer is None:
         raise UserError("a data set of text or conversations needs processing_class, the tokenizer")
+    _require_cut(source, args, env)
     lay_out = _layer_out(tokenizer, source, args)
 
     def build() -> tuple[Any, Any]:
@@ -102,6 +107,12 @@ def _require_packed(source: ModelSource | None, *datasets: Any) -> None:
                 "--packing packs text and conversations, and this data set holds input_ids: "
                 "give it position_ids that begin at 0 with each document, or leave --packing out"
             )
+
+
+def _require_cut(source: ModelSource, args: TrainingArguments, env: LaunchEnv) -> None:
+    """Raise UserError, before anything is tokenised, where the model cannot be cut as the layout asks."""
+    resolved, _ = configure(args, world_size=env.world_size)
+    require_cut(source, resolved.tensor, whole_experts=resolved.expert > 1)
 
 
 def _layer_out(tokenizer: Tokenizer, source: ModelSource, args: TrainingArguments) -> Callable[[Any], Any]:

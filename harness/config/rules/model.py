@@ -139,7 +139,8 @@ def no_tensor_parallel_plan(view: RunView) -> Iterator[Finding]:
     model's config.json says. A plan is one file: `models/plans/MODEL_TYPE.json`.
     """
     refusal = view.model.plan_refusal if view.model is not None else None
-    if view.target == "harness" and view.tensor > 1 and refusal is not None:
+    spreads_experts = view.expert > 1  # then the ranks may hold all else whole
+    if view.target == "harness" and view.tensor > 1 and not spreads_experts and refusal is not None:
         yield Finding(
             pointer="/tensor_parallel/autotp_size",
             message=refusal,

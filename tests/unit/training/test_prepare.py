@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from harness.models.skeleton import ModelSource, read_source
 from harness.topology.env import LaunchEnv
 from harness.training.console import plain_console
 from harness.training.data.tokenizer import ByteTokenizer
-from harness.training.prepare import Prepared, _layer_out, user_datasets
+from harness.training.prepare import Prepared, _layer_out, _require_cut, user_datasets
 
+LAYOUT = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
 TOKENS = [{"input_ids": [1, 2, 3]}]
 PACKED = [{"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}]
 CHATS = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
@@ -63,3 +65,14 @@ def test_the_tokenizer_must_fit_the_embedding_and_the_head(vocabulary: int, rows
         return
     with pytest.raises(UserError, match="ids go up to 256, the model's vocabulary has 200 ids"):
         _layer_out(ByteTokenizer(), source, arguments)
+
+
+def test_a_model_that_cannot_be_cut_is_refused_before_anything_is_tokenised() -> None:
+    source = ModelSource(name="it", config=CONFIG_MAPPING["stablelm"](qk_layernorm=True), weights=None)
+    for size in (1, 2):
+        args = TrainingArguments(deepspeed_config={**LAYOUT, "tensor_parallel": {"autotp_size": size}}, block_size=8)
+        env = LaunchEnv(world_size=size, local_world_size=size)
+        refused = pytest.raises(UserError, match="each head has a norm of its own") if size == 2 else nullcontext()
+        with refused:
+            _require_cut(source, args, env)
+            assert size == 1
