@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from harness.models.adapters import Adaptation, AdaptedWeights, inject
 from harness.models.attention import on_any_device
 from harness.models.conversion import Unconverted, WrittenForm, default_form, open_checkpoint, untie
-from harness.models.decoder import Blueprint, decoder_layers
+from harness.models.decoder import Blueprint, decoder_layers, unequal_shares
 from harness.models.frame import Frame
 from harness.models.locate import PLANS
 from harness.models.routing import RouterTap, router_tap
@@ -26,7 +26,7 @@ from harness.parallel.adapters import cut_with_adapters
 from harness.parallel.apply import cut
 from harness.parallel.comm import TensorParallel
 from harness.parallel.costs import LayerCost
-from harness.parallel.experts import expert_parallel_plan
+from harness.parallel.experts import expert_parallel_plan, run_where_aligned
 from harness.parallel.flatpart import FlatPart
 from harness.parallel.plan import Plan, plan_for
 
@@ -42,6 +42,7 @@ class CausalModel:
         vocab_size: ids that the logits are for, padding left out.
         local_logits: whether the epilogue gives this rank's part of the vocabulary instead of all of it.
         form: how it is written as a HuggingFace checkpoint.
+        unequal: names, with * for numbers, of the layers' parameters of which some tensor-parallel ranks hold more.
         router: what takes the routers' logits for the model's own router loss; then the last layer gives
             (logits, router loss).
     """
@@ -52,6 +53,7 @@ class CausalModel:
     vocab_size: int
     local_logits: bool
     form: WrittenForm
+    unequal: frozenset[str] = frozenset()
     router: RouterTap | None = None
 
     @property
@@ -149,6 +151,7 @@ def assemble(
     def cut_layer(layer: nn.Module) -> None:
         if plan is not None:
             cut_with_adapters(layer, plan, tensor, text_config, local_logits=local_logits)
+        run_where_aligned(layer, dtype)
 
     blueprint = Blueprint(
         frame=frame, cut=cut_layer, source=weights, device=device, dtype=dtype, finish=finish, tap=router
@@ -160,6 +163,7 @@ def assemble(
         vocab_size=vocab_size,
         local_logits=local_logits,
         form=form,
+        unequal=unequal_shares(frame, cut_layer),
         router=router,
     )
 
@@ -203,7 +207,8 @@ def _tail_is_elementwise(frame: Frame, plan: Plan, vocab_size: int, size: int) -
 
     Only then may the logits stay local. Tried on random numbers: the part of the whole must be the whole of the part.
     """
-    if plan.head not in frame.epilogue:
+    head: Any = frame.epilogue.get(plan.head or "")
+    if plan.head is None or head is None or head.weight.shape[0] != vocab_size:
         return False
     part = vocab_size // size
     generator = torch.Generator().manual_seed(0)

@@ -23,6 +23,8 @@ from harness.config.errors import UserError
 from harness.models.carry import Schema, State, Tap, Tokens, Value, tapped_name
 from harness.models.frame import Frame
 from harness.models.weights import WeightSource, materialise
+from harness.parallel.plan import wildcard
+from harness.parallel.shard import shard_of
 from harness.parallel.staged import SharedLayerSpec
 
 
@@ -158,6 +160,24 @@ def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:
         SharedLayerSpec(ties[i].key, *kind, tied_weight_attr=ties[i].names[i]) if i in ties else LayerSpec(*kind)
         for i, kind in enumerate(kinds)
     ]
+
+
+def unequal_shares(frame: Frame, cut: Callable[[nn.Module], None]) -> frozenset[str]:
+    """Names, with * for numbers, of the layers' parameters of which `cut` gives some ranks more than others.
+
+    It cuts a layer of each kind on meta; UserError where one cannot be cut.
+    """
+    kinds: dict[Any, tuple[str, nn.Module]] = {}
+    for name, layer in zip(frame.layer_names, frame.layers, strict=True):
+        kinds.setdefault(tuple((own, tuple(p.shape)) for own, p in layer.named_parameters()), (name, layer))
+    found = set()
+    for name, layer in kinds.values():
+        trial = nn.Module()
+        _nest(trial, name, copy.deepcopy(layer))
+        cut(trial)
+        shards = ((own, shard_of(parameter)) for own, parameter in trial.named_parameters())
+        found |= {wildcard(own) for own, shard in shards if shard is not None and shard.unequal}
+    return frozenset(found)
 
 
 @dataclass(frozen=True)

@@ -72,19 +72,38 @@ def _heads(part: Fields, names: Sequence[str], tensor: int) -> dict[int, int]:
     common = math.gcd(*counts)
     best = max(g for g in range(1, common + 1) if common % g == 0 and (g == 1 or _stays(counts, g, tensor)))
     if max(counts) // best > MOST_HEADS:  # no common ratio to keep
-        return {n: _few(n, max(counts), tensor) for n in counts}
+        return _few(counts, tensor)
     return {n: n // best for n in counts}
 
 
 def _stays(counts: set[int], divisor: int, tensor: int) -> bool:
-    """Whether the numbers, divided, are enough and are divided by the tensor-parallel size as before."""
+    """Whether the numbers, divided, are enough and are shared by the tensor-parallel ranks as before."""
     enough = max(counts) // divisor >= LEAST_HEADS and min(counts) // divisor >= min(LEAST_HEADS // 2, min(counts))
-    return enough and all((n % tensor == 0) == (n // divisor % tensor == 0) for n in counts)
+    return enough and all(_sharing(n, tensor) == _sharing(n // divisor, tensor) for n in counts)
 
 
-def _few(count: int, most: int, tensor: int) -> int:
-    several = LEAST_HEADS * tensor // math.gcd(LEAST_HEADS, tensor)
-    return several if count == most else min(count, several // 2 or 1)
+def _sharing(count: int, tensor: int) -> tuple[bool, bool]:
+    """How ranks share heads: whether each has one of its own, and whether equally many are for each or of each."""
+    several = count >= tensor
+    return several, (count % tensor if several else tensor % count) == 0
+
+
+def _few(counts: set[int], tensor: int) -> dict[int, int]:
+    """The fewest heads that divide each other, and are shared by the ranks, as before."""
+    most = max(counts)
+    for top in range(LEAST_HEADS, 8 * MOST_HEADS):
+        fewer = {
+            n: next((m for m in range(min(n, 2), top) if _alike((m, top), (n, most), tensor)), None) for n in counts
+        }
+        if _sharing(top, tensor) == _sharing(most, tensor) and None not in (fewer | {most: top}).values():
+            return {n: m or top for n, m in (fewer | {most: top}).items()}
+    return {n: LEAST_HEADS * tensor if n == most else min(n, LEAST_HEADS // 2) for n in counts}
+
+
+def _alike(fewer: tuple[int, int], before: tuple[int, int], tensor: int) -> bool:
+    """Whether a number of heads and the largest one go together as those before them."""
+    divides = fewer[1] % fewer[0] == 0, before[1] % before[0] == 0
+    return divides[0] == divides[1] and _sharing(fewer[0], tensor) == _sharing(before[0], tensor)
 
 
 def _overrides(part: Fields) -> list[Fields]:
@@ -102,6 +121,8 @@ def _resize(part: Fields, table: Fields, tensor: int) -> None:
     old_width = next((old[name] for name in table["width"] if _is_size(old.get(name))), None)
     old_heads = next((old[name] for name in table["heads"] if _is_size(old.get(name))), None)
     width = HEAD_SIZE * (heads[old_heads] if old_heads else LEAST_HEADS)
+    if old_width and not old_heads and old_width % tensor:
+        width = _undivided(width, old_width, tensor)
     for key, value in old.items():
         if any(fnmatchcase(key, pattern) for pattern in table["off"]) and isinstance(value, float):
             part[key] = 0.0
@@ -149,14 +170,21 @@ def _head_size(size: int, heads: int | None, width: int | None) -> int:
 
 
 def _at_most(key: str, value: Any, table: Fields, tensor: int) -> Any:
-    """A number, or a list of them, that is no larger than the table says, and a multiple of `tensor` as before."""
+    """A number, or a list of them, that is no larger than the table says, and a multiple of `tensor` or not as before."""
     if isinstance(value, list):
         return [_at_most(key, item, table, tensor) for item in value]
     limit = next((size for pattern, size in table["at_most"].items() if fnmatchcase(key, pattern)), None)
     if not isinstance(value, int) or isinstance(value, bool) or limit is None or value <= limit:
         return value
     if limit >= 8 and value % tensor == 0:
-        limit += -limit % tensor
+        return limit + -limit % tensor
+    return _undivided(limit, value, tensor) if limit >= 8 else limit
+
+
+def _undivided(limit: int, value: int, tensor: int) -> int:
+    """The largest number up to `limit` that `tensor` does not divide, odd or even as `value`."""
+    while limit % tensor == 0:
+        limit -= 1 + (value % 2 == 0)
     return limit
 
 

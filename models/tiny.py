@@ -2,7 +2,8 @@
 
 What a size becomes stands in `tiny.json`, by the names of config fields; no family is known here. Of the layers those
 are kept in which every kind occurs (attention types, dense or sparse, sharing or not), in their order. Numbers of heads
-keep their ratio and whether the tensor-parallel size divides them; a width that was heads x head size stays that.
+keep their ratio and how the tensor-parallel ranks share them, equally or not; a width that was heads x head size stays
+that, and one that the size does not divide stays such a one.
 Dropout is off. Where a config cannot be built from the first choice of sizes, further ones are tried (`variants`);
 what comes out has been run: its forward gives finite logits, twice the same.
 """
@@ -19,6 +20,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 from harness.config.errors import UserError
 from harness.models.shrink import FIRST_ID, read_table, shrink_fields, varied
 from harness.models.skeleton import vocabulary_size
+from harness.parallel.experts import run_where_aligned
 
 MOST_PARAMETERS = 20_000_000
 BATCH, SEQUENCE = 2, 32
@@ -74,6 +76,7 @@ def tiny_model(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = 
         with torch.no_grad():
             for parameter in model.parameters():  # a bias of zeros or a closed gate would hide what stands behind it
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    run_where_aligned(model, dtype)
     return model.to(dtype)
 
 

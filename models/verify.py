@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.config.errors import UserError
+from harness.config.shares import stretch
 from harness.models.causal import CausalModel
 from harness.models.skeleton import ModelSource
 from harness.models.tiny import tiny_ids, tiny_model
@@ -169,8 +170,8 @@ def _compare(
         value = Unpacker()(pack(value))
         for call in stage.calls:
             value = call(value)
-    wanted, direction = _own_logits(whole.logits, value, stages[0], place), _direction(whole.logits)
-    (value * _own_logits(direction, value, stages[0], place)).sum().backward()
+    wanted, direction = _own_logits(whole.logits, stages[0], place), _direction(whole.logits)
+    (value * _own_logits(direction, stages[0], place)).sum().backward()
     found = [_difference("logits", value.detach(), wanted, allowed.logits, whole.logits)]
     found += _gradient_differences(
         model, [module for stage in built for module in stage.modules.values()], whole, allowed
@@ -179,13 +180,12 @@ def _compare(
     return None if worst is None else Difference(what=worst[0], off=worst[1], tensor_parallel=place.size > 1)
 
 
-def _own_logits(whole: Tensor, own: Tensor, stage: CausalModel, place: TensorParallel) -> Tensor:
-    """Of logits for the whole vocabulary those that stand in this rank's; zeros where it only pads."""
+def _own_logits(whole: Tensor, stage: CausalModel, place: TensorParallel) -> Tensor:
+    """Of logits for the whole vocabulary those that stand in this rank's."""
     if not stage.local_logits:
         return whole
-    width = own.shape[-1]
-    padded = nn.functional.pad(whole, (0, width * place.size - whole.shape[-1]))
-    return padded[..., place.rank * width : (place.rank + 1) * width]
+    start, stop = stretch(whole.shape[-1], place.rank, place.size)
+    return whole[..., start:stop]
 
 
 def _gradient_differences(

@@ -190,8 +190,8 @@ def _write_patches(
 def _parts(patch: Patch, tensor: Tensor) -> Iterator[tuple[Patch, Tensor]]:
     """What of a patch lies in this rank's tensor, with its values."""
     shard = shard_of(tensor) or _all_of(tensor)
-    tensor, offset = tensor.detach(), 0
-    for start, stop in shard.pieces:
+    tensor = tensor.detach()
+    for start, stop, offset in shard.spans():
         part = patch.clipped(shard.dim, start, stop) if tensor.dim() else patch
         if part is not None:
             box = [slice(*span) for span in part.box]
@@ -199,7 +199,6 @@ def _parts(patch: Patch, tensor: Tensor) -> Iterator[tuple[Patch, Tensor]]:
                 first, last = part.box[shard.dim]
                 box[shard.dim] = slice(first - start + offset, last - start + offset)
             yield part, tensor[tuple(box)]
-        offset += stop - start
 
 
 def _all_of(tensor: Tensor) -> Shard:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from math import prod
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 
 from harness.parallel.memory import give_back_freed_memory
 from harness.parallel.shard import shard_of
@@ -36,15 +38,17 @@ def joined(local: Tensor, groups: Groups) -> Tensor:
         return local
     ranks = dist.get_process_group_ranks(groups.tensor)
     first = groups.rank == ranks[0]
-    parts = [torch.empty_like(local) for _ in ranks] if first else None
-    shards: list[Any] | None = [None] * len(ranks) if first else None
-    dist.gather(local.contiguous(), parts, dst=ranks[0], group=groups.tensor)
-    dist.gather_object(shard, shards, dst=ranks[0], group=groups.tensor)
-    if parts is None or shards is None:
+    shards: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(shards, shard, group=groups.tensor)
+    sizes = [prod(piece.local_shape) for piece in shards]
+    flat = functional.pad(local.flatten(), (0, max(sizes) - local.numel()))  # a gather wants one size on all ranks
+    parts = [torch.empty_like(flat) for _ in ranks] if first else None
+    dist.gather(flat, parts, dst=ranks[0], group=groups.tensor)
+    if parts is None:
         return local
     whole = local.new_empty(shard.full_shape)
-    for part, piece in zip(parts, shards, strict=True):
-        piece.put(part, whole)
+    for part, piece, size in zip(parts, shards, sizes, strict=True):
+        piece.put(part[:size].view(piece.local_shape), whole)
     return whole
 
 

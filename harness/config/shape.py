@@ -19,6 +19,14 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
+_INTERMEDIATE = (
+    "moe_intermediate_size",
+    "intermediate_size",
+    "ffn_dim",
+    "decoder_ffn_dim",
+    "ffn_hidden_size",
+    "n_inner",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +39,7 @@ class ModelShape:
     heads: int | None
     kv_heads: int | None
     hidden: int | None
+    intermediate: int | None
     experts: int | None
     vocabulary: int | None
     plan_refusal: str | None = None
@@ -62,6 +71,7 @@ def read_shape(source: str) -> ModelShape:
         heads=_first(config, _HEADS),
         kv_heads=_first(config, _KV_HEADS),
         hidden=_first(config, _HIDDEN),
+        intermediate=_first(config, _INTERMEDIATE),
         experts=_first(config, _EXPERTS),
         vocabulary=_first(config, ("vocab_size",)),
         plan_refusal=refusal,

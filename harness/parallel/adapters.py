@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from harness.config.errors import UserError
 from harness.parallel.apply import cut
 from harness.parallel.comm import TensorParallel, sum_over_group
-from harness.parallel.gradients import sum_gradients, sum_of_copies
+from harness.parallel.gradients import sum_gradients, sum_gradients_of_copies
 from harness.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -151,9 +151,8 @@ def _follow_parameter(wrapper: Any, base: Any, name: str, tensor: TensorParallel
 def _columns(linear: Any, base: ColumnParallelLinear, shard: Shard, tensor: TensorParallel) -> ColumnParallelLinear:
     part = _same_pieces(shard, linear.weight, dim=0)
     layer = ColumnParallelLinear.from_linear(linear, base.group, shard=part, gather_output=base.gather_output)
-    copies = 1 if shard.padding else tensor.size * shard.length // shard.full_shape[shard.dim]
-    if copies > 1:  # key/value heads that neighbouring ranks share
-        sum_gradients(layer, ["weight", "bias"], sum_of_copies(tensor, copies))
+    if shard.copied:  # key/value heads that neighbouring ranks share
+        sum_gradients_of_copies(layer, ["weight", "bias"], tensor.group)
     return layer
 
 

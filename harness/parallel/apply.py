@@ -17,9 +17,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from harness.config.errors import UserError
+from harness.config.shares import Stretch
 from harness.parallel.comm import TensorParallel
 from harness.parallel.experts import EXPERT_PARAMETER, EXPERTS, cut_experts, ep_dispatch_experts
-from harness.parallel.heads import heads_of, require_width
+from harness.parallel.heads import Attention, attention_at, attention_below, attentions_in, blocks_of, deal
 from harness.parallel.parameters import cut_bare_parameter, cut_head_parameters
 from harness.parallel.partial import sum_partial_gradients
 from harness.parallel.plan import ADVICE, InputRule, Plan, wildcard
@@ -50,7 +51,7 @@ def cut(
         return
     shared: dict[int, nn.Parameter] = {}
     modules = list(module.named_modules())  # kept, so that no new parameter takes an old one's id
-    heads = {name: heads_of(child, config) for name, child in modules}
+    attentions = attentions_in([(_join(prefix, name), child) for name, child in modules], config)
     for name, child in modules:
         full_name = _join(prefix, name)
         rule = plan.rule_of(full_name)
@@ -62,7 +63,7 @@ def cut(
             name=full_name,
             module=child,
             owner=module.get_submodule(name.rpartition(".")[0]),
-            heads=heads[name.rpartition(".")[0]],
+            attention=attention_at(full_name, attentions, tensor.size),
             rule=rule,
             tensor=tensor,
             config=config,
@@ -72,18 +73,21 @@ def cut(
         if new is not child:
             _keep_shared(child, new, shared)
             module.set_submodule(name, new)
-    _cut_bare_parameters(module, prefix, plan, tensor)
+    _cut_bare_parameters(module, prefix, plan, tensor, attentions, config)
     _rejoin(module, shared)
     for name, child in module.named_modules():
         _require_a_cut(child, _join(prefix, name), plan)
-        cut_head_parameters(child, heads.get(name), tensor)
+        cut_head_parameters(child, attentions.get(_join(prefix, name)), tensor)
     for name, child in module.named_modules():
-        pattern = wildcard(_join(prefix, name))
-        _divide_attributes(child, _join(prefix, name), plan.attributes.get(pattern, {}), tensor)
-        _cut_inputs(child, _join(prefix, name), plan.inputs.get(pattern, {}), tensor, config)
+        full_name = _join(prefix, name)
+        pattern = wildcard(full_name)
+        around = attention_at(full_name, attentions, tensor.size)
+        _divide_attributes(child, full_name, plan, tensor, around)
+        inside = attention_below(full_name, attentions)
+        _cut_inputs(child, full_name, plan.inputs.get(pattern, {}), tensor, inside, config)
         if child is module or (pattern.endswith(".*") and pattern.count("*") == 1):  # a decoder layer
-            local = local_logits and plan.splits_head and _holds(child, _join(prefix, name), plan.head)
-            sum_partial_gradients(child, _join(prefix, name), tensor, split_output=local)
+            local = local_logits and plan.splits_head and _holds(child, full_name, plan.head)
+            sum_partial_gradients(child, full_name, tensor, split_output=local)
 
 
 def _join(prefix: str, name: str) -> str:
@@ -112,7 +116,9 @@ def _rejoin(module: nn.Module, shared: dict[int, nn.Parameter]) -> None:
             setattr(module.get_submodule(owner), own_name, shared[id(param)])
 
 
-def _cut_bare_parameters(module: nn.Module, prefix: str, plan: Plan, tensor: TensorParallel) -> None:
+def _cut_bare_parameters(
+    module: nn.Module, prefix: str, plan: Plan, tensor: TensorParallel, attentions: Mapping[str, Attention], config: Any
+) -> None:
     for name, param in list(module.named_parameters()):
         full_name = _join(prefix, name)
         rule = plan.rule_of(full_name)
@@ -122,8 +128,17 @@ def _cut_bare_parameters(module: nn.Module, prefix: str, plan: Plan, tensor: Ten
         owner, *above = [module.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
         if rule.style == EXPERT_PARAMETER:
             setattr(owner, own_name, cut_experts(param, full_name, tensor))
-        else:
-            cut_bare_parameter(owner, own_name, full_name, rule, tensor, above)
+            continue
+        site = Site(
+            name=full_name,
+            module=param,
+            owner=owner,
+            attention=attention_at(full_name, attentions, tensor.size),
+            rule=rule,
+            tensor=tensor,
+            config=config,
+        )
+        cut_bare_parameter(site, own_name, above)
 
 
 def _splits_own_outputs(module: nn.Module, name: str, plan: Plan) -> bool:
@@ -143,7 +158,10 @@ def _require_a_cut(module: nn.Module, name: str, plan: Plan) -> None:
         )
 
 
-def _divide_attributes(module: nn.Module, name: str, words: Mapping[str, str], tensor: TensorParallel) -> None:
+def _divide_attributes(
+    module: nn.Module, name: str, plan: Plan, tensor: TensorParallel, attention: Attention | None
+) -> None:
+    words = plan.attributes.get(wildcard(name), {})
     for attribute, word in sorted(words.items(), key=lambda pair: pair[1] not in WORDS):  # sums are of what is divided
         *path, own = attribute.split(".")
         if not hasattr(module, path[0] if path else own):  # layers of one name may be of several kinds
@@ -152,47 +170,56 @@ def _divide_attributes(module: nn.Module, name: str, words: Mapping[str, str], t
         for step in path:  # a config that several modules share: this one gets its own
             setattr(owner, step, copy.copy(getattr(owner, step)))
             owner = getattr(owner, step)
-        setattr(owner, own, _own_value(getattr(owner, own), word, module, f"{name}.{attribute}", tensor))
+        value = getattr(owner, own)
+        if word in WORDS:
+            setattr(owner, own, _own_value(value, word, f"{name}.{attribute}", plan, tensor, attention))
+        else:
+            setattr(owner, own, sum_of(word, [module]))
 
 
-def _own_value(value: int, word: str, module: nn.Module, name: str, tensor: TensorParallel) -> int:
-    if word not in WORDS:
-        return sum_of(word, [module])
-    if word == "share" and value < tensor.size and tensor.size % value == 0:
+def _own_value(
+    value: int, word: str, name: str, plan: Plan, tensor: TensorParallel, attention: Attention | None
+) -> int:
+    heads = attention.heads if attention is not None else None
+    if word == "share" and value < tensor.size and (tensor.size % value == 0 or (heads and heads.key_value == value)):
         return 1
-    require_width(value, tensor.size, name)
-    return value // tensor.size
+    blocks = plan.blocks_in(name.rpartition(".")[0]) if heads is not None and value % heads.query == 0 else 1
+    if heads is not None:
+        heads = blocks_of(heads, blocks, name)
+    start, stop = deal(value // blocks, tensor.size, name, heads=heads)[tensor.rank]
+    return (stop - start) * blocks
 
 
-def _cut_inputs(module: nn.Module, name: str, rules: Any, tensor: TensorParallel, config: Any) -> None:
+def _cut_inputs(
+    module: nn.Module, name: str, rules: Any, tensor: TensorParallel, attention: Attention | None, config: Any
+) -> None:
     """Let `module` receive only this rank's part of the inputs that `rules` name, by position or by
     keyword."""
     if not rules:
         return
     positions = {name: place for place, name in enumerate(inspect.signature(module.forward).parameters)}
     runs = {key: getattr(config, rule.run) if rule.run else None for key, rule in rules.items()}
-    for key, run in runs.items():
-        if run is not None:
-            require_width(run, tensor.size, f"{key}, given to {name}")
+    heads = attention.heads if attention is not None else None
+
+    def own(key: str, x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        run = runs[key] or x.shape[rules[key].dim]
+        return own_part(x, rules[key], run, deal(run, tensor.size, f"{key}, given to {name}", heads=heads)[tensor.rank])
 
     def before_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own, kwargs = list(args), dict(kwargs)
-        for key, rule in rules.items():
+        given, kwargs = list(args), dict(kwargs)
+        for key in rules:
             if key in kwargs:
-                kwargs[key] = own_part(kwargs[key], rule, runs[key], tensor)
-            elif positions[key] < len(own):
-                own[positions[key]] = own_part(own[positions[key]], rule, runs[key], tensor)
-        return tuple(own), kwargs
+                kwargs[key] = own(key, kwargs[key])
+            elif positions[key] < len(given):
+                given[positions[key]] = own(key, given[positions[key]])
+        return tuple(given), kwargs
 
     module.register_forward_pre_hook(before_forward, with_kwargs=True)
 
 
-def own_part(x: Tensor | None, rule: InputRule, run: int | None, tensor: TensorParallel) -> Tensor | None:
-    """This rank's share of every run of `run` entries of dimension `rule.dim` (one run without a length)."""
-    if x is None:
-        return None
-    dim = rule.dim % x.ndim
-    run = run or x.shape[dim]
-    share = run // tensor.size
-    runs = x.unflatten(dim, (-1, run)).narrow(dim + 1, tensor.rank * share, share)
-    return runs.flatten(dim, dim + 1)
+def own_part(x: Tensor, rule: InputRule, run: int, stretch: Stretch) -> Tensor:
+    """This rank's stretch of every run of `run` entries of dimension `rule.dim`."""
+    dim, (start, stop) = rule.dim % x.ndim, stretch
+    return x.unflatten(dim, (-1, run)).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)

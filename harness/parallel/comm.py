@@ -3,18 +3,21 @@
 Each comes as a pair of a forward and a backward (f and g in Shoeybi et al. 2019, arXiv 1909.08053, figure 3).
 A tensor is *whole* where every rank of the group holds the same values, *split* where each holds its share of
 the last dimension in rank order, *partial* where the ranks' tensors still have to be summed. Nothing is
-changed in place. Without a group, or with a group of one rank, every function returns its very input: no
-copy, no node in the graph. All ranks of the group must call in the same order.
+changed in place. The shares need not be equal: `widths` are those of all ranks. Without a group, or with a group of
+one rank, every function returns its very input: no copy, no node in the graph. All ranks of the group must call in
+the same order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 # Names of the nodes at which a walk from the output to the inputs enters a stretch of split values, and leaves it.
 INTO_SPLIT = frozenset({"_ReduceFromGroupBackward", "_GatherFromGroupBackward"})
@@ -64,19 +67,27 @@ def reduce_from_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return x if group_size(group) == 1 else _ReduceFromGroup.apply(x, group)
 
 
-def gather_from_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Forward: the group's shares `x` (..., n) are joined into the whole (..., n * size).
+def gather_from_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[int] = ()) -> Tensor:
+    """Forward: the group's shares `x` (..., n) are joined into the whole; without `widths` n is alike on all ranks.
 
     Backward: each rank keeps its share of the gradient, which must be whole: what follows is computed alike
     on every rank.
     """
-    return x if group_size(group) == 1 else _GatherFromGroup.apply(x, group)
+    if group_size(group) == 1:
+        return x
+    return _GatherFromGroup.apply(x, group, tuple(widths) or (x.shape[-1],) * group_size(group))
 
 
-def split_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Forward: each rank keeps its share (..., n / size) of the whole `x` (..., n). Backward: the gradients
-    of the shares are joined into the whole. Raises ValueError where the size does not divide n."""
-    return x if group_size(group) == 1 else _SplitToGroup.apply(x, group)
+def split_to_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[int] = ()) -> Tensor:
+    """Forward: each rank keeps its share of the whole `x` (..., n), n / size without `widths`. Backward: the gradients
+    of the shares are joined into the whole. Raises ValueError where the shares do not make up n."""
+    size = group_size(group)
+    if size == 1:
+        return x
+    widths = tuple(widths) or (x.shape[-1] // size,) * size
+    if sum(widths) != x.shape[-1]:
+        raise ValueError(f"a last dimension of {x.shape[-1]} cannot be split over {size} ranks as {widths}")
+    return _SplitToGroup.apply(x, group, widths)
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -97,19 +108,16 @@ def max_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return largest
 
 
-def _join(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.contiguous()
-    shares = [torch.empty_like(x) for _ in range(group_size(group))]
-    dist.all_gather(shares, x, group=group)
-    return torch.cat(shares, dim=-1)
+def _join(x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
+    padded = pad(x, (0, max(widths) - x.shape[-1])).contiguous()  # collectives want one size on all ranks
+    shares = [torch.empty_like(padded) for _ in widths]
+    dist.all_gather(shares, padded, group=group)
+    return torch.cat([share[..., :width] for share, width in zip(shares, widths, strict=True)], dim=-1)
 
 
-def _own_share(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    size = group_size(group)
-    if x.shape[-1] % size:
-        raise ValueError(f"a last dimension of {x.shape[-1]} cannot be split over {size} ranks")
-    share = x.shape[-1] // size
-    return x.narrow(-1, group_rank(group) * share, share).contiguous()
+def _own_share(x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
+    rank = group_rank(group)
+    return x.narrow(-1, sum(widths[:rank]), widths[rank]).contiguous()
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -147,21 +155,21 @@ class _ReduceFromGroup(torch.autograd.Function):
 
 class _GatherFromGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _join(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.widths = group, widths
+        return _join(x, group, widths)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own_share(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _own_share(grad, ctx.group, ctx.widths), None, None
 
 
 class _SplitToGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own_share(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.widths = group, widths
+        return _own_share(x, group, widths)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _join(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _join(grad, ctx.group, ctx.widths), None, None

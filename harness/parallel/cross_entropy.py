@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.parallel.comm import group_rank, max_over_group, sum_over_group
+from harness.config.shares import stretch
+from harness.parallel.comm import group_rank, group_size, max_over_group, sum_over_group
 
 
 def vocab_parallel_cross_entropy(
@@ -27,10 +28,9 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """The loss of every token, float32, shaped as `labels` (...), 0 where the label is `ignore_index`.
 
-    `logits` (..., n) are this rank's columns, n alike on every rank: column j stands for the id `rank * n +
-    j`, and columns from `vocab_size` on, which only pad, count for nothing. The sums are made in float32
-    whatever the dtype of the logits; their gradient has that dtype. A label outside of the vocabulary is a
-    RuntimeError.
+    `logits` (..., n) are this rank's stretch of the vocabulary, as `shard.share_of` deals it out. The sums are made in
+    float32 whatever the dtype of the logits; their gradient has that dtype. A label outside of the vocabulary is a
+    RuntimeError, another width a ValueError.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, group, vocab_size, ignore_index)
 
@@ -48,17 +48,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ignored = labels == ignore_index
         inside = (labels >= 0) & (labels < vocab_size)
         torch._assert_async((inside | ignored).all(), "a label lies outside of the vocabulary")
-        width = logits.shape[-1]
-        first = group_rank(group) * width
-        ctx.valid = min(max(vocab_size - first, 0), width)
+        first, stop = stretch(vocab_size, group_rank(group), group_size(group))
+        if logits.shape[-1] != stop - first:
+            raise ValueError(f"{logits.shape[-1]} columns of logits stand where {stop - first} are expected")
         column = labels - first
-        here = (column >= 0) & (column < ctx.valid) & ~ignored
+        here = (column >= 0) & (column < stop - first) & ~ignored
         column = column.masked_fill(~here, 0)
 
-        own = logits[..., : ctx.valid].float()
-        lowest = torch.finfo(torch.float32).min
-        largest = own.amax(-1) if ctx.valid else own.new_full(labels.shape, lowest)
-        largest = max_over_group(largest, group)
+        own = logits.float()
+        largest = max_over_group(own.amax(-1), group)
         own = own - largest.unsqueeze(-1)
         label_logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).float() - largest
         sums = torch.stack([own.exp().sum(-1), label_logit.masked_fill(~here, 0.0)])
@@ -74,5 +72,4 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         scale = grad.float().masked_fill(ignored, 0.0).unsqueeze(-1)
         grad_logits = (logits.float() - log_sum.unsqueeze(-1)).exp_() * scale
         grad_logits.scatter_add_(-1, column.unsqueeze(-1), -scale * here.unsqueeze(-1))
-        grad_logits[..., ctx.valid :] = 0.0
         return grad_logits.to(logits.dtype), None, None, None, None

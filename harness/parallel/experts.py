@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.errors import UserError
+from harness.config.shares import Stretch, stretch
 from harness.parallel.comm import TensorParallel, copy_to_group, reduce_from_group
 from harness.parallel.plan import STYLES, NoPlan, Plan, Rule, plan_for
 from harness.parallel.shard import cut_parameter, share_of
 from harness.parallel.site import Site
 
 EXPERTS, EXPERT_PARAMETER = "ep_dispatch_experts", "grouped_gemm"
+_ROW_BYTES = 16
 _ADVICE = "leave expert_parallel.autoep_size out, so that each expert is cut"
 
 
@@ -64,12 +66,13 @@ def expert_parallel_plan(model: Any, plans: Path | None = None) -> Plan:
 def ep_dispatch_experts(site: Site) -> nn.Module:
     """Experts of which each rank holds some: it runs those, and the outputs are summed."""
     module: Any = site.module
-    tensor, local = site.tensor, _share(getattr(module, "num_experts", None), site.tensor.size, site.name)
-    module.num_experts = local
+    tensor = site.tensor
+    own = _experts(getattr(module, "num_experts", None), tensor, site.name)
+    module.num_experts = own[1] - own[0]
     module._is_expert_parallel = True  # transformers' kernels then leave out what is sent to no expert of theirs
 
     def before_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _own_routing(*args, **kwargs, local=local, tensor=tensor), {}
+        return _own_routing(*args, **kwargs, own=own, tensor=tensor), {}
 
     def after_forward(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return reduce_from_group(_linked(output, args, module), tensor.group)
@@ -82,14 +85,27 @@ def ep_dispatch_experts(site: Site) -> nn.Module:
 def cut_experts(param: nn.Parameter, name: str, tensor: TensorParallel) -> nn.Parameter:
     """This rank's experts of a parameter that holds all of them along its first dimension."""
     shape = tuple(param.shape)
-    _share(shape[0], tensor.size, name)
+    _experts(shape[0], tensor, name)
     return cut_parameter(param, share_of(shape, 0, tensor.rank, tensor.size))
 
 
+def run_where_aligned(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let the fused experts in `module` that grouped matrix products cannot take run one after the other.
+
+    Those products (transformers' default) want rows of whole 16 bytes, also of experts that are not cut.
+    """
+    found: list[Any] = [child for child in module.modules() if hasattr(child, "is_concatenated")]
+    for experts in found:
+        if getattr(experts, "config", None) is not None:
+            rows = {size for param in experts.parameters(recurse=False) if param.ndim == 3 for size in param.shape[1:]}
+            if any(row * dtype.itemsize % _ROW_BYTES for row in rows):
+                experts.config._experts_implementation = "eager"
+
+
 def _own_routing(
-    hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, local: int, tensor: TensorParallel
+    hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, own: Stretch, tensor: TensorParallel
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What this rank's `local` experts are given: other ranks' get the index `local`, which is no expert, and weight 0.
+    """What this rank's `own` experts are given: others get the index after the last, which is no expert, and weight 0.
 
     Each rank makes a part of the gradients of hidden states and weights: they are summed over the group.
     """
@@ -97,8 +113,9 @@ def _own_routing(
         copy_to_group(hidden_states, tensor.group),
         copy_to_group(top_k_weights, tensor.group),
     )
-    elsewhere = torch.div(top_k_index, local, rounding_mode="floor") != tensor.rank
-    index = torch.where(elsewhere, local, top_k_index - tensor.rank * local)
+    first, stop = own
+    elsewhere = (top_k_index < first) | (top_k_index >= stop)
+    index = torch.where(elsewhere, stop - first, top_k_index - first)
     return hidden_states, index, top_k_weights.masked_fill(elsewhere, 0.0)
 
 
@@ -126,16 +143,16 @@ class _Linked(torch.autograd.Function):
         return None, *map(torch.zeros_like, ctx.saved_tensors)
 
 
-def _share(experts: int | None, size: int, name: str) -> int:
-    """Experts of each rank. Raises UserError where the module does not count them, or `size` does not divide them."""
+def _experts(experts: int | None, tensor: TensorParallel, name: str) -> Stretch:
+    """This rank's experts. Raises UserError where the module does not count them, or they are fewer than the ranks."""
     if not isinstance(experts, int):
         raise UserError(f"{name} does not tell how many experts it holds (num_experts): {_ADVICE}")
-    if experts % size:
-        fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+    if experts < tensor.size:
         raise UserError(
-            f"expert_parallel.autoep_size {size} does not divide the {experts} experts of {name}: use one of {fits}"
+            f"expert_parallel.autoep_size {tensor.size} is too much for the {experts} experts of {name}: "
+            f"use at most {experts}"
         )
-    return experts // size
+    return stretch(experts, tensor.rank, tensor.size)
 
 
 def _is_in(name: str, owners: list[str]) -> bool:

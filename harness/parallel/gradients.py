@@ -7,11 +7,14 @@ gradient on each of them. The sum is taken by a hook on the parameter, before an
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.parallel.comm import TensorParallel, sum_over_group
+from harness.parallel.comm import sum_over_group
+from harness.parallel.shard import Shard, shard_of
 
 
 def sum_gradients(module: nn.Module, names: list[str], reduce: Callable[[Tensor], Tensor]) -> None:
@@ -39,15 +42,18 @@ def sums_gradient(param: nn.Parameter) -> bool:
     return getattr(param, "summed_id", None) == id(param)
 
 
-def sum_of_copies(place: TensorParallel, copies: int) -> Callable[[Tensor], Tensor]:
-    """A function that sums a gradient over the `copies` neighbouring ranks which hold the same shard.
+def sum_gradients_of_copies(module: nn.Module, names: list[str], group: dist.ProcessGroup | None) -> None:
+    """Sum the gradients of `module`'s own parameters `names` over the ranks that hold the same shards of them.
 
-    It sums over the whole group, a slot for each shard: no group of its own has to be made for it.
+    It sums the whole gradient over the whole group: no group of its own has to be made for it.
     """
+    for name in names:
+        shard = shard_of(param) if (param := getattr(module, name)) is not None else None
+        if shard is not None:
+            sum_gradients(module, [name], partial(_sum_of_copies, shard=shard, group=group))
 
-    def reduce(grad: Tensor) -> Tensor:
-        slots = grad.new_zeros((place.size // copies, *grad.shape))
-        slots[place.rank // copies] = grad
-        return sum_over_group(slots, place.group)[place.rank // copies]
 
-    return reduce
+def _sum_of_copies(grad: Tensor, shard: Shard, group: dist.ProcessGroup | None) -> Tensor:
+    full = grad.new_zeros(shard.full_shape)
+    shard.put(grad, full)
+    return shard.take(sum_over_group(full, group))

@@ -52,9 +52,11 @@ def moe_identity_expert(site: Site) -> nn.Module:
 def gather_input(site: Site) -> nn.Module:
     """A module that needs the whole width (a norm over all heads), between layers that are split: its split inputs are
     gathered, its output is split again."""
-    group = site.tensor.group
-    site.module.register_forward_pre_hook(lambda _module, args: tuple(gather_from_group(x, group) for x in args))
-    site.module.register_forward_hook(lambda _module, _args, output: split_to_group(output, group))
+    group, widths = site.tensor.group, site.widths(site.module.weight.shape[-1])
+    site.module.register_forward_pre_hook(
+        lambda _module, args: tuple(gather_from_group(x, group, widths) for x in args)
+    )
+    site.module.register_forward_hook(lambda _module, _args, output: split_to_group(output, group, widths))
     return site.module
 
 

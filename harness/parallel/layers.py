@@ -25,7 +25,7 @@ from harness.parallel.comm import (
     reduce_from_group,
     split_to_group,
 )
-from harness.parallel.shard import Shard, cut_parameter, padded_share_of, shard_of, share_of, without_dim
+from harness.parallel.shard import Shard, cut_parameter, shard_of, share_of, without_dim
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -33,9 +33,8 @@ class ColumnParallelLinear(nn.Linear):
 
     Per rank: x (..., in) whole; weight (out / size, in), or (in, out / size) with `weight_transposed`
     (transformers' Conv1D); bias (out / size). The result is this rank's (..., out / size), or with
-    `gather_output` the whole (..., out); outputs that the size does not divide are padded with zeros, which a
-    gathered result leaves out. The gradient of x is summed over the group. Raises ValueError for outputs that
-    do not divide and are not gathered.
+    `gather_output` the whole (..., out). Where the size does not divide the outputs, the first ranks hold one more.
+    The gradient of x is summed over the group. Raises ValueError for fewer outputs than ranks.
     """
 
     group: dist.ProcessGroup | None
@@ -82,10 +81,9 @@ class ColumnParallelLinear(nn.Linear):
         dim = 1 if weight_transposed else 0
         if shard is None:
             place = TensorParallel.of(group)
-            share = padded_share_of if gather_output else share_of
-            shard = share(tuple(linear.weight.shape), dim, place.rank, place.size)
+            shard = share_of(tuple(linear.weight.shape), dim, place.rank, place.size)
         _begin(self, linear, group, dim, weight_transposed)
-        self.gather_output = gather_output
+        self.gather_output, self.widths = gather_output, shard.widths
         self.weight = cut_parameter(linear.weight, shard)
         bias = None if linear.bias is None else cut_parameter(linear.bias, without_dim(shard))
         self.register_parameter("bias", bias)
@@ -93,10 +91,7 @@ class ColumnParallelLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.weight_transposed else self.weight
         y = F.linear(copy_to_group(x, self.group), weight, self.bias)
-        if not self.gather_output:
-            return y
-        y = gather_from_group(y, self.group)
-        return y if y.shape[-1] == self.out_features else y[..., : self.out_features]
+        return gather_from_group(y, self.group, self.widths) if self.gather_output else y
 
     def extra_repr(self) -> str:
         return _describe(self, "out", self.out_features)
@@ -137,7 +132,8 @@ class RowParallelLinear(nn.Linear):
     Per rank: x (..., in / size), this rank's part, as a column-parallel layer leaves it, or with
     `input_is_parallel=False` the whole (..., in), of which the layer takes its part; weight (out, in / size),
     or (in / size, out) with `weight_transposed`; bias (out), whole, added once, after the sum over the group.
-    The result (..., out) is whole. Raises ValueError for inputs that the size does not divide.
+    The result (..., out) is whole. Shares are as a column-parallel layer's. Raises ValueError for fewer inputs than
+    ranks.
     """
 
     group: dist.ProcessGroup | None
@@ -186,13 +182,13 @@ class RowParallelLinear(nn.Linear):
             place = TensorParallel.of(group)
             shard = share_of(tuple(linear.weight.shape), dim, place.rank, place.size)
         _begin(self, linear, group, 1 - dim, weight_transposed)
-        self.input_is_parallel = input_is_parallel
+        self.input_is_parallel, self.widths = input_is_parallel, shard.widths
         self.weight = cut_parameter(linear.weight, shard)
         self.register_parameter("bias", linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
-            x = split_to_group(x, self.group)
+            x = split_to_group(x, self.group, self.widths)
         weight = self.weight.t() if self.weight_transposed else self.weight
         if group_size(self.group) == 1:
             return F.linear(x, weight, self.bias)
@@ -207,7 +203,7 @@ class VocabParallelEmbedding(nn.Embedding):
     """An embedding whose rows, one an id, are split over the group: ids (...) -> vectors (...,
     embedding_dim), whole.
 
-    Per rank: weight (ceil(num_embeddings / size), embedding_dim), the last rows zeros where the size does not
+    Per rank: weight (num_embeddings / size, embedding_dim), a row more on the first ranks where the size does not
     divide. Each rank looks up the ids that it holds, answers zero for the others, and the answers are summed.
     An id outside of the vocabulary is a RuntimeError. A subclass of nn.Embedding whose forward does more with
     a row (scales it, say) keeps its own forward: see `from_embedding`.
@@ -245,10 +241,10 @@ class VocabParallelEmbedding(nn.Embedding):
     def _cut(self, group: dist.ProcessGroup | None, shard: Shard | None) -> None:
         if shard is None:
             place = TensorParallel.of(group)
-            shard = padded_share_of(tuple(self.weight.shape), 0, place.rank, place.size)
+            shard = share_of(tuple(self.weight.shape), 0, place.rank, place.size)
         self.group = group
         self.rows = shard.length
-        self.first_row = shard.pieces[0][0] if shard.pieces else self.num_embeddings
+        self.first_row = shard.pieces[0][0]
         if self.padding_idx is not None:
             local = self.padding_idx - self.first_row
             self.padding_idx = local if 0 <= local < self.rows else None

@@ -54,15 +54,17 @@ ADVICE = "set tensor_parallel.autotp_size to 1"
 class Rule:
     """What becomes of a module or parameter.
 
-    `parts`: how many equal parts a packed weight holds side by side, or the owner's attribute that says it. `segments`:
-    the widths of unequal parts, see `harness.parallel.segments`. `unit`: the name of the owner's attribute that says
-    how many neighbouring outputs must stay together (a head's), or of a norm's own that says how many it averages.
-    `whole`: how many units at the end every rank computes. `dim`: along which dimension a parameter is cut, where its
-    style does not tell.
+    `parts`: how many equal parts a packed weight holds side by side, or the owner's attribute that says it. `blocks`:
+    how many equal blocks an attention's heads lie in, of each of which a rank takes its share. `segments`: the widths
+    of unequal parts, see `harness.parallel.segments`. `unit`: the name of the owner's attribute that says how many
+    neighbouring outputs must stay together (a head's), or of a norm's own that says how many it averages. `whole`: how
+    many units at the end every rank computes. `dim`: along which dimension a parameter is cut, where its style does not
+    tell.
     """
 
     style: str
     parts: int | str = 2
+    blocks: int = 1
     segments: Sequence[str] = ()
     unit: str | None = None
     whole: int = 0
@@ -96,6 +98,11 @@ class Plan:
         """The rule of a module or parameter: of several, the one that leaves most numbers after the layer's as they
         are."""
         return next((self.rules[pattern] for pattern in patterns(name) if pattern in self.rules), None)
+
+    def blocks_in(self, name: str) -> int:
+        """In how many blocks the heads of the attention `name` lie, as the rules of its layers say."""
+        inside = f"{wildcard(name)}."
+        return max((rule.blocks for own, rule in self.rules.items() if own.startswith(inside)), default=1)
 
     @property
     def splits_head(self) -> bool:

@@ -9,13 +9,13 @@
 
 `styles` are those of `harness.parallel.plan.STYLES`, alone or with a rule's other fields, by module or parameter name,
 `*` for a number; a null takes a style away. `attributes` are sizes which a module's forward reads and which shrink with
-its weights: "divide" by the number of ranks, or to a "share", which is one where there are fewer (key/value heads) than
-ranks, or a sum of products of what the others have become, as in "num_heads * head_dim + 2 * n_groups". One of a config
-that modules share, "config.num_heads", is changed for this module alone. `inputs` are tensors, given to a module, of
-which a rank needs its part: dimension `dim` is made of runs of `run` entries (a size in the config; without it, one
-run), of each of which the rank keeps its share. `cases` are laid over the rest, in their order, where all the config's
-fields that they name have the values that they name. A file with `"extends": true` says only what the plan of a family
-that declares one leaves out or says wrongly.
+its weights: "divide" for what a rank holds of them, or a "share", which is one where there are fewer (key/value heads)
+than ranks, or a sum of products of what the others have become, as in "num_heads * head_dim + 2 * n_groups". One of a
+config that modules share, "config.num_heads", is changed for this module alone. `inputs` are tensors, given to a
+module, of which a rank needs its part: dimension `dim` is made of runs of `run` entries (a size in the config; without
+it, one run), of each of which the rank keeps its share. `cases` are laid over the rest, in their order, where all the
+config's fields that they name have the values that they name. A file with `"extends": true` says only what the plan of
+a family that declares one leaves out or says wrongly.
 """
 
 from __future__ import annotations

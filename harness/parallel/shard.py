@@ -10,11 +10,14 @@ is materialised, say) hands it on with `mark(new, old.shard)`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from harness.config.shares import Stretch, stretch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +25,9 @@ class Shard:
     """The part of a tensor of shape `full_shape` that one rank holds, cut along `dim`.
 
     `pieces` are (start, stop) ranges along `dim`, in the order in which the local tensor holds them;
-    `padding` rows of zeros, which belong to no index of the whole, follow the last one. `owner` is False on a
+    `padding` rows of zeros, which belong to no index of the whole, follow each of them. `owner` is False on a
     rank whose pieces another, lower rank holds as well: such a copy is neither exported nor counted in a
-    norm.
+    norm. `widths` says how many entries of the whole each rank of the group holds, in rank order.
     """
 
     full_shape: tuple[int, ...]
@@ -32,16 +35,34 @@ class Shard:
     pieces: tuple[tuple[int, int], ...]
     padding: int = 0
     owner: bool = True
+    widths: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
         """The local size along `dim`, padding included."""
-        return sum(stop - start for start, stop in self.pieces) + self.padding
+        return sum(stop - start + self.padding for start, stop in self.pieces)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of the local tensor."""
         return (*self.full_shape[: self.dim], self.length, *self.full_shape[self.dim + 1 :])
+
+    @property
+    def copied(self) -> bool:
+        """Whether some entries of the whole are held by several ranks."""
+        return sum(self.widths) > self.full_shape[self.dim]
+
+    @property
+    def unequal(self) -> bool:
+        """Whether some ranks hold more than others."""
+        return len(set(self.widths)) > 1
+
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """Start and stop of each piece, and where it starts in the local tensor."""
+        offset = 0
+        for start, stop in self.pieces:
+            yield start, stop, offset
+            offset += stop - start + self.padding
 
     def take(self, full: Any) -> Tensor:
         """The local tensor, cut from the whole: a tensor, or what safetensors' `get_slice` returns, of which
@@ -49,56 +70,62 @@ class Shard:
         shape = tuple(full.get_shape() if hasattr(full, "get_shape") else full.shape)
         if shape != self.full_shape:
             raise ValueError(f"a tensor of shape {shape} stands where {self.full_shape} is expected")
-        parts = [full[self._index(start, stop)] for start, stop in self.pieces]
-        if self.padding or not parts:
-            like = parts[0] if parts else full[self._index(0, 1)]
-            shape = (*self.full_shape[: self.dim], self.padding, *self.full_shape[self.dim + 1 :])
-            parts.append(like.new_zeros(shape))
+        parts = []
+        for start, stop in self.pieces:
+            part = full[self._index(start, stop)]
+            parts.append(part)
+            if self.padding:
+                zeros = (*self.full_shape[: self.dim], self.padding, *self.full_shape[self.dim + 1 :])
+                parts.append(part.new_zeros(zeros))
         return torch.cat(parts, dim=self.dim)
 
     def read_into(self, local: Tensor, full: Any) -> None:
         """Fill the local tensor from the whole, piece by piece: as `take`, without a second copy in memory."""
-        offset = 0
-        for start, stop in self.pieces:
+        for start, stop, offset in self.spans():
             local.narrow(self.dim, offset, stop - start).copy_(full[self._index(start, stop)])
-            offset += stop - start
-        local.narrow(self.dim, offset, self.padding).zero_()
+            local.narrow(self.dim, offset + stop - start, self.padding).zero_()
 
     def put(self, local: Tensor, full: Tensor) -> None:
         """Write the local tensor's rows, without the padding, to their places in the whole."""
-        offset = 0
-        for start, stop in self.pieces:
+        for start, stop, offset in self.spans():
             full[self._index(start, stop)] = local.narrow(self.dim, offset, stop - start)
-            offset += stop - start
 
     def _index(self, start: int, stop: int) -> tuple[slice, ...]:
         return (*(slice(None),) * self.dim, slice(start, stop))
 
 
-def share_of(full_shape: tuple[int, ...], dim: int, rank: int, size: int, *, parts: int = 1, copies: int = 1) -> Shard:
-    """The shard of one of `size` ranks: an equal share of every one of `parts` equal stretches of `dim`.
+def share_of(
+    full_shape: tuple[int, ...],
+    dim: int,
+    rank: int,
+    size: int = 1,
+    *,
+    parts: int = 1,
+    stretches: Sequence[Stretch] | None = None,
+    multiple: int = 1,
+) -> Shard:
+    """The shard of one rank: its stretch of every one of `parts` equal parts of `dim`.
 
-    With `copies`, that many neighbouring ranks hold the same share. Raises ValueError where it does not
-    divide.
+    `stretches` are those of all ranks in one part, which neighbours may share; by default each of `size` ranks has its
+    own, the first ones an entry more where the size does not divide. Zeros fill each piece to a `multiple`. Raises
+    ValueError where the parts are not equal, or a rank would have nothing.
     """
     dim = dim % len(full_shape)
-    stretch, shares = full_shape[dim] // parts, size // copies
-    if full_shape[dim] % parts or size % copies or stretch % shares:
-        raise ValueError(f"dimension {dim} of {full_shape} cannot be cut: {parts=}, {size=}, {copies=}")
-    width, index = stretch // shares, rank // copies
-    pieces = tuple((part * stretch + index * width, part * stretch + (index + 1) * width) for part in range(parts))
-    return Shard(full_shape=full_shape, dim=dim, pieces=pieces, owner=rank % copies == 0)
-
-
-def padded_share_of(full_shape: tuple[int, ...], dim: int, rank: int, size: int) -> Shard:
-    """The shard of one of `size` ranks where `dim` is padded with zeros, at its end, until the size divides
-    it."""
-    dim = dim % len(full_shape)
-    total = full_shape[dim]
-    width = -(-total // size)
-    start, stop = min(rank * width, total), min((rank + 1) * width, total)
-    pieces = ((start, stop),) if stop > start else ()
-    return Shard(full_shape=full_shape, dim=dim, pieces=pieces, padding=width - (stop - start))
+    part, left = divmod(full_shape[dim], parts)
+    if stretches is None:
+        stretches = [stretch(part, index, size) for index in range(size)]
+    widths = tuple((stop - start) * parts for start, stop in stretches)
+    if left or not min(widths):
+        raise ValueError(f"dimension {dim} of {full_shape} cannot be cut: {parts=}, size={len(stretches)}")
+    start, stop = stretches[rank]
+    return Shard(
+        full_shape=full_shape,
+        dim=dim,
+        pieces=tuple((index * part + start, index * part + stop) for index in range(parts)),
+        padding=-(stop - start) % multiple,
+        owner=(start, stop) not in stretches[:rank],
+        widths=widths,
+    )
 
 
 def cut_parameter(param: nn.Parameter, shard: Shard) -> nn.Parameter:

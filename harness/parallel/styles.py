@@ -17,8 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from harness.config.errors import UserError
 from harness.parallel.comm import copy_to_group, gather_from_group, split_to_group
-from harness.parallel.gradients import sum_gradients, sum_of_copies
-from harness.parallel.heads import copies_of_share, require_width
+from harness.parallel.gradients import sum_gradients_of_copies
 from harness.parallel.hooked import (
     all_reduce,
     copy_input,
@@ -38,24 +37,18 @@ from harness.parallel.layers import (
 )
 from harness.parallel.parameters import parts_of
 from harness.parallel.segments import join_shared, read_segments, shard_of_segments
-from harness.parallel.shard import cut_parameter, padded_share_of, share_of
+from harness.parallel.shard import cut_parameter, share_of
 from harness.parallel.site import Site, misfit
 
 
 def colwise(site: Site, parts: int = 1) -> nn.Module:
     """A linear layer split over its outputs, which stay local; in attention by whole heads."""
-    transposed = _is_transposed(site)
-    shape, dim = tuple(site.module.weight.shape), int(transposed)
-    tensor = site.tensor
-    if shape[dim] % parts:
-        raise UserError(f"the {shape[dim]} outputs of {site.name} are not {parts} equal parts: mend the plan")
-    _require_whole_units(site, shape[dim] // parts)
-    copies = copies_of_share(shape[dim] // parts, site.owner, site.heads, tensor.size, site.name)
-    shard = share_of(shape, dim, tensor.rank, tensor.size, parts=parts, copies=copies)
+    transposed, tensor = _is_transposed(site), site.tensor
+    shard = site.share(tuple(site.module.weight.shape), int(transposed), parts=parts)
     layer = ColumnParallelLinear.from_linear(site.module, tensor.group, shard=shard, weight_transposed=transposed)
-    if copies > 1:
-        _repeat_less(site, copies)
-        sum_gradients(layer, ["weight", "bias"], sum_of_copies(tensor, copies))
+    if shard.copied:
+        _repeat_less(site)
+        sum_gradients_of_copies(layer, ["weight", "bias"], tensor.group)
     return layer
 
 
@@ -70,23 +63,22 @@ def shared_colwise(site: Site) -> nn.Module:
     units (the one key and the one value head of multi-query attention). Its gradients are summed."""
     transposed, tensor = _is_transposed(site), site.tensor
     outputs = site.module.weight.shape[int(transposed)]
-    split = outputs - site.rule.whole * _unit(site)
-    _require_whole_units(site, split)
-    share = split // tensor.size
-    pieces = [(tensor.rank * share, (tensor.rank + 1) * share), (split, outputs)]
-    layer = SharedColumnLinear.from_linear(site.module, tensor.group, pieces=pieces, weight_transposed=transposed)
+    split = outputs - site.rule.whole * site.unit
+    own = site.deal(split)[tensor.rank] if split else (0, 0)
+    layer = SharedColumnLinear.from_linear(
+        site.module, tensor.group, pieces=[own, (split, outputs)], weight_transposed=transposed
+    )
     return replicated_with_grad_allreduce(replace(site, module=layer))
 
 
 def colwise_gather_output(site: Site) -> nn.Module:
-    """A linear layer split over its outputs, which are padded where they do not divide, and gathered, unless
-    the site wants them local (a head, for vocabulary-parallel logits)."""
+    """A linear layer split over its outputs, which are gathered, unless the site wants them local (a head, for
+    vocabulary-parallel logits)."""
     transposed = _is_transposed(site)
-    tensor = site.tensor
     return ColumnParallelLinear.from_linear(
         site.module,
-        tensor.group,
-        shard=padded_share_of(tuple(site.module.weight.shape), int(transposed), tensor.rank, tensor.size),
+        site.tensor.group,
+        shard=_whole_widths(site).share(tuple(site.module.weight.shape), int(transposed)),
         gather_output=not site.local_output,
         weight_transposed=transposed,
     )
@@ -99,7 +91,7 @@ def rowwise(site: Site) -> nn.Module:
 
 def rowwise_split_input(site: Site) -> nn.Module:
     """A linear layer split over its inputs, which come whole; the outputs are summed."""
-    return _row(site, input_is_parallel=False)
+    return _row(_whole_widths(site), input_is_parallel=False)
 
 
 def rowwise_to_split(site: Site) -> nn.Module:
@@ -111,9 +103,9 @@ def rowwise_to_split(site: Site) -> nn.Module:
 
 def rowwise_split_output(site: Site) -> nn.Module:
     """As rowwise, for outputs of which each rank's heads then take their own: a rank keeps its share."""
-    require_width(site.module.weight.shape[1 if _is_transposed(site) else 0], site.tensor.size, site.name)
+    widths = site.widths(site.module.weight.shape[1 if _is_transposed(site) else 0])
     layer, group = rowwise(site), site.tensor.group
-    layer.register_forward_hook(lambda _module, _args, output: split_to_group(output, group))
+    layer.register_forward_hook(lambda _module, _args, output: split_to_group(output, group, widths))
     return layer
 
 
@@ -124,19 +116,18 @@ def packed_rowwise(site: Site) -> nn.Module:
 
 def embedding_rowwise(site: Site) -> nn.Module:
     """An embedding split by vocabulary."""
-    module, tensor = site.module, site.tensor
     _require_plain_embedding(site)
-    shard = padded_share_of(tuple(module.weight.shape), 0, tensor.rank, tensor.size)
-    return VocabParallelEmbedding.from_embedding(module, tensor.group, shard=shard)
+    shard = _whole_widths(site).share(tuple(site.module.weight.shape), 0)
+    return VocabParallelEmbedding.from_embedding(site.module, site.tensor.group, shard=shard)
 
 
 def embedding_colwise(site: Site) -> nn.Module:
     """An embedding split over the width of its vectors, which are gathered."""
-    module, tensor = site.module, site.tensor
+    module, group = site.module, site.tensor.group
     _require_plain_embedding(site)
-    require_width(module.embedding_dim, tensor.size, site.name)
-    module.weight = cut_parameter(module.weight, share_of(tuple(module.weight.shape), 1, tensor.rank, tensor.size))
-    module.register_forward_hook(lambda _module, _args, output: gather_from_group(output, tensor.group))
+    shard = _whole_widths(site).share(tuple(module.weight.shape), 1)
+    module.weight = cut_parameter(module.weight, shard)
+    module.register_forward_hook(lambda _module, _args, output: gather_from_group(output, group, shard.widths))
     return module
 
 
@@ -151,7 +142,7 @@ def segmented_colwise(site: Site) -> nn.Module:
     if any(segment.is_shared(tensor.size) for segment in segments):
         layer.register_forward_hook(lambda _module, _args, output: join_shared(output, segments, tensor))
         if hasattr(site.owner, "num_key_value_groups"):
-            _repeat_less(site, tensor.size)
+            _repeat_less(site)
     return layer
 
 
@@ -203,15 +194,18 @@ STYLE_FUNCTIONS: dict[str, Callable[[Site], nn.Module]] = {
 
 def _row(site: Site, *, input_is_parallel: bool, parts: int = 1) -> nn.Module:
     transposed = _is_transposed(site)
-    shape, dim, tensor = tuple(site.module.weight.shape), 0 if transposed else 1, site.tensor
-    require_width(shape[dim] // parts, tensor.size, site.name)
     return RowParallelLinear.from_linear(
         site.module,
-        tensor.group,
-        shard=share_of(shape, dim, tensor.rank, tensor.size, parts=parts),
+        site.tensor.group,
+        shard=site.share(tuple(site.module.weight.shape), 0 if transposed else 1, parts=parts),
         input_is_parallel=input_is_parallel,
         weight_transposed=transposed,
     )
+
+
+def _whole_widths(site: Site) -> Site:
+    """The site of a layer between which and its neighbours values are whole: its share need not be whole heads."""
+    return replace(site, attention=None)
 
 
 def _is_transposed(site: Site) -> bool:
@@ -236,27 +230,19 @@ def _computes_as_linear(kind: type[nn.Linear]) -> bool:
             return False
 
 
-def _unit(site: Site) -> int:
-    return 1 if site.rule.unit is None else int(getattr(site.owner, site.rule.unit))
-
-
-def _require_whole_units(site: Site, width: int) -> None:
-    unit = _unit(site)
-    if unit > 1:
-        require_width(width // unit, site.tensor.size, f"{site.name}, in units of {unit}")
-
-
 def _require_plain_embedding(site: Site) -> None:
     module = site.module
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
         raise misfit(site, "a plain nn.Embedding")
 
 
-def _repeat_less(site: Site, copies: int) -> None:
+def _repeat_less(site: Site) -> None:
     """Tell an attention module that each of its key/value heads now serves fewer query heads on this rank."""
-    if site.heads is None or not hasattr(site.owner, "num_key_value_groups"):
+    attention, heads, size = site.attention, site.heads, site.tensor.size
+    if attention is None or heads is None or not hasattr(attention.module, "num_key_value_groups"):
         raise UserError(
-            f"{site.name} has fewer key/value heads than tensor_parallel.autotp_size {site.tensor.size}, "
-            f"and its {type(site.owner).__name__} cannot share them: use at most {site.tensor.size // copies}"
+            f"{site.name} has fewer key/value heads than tensor_parallel.autotp_size {size}, "
+            f"and its {type(site.owner).__name__} cannot share them: use at most {heads.key_value if heads else 1}"
         )
-    site.owner.num_key_value_groups = site.heads.query // site.tensor.size
+    start, stop = heads.queries(size)[site.tensor.rank]
+    attention.module.num_key_value_groups = stop - start

@@ -102,9 +102,10 @@ class Trainer:
         if source is not None:
             announce.origin(self.console, source, args.seed)
             self.subject = decoder_subject(source, setting, sample_length(sample), self.adaptation)
-            verify_plan(source, setting, self.console)
         else:
             self.subject = layers_subject(model, loss_fn)  # type: ignore[arg-type]
+        if self.subject.causal is not None:
+            verify_plan(self.subject.causal, setting, self.console)
         if self.resume_from is not None:
             folder.require_same_model(self.resume_from, self.subject.outline)
         self.boundaries = choose_boundaries(self.subject, setting, sample)

@@ -1,7 +1,8 @@
 """`--verify_plan`: before a model is built, its cut is tried on a tiny copy, and a wrong one refused on all ranks.
 
 `auto` tries what the matrix of tested families (`models/matrix.json`) does not hold as right in this layout, by the
-installed transformers; `on` tries always, and refuses what cannot be tried; `off` never tries.
+installed transformers, and all shares that are not equal; `on` tries always, and refuses what cannot be tried; `off`
+never tries.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from harness.training.build import Setting
 from harness.training.console import Console
 
 
-def verify_plan(source: ModelSource, setting: Setting, console: Console) -> None:
-    """Try the cut of `source` as the arguments ask; UserError, on every rank, if it is not the model.
+def verify_plan(causal: CausalModel, setting: Setting, console: Console) -> None:
+    """Try the cut of `causal` as the arguments ask; UserError, on every rank, if it is not the model.
 
     All ranks call it, once they know that the model can be cut at all.
     """
-    wish, tensor = setting.args.verify_plan, setting.groups.layout.tensor
-    if wish == "off" or (wish == "auto" and is_tested(source.config, tensor > 1)):
+    source, wish, tensor = causal.source, setting.args.verify_plan, setting.groups.layout.tensor
+    known = not causal.unequal and is_tested(source.config, tensor > 1)
+    if wish == "off" or (wish == "auto" and known):
         return
     begun = time.perf_counter()
     found: tuple[float, str | None, str | None] = (0.0, None, None)  # how far off, refusal, why it was not tried
     try:
-        found = _refusal(source, setting)
+        found = _refusal(causal, setting)
     except UserError as error:
         found = (0.0, None, str(error))
     refusal, untried = _worst(found)
@@ -49,24 +51,28 @@ def verify_plan(source: ModelSource, setting: Setting, console: Console) -> None
         console.say(f"the cut model is the whole one on a tiny copy ({time.perf_counter() - begun:.1f} s)")
 
 
-def _refusal(source: ModelSource, setting: Setting) -> tuple[float, str | None, str | None]:
-    tensor = TensorParallel.of(setting.groups.tensor)
+def _refusal(causal: CausalModel, setting: Setting) -> tuple[float, str | None, str | None]:
+    source, tensor = causal.source, TensorParallel.of(setting.groups.tensor)
     tiny = shrink(source.config, tensor=tensor.size)
     if looks_ahead(tiny, setting.device):
         text = f"model type {source.config.model_type!r}: its logits depend on later tokens, so it is no causal decoder"
         hint = "set is_decoder to true in its config.json" if hasattr(source.config, "is_decoder") else "choose another"
         return float("inf"), f"{text}: {hint}", None
-    cut = partial(_cut, setting=setting)
+    unequal: set[str] = set()
+    cut = partial(_cut, setting=setting, unequal=unequal)
     difference = worst_of(find_difference(tiny, cut, TensorParallel(), setting.device), tensor)
     if difference is None and tensor.size > 1:
         difference = find_difference(tiny, cut, tensor, setting.device)
     if difference is None:
-        return 0.0, None, None
+        equal = sorted(causal.unequal - unequal)
+        untried = f"of {equal[0]} the ranks hold unequal shares, and equal ones of the tiny copy's" if equal else None
+        return 0.0, None, untried
     return difference.off, _told(source, setting, difference), None
 
 
-def _cut(source: ModelSource, tensor: TensorParallel, setting: Setting) -> CausalModel:
-    return assemble(
+def _cut(source: ModelSource, tensor: TensorParallel, setting: Setting, unequal: set[str]) -> CausalModel:
+    """The cut model; `unequal` gets the names of parameters of which ranks hold unequal shares."""
+    cut = assemble(
         source,
         tensor=tensor,
         device=setting.device,
@@ -75,6 +81,8 @@ def _cut(source: ModelSource, tensor: TensorParallel, setting: Setting) -> Causa
         finish=lambda layer: None,
         whole_experts=setting.resolved.expert > 1,
     )
+    unequal |= cut.unequal
+    return cut
 
 
 def _told(source: ModelSource, setting: Setting, difference: Difference) -> str:

@@ -16,9 +16,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harness.config.shares import stretch
 from harness.parallel.apply import cut
 from harness.parallel.comm import TensorParallel
 from harness.parallel.cross_entropy import vocab_parallel_cross_entropy
+from harness.parallel.experts import run_where_aligned
 from harness.parallel.plan import plan_for
 from harness.parallel.shard import shard_of
 from tests.distributed.comparing import whole_grads
@@ -72,6 +74,9 @@ INKLING_LIKE = {
     "num_experts_per_tok": 2,
     "unpadded_vocab_size": VOCABULARY,
 }
+# what neither two nor four ranks share equally, or only two
+ODD = {**LLAMA_LIKE, "intermediate_size": 37, "hidden_size": 112, "num_attention_heads": 14, "num_key_value_heads": 2}
+ODD_KEYS = {**ODD, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA_LIKE),
     "llama, tied": ("llama", {**LLAMA_LIKE, "tie_word_embeddings": True}),
@@ -100,6 +105,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, untied": ("gpt2", {**GPT_LIKE, "tie_word_embeddings": False}),
     "bloom": ("bloom", GPT_LIKE),
     "bloom, untied": ("bloom", {**GPT_LIKE, "tie_word_embeddings": False}),
+    "qwen2, fourteen heads": ("qwen2", {**ODD, "tie_word_embeddings": True}),
+    "qwen3, three key/value heads": ("qwen3", ODD_KEYS),
+    "llama, six heads without groups": ("llama", {**ODD_KEYS, "num_key_value_heads": 6, "mlp_bias": True}),
+    "phi3, three key/value heads": ("phi3", ODD_KEYS),
+    "cohere, fourteen norms": ("cohere", {**ODD, "use_qk_norm": True}),
+    "granite_swa, fourteen sinks": ("granite_swa", ODD),
+    "mixtral, an odd width": ("mixtral", {**ODD_KEYS, "num_local_experts": 3, "num_experts_per_tok": 2}),
+    "deepseek_v3, six heads": (
+        "deepseek_v3",
+        {**DEEPSEEK_LIKE, "num_attention_heads": 6, "num_key_value_heads": 6, "moe_intermediate_size": 19},
+    ),
+    "gpt2, six heads": ("gpt2", {**GPT_LIKE, "hidden_size": 48, "num_attention_heads": 6, "n_inner": 37}),
+    "bloom, six heads": ("bloom", {**GPT_LIKE, "hidden_size": 48, "num_attention_heads": 6}),
 }
 
 
@@ -113,6 +131,7 @@ def tiny(case: str) -> Any:
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.1)
+    run_where_aligned(model, torch.float32)
     return model.eval()
 
 
@@ -153,9 +172,8 @@ def compare(case: str, group: dist.ProcessGroup, local_logits: bool) -> dict[str
     if local_logits:
         losses = vocab_parallel_cross_entropy(got_logits, labels, group, VOCABULARY)
         loss = losses.sum() / (labels != -100).sum()
-        first = dist.get_rank(group) * got_logits.shape[-1]
-        logits = logits[..., first : first + got_logits.shape[-1]]
-        got_logits = got_logits[..., : logits.shape[-1]]
+        start, stop = stretch(VOCABULARY, dist.get_rank(group), dist.get_world_size(group))
+        logits = logits[..., start:stop]
     else:
         loss = F.cross_entropy(got_logits.flatten(0, 1), labels.flatten())
     expected.backward()

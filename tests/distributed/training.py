@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from harness import Trainer, TrainingArguments
+from harness.parallel.experts import run_where_aligned
 
 BLOCK, BATCH, STEPS = 32, 8, 5
 
@@ -106,7 +107,15 @@ def tiny_model(path: Path, family: str, tied: bool, **changes: Any) -> str:
 
 def reference(model_dir: str, steps: int = STEPS, masked: bool = False, dtype: torch.dtype = torch.float32) -> Curve:
     """The same training by plain torch on the whole HuggingFace model, the whole batch at once."""
+    return trained(model_dir, steps, masked, dtype)[0]
+
+
+def trained(
+    model_dir: str, steps: int = STEPS, masked: bool = False, dtype: torch.dtype = torch.float32
+) -> tuple[Curve, PreTrainedModel]:
+    """As `reference`, with the model that comes out of it."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+    run_where_aligned(model, dtype)
     data = rows(masked)
     ids = torch.tensor([row["input_ids"] for row in data])
     labels = torch.tensor([row.get("labels", row["input_ids"]) for row in data])
@@ -122,7 +131,7 @@ def reference(model_dir: str, steps: int = STEPS, masked: bool = False, dtype: t
         optimizer.step()
         optimizer.zero_grad()
         curve.append((loss.item(), norm.item()))
-    return curve
+    return curve, model
 
 
 def worst(curve: Curve, wanted: Curve) -> tuple[float, float]:

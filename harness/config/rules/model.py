@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from harness.config.diagnostic import Severity
 from harness.config.plans import planless_family
 from harness.config.rule import Finding, rule
+from harness.config.shares import Heads
 from harness.config.view import RunView
 from harness.config.wording import counted
 
@@ -37,58 +38,63 @@ def fewer_layers_than_stages(view: RunView) -> Iterator[Finding]:
 
 @rule(
     "DS902",
-    "heads-do-not-divide",
+    "fewer-heads-than-ranks",
     Severity.ERROR,
     claim="elsewhere",
     wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1009}}',
     right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}',
     model=_TINY,
 )
-def heads_do_not_divide(view: RunView) -> Iterator[Finding]:
-    """Attention heads cannot be dealt out to the tensor-parallel ranks.
+def fewer_heads_than_ranks(view: RunView) -> Iterator[Finding]:
+    """The model has fewer attention heads than a tensor-parallel group has ranks, so some ranks would have none.
 
-    Every rank takes the same number of query heads. Key-value heads may be fewer than ranks, if the ranks
-    are a multiple of them: then several ranks hold one.
+    Key-value heads may be fewer than ranks: then several ranks hold one.
     """
-    if view.target != "harness" or view.model is None or view.tensor == 1:
-        return
-    heads, kv_heads = view.model.heads, view.model.kv_heads
-    if heads is not None and heads % view.tensor:
-        message = f"{counted(heads, 'attention head')} cannot be divided by {view.tensor} tensor-parallel ranks"
-    elif kv_heads and kv_heads % view.tensor and view.tensor % kv_heads:
-        message = f"{counted(kv_heads, 'key-value head')} and {view.tensor} ranks do not divide each other"
-    else:
-        return
-    fits = [size for size in range(2, heads + 1) if heads % size == 0][:4] if heads else []
-    yield Finding(
-        pointer="/tensor_parallel/autotp_size",
-        message=message,
-        hint="use " + ", ".join(map(str, fits)) if fits else "use 1",
-        deepspeed="is not asked; the harness cuts the layers itself",
-        on_value=True,
-    )
+    heads = view.model.heads if view.model is not None else None
+    if view.target == "harness" and heads is not None and view.tensor > heads:
+        yield Finding(
+            pointer="/tensor_parallel/autotp_size",
+            message=f"{view.tensor} tensor-parallel ranks, and the model has {counted(heads, 'attention head')}",
+            hint=f"use at most {heads}",
+            deepspeed="is not asked; the harness cuts the layers itself",
+            on_value=True,
+        )
 
 
 @rule(
     "DS903",
-    "padded-vocabulary",
-    Severity.INFO,
+    "unequal-shares",
+    Severity.WARNING,
     claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 8}}',
-    right='{"train_micro_batch_size_per_gpu": 1}',
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 3}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 4}}',
     model=_TINY,
 )
-def padded_vocabulary(view: RunView) -> Iterator[Finding]:
-    """The vocabulary is no multiple of the tensor-parallel ranks.
+def unequal_shares(view: RunView) -> Iterator[Finding]:
+    """Attention heads, or the width between a layer's projections, cannot be shared equally by the ranks.
 
-    The harness adds rows until it is, and takes them away on export; the message says how many.
+    The numbers stay those of one process, but in every layer the other ranks wait for the one with the largest
+    share. Heads go to the ranks together with the key-value head that they belong to. The message says how
+    large the largest share is.
     """
-    vocabulary = view.model.vocabulary if view.model is not None else None
-    if view.target == "harness" and vocabulary is not None and vocabulary % view.tensor:
-        rows = -vocabulary % view.tensor
+    model = view.model
+    if view.target != "harness" or model is None or view.tensor == 1:
+        return
+    largest = []
+    if model.heads is not None and model.heads >= view.tensor:
+        kv_heads = model.kv_heads if model.kv_heads and model.heads % model.kv_heads == 0 else model.heads
+        shares = Heads(query=model.heads, key_value=kv_heads).queries(view.tensor)
+        largest.append((model.heads, max(stop - start for start, stop in shares), "attention heads"))
+    if view.expert > 1 and model.experts is not None:
+        largest.append((model.experts, -(-model.experts // view.tensor), "experts"))
+    elif model.intermediate is not None:
+        largest.append((model.intermediate, -(-model.intermediate // view.tensor), "intermediate columns"))
+    unequal = [f"{most} of {total} {what}" for total, most, what in largest if most * view.tensor > total]
+    if unequal:
         yield Finding(
             pointer="/tensor_parallel/autotp_size",
-            message=f"a vocabulary of {vocabulary} over {view.tensor} ranks is padded by {counted(rows, 'row')}",
+            message=f"{view.tensor} ranks do not share equally: one holds {' and '.join(unequal)}",
+            hint="a size that divides them is faster, as all ranks wait for the one that holds most",
             deepspeed="is not asked; the harness cuts the layers itself",
             on_value=True,
         )
@@ -96,28 +102,27 @@ def padded_vocabulary(view: RunView) -> Iterator[Finding]:
 
 @rule(
     "DS904",
-    "experts-do-not-divide",
+    "fewer-experts-than-ranks",
     Severity.ERROR,
     claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 3},'
-    ' "expert_parallel": {"enabled": true, "autoep_size": 3}}',
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1009},'
+    ' "expert_parallel": {"enabled": true, "autoep_size": 1009}}',
     right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2},'
     ' "expert_parallel": {"enabled": true, "autoep_size": 2}}',
     model="tiny-mixtral",
 )
-def experts_do_not_divide(view: RunView) -> Iterator[Finding]:
-    """A layer's experts cannot be dealt out to the ranks.
+def fewer_experts_than_ranks(view: RunView) -> Iterator[Finding]:
+    """A layer has fewer experts than there are ranks to share them, so some ranks would have none.
 
-    Every rank takes the same number of whole experts. Without `expert_parallel` each expert is cut instead,
-    and their number does not matter.
+    Every rank takes whole experts. Without `expert_parallel` each expert is cut instead, and their number
+    does not matter.
     """
     experts = view.model.experts if view.model is not None else None
-    if view.target == "harness" and experts and experts % view.expert:
-        fits = [size for size in range(2, experts + 1) if experts % size == 0][:4]
+    if view.target == "harness" and experts and experts < view.expert:
         yield Finding(
             pointer="/expert_parallel/autoep_size",
-            message=f"{counted(experts, 'expert')} cannot be divided by {view.expert} ranks",
-            hint="use " + ", ".join(map(str, fits)) + ", with tensor_parallel.autotp_size the same",
+            message=f"{view.expert} ranks share the experts, and the model has {experts}",
+            hint=f"use at most {experts}, with tensor_parallel.autotp_size the same",
             deepspeed="is not asked; the harness spreads the experts itself",
             on_value=True,
         )

@@ -18,7 +18,7 @@ from harness.models.skeleton import ModelSource, build_skeleton, read_source
 from harness.models.tensorfiles import OpenFile, open_tensors
 from harness.models.weights import fill_part
 from harness.parallel.flatpart import FlatPart
-from harness.parallel.shard import mark, padded_share_of
+from harness.parallel.shard import mark, share_of
 from harness.parallel.staged import build_layers
 from tests.unit.models.test_decoder import config, prepare
 
@@ -101,7 +101,7 @@ def test_of_a_part_no_more_than_the_part_is_read(tmp_path: Path, monkeypatch: py
 
 def test_a_part_of_a_shard_that_is_padded(saved: Path) -> None:
     whole = load_file(saved / "model.safetensors")["model.embed_tokens.weight"]
-    shard = padded_share_of(tuple(whole.shape), 0, 2, 3)
+    shard = share_of(tuple(whole.shape), 0, 2, 3, multiple=128)
     local = nn.Parameter(torch.full(shard.local_shape, torch.nan))
     mark(local, shard)
     lazy = open_tensors(saved).tensors["model.embed_tokens.weight"]

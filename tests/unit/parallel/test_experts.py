@@ -12,14 +12,16 @@ from harness.config.errors import UserError
 from harness.parallel.apply import cut
 from harness.parallel.comm import TensorParallel
 from harness.parallel.experts import expert_parallel_plan
+from harness.parallel.plan import plan_for
 from harness.parallel.shard import shard_of
+from tests.plan_models import PLANS
 
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 
 
 def model_of(family: str, **sizes: Any) -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**SIZES, vocab_size=128, **sizes))
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**SIZES, "vocab_size": 128, **sizes}))
 
 
 def test_experts_are_shared_out_and_all_else_is_cut_as_before() -> None:
@@ -42,11 +44,31 @@ def test_without_a_tensor_parallel_plan_only_the_experts_are_shared_out() -> Non
     assert cut_ones == {name for name, _ in model.named_parameters() if ".experts." in name}
 
 
-def test_experts_that_do_not_divide_are_refused() -> None:
+def test_the_first_ranks_take_one_expert_more() -> None:
+    held = []
+    for rank in range(2):
+        model = model_of("mixtral", num_local_experts=3)
+        cut(model, "", expert_parallel_plan(model), TensorParallel(rank=rank, size=2), model.config)
+        held.append(model.model.layers[0].mlp.experts.num_experts)
+    assert held == [2, 1]
+
+
+def test_fewer_experts_than_ranks_are_refused() -> None:
     model = model_of("mixtral", num_local_experts=3)
-    said = "autoep_size 2 does not divide the 3 experts of model.layers.0.mlp.experts: use one of 1, 3"
+    said = "autoep_size 4 is too much for the 3 experts of model.layers.0.mlp.experts: use at most 3"
     with pytest.raises(UserError, match=said):
-        cut(model, "", expert_parallel_plan(model), TensorParallel(rank=0, size=2), model.config)
+        cut(model, "", expert_parallel_plan(model), TensorParallel(rank=0, size=4), model.config)
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("mixtral", {}), ("gpt_oss", {"head_dim": 8})])
+def test_shares_of_experts_are_padded_to_whole_16_bytes(family: str, sizes: dict[str, int]) -> None:
+    model = model_of(family, num_local_experts=4, **{**sizes, "intermediate_size": 37})
+    cut(model, "", plan_for(model, PLANS), TensorParallel(rank=1, size=2), model.config)
+    experts = model.model.layers[0].mlp.experts
+    assert sorted(experts.gate_up_proj.shape) == [4, 32, 48]
+    assert sorted(experts.down_proj.shape) == [4, 24, 32]
+    shards = [shard_of(getattr(experts, name)) for name in ("gate_up_proj", "down_proj")]
+    assert [shard.widths for shard in shards if shard is not None] == [(38, 36), (19, 18)]
 
 
 def test_what_the_plan_does_not_say_is_refused() -> None:
