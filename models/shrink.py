@@ -92,11 +92,11 @@ def _few(counts: set[int], tensor: int) -> dict[int, int]:
     """The fewest heads that divide each other, and are shared by the ranks, as before."""
     most = max(counts)
     for top in range(LEAST_HEADS, 8 * MOST_HEADS):
-        fewer = {
-            n: next((m for m in range(min(n, 2), top) if _alike((m, top), (n, most), tensor)), None) for n in counts
-        }
-        if _sharing(top, tensor) == _sharing(most, tensor) and None not in (fewer | {most: top}).values():
-            return {n: m or top for n, m in (fewer | {most: top}).items()}
+        if _sharing(top, tensor) != _sharing(most, tensor):
+            continue
+        found = {n: [m for m in range(min(n, 2), top) if _alike((m, top), (n, most), tensor)] for n in counts - {most}}
+        if all(found.values()):
+            return {most: top, **{n: fitting[0] for n, fitting in found.items()}}
     return {n: LEAST_HEADS * tensor if n == most else min(n, LEAST_HEADS // 2) for n in counts}
 
 
@@ -170,7 +170,7 @@ def _head_size(size: int, heads: int | None, width: int | None) -> int:
 
 
 def _at_most(key: str, value: Any, table: Fields, tensor: int) -> Any:
-    """A number, or a list of them, that is no larger than the table says, and a multiple of `tensor` or not as before."""
+    """A number, or a list of them, that is no larger than the table says, and divided by `tensor` or not as before."""
     if isinstance(value, list):
         return [_at_most(key, item, table, tensor) for item in value]
     limit = next((size for pattern, size in table["at_most"].items() if fnmatchcase(key, pattern)), None)

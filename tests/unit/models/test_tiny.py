@@ -34,7 +34,18 @@ def test_no_parameter_of_a_tiny_model_is_zero():
 
 @pytest.mark.parametrize(
     ("heads", "key_value_heads", "tensor", "wanted"),
-    [(32, 8, 1, (8, 2)), (32, 8, 4, (16, 4)), (64, 64, 2, (4, 4)), (48, 8, 2, (12, 2)), (32, 1, 2, (4, 1))],
+    [
+        (32, 8, 1, (8, 2)),
+        (32, 8, 4, (16, 4)),
+        (64, 64, 2, (4, 4)),
+        (48, 8, 2, (12, 2)),
+        (32, 1, 2, (4, 1)),
+        (14, 2, 4, (14, 2)),
+        (28, 4, 3, (8, 4)),
+        (40, 10, 4, (12, 6)),
+        (71, 1, 2, (5, 1)),
+        (25, 5, 2, (9, 3)),
+    ],
 )
 def test_heads_keep_their_ratio_and_whether_ranks_can_share_them(heads, key_value_heads, tensor, wanted):
     config = CONFIG_MAPPING["llama"](
@@ -44,6 +55,11 @@ def test_heads_keep_their_ratio_and_whether_ranks_can_share_them(heads, key_valu
     assert (tiny.num_attention_heads, tiny.num_key_value_heads) == wanted
     assert tiny.hidden_size == tiny.num_attention_heads * tiny.head_dim
     assert config.hidden_size == 64 * heads
+
+
+@pytest.mark.parametrize(("width", "tensor", "wanted"), [(11008, 2, 96), (11007, 2, 95), (11008, 3, 94), (37, 2, 37)])
+def test_a_width_that_the_ranks_do_not_divide_stays_such_a_one(width, tensor, wanted):
+    assert shrink(CONFIG_MAPPING["llama"](intermediate_size=width), tensor=tensor).intermediate_size == wanted
 
 
 def test_every_kind_of_layer_is_kept_in_its_order():
