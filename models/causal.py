@@ -145,7 +145,6 @@ def assemble(
         frame = Frame(model, device)
         router = router_tap(frame, head) if router_loss else None
     local_logits = plan is not None and plan.splits_head and _tail_is_elementwise(frame, plan, vocab_size, tensor.size)
-
     text_config = source.config.get_text_config(decoder=True)
 
     def cut_layer(layer: nn.Module) -> None:

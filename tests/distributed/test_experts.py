@@ -180,7 +180,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     odd = tiny_model(folder / "odd", "mixtral", False, **{**FAMILIES["mixtral"], "num_local_experts": 3})
     on = {"output_router_logits": True}
     refused = [
-        Job(odd, "tp2dp2z1", SPREAD),
+        Job(odd, "tp4z1", {**SPREAD, "expert_parallel": {"enabled": True, "autoep_size": 4}}),
         Job("tiny-llama", "tp2dp2z1", SPREAD),
         Job("tiny-llama", "pp2dp2z1", {}, on),
         Job(odd, "pp2dp2z1", {}, {"router_aux_loss_coef": 0.1}),
@@ -218,7 +218,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(run: Any) -> None:
     *_, results = run
     for outcome in results:
         odd, *said, elsewhere = outcome.refusals
-        assert "DS904 3 experts cannot be divided by 2 ranks" in odd
+        assert "DS904 4 ranks share the experts, and the model has 3" in odd
         assert said == [
             "model type 'llama' declares no expert-parallel plan: "
             "leave expert_parallel.autoep_size out, so that each expert is cut",

@@ -110,7 +110,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, six heads without groups": ("llama", {**ODD_KEYS, "num_key_value_heads": 6, "mlp_bias": True}),
     "phi3, three key/value heads": ("phi3", ODD_KEYS),
     "cohere, fourteen norms": ("cohere", {**ODD, "use_qk_norm": True}),
-    "granite_swa, fourteen sinks": ("granite_swa", ODD),
+    "granite_swa, six sinks": ("granite_swa", ODD_KEYS),
     "mixtral, an odd width": ("mixtral", {**ODD_KEYS, "num_local_experts": 3, "num_experts_per_tok": 2}),
     "deepseek_v3, six heads": (
         "deepseek_v3",
