@@ -152,7 +152,7 @@ def grouped_norm(site: Site) -> nn.Module:
     module, tensor = site.module, site.tensor
     shape = tuple(module.weight.shape)
     if shape[0] // getattr(module, site.rule.unit or "") % tensor.size:
-        return gather_input(site)
+        return gather_input(replace(site, rule=replace(site.rule, unit=None)))
     module.weight = cut_parameter(module.weight, share_of(shape, 0, tensor.rank, tensor.size))
     return module
 
