@@ -18,7 +18,7 @@ from harness.config.errors import ConfigError, UserError
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import LoraArguments, TrainingArguments, parse
 from harness.training.console import Console, plain_console, quiet
-from harness.training.preflight import ScriptArguments, check_before_start
+from harness.training.preflight import ScriptArguments, check_before_start, limit_trial
 
 if TYPE_CHECKING:
     from harness.training.trainer import Trainer
@@ -28,6 +28,10 @@ EXAMPLE = """example:
   deepspeed --num_accelerators 2 scripts/train.py --deepspeed_config ds_configs/pipeline_checkpointing.json \\
       --max_steps 200 --learning_rate 3e-3 --output_dir runs/first"""
 GRACE_S = 6.0  # longer than the launcher takes to see that a rank has ended and to stop the others
+NOTHING_GIVEN = (
+    "no arguments: say how to train and where to, for instance `deepspeed --num_accelerators 2 scripts/train.py "
+    "--deepspeed_config pipeline_checkpointing --max_steps 100 --output_dir runs/first` (--help lists all flags)"
+)
 LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "ncclremoteerror")
 
 
@@ -38,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         env = LaunchEnv.from_environ(os.environ)
         rank = env.rank
+        if all(word.startswith("--local_rank") for word in (sys.argv[1:] if argv is None else argv)):
+            if rank == 0:
+                console.fail(NOTHING_GIVEN)
+            return 2
         script: ScriptArguments
         args: TrainingArguments
         lora: LoraArguments
@@ -64,6 +72,8 @@ def run(
     from harness.training.trainer import Trainer
 
     console.say(f"preparing {script.model_name_or_path} and {script.train_file}")
+    if note := limit_trial(script, args):
+        console.say(note)
     data = script_datasets(script, args, env, console)
     trainer = Trainer(
         model=script.model_name_or_path,

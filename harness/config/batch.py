@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from harness.config.reading import one_of
+from harness.config.wording import counted
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -46,3 +49,40 @@ def complete(train: int | None, micro: int | None, accumulation: int | None, dat
 def bubble(stages: int, micro_batches: int) -> float:
     """The idle share of a pipeline step, (p - 1) / (m + p - 1). GPipe, arXiv 1811.06965, section 2.3."""
     return (stages - 1) / (micro_batches + stages - 1)
+
+
+def idle(stages: int, micro_batches: int) -> str:
+    """`2 stages with 1 micro-batch are idle for 50% of a step`."""
+    batches = counted(micro_batches, "micro-batch", "micro-batches")
+    return f"{stages} stages with {batches} are idle for {bubble(stages, micro_batches):.0%} of a step"
+
+
+def micro_batches_wanted(stages: int) -> int:
+    """The fewest micro-batches a step at which the stages of a pipeline idle for no more than a fifth of it."""
+    return 4 * (stages - 1)
+
+
+def misfit(
+    name: str, train: int | None, micro: int | None, accumulation: int | None, data_parallel: int
+) -> tuple[str, str]:
+    """What is wrong with three sizes that do not multiply, and the sizes that would.
+
+    `name` is what the user calls the size of the global batch.
+    """
+    ranks = counted(data_parallel, "data-parallel rank")
+    factors = {"micro-batch": micro, "accumulation": accumulation}
+    known = [f"{words} {size}" for words, size in factors.items() if size is not None]
+    message = f"{name} {train} is not {'a multiple of ' if len(known) < 2 else ''}{' x '.join([*known, ranks])}"
+    unit = data_parallel * (micro or 1) * (accumulation or 1)
+    if train is None or unit < 1 or train < 1:
+        return message, "use sizes from 1"
+    if len(known) == 2:
+        return message, f"use {name} {unit}, or leave one of the three sizes out"
+    near = sorted({max(1, train // unit) * unit, (train // unit + 1) * unit})
+    hint = f"use {name} {one_of(near)}"
+    if micro is not None and train % data_parallel == 0:
+        share = train // data_parallel
+        fits = [size for size in range(1, min(share, 8 * micro) + 1) if share % size == 0]
+        closest = sorted(sorted(fits, key=lambda size: abs(size - micro))[:3])
+        hint += f", or a micro-batch of {one_of(closest)} (--per_device_train_batch_size)"
+    return message, hint

@@ -67,4 +67,5 @@ def _diagnostic(document: Document, rule: Rule, finding: Finding) -> Diagnostic:
         hint=finding.hint,
         deepspeed=finding.deepspeed,
         edits=finding.edits,
+        is_safe=finding.is_safe,
     )

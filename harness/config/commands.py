@@ -53,7 +53,9 @@ def check(argv: Sequence[str]) -> int:
     parser.add_argument("--target", choices=TARGETS, default="harness", help="who will read the file")
     parser.add_argument("--format", choices=FORMATS, default="text", help="how findings are printed")
     parser.add_argument("--strict", action="store_true", help="let warnings fail too")
-    parser.add_argument("--fix", action="store_true", help="apply the safe remedies to the files, and show the diff")
+    parser.add_argument("--fix", action="store_true", help="apply the remedies that leave the training as it is")
+    unsafe = "with --fix: apply the others too, such as renaming a key that is ignored so far"
+    parser.add_argument("--unsafe-fixes", "--unsafe_fixes", action="store_true", help=unsafe)
     args = parser.parse_args(argv)
     findings: list[Diagnostic] = []
     texts: dict[str, str] = {}
@@ -105,8 +107,8 @@ def _sources(arguments: Sequence[str]) -> list[str]:
 
 
 def _fix(document: Document, args: argparse.Namespace) -> Document:
-    """Writes the mended text back and shows what changed; text from standard input is only shown."""
-    fixed = fix(document, world_size=args.world_size, target=args.target)
+    """Write the fixed text back and shows what changed; text from standard input is only shown."""
+    fixed = fix(document, world_size=args.world_size, target=args.target, unsafe=args.unsafe_fixes)
     if fixed.text == document.text:
         return document
     print(diff(document.path, document.text, fixed.text, colour=sys.stderr.isatty()), file=sys.stderr)
@@ -150,7 +152,7 @@ def schema(argv: Sequence[str]) -> int:
 
 
 def resolve(argv: Sequence[str]) -> int:
-    """Prints the config that DeepSpeed would get, and where each filled value comes from."""
+    """Print the config with every "auto" replaced, as DeepSpeed alone takes it, and where each value comes from."""
     example = "ds-harness resolve zero3 --world_size 8 --learning_rate 1e-4 --hidden_size 4096"
     parser = _parser("resolve", 'Fills in every "auto" and shows from where.', example)
     parser.add_argument("file", metavar="FILE", help="a config or a preset")
@@ -158,11 +160,19 @@ def resolve(argv: Sequence[str]) -> int:
     named = [item for item in fields(AutoValues) if item.name != "given"]
     for argument in named:
         kind: Callable[[str], Any] = _KINDS.get(str(argument.type), int)
+        kind = _positive if argument.name.endswith("_size") else kind
         parser.add_argument(f"--{argument.name}", type=kind, help=f"as in a run; {argument.default} if absent")
     args = parser.parse_args(argv)
     stated = {name: value for item in named if (value := getattr(args, name := item.name)) is not None}
     document = load(args.file)
-    errors = [d for d in check_document(document, world_size=stated.get("world_size")) if d.severity is Severity.ERROR]
+    found = check_document(
+        document,
+        world_size=stated.get("world_size"),
+        pipeline_parallel_size=stated.get("pipeline_parallel_size"),
+        tensor_parallel_size=stated.get("tensor_parallel_size"),
+        expert_parallel_size=stated.get("expert_parallel_size"),
+    )
+    errors = [finding for finding in found if finding.severity is Severity.ERROR]
     try:
         if errors:
             raise ConfigError(errors)
@@ -173,7 +183,7 @@ def resolve(argv: Sequence[str]) -> int:
         return 1
     if args.format == "text":
         _print_filled(resolved)
-    print(json.dumps(resolved.config, indent=2))
+    print(json.dumps(resolved.alone, indent=2))
     return 0
 
 
@@ -183,7 +193,12 @@ def _print_filled(resolved: Resolved) -> None:
     for item in resolved.filled:
         value = "-" if item.value is None else json.dumps(item.value)
         print(f"# {item.pointer.strip('/').replace('/', '.'):<{width}} {value:<14} {item.source}")
-    print(f"# pipeline {resolved.pipeline} x tensor {resolved.tensor} x data {resolved.data}")
+    print(
+        f"# pipeline {resolved.pipeline} x tensor {resolved.tensor} x data {resolved.data}:"
+        f" {resolved.train_batch} samples a step"
+    )
+    if "train_batch_size" not in resolved.alone:
+        print("# without train_batch_size, for which DeepSpeed alone counts every rank as data-parallel")
 
 
 def _truth(text: str) -> bool:

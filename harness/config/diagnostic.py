@@ -46,6 +46,7 @@ class Diagnostic:
     hint: str = ""
     deepspeed: str = ""
     edits: tuple[Edit, ...] = ()
+    is_safe: bool = True  # the edits leave the training as it is
 
     def __str__(self) -> str:
         """`file:line:column: code message; hint`, the form of a finding that stands alone on a line."""

@@ -1,7 +1,10 @@
-"""Applies the remedies that keep a config's meaning plain: renames, moves, removals of dead keys, JSON
-syntax.
+"""Apply the remedies of findings to a config's text.
 
-One finding is mended at a time and the text is checked again, so that remedies cannot overlap and one that
+A safe remedy leaves the training as it is: what DeepSpeed ignores is removed, what it converts is written as it
+reads it, what it refuses and can mean one thing only is written so. An unsafe one makes a key act that did not, or
+guesses what was meant.
+
+One finding is fixed at a time and the text is checked again, so that remedies cannot overlap and one that
 another has made idle is never applied. A remedy that would bring a new error, or would not settle, is left
 to the user.
 """
@@ -30,13 +33,15 @@ class Fixed:
     applied: tuple[Diagnostic, ...]
 
 
-def fix(document: Document, *, world_size: int | None = None, target: Target = "harness") -> Fixed:
-    """Applies every remedy that DeepSpeed's parser does not refuse."""
+def fix(
+    document: Document, *, world_size: int | None = None, target: Target = "harness", unsafe: bool = False
+) -> Fixed:
+    """Apply every safe remedy that DeepSpeed's parser does not refuse; with `unsafe` the others too."""
     applied: list[Diagnostic] = []
     refused: set[tuple[str, str, str]] = set()
     for _ in range(_ROUNDS):
         findings = check(document, world_size=world_size, target=target)
-        chosen = next((item for item in findings if item.edits and _key(item) not in refused), None)
+        chosen = next((item for item in findings if _applies(item, unsafe) and _key(item) not in refused), None)
         if chosen is None:
             break
         better = _try(document, chosen, findings, world_size, target)
@@ -47,6 +52,10 @@ def fix(document: Document, *, world_size: int | None = None, target: Target = "
             document = better
             refused.clear()  # what did not help before may help now
     return Fixed(text=document.text, applied=tuple(applied))
+
+
+def _applies(finding: Diagnostic, unsafe: bool) -> bool:
+    return bool(finding.edits) and (finding.is_safe or unsafe)
 
 
 def _key(finding: Diagnostic) -> tuple[str, str, str]:
@@ -64,6 +73,8 @@ def _try(
         after = from_text(text, document.path)
     except ConfigError:
         return None
+    if chosen.code == "DS002" and after.data != document.data:
+        return None  # only the writing may change
     findings = check(after, world_size=world_size, target=target)
     if _key(chosen) in {_key(item) for item in findings}:
         return None  # it did not help

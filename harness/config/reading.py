@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +126,7 @@ def _limits(key: Key, value: Any) -> tuple[str, str]:
     return "", ""
 
 
-def one_of(choices: list[Any]) -> str:
+def one_of(choices: Sequence[Any]) -> str:
     """`a, b or c`."""
     words = [str(choice) for choice in choices]
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]

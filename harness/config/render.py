@@ -26,7 +26,7 @@ def render(findings: Sequence[Diagnostic], style: str, texts: dict[str, str], *,
     if style == "github":
         return "\n".join(_annotation(finding) for finding in findings)
     blocks = [text_block(finding, texts.get(finding.file, ""), colour=colour) for finding in findings]
-    return "\n\n".join([*blocks, summary(findings, files)])
+    return "\n\n".join([*blocks, "\n".join([summary(findings, files), *_remedies(findings)])])
 
 
 def as_json(finding: Diagnostic) -> dict[str, Any]:
@@ -75,6 +75,14 @@ def summary(findings: Sequence[Diagnostic], files: int) -> str:
     parts = [f"{counts[s]} {singular[s] if counts[s] == 1 else plurals[s]}" for s in Severity if counts[s]]
     where = f"{files} file" + ("" if files == 1 else "s")
     return f"{', '.join(parts)} in {where}" if parts else f"{where} checked, nothing to complain about"
+
+
+def _remedies(findings: Sequence[Diagnostic]) -> list[str]:
+    """How many findings have a remedy, and the flags that apply it: at most one line."""
+    safe = sum(bool(finding.edits) and finding.is_safe for finding in findings)
+    unsafe = sum(bool(finding.edits) and not finding.is_safe for finding in findings)
+    parts = [f"{safe} with --fix"] * bool(safe) + [f"{unsafe} with --fix --unsafe-fixes"] * bool(unsafe)
+    return [f"fixes available: {', '.join(parts)}"] if parts else []
 
 
 def _annotation(finding: Diagnostic) -> str:

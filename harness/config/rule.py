@@ -32,6 +32,7 @@ class Finding:
     on_value: bool = False  # underline the value and not the key
     span: tuple[int, int] | None = None  # offsets, where no pointer leads
     edits: tuple[Edit, ...] = ()
+    is_safe: bool = True  # with the edits DeepSpeed does what it does without them, or did not run at all
 
 
 Check = Callable[[RunView], Iterator[Finding]]

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 AUTO = "auto"
+PARTITIONS = ("balanced", "measured", "uniform", "parameters")
+# sizes that the harness itself reads, and the least that each may be; DeepSpeed takes any value for them
+LEAST = {
+    "/pipeline/stages": 1,
+    "/pipeline/activation_checkpoint_interval": 0,
+    "/tensor_parallel/autotp_size": 0,
+    "/expert_parallel/autoep_size": 1,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +32,7 @@ class AutoValues:
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
+    global_batch_size: int | None = None
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
     bf16: bool = False
@@ -51,7 +62,8 @@ class Filled:
 class Resolved:
     """A config without any "auto", ready for DeepSpeed, and what the harness reads from it itself."""
 
-    config: dict[str, Any]
+    config: dict[str, Any]  # as DeepSpeed gets it from the harness
+    alone: dict[str, Any]  # as DeepSpeed takes it where the harness does not cut the model
     filled: tuple[Filled, ...]
     pipeline: int
     tensor: int
@@ -89,3 +101,38 @@ def whole(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) == float("inf"):
         return None
     return int(value) if value == int(value) else None
+
+
+def size_fault(pointer: str, value: Any) -> tuple[str, str] | None:
+    """What is wrong with a size that the harness reads, and the remedy; None if it is none of those, or right."""
+    least = LEAST.get(pointer)
+    if least is None or value == AUTO:
+        return None
+    number = whole(value)
+    if number is not None and number >= least:
+        return None
+    name = pointer.strip("/").replace("/", ".")
+    shown = value if isinstance(value, (int, float)) and not isinstance(value, bool) else json.dumps(value)
+    return f"{name} is {shown}, not a whole number from {least}", f"write {least} or more" + (
+        ", or leave it out" if least else "; 0 is off"
+    )
+
+
+def partition_method(value: Any) -> str | None:
+    """The way of cutting that `pipeline.partition` names; None if it names none. `best` is DeepSpeed's default."""
+    if value in (None, AUTO, "best"):
+        return PARTITIONS[0]
+    if not isinstance(value, str):
+        return None
+    if value.lower() in PARTITIONS:
+        return value.lower()
+    kind, _, pattern = value.partition(":")
+    return value if kind.lower() == "type" and pattern and _is_regex(pattern) else None
+
+
+def _is_regex(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True

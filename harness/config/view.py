@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from harness.config import schema
 from harness.config.document import Document
+from harness.config.normal import as_read
 from harness.config.reading import as_bool, as_int
 from harness.config.schema import Key
 from harness.config.shape import ModelShape
@@ -60,6 +61,14 @@ class RunView:
         """The value at a pointer; None if it is absent."""
         return lookup(self.data, pointer)
 
+    def as_read(self, pointer: str) -> Any:
+        """The value at a pointer as DeepSpeed has it: converted where it converts."""
+        return lookup(self._normal, pointer)
+
+    @cached_property
+    def _normal(self) -> dict[str, Any]:
+        return as_read(self.data)
+
     def has(self, pointer: str) -> bool:
         """Whether a key stands in the file, whatever its value."""
         section, name = pointer.rsplit("/", 1)
@@ -85,15 +94,14 @@ class RunView:
     @cached_property
     def zero_stage(self) -> int | None:
         """The stage that DeepSpeed will run; None if it cannot be told."""
-        zero = self.get("/zero_optimization")
-        if isinstance(zero, bool):
-            return int(zero)
-        stage = self.section("/zero_optimization").get("stage", 0)
+        if "stage" not in self.section("/zero_optimization"):
+            return int(self.get("/zero_optimization") is True)
+        stage = self.as_read("/zero_optimization/stage")
         return 0 if stage == AUTO else as_int(stage)
 
     def size(self, pointer: str) -> int | None:
         """A whole number of at least 1 at a pointer, else None."""
-        number = whole(self.get(pointer))
+        number = whole(self.as_read(pointer))
         return number if number is not None and number > 0 else None
 
     @cached_property

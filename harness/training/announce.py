@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from harness.config import Resolved
+from harness.config.batch import bubble, idle, micro_batches_wanted
 from harness.config.support import version_warning
 from harness.config.wording import counted
 from harness.models.adapters import Adaptation
@@ -64,6 +65,17 @@ def stages(console: Console, layout: Layout, resolved: Resolved, steps: int, lin
     )
     for line in lines:
         console.say(f"  {line}")
+    wanted = micro_batches_wanted(layout.pipeline)
+    if resolved.accumulation < wanted:
+        keep = (
+            f" (with --global_batch_size {resolved.train_batch}, a smaller micro-batch)"
+            if resolved.micro_batch > 1
+            else ""
+        )
+        console.warn(
+            f"{idle(layout.pipeline, resolved.accumulation)}: --gradient_accumulation_steps {wanted} leaves "
+            f"{bubble(layout.pipeline, wanted):.0%}{keep}"
+        )
 
 
 def adapters(console: Console, adaptation: Adaptation | None, subject: Subject) -> None:

@@ -33,6 +33,7 @@ AT_LEAST_ONE = (
     "per_device_train_batch_size",
     "per_device_eval_batch_size",
     "gradient_accumulation_steps",
+    "global_batch_size",
     "pipeline_parallel_size",
     "tensor_parallel_size",
     "expert_parallel_size",
@@ -65,6 +66,9 @@ class TrainingArguments:
     per_device_train_batch_size: int = flag(8, "samples of a micro-batch")
     per_device_eval_batch_size: int | None = flag(None, "samples of an evaluation micro-batch; default: as in training")
     gradient_accumulation_steps: int = flag(1, "micro-batches a step on each data-parallel rank")
+    global_batch_size: int | None = flag(
+        None, "samples of a step over all ranks, whatever the layout; the accumulation then follows from it"
+    )
     learning_rate: float = flag(5e-5, "peak learning rate")
     lr_scheduler_type: str = flag("linear", ", ".join(SCHEDULES))
     warmup_steps: float = flag(0, "steps of linear warm-up; below 1: the fraction of all steps")
@@ -129,6 +133,11 @@ class TrainingArguments:
             raise UserError(
                 f"--report_to {self.report_to}: {sorted(unknown)[0]} is none of tensorboard, wandb, csv, none"
             )
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the arguments that were passed, whatever their values."""
+        return self._given
 
     def reporters(self) -> list[str]:
         """The monitors that `report_to` names."""

@@ -15,6 +15,8 @@ from harness.training.arguments import LoraArguments, TrainingArguments, flag, r
 from harness.training.configure import configure
 from harness.training.data.sources import PYTHON_STDLIB, preflight
 
+TRIAL_STEPS = 200  # of a run that names neither data nor steps
+
 
 @dataclass(kw_only=True)
 class ScriptArguments:
@@ -47,6 +49,14 @@ def check_before_start(
     if resume is not None:
         require_same_run(resume, resolved)
     require_writable(output_dir)
+
+
+def limit_trial(script: ScriptArguments, args: TrainingArguments) -> str | None:
+    """Cut a run that names neither data nor steps to TRIAL_STEPS; returns what to say of it, None for other runs."""
+    if script.train_file != PYTHON_STDLIB or args.max_steps > 0 or "num_train_epochs" in args.given:
+        return None
+    args.max_steps = TRIAL_STEPS
+    return f"no --train_file, --max_steps or --num_train_epochs: a trial of {TRIAL_STEPS} steps on the standard library"
 
 
 def require_writable(directory: Path) -> None:

@@ -55,7 +55,8 @@ def misspelt_key(view: RunView) -> Iterator[Finding]:
 
     At the top level DeepSpeed ignores what it does not know: `zero_optimisation` with stage 3 trains at
     stage 0, and `gradient_cliping` leaves clipping at its default of 1.0. Sections that are checked refuse
-    such a key, and there it is an error.
+    such a key, and there it is an error. The key begins to act when it is renamed, so that is one of the
+    `--unsafe-fixes`.
     """
     for visit in unknown(view):
         meant = _meant(visit)
@@ -70,6 +71,7 @@ def misspelt_key(view: RunView) -> Iterator[Finding]:
             severity=severity,
             deepspeed=deepspeed,
             edits=() if taken else edits.rename(view.document, visit.pointer, meant),
+            is_safe=False,
         )
 
 
@@ -84,8 +86,8 @@ def misspelt_key(view: RunView) -> Iterator[Finding]:
 def misplaced_key(view: RunView) -> Iterator[Finding]:
     """A key stands in a section that does not know it, and belongs in another.
 
-    The classic is `partition_activations` under `pipeline`, where nothing reads it. `--fix` moves the key,
-    unless something stands in its place already.
+    The classic is `partition_activations` under `pipeline`, where nothing reads it. `--unsafe-fixes` moves the
+    key to where it acts, unless something stands in its place already.
     """
     for visit in unknown(view):
         if _meant(visit) is not None:
@@ -114,6 +116,7 @@ def misplaced_key(view: RunView) -> Iterator[Finding]:
             severity=severity,
             deepspeed=deepspeed,
             edits=change,
+            is_safe=is_switch and not visit.section.is_pydantic,
         )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from harness.config import edits
 from harness.config.diagnostic import Severity
+from harness.config.reading import as_int
 from harness.config.rule import Finding, rule
-from harness.config.values import AUTO
+from harness.config.values import AUTO, LEAST, size_fault
 from harness.config.view import RunView
 from harness.config.wording import counted
 
@@ -121,3 +123,43 @@ def experts_over_other_ranks(view: RunView) -> Iterator[Finding]:
             deepspeed="exchanges tokens between data-parallel ranks",
             on_value=True,
         )
+
+
+@rule(
+    "DS315",
+    "size-that-is-none",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 0}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 1}}',
+)
+def size_that_is_none(view: RunView) -> Iterator[Finding]:
+    """A size of the layout is 0, negative, a fraction, a string, or a switch.
+
+    DeepSpeed reads `pipeline.stages`, `pipeline.activation_checkpoint_interval` and
+    `expert_parallel.autoep_size` without looking at them; the harness lays out the run by them and refuses
+    to guess. `tensor_parallel.autotp_size` may be 0, which is DeepSpeed's word for off.
+    """
+    if view.target != "harness":
+        return
+    for pointer in LEAST:
+        if not view.has(pointer) or (pointer.startswith("/tensor_parallel") and as_int(view.get(pointer)) is None):
+            continue  # DeepSpeed itself refuses what is no number in that section
+        fault = size_fault(pointer, view.as_read(pointer))
+        if fault is not None:
+            yield Finding(
+                pointer=pointer,
+                message=fault[0],
+                hint=fault[1],
+                deepspeed="does not look at it",
+                on_value=True,
+                edits=_number(view, pointer),
+                is_safe=False,
+            )
+
+
+def _number(view: RunView, pointer: str) -> tuple[edits.Edit, ...]:
+    """Write a number that stands in quotes, and 1 for a switch that is on."""
+    value = view.get(pointer)
+    is_number = isinstance(value, str) and value.isdigit() and 0 < len(value) < 19
+    return edits.replace(view.document, pointer, int(value)) if value is True or is_number else ()

@@ -15,7 +15,7 @@ ZERO = "/zero_optimization"
 
 def offloads(view: RunView, section: str) -> bool:
     """Whether a section moves something off the accelerator."""
-    return view.get(f"{ZERO}/{section}/device") in ("cpu", "nvme")
+    return view.as_read(f"{ZERO}/{section}/device") in ("cpu", "nvme")
 
 
 @rule(

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.batch import bubble
+from harness.config.batch import bubble, idle, micro_batches_wanted
 from harness.config.diagnostic import Severity
 from harness.config.rule import Finding, rule
-from harness.config.values import AUTO
+from harness.config.values import PARTITIONS, partition_method
 from harness.config.view import RunView
-from harness.config.wording import counted
-
-PARTITIONS = ("balanced", "measured", "uniform", "parameters")
-MICRO_BATCHES_A_STAGE = 4
 
 
 @rule(
@@ -83,7 +79,8 @@ def pipeline_bubble(view: RunView) -> Iterator[Finding]:
     """Too few micro-batches to keep the stages busy.
 
     With p stages and m micro-batches (gradient_accumulation_steps) every stage idles for (p - 1) / (m + p -
-    1) of a step. Four micro-batches a stage keep that under a fifth. Source: GPipe, arXiv 1811.06965,
+    1) of a step. From 4 (p - 1) micro-batches on that is at most a fifth. The layout never changes their
+    number; the start of a run says how much is idle where it is more. Source: GPipe, arXiv 1811.06965,
     section 2.3.
     """
     steps = view.size("/gradient_accumulation_steps")
@@ -93,13 +90,12 @@ def pipeline_bubble(view: RunView) -> Iterator[Finding]:
         and view.has("/train_micro_batch_size_per_gpu")
     ):
         steps = 1 if view.get("/train_batch_size") is None else None
-    if view.stages == 1 or steps is None or steps >= MICRO_BATCHES_A_STAGE * view.stages:
+    if view.stages == 1 or steps is None or steps >= micro_batches_wanted(view.stages):
         return
-    wanted = MICRO_BATCHES_A_STAGE * view.stages
+    wanted = micro_batches_wanted(view.stages)
     yield Finding(
         pointer="/gradient_accumulation_steps" if view.has("/gradient_accumulation_steps") else "/pipeline/stages",
-        message=f"{view.stages} stages with {counted(steps, 'micro-batch', 'micro-batches')} are idle for "
-        f"{bubble(view.stages, steps):.0%} of a step",
+        message=idle(view.stages, steps),
         hint=f"{wanted} micro-batches leave {bubble(view.stages, wanted):.0%}",
         deepspeed="runs; the stages wait for each other",
         on_value=True,
@@ -122,8 +118,7 @@ def unknown_partition(view: RunView) -> Iterator[Finding]:
     itself reads the key and does nothing with it; `best`, its default, stands for balanced.
     """
     method = view.get("/pipeline/partition")
-    known = isinstance(method, str) and (method in (*PARTITIONS, "best", AUTO) or method.lower().startswith("type:"))
-    if method is None or known:
+    if partition_method(method) is not None:
         return
     refused = view.target == "harness" and view.stages > 1
     yield Finding(

@@ -103,7 +103,7 @@ def word_read_as_string(view: RunView) -> Iterator[Finding]:
     """An unquoted word is read as a string, up to the end of its line.
 
     In Hjson `True,` is not the value true but the string "True,", comma included; a template's `${stage},`
-    is a string too. Where the word is a literal in another language's spelling, `--fix` writes it as JSON.
+    is a string too. Where the word is a literal in another language's spelling, `--unsafe-fixes` writes it as JSON.
     """
     for odd in view.document.oddities:
         if odd.kind != "bare-word":
@@ -118,6 +118,7 @@ def word_read_as_string(view: RunView) -> Iterator[Finding]:
             hint=f"write {literal}" if literal else "put it in quotes, or fill in the template first",
             deepspeed=f"takes {odd.detail!r}, the rest of the line included, as a string",
             edits=(Edit(start=odd.start, end=odd.end, new=literal + comma),) if literal else (),
+            is_safe=False,
         )
 
 

@@ -10,7 +10,7 @@ from harness.config.diagnostic import Severity
 from harness.config.reading import NAMES, Reading, read
 from harness.config.rule import Finding, rule
 from harness.config.rules.keys import dotted
-from harness.config.values import AUTO
+from harness.config.values import AUTO, size_fault
 from harness.config.view import RunView, Visit
 
 
@@ -31,6 +31,8 @@ def _readings(view: RunView) -> Iterator[tuple[Visit, Reading]]:
             continue
         if visit.value == AUTO and (visit.key.takes_auto or visit.section.is_pydantic):
             continue
+        if view.target == "harness" and not visit.section.is_pydantic and size_fault(visit.pointer, visit.value):
+            continue  # another rule refuses it
         yield visit, read(visit.key, visit.value, pydantic=visit.section.is_pydantic)
 
 
@@ -78,6 +80,7 @@ def wrong_type(view: RunView) -> Iterator[Finding]:
             deepspeed=deepspeed,
             on_value=True,
             edits=_number(view, visit, reading),
+            is_safe=severity is Severity.ERROR,
         )
 
 
@@ -219,4 +222,5 @@ def value_not_for_a_file(view: RunView) -> Iterator[Finding]:
                 hint="remove it, and set fp16 or bf16",
                 deepspeed="refuses the config: the value is no torch.dtype",
                 edits=edits.remove(view.document, visit.pointer),
+                is_safe=False,
             )

@@ -108,7 +108,10 @@ def test_directories_and_globs_are_searched(tmp_path, capsys):
 
 
 def test_fix_writes_the_file_shows_the_diff_and_settles(wrong, capsys):
-    assert main(["check", wrong, "--fix"]) == 1  # "maybe" is for the user to decide
+    assert main(["check", wrong, "--fix"]) == 1
+    assert Path(wrong).read_text("utf-8") == WRONG  # the misspelt section would begin to act
+    assert "fixes available: 1 with --fix --unsafe-fixes" in capsys.readouterr().out
+    assert main(["check", wrong, "--fix", "--unsafe-fixes"]) == 1  # "maybe" is for the user to decide
     assert '+  "zero_optimization": {"stage": 3},' in capsys.readouterr().err
     text = Path(wrong).read_text("utf-8")
     assert text == WRONG.replace("zero_optimisation", "zero_optimization")

@@ -37,8 +37,8 @@ SEED = """{
 """
 
 
-def fixed(text: str) -> str:
-    return fix(from_text(text)).text
+def fixed(text: str, *, unsafe: bool = True) -> str:
+    return fix(from_text(text), unsafe=unsafe).text
 
 
 def errors(text: str) -> list[str]:
@@ -76,6 +76,54 @@ def test_the_rest_of_the_text_stays_as_it_is(before, after):
         assert json.loads(result)["optimizer"]["type"] == "AdamW"
     else:
         assert result == after
+
+
+def parsed(data: dict) -> str:
+    """Everything that DeepSpeed's parser makes of a config, or that it refuses it."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        read = vars(DeepSpeedConfig(data))
+    except Exception:
+        return "refused"
+    return repr(plain({name: value for name, value in read.items() if name != "_param_dict"}))
+
+
+def plain(value: object) -> object:
+    """A parsed value as comparable data; deprecated names, which the parser has replaced, are left out."""
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items() if name not in ("cpu_offload", "cpu_offload_param")}
+    inner = getattr(value, "__dict__", None)
+    return plain(inner) if isinstance(inner, dict) and type(value).__module__.startswith("deepspeed") else repr(value)
+
+
+IGNORED = [
+    '{"train_batch_size": 8, "gradient_acumulation_steps": 2}',
+    '{"train_batch_size": 8, "gradient_cliping": 0.3}',
+    '{"train_batch_size": 8, "zero_optimisation": {"stage": 3}}',
+    '{"train_batch_size": 8, "pipeline": {"partition_activations": true}}',
+    '{"train_batch_size": 8, "prescale_gradients": False\n}',
+    '{"train_batch_size": 8, "steps_per_print": "10"}',
+]
+
+
+# DS503 removes keys that are parsed and not read; what the engine refuses does not train
+SEEN = [rule.wrong for rule in MENDED if rule.code != "DS503" and rule.claim != "engine"]
+
+
+@pytest.mark.parametrize("text", [*IGNORED, *SEEN])
+def test_a_safe_fix_leaves_what_deepspeed_does_as_it_is(text):
+    once = fixed(text, unsafe=False)
+    before = parsed(from_text(text).data)
+    assert before in ("refused", parsed(from_text(once).data))
+    assert text not in IGNORED or once == text
+
+
+@pytest.mark.parametrize("text", IGNORED)
+def test_an_unsafe_fix_makes_the_key_act(text):
+    data = from_text(fixed(text)).data
+    assert data != from_text(text).data
+    assert parsed(data) != parsed(from_text(text).data) or "steps_per_print" in data or "pipeline" in data
 
 
 def test_a_remedy_that_another_key_excludes_is_left_to_the_user():

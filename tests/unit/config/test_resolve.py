@@ -23,17 +23,62 @@ def test_the_batch_counts_data_parallel_ranks_only():
     assert (run.data, run.micro_batch) == (2, 4)
 
 
-def test_a_pipeline_gets_four_micro_batches_a_stage():
-    config = {"pipeline": {"stages": 2}, "gradient_accumulation_steps": "auto"}
-    assert resolved(config, world_size=2).accumulation == 8
+AUTOS = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)]  # pipeline, tensor, data
+
+
+@pytest.mark.parametrize(("pipeline", "tensor", "data"), LAYOUTS)
+@pytest.mark.parametrize("config", [{}, AUTOS])
+def test_the_layout_changes_neither_micro_batch_nor_accumulation(config, pipeline, tensor, data):
+    cut = {"pipeline": {"stages": pipeline}, "tensor_parallel": {"autotp_size": tensor}}
+    world = pipeline * tensor * data
+    run = resolved(config | cut, world_size=world)
+    assert (run.micro_batch, run.accumulation, run.train_batch) == (8, 1, 8 * data)
     given = frozenset({"gradient_accumulation_steps"})
-    assert resolved(config, world_size=2, gradient_accumulation_steps=3, given=given).accumulation == 3
+    run = resolved(config | cut, world_size=world, gradient_accumulation_steps=3, given=given)
+    assert (run.micro_batch, run.accumulation, run.train_batch) == (8, 3, 24 * data)
 
 
-def test_a_pipeline_divides_a_fixed_batch_as_finely_as_it_can():
-    config = {"pipeline": {"stages": 2}, "train_batch_size": 12, "gradient_accumulation_steps": "auto"}
-    run = resolved(config, world_size=2)
-    assert (run.micro_batch, run.accumulation) == (2, 6)
+@pytest.mark.parametrize(("pipeline", "tensor", "data"), LAYOUTS)
+def test_a_fixed_global_batch_is_the_same_in_every_layout(pipeline, tensor, data):
+    cut = {"pipeline": {"stages": pipeline}, "tensor_parallel": {"autotp_size": tensor}}
+    values = {"world_size": pipeline * tensor * data, "per_device_train_batch_size": 2}
+    by_flag = resolved(AUTOS | cut, **values, global_batch_size=16, given=frozenset({"global_batch_size"}))
+    in_file = resolved(AUTOS | cut | {"train_batch_size": 16}, **values)
+    for run in (by_flag, in_file):
+        assert (run.micro_batch, run.accumulation, run.train_batch) == (2, 8 // data, 16)
+
+
+def test_two_sizes_make_the_third():
+    given = frozenset({"global_batch_size", "gradient_accumulation_steps"})
+    run = resolved(AUTOS, world_size=2, global_batch_size=16, gradient_accumulation_steps=4, given=given)
+    assert (run.micro_batch, run.accumulation, run.train_batch) == (2, 4, 16)
+    alone = resolved({"train_batch_size": 12}, world_size=2)  # as DeepSpeed has it
+    assert (alone.micro_batch, alone.accumulation) == (6, 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"global_batch_size": 10, "per_device_train_batch_size": 4}, ("8 or 12", "micro-batch of 1, 2 or 5")),
+        ({"global_batch_size": 3, "world_size": 2, "per_device_train_batch_size": 1}, ("2 or 4",)),
+        ({"global_batch_size": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}, ("6",)),
+    ],
+)
+def test_a_global_batch_that_does_not_divide_is_refused_with_values_that_do(values, says):
+    given = frozenset(values) - {"world_size"}
+    with pytest.raises(ConfigError, match=f"--global_batch_size {values['global_batch_size']} is not") as caught:
+        resolved(AUTOS, **values, given=given)
+    assert all(words in str(caught.value) for words in says), str(caught.value)
+
+
+def test_a_value_that_deepspeed_converts_is_read_as_deepspeed_reads_it():
+    run = resolved(
+        {"bf16": {"enabled": 1}, "zero_optimization": {"stage": "2"}, "tensor_parallel": {"autotp_size": "1"}}
+    )
+    assert (run.precision, run.zero_stage, run.tensor) == ("bf16", 2, 1)
+    assert resolved({"zero_optimization": True}).zero_stage == 1
+    assert resolved({"pipeline": {"stages": 1, "partition": "best"}}).partition == "balanced"
 
 
 def test_flags_override_the_layout():
@@ -104,7 +149,14 @@ def test_zero_buckets_follow_the_hidden_size_and_the_rest_is_left_to_deepspeed()
         ({"train_batch_size": 7}, {"world_size": 2}, "DS302", "train_batch_size 7"),
         ({"gradient_clipping": 1.0}, {"max_grad_norm": 0.5, "given": {"max_grad_norm"}}, "DS951", "0.5"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, "DS401", "both"),
-        ({"pipeline": {"partition": "best"}}, {}, "DS604", "best"),
+        ({"pipeline": {"stages": 2, "partition": "fair"}}, {"world_size": 2}, "DS604", "fair"),
+        *(
+            ({"pipeline": {"stages": stages}}, {}, "DS315", "pipeline.stages is")
+            for stages in (0, -1, 1.5, True, "2", None)
+        ),
+        ({"pipeline": {"activation_checkpoint_interval": -1}}, {}, "DS315", "interval is -1"),
+        ({"tensor_parallel": {"autotp_size": -1}}, {}, "DS315", "autotp_size is -1"),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 0}}, {}, "DS315", "autoep_size is 0"),
         (
             {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 3}},
             {"world_size": 2},
