@@ -6,7 +6,7 @@ from harness.config.diagnostic import Diagnostic, Severity
 from harness.config.document import Document
 from harness.config.registry import RULES
 from harness.config.rule import Finding, Rule
-from harness.config.shape import read_shape
+from harness.config.shape import read_shape, require_every_layer
 from harness.config.view import RunView, Target
 
 
@@ -24,12 +24,15 @@ def check(
 
     `world_size` is the number of ranks, `model` a preset's name or a directory with config.json, `target` the
     program that will read the file; the sizes override the file's layout, as the arguments of a run do.
-    Raises UserError if the model's config cannot be read.
+    Raises UserError if the model's config cannot be read, or the model cannot be cut.
     """
+    shape = read_shape(model) if model is not None else None
+    if shape is not None and target == "harness":
+        require_every_layer(shape.layerdrop)
     view = RunView(
         document,
         world_size=world_size,
-        model=read_shape(model) if model is not None else None,
+        model=shape,
         target=target,
         pipeline_override=pipeline_parallel_size,
         tensor_override=tensor_parallel_size,

@@ -8,6 +8,7 @@ from harness.config.rules import (
     auto,
     batch,
     data,
+    harness,
     keys,
     layout,
     model,
@@ -25,6 +26,7 @@ from harness.config.rules import (
 _FILES = (
     text,
     keys,
+    harness,
     values,
     batch,
     auto,

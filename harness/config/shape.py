@@ -6,6 +6,7 @@ Nothing is built and no model family is named: the usual names of each size are 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ class ModelShape:
     experts: int | None
     vocabulary: int | None
     plan_refusal: str | None = None
+    layerdrop: float = 0.0  # probability of a layer to be skipped in training
 
 
 def read_shape(source: str) -> ModelShape:
@@ -75,7 +77,23 @@ def read_shape(source: str) -> ModelShape:
         experts=_first(config, _EXPERTS),
         vocabulary=_first(config, ("vocab_size",)),
         plan_refusal=refusal,
+        layerdrop=layer_drop(config),
     )
+
+
+def layer_drop(config: Mapping[str, Any]) -> float:
+    """The probability with which a decoder's config has its layers skipped in training."""
+    rates = [config.get(name) for name in ("layerdrop", "decoder_layerdrop")]
+    return max((float(rate) for rate in rates if isinstance(rate, (int, float))), default=0.0)
+
+
+def require_every_layer(rate: float) -> None:
+    """Raise UserError for a model that skips layers at random (LayerDrop): cut layers are all called, every time."""
+    if rate > 0:
+        raise UserError(
+            f"layerdrop {rate}: this model skips layers at random in training, which layers in stages do not: "
+            "set it to 0 in the model's config.json"
+        )
 
 
 def _first(config: dict[str, Any], names: tuple[str, ...]) -> int | None:

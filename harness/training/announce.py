@@ -65,17 +65,23 @@ def stages(console: Console, layout: Layout, resolved: Resolved, steps: int, lin
     )
     for line in lines:
         console.say(f"  {line}")
-    wanted = micro_batches_wanted(layout.pipeline)
-    if resolved.accumulation < wanted:
-        keep = (
-            f" (with --global_batch_size {resolved.train_batch}, a smaller micro-batch)"
-            if resolved.micro_batch > 1
-            else ""
-        )
-        console.warn(
-            f"{idle(layout.pipeline, resolved.accumulation)}: --gradient_accumulation_steps {wanted} leaves "
-            f"{bubble(layout.pipeline, wanted):.0%}{keep}"
-        )
+    warning = batch_warning(layout.pipeline, resolved.micro_batch, resolved.accumulation)
+    if warning is not None:
+        console.warn(warning)
+
+
+def batch_warning(stages: int, micro: int, accumulation: int) -> str | None:
+    """How much of a step a pipeline idles, and what to set; None up to a fifth."""
+    wanted = micro_batches_wanted(stages)
+    if accumulation >= wanted:
+        return None
+    flag = "--gradient_accumulation_steps"
+    remedy = f"{flag} {wanted} leaves {bubble(stages, wanted):.0%}"
+    share = micro * accumulation
+    finer = next((size for size in range(micro - 1, 0, -1) if share % size == 0 and share // size >= wanted), None)
+    if finer is not None:
+        remedy += f"; with the same batch --per_device_train_batch_size {finer} {flag} {share // finer}"
+    return f"{idle(stages, accumulation)}: {remedy}"
 
 
 def adapters(console: Console, adaptation: Adaptation | None, subject: Subject) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from harness.config import Resolved
 from harness.config.errors import UserError
+from harness.config.handed import without_idle
 from harness.parallel.flatpart import FlatPart, KeepOwnParts
 from harness.parallel.memory import give_back_freed_memory
 from harness.parallel.staged import Layer, LayerSequence, StagedModule, deepspeed_topology
@@ -128,7 +129,7 @@ def _configure_checkpointing(setting: Setting) -> None:
         partition_activations=partitioned,
         contiguous_checkpointing=section.get("contiguous_memory_optimization", False) and partitioned,
         num_checkpoints=section.get("number_checkpoints"),
-        checkpoint_in_cpu=section.get("cpu_checkpointing", False),
+        checkpoint_in_cpu=section.get("cpu_checkpointing", False) and setting.device.type != "cpu",
         synchronize=section.get("synchronize_checkpoint_boundary", False),
         profile=section.get("profile", False),
     )
@@ -185,10 +186,11 @@ def _gather_as_one(layer: nn.Module) -> None:
 
 def deepspeed_config(setting: Setting) -> dict[str, Any]:
     """The resolved config as DeepSpeed gets it."""
-    config = dict(setting.resolved.config)
-    config.setdefault("steps_per_print", 2**31)  # the harness has its own metrics
+    config = without_idle(setting.resolved.config)
+    if not config.get("steps_per_print"):  # the harness has its own metrics; the timers are printed with DeepSpeed's
+        config["steps_per_print"] = setting.args.logging_steps if config.get("wall_clock_breakdown") else 2**31
     config["zero_allow_untested_optimizer"] = True
-    # torch's fused AdamW serves offloaded parameters too; DeepSpeed's own would have to be compiled first
+    # an optimizer on the CPU that is torch's must not be refused; DeepSpeed's own would have to be compiled first
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     optimizer = config.get("optimizer", {})
     if setting.device.type == "cpu" and optimizer.get("type", "").lower() in ("adam", "adamw"):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from harness.config.errors import UserError
+from harness.config.handed import accelerated
 from harness.topology.env import LaunchEnv
 from harness.topology.rendezvous import open_store
 
@@ -65,6 +69,17 @@ def require_precision(precision: str) -> None:
         raise UserError(
             f"{precision} is not supported on this {accelerator.device_name()}: use {' or '.join([*others, 'fp32'])}"
         )
+
+
+def require_device(config: Mapping[str, Any], device: torch.device) -> None:
+    """Raise UserError for what this device cannot run: kernels for accelerators on a CPU, NVMe without libaio."""
+    if device.type == "cpu":
+        for pointer, message in accelerated(config).items():
+            name = pointer.strip("/").replace("/", ".")
+            raise UserError(f"{name} {message}; run it on an accelerator, or remove it")
+    section = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    if section.get("device") == "nvme" and not AsyncIOBuilder().is_compatible(verbose=False):
+        raise UserError("zero_optimization.offload_optimizer.device nvme: needs libaio (Debian: libaio-dev)")
 
 
 def _avoid_compiling() -> None:

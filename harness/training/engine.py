@@ -24,6 +24,7 @@ from harness.training.data.collate import MicroBatch
 from harness.training.data.evaluation import EvaluationBatch
 from harness.training.evidence import Evidence, GuardedLoss
 from harness.training.losses import Targets, targets
+from harness.training.profiling import flops_profile
 
 Batch = tuple[Any, Targets]
 
@@ -169,7 +170,8 @@ class PipelineStages(Engine):
 
     def _train(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
         self._require_one_shape(batches)
-        loss = self.deepspeed.train_batch(iter(batches))
+        with flops_profile(self.deepspeed):
+            loss = self.deepspeed.train_batch(iter(batches))
         return loss, self.deepspeed.get_additional_losses() or {}
 
     def _require_one_shape(self, batches: list[Batch]) -> None:

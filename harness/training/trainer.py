@@ -20,6 +20,7 @@ from typing import Any
 
 from harness.checkpoint import folder, state
 from harness.config.errors import UserError
+from harness.config.shape import layer_drop, require_every_layer
 from harness.models.adapters import fingerprint
 from harness.models.skeleton import ModelSource
 from harness.topology.agreement import check_agreement
@@ -35,11 +36,12 @@ from harness.training.configure import configure
 from harness.training.console import Console, plain_console
 from harness.training.data.collate import Collator, collate
 from harness.training.data.stream import BatchStream, data_digest, dataset_length
-from harness.training.distributed import any_rank, close_groups, open_groups, require_precision, start
+from harness.training.distributed import any_rank, close_groups, open_groups, require_device, require_precision, start
 from harness.training.evaluate import mean_loss
 from harness.training.losses import AUX_LOSS
 from harness.training.nonfinite import NonFinite
 from harness.training.prepare import user_datasets
+from harness.training.profiling import communication_summary
 from harness.training.progress import ProgressCallback
 from harness.training.recorder import Recorder
 from harness.training.resume import hyperparameters, resume
@@ -150,6 +152,7 @@ class Trainer:
                 self._after_step(record, recorder)
             self.nonfinite.summary(self.state.global_step)
             call(self.callbacks, "on_train_end", self)
+        communication_summary(self.resolved.config)
         return self.state
 
     def training_step(self) -> StepRecord:
@@ -280,6 +283,7 @@ class Trainer:
         if args.eval_steps and self.eval_dataset is None:
             raise UserError(f"--eval_steps {args.eval_steps}: there is no eval_dataset to evaluate on")
         text_config = None if source is None else source.config.get_text_config(decoder=True)
+        require_every_layer(0.0 if text_config is None else layer_drop(vars(text_config)))
         self.resolved, steps = configure(
             args,
             world_size=env.world_size,
@@ -304,6 +308,7 @@ class Trainer:
         """Meet the other ranks, and make sure that all are about to do the same."""
         device = start(env)
         require_precision(self.resolved.precision)
+        require_device(self.resolved.config, device)
         check_agreement(
             self.resolved.config,
             self.layout,

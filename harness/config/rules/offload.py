@@ -47,9 +47,9 @@ def offload_param_below_stage_3(view: RunView) -> Iterator[Finding]:
     "nvme-without-path",
     Severity.ERROR,
     claim="engine",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},'
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}},'
     ' "optimizer": {"type": "AdamW", "params": {"torch_adam": true}}}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme",'
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme",'
     ' "nvme_path": "/local_nvme"}}, "optimizer": {"type": "AdamW", "params": {"torch_adam": true}}}',
 )
 def nvme_without_path(view: RunView) -> Iterator[Finding]:
@@ -76,6 +76,7 @@ def nvme_without_path(view: RunView) -> Iterator[Finding]:
     ' "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}',
     right='{"train_batch_size": 8, "zero_optimization": {"stage": 3,'
     ' "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}',
+    target="deepspeed",
 )
 def partial_offload_below_stage_3(view: RunView) -> Iterator[Finding]:
     """Only a part of the optimizer state is to be offloaded, which stage 3 alone can do."""
@@ -114,4 +115,30 @@ def contiguous_gradients_forced(view: RunView) -> Iterator[Finding]:
             hint="remove it",
             deepspeed="switches contiguous_gradients on",
             on_value=True,
+        )
+
+
+@rule(
+    "DS512",
+    "offload-optimizer-without-effect",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 0}}',
+)
+def offload_optimizer_without_effect(view: RunView) -> Iterator[Finding]:
+    """The optimizer state is to be offloaded at a stage that does not offload it there.
+
+    Stages 1 to 3 offload it to the CPU, stage 3 alone to NVMe. At other stages DeepSpeed keeps the state where
+    the parameters are.
+    """
+    device = view.as_read(f"{ZERO}/offload_optimizer/device")
+    stages = {"cpu": "1 to 3", "nvme": "3"}.get(device) if isinstance(device, str) else None
+    idle = view.zero_stage == 0 or (device == "nvme" and view.zero_stage in (1, 2))
+    if stages is not None and idle:
+        yield Finding(
+            pointer=f"{ZERO}/offload_optimizer",
+            message=f"offload_optimizer to {device} works at ZeRO stage {stages}, and the stage is {view.zero_stage}",
+            hint="change the stage" + (', or set the device to "cpu"' if device == "nvme" and view.zero_stage else ""),
+            deepspeed="ignores it: the optimizer state stays beside the parameters",
         )

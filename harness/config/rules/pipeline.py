@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from harness.config.batch import bubble, idle, micro_batches_wanted
 from harness.config.diagnostic import Severity
 from harness.config.rule import Finding, rule
-from harness.config.values import PARTITIONS, partition_method
+from harness.config.values import AUTO, PARTITIONS, partition_method
 from harness.config.view import RunView
 
 
@@ -179,3 +179,30 @@ def gradients_partitioned_alone(view: RunView) -> Iterator[Finding]:
             hint="set pipeline.grad_partitioned to false as well",
             deepspeed="sends two tensors where the other stage receives one",
         )
+
+
+@rule(
+    "DS607",
+    "pipeline-without-a-pipeline",
+    Severity.WARNING,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": "auto", "pipeline": {"stages": 2}}',
+    right='{"train_micro_batch_size_per_gpu": "auto"}',
+    target="hf",
+)
+def pipeline_without_a_pipeline(view: RunView) -> Iterator[Finding]:
+    """A pipeline section in a config for the HuggingFace Trainer, which has no pipeline.
+
+    DeepSpeed reads the section for a model that is a PipelineModule. The HuggingFace Trainer hands it the whole
+    model: every rank holds all layers and is data-parallel.
+    """
+    for name in ("stages", "partition", "activation_checkpoint_interval"):
+        value = view.get(f"/pipeline/{name}")
+        if view.target == "hf" and value not in (None, AUTO, 0, False) and not (name == "stages" and value == 1):
+            yield Finding(
+                pointer=f"/pipeline/{name}",
+                message=f"pipeline.{name} has no effect: the HuggingFace Trainer has no pipeline",
+                hint="remove the section, or train with the harness",
+                deepspeed="reads it, and trains the whole model on every rank",
+            )
+            return

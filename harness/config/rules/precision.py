@@ -8,11 +8,13 @@ from harness.config import edits
 from harness.config.diagnostic import Severity
 from harness.config.reading import as_float, as_int
 from harness.config.rule import Finding, rule
+from harness.config.rules.offload import offloads
 from harness.config.values import AUTO
 from harness.config.view import RunView
 
+FLOAT16 = ("torch.float16", "fp16", "float16", "half")
 _KINDS = {
-    "fp16": ("torch.float16", "fp16", "float16", "half"),
+    "fp16": FLOAT16,
     "bf16": ("torch.bfloat16", "bf16", "bfloat16"),
     "fp32": ("torch.float32", "fp32", "float32", "float"),
 }
@@ -103,14 +105,14 @@ def impossible_loss_scaling(view: RunView) -> Iterator[Finding]:
     Severity.ERROR,
     claim="refuses",
     wrong='{"train_batch_size": 8, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}',
-    right='{"train_batch_size": 8, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true},'
-    ' "zero_optimization": {"stage": 1}}',
+    right='{"train_batch_size": 8, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true,'
+    ' "bf16_optimizer_states": true}, "zero_optimization": {"stage": 1}}',
 )
 def low_precision_masters_without_zero(view: RunView) -> Iterator[Finding]:
-    """Master weights or optimizer states in 16 bits, without ZeRO.
+    """Master weights or optimizer states in 16 bits, without ZeRO or without its CPU Adam.
 
-    Only ZeRO's optimizers can keep them so. bf16_optimizer_states needs bf16_master_weights_and_grads
-    besides.
+    Only ZeRO's optimizers can keep them so; master weights alone only with an offloaded optimizer state.
+    bf16_optimizer_states needs bf16_master_weights_and_grads besides.
     """
     bf16 = "/bf16" if view.get("/bf16") is not None else "/bfloat16"
     masters = f"{bf16}/bf16_master_weights_and_grads"
@@ -122,6 +124,13 @@ def low_precision_masters_without_zero(view: RunView) -> Iterator[Finding]:
                 message=f"{pointer.rsplit('/', 1)[1]} needs ZeRO, and the stage is 0",
                 hint="set zero_optimization.stage to 1, 2 or 3",
                 deepspeed="raises AssertionError",
+            )
+        elif pointer != states and view.on(pointer) and not view.on(states) and not offloads(view, "offload_optimizer"):
+            yield Finding(
+                pointer=pointer,
+                message=f"{pointer.rsplit('/', 1)[1]} needs offload_optimizer and DeepSpeed's CPU Adam",
+                hint='set offload_optimizer.device to "cpu" and name the optimizer AdamW, or remove it',
+                deepspeed="raises AssertionError when the engine starts",
             )
         elif pointer == states and view.on(states) and not view.on(masters):
             yield Finding(

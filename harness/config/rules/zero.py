@@ -180,6 +180,7 @@ def legacy_stage_1(view: RunView) -> Iterator[Finding]:
     wrong='{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}',
     right='{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}',
     world_size=8,
+    target="deepspeed",
 )
 def secondary_partition_does_not_fit(view: RunView) -> Iterator[Finding]:
     """The number of ranks is no multiple of zero_hpz_partition_size.

@@ -148,7 +148,7 @@ def test_fixing_the_seed_leaves_one_decision_to_the_user():
     data = json.loads(text)
     data["activation_checkpointing"]["number_checkpoints"] = 4
     decided = from_text(json.dumps(data))
-    assert check(decided) == []
+    assert {d.severity for d in check(decided)} == {Severity.WARNING}  # one tensor-parallel rank shares nothing out
     run = resolve(decided, AutoValues(world_size=2, hidden_size=64))
     assert (run.zero_stage, run.activation_checkpoint_interval, run.train_batch) == (3, 1, 256)
     assert "auto" not in json.dumps(run.config)

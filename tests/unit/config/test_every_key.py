@@ -1,0 +1,165 @@
+"""Every key of the schema acts in a run of the harness, is refused, or is reported to have no effect there.
+
+ACTS says who reads a key in a run; each entry stands for the keys below it. A key that is in no entry must have a
+finding as soon as it holds another value than its default, at the stage and beside the keys that it needs.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.config import AutoValues, Severity, check, resolve
+from harness.config.document import from_text
+from harness.config.handed import IDLE, without_idle
+from harness.config.schema import Key, every_key
+from harness.config.values import LEAST, put
+
+ACTS = {
+    "/$schema": "editors",
+    "/train_batch_size": "resolve",
+    "/train_micro_batch_size_per_gpu": "resolve",
+    "/gradient_accumulation_steps": "resolve",
+    "/gradient_clipping": "ZeRO's optimizers; the harness's own norm at ZeRO-0",
+    "/steps_per_print": "DeepSpeed's throughput and timer lines in logs/rank_0.log",
+    "/prescale_gradients": "the engine's reduction",
+    "/gradient_predivide_factor": "the engine's reduction",
+    "/gradient_allreduce_op": "the engine's reduction",
+    "/communication_data_type": "the engine's reduction",
+    "/zero_allow_untested_optimizer": "the rule on untested optimizers",
+    "/zero_force_ds_cpu_optimizer": "the engine, where the config names an optimizer",
+    "/wall_clock_breakdown": "the engine's timers in logs/rank_0.log",
+    "/memory_breakdown": "the engine's lines in logs/rank_0.log",
+    "/dump_state": "the engine's lines in logs/rank_0.log",
+    "/disable_python_gc": "deepspeed.initialize",
+    "/log_level": "DeepSpeed's logger",
+    "/sequence_parallel_size": "the rule on sequence parallelism, from 2 on",
+    "/fp16": "the engine's loss scaling",
+    "/bf16": "the engine's and ZeRO's optimizers",
+    "/bfloat16": "as bf16",
+    "/torch_autocast": "the engine's forward",
+    "/data_types": "the engine's gradient buffers and casts",
+    "/zero_optimization": "ZeRO's optimizers and zero.Init",
+    "/optimizer": "the engine's optimizer",
+    "/scheduler": "the engine's schedule",
+    "/activation_checkpointing": "deepspeed.checkpointing, configured by the harness",
+    "/pipeline/stages": "the layout",
+    "/pipeline/partition": "stage boundaries",
+    "/pipeline/activation_checkpoint_interval": "the staged module",
+    "/pipeline/pipe_partitioned": "PipelineEngine",
+    "/pipeline/grad_partitioned": "PipelineEngine",
+    "/pipeline/use_reentrant": "the staged module",
+    "/aio": "offloading to NVMe",
+    "/checkpoint/tag_validation": "engine.save_checkpoint",
+    "/checkpoint/use_node_local_storage": "engine.save_checkpoint",
+    "/checkpoint/checkpoint_serialization": "engine.save_checkpoint",
+    "/checkpoint/parallel_write": "PipelineModule.save_state_dict",
+    "/comms_logger": "DeepSpeed's collectives; the summary is printed at the end of training",
+    "/tensorboard": "the engine's monitor",
+    "/csv_monitor": "the engine's monitor",
+    "/wandb": "the engine's monitor",
+    "/comet": "the engine's monitor",
+    "/flops_profiler": "the engine; the harness ends the profile of a pipeline's step",
+    "/timers": "the engine's throughput timer",
+    "/tensor_parallel/autotp_size": "the layout",
+    "/expert_parallel/enabled": "the layout",
+    "/expert_parallel/autoep_size": "the layout",
+}
+# switches that must be on before the keys beside them mean anything
+BESIDE: dict[str, dict[str, Any]] = {
+    "/data_efficiency": {"enabled": True},
+    "/compile": {"deepcompile": True},
+    "/hybrid_engine": {"enabled": True},
+    "/autotuning": {"enabled": True},
+}
+
+
+def other(key: Key) -> Any:
+    """A value that is not the key's default."""
+    default, kinds = key.spec.get("default"), key.types
+    choices = [choice for choice in key.core.get("enum", ()) if choice != default]
+    if choices:
+        return choices[0]
+    samples = {"boolean": not default, "integer": 2, "number": 0.5, "string": "x", "array": ["a.b"], "object": {"a": 1}}
+    return next((samples[kind] for kind in kinds if kind in samples), 1)
+
+
+def acts(pointer: str) -> bool:
+    return any(pointer == known or pointer.startswith(f"{known}/") for known in ACTS) and pointer not in IDLE
+
+
+SILENT = [(pointer, key) for pointer, key in every_key() if not key.is_section and not acts(pointer)]
+
+
+@pytest.mark.parametrize(("pointer", "key"), SILENT, ids=[pointer for pointer, _ in SILENT])
+def test_a_key_that_does_not_act_is_reported(pointer, key):
+    config: dict[str, Any] = {"train_batch_size": 8}
+    section = "/" + pointer.split("/")[1]
+    if section in BESIDE:
+        config[section[1:]] = dict(BESIDE[section])
+    if section == "/zero_optimization":
+        config["zero_optimization"] = {"stage": 3}
+    put(config, pointer, other(key))
+    found = [finding for finding in check(from_text(json.dumps(config))) if finding.severity is not Severity.INFO]
+    assert [finding for finding in found if finding.pointer.startswith(section)], config
+
+
+def test_what_has_no_effect_is_in_the_schema():
+    known = {pointer for pointer, _ in every_key()}
+    assert set(IDLE) <= known
+    assert known >= {pointer for pointer in ACTS if pointer != "/$schema"}
+
+
+def test_what_would_break_a_run_is_not_handed_on():
+    config = {
+        "autotuning": {"enabled": True},
+        "checkpoint": {"writer": {}, "tag_validation": "Fail"},
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8},
+        "zero_force_ds_cpu_optimizer": True,
+    }
+    kept = without_idle(config)
+    assert kept == {
+        "checkpoint": {"tag_validation": "Fail"},
+        "zero_optimization": {"stage": 3},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    assert config["autotuning"]
+
+
+REFUSED = [
+    ({"managed_gradient_accumulation": False}, "DS108"),
+    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}}, "DS108"),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "DS108"),
+    ({"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 1000}}, "DS108"),
+    ({"zero_optimization": {"stage": 2, "zenflow": {}}}, "DS108"),
+    ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "DS108"),
+    ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "zero_optimization": {"stage": 2}}, "DS404"),
+]
+
+
+@pytest.mark.parametrize(("config", "code"), REFUSED)
+def test_what_would_fail_late_is_refused_at_once(config, code):
+    found = check(from_text(json.dumps({"train_batch_size": 8} | config)))
+    assert [item.code for item in found if item.severity is Severity.ERROR] == [code]
+
+
+KEYS = [(pointer, key) for pointer, key in every_key() if pointer.count("/") <= 3]
+VALUES = st.sampled_from([None, True, False, 0, 1, 2, -1, 1.5, 2.0, "2", "auto", "true", "cpu", "best", "x", [], {}])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([*LEAST, *(p for p, _ in KEYS)]), VALUES), max_size=4))
+def test_a_config_that_check_accepts_is_one_that_resolve_accepts(choices):
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+    for pointer, value in choices:
+        try:
+            put(config, pointer, value)
+        except (AttributeError, TypeError):
+            return  # below something that is no object
+    document = from_text(json.dumps(config))
+    if not [finding for finding in check(document, world_size=1) if finding.severity is Severity.ERROR]:
+        resolve(document, AutoValues(world_size=1))
