@@ -41,7 +41,8 @@ def shrink_fields(fields: Fields, table: Fields, tensor: int = 1) -> Fields:
 
 
 def varied(fields: Fields, variant: Mapping[str, Any]) -> Fields:
-    """The fields changed as one of the table's `variants` says: some set, some filled in where None, some left out."""
+    """Return the fields changed as one of the table's `variants` says: some set, some filled in where None, some left
+    out, some added inside of a config that is a field."""
     changes = {key: value for key, value in variant.get("set", {}).items() if key in fields}
     kept = {
         key: value
@@ -49,7 +50,8 @@ def varied(fields: Fields, variant: Mapping[str, Any]) -> Fields:
         if not any(fnmatchcase(key, pattern) for pattern in variant.get("left_out", ()))
     }
     missing = {key: value for key, value in variant.get("fill", {}).items() if kept.get(key, 0) is None}
-    return {**copy.deepcopy(kept), **changes, **missing}
+    inside = {key: {**kept[key], **more} for key, more in variant.get("inside", {}).items() if kept.get(key)}
+    return {**copy.deepcopy(kept), **changes, **missing, **inside}
 
 
 def _parts(fields: Fields) -> Iterator[Fields]:

@@ -44,6 +44,7 @@ WHOLE_HEADS = {"head_dim": 16, "num_key_value_heads": 4}
 XLSTM = {"qk_dim_factor": 0.5, "v_dim_factor": 1.0, "num_blocks": 2, "ffn_round_up_to_multiple_of": 16}
 THETA = {"rope_theta": 10000.0}
 DBRX = {"d_model": 32, "n_heads": 4, "n_layers": 2, "ffn_config": {"ffn_hidden_size": 24, "moe_top_k": 2}}
+EYES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
 UNTIED = {"tie_word_embeddings": False}
 DECODER = {"is_decoder": True}
 PADDED_DECODER = {**DECODER, "pad_token_id": 1}  # its positions are counted from the padding
@@ -82,6 +83,10 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     ],
     "falcon_h1": [{**MAMBA, "mamba_d_ssm": 64}],
     "falcon_mamba": [STATE_SPACE],
+    "git": [
+        {"vision_config": EYES},
+        {"vision_config": EYES, "tie_word_embeddings": True},
+    ],
     "gpt2": [{}, UNTIED],
     "gpt_bigcode": [{}, {"multi_query": False, **UNTIED}],
     "gpt_neo": [{"attention_types": [[["global", "local"], 1]], "window_size": 5}],

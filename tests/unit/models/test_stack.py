@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from harness.models.causal import CausalModel, assemble
+from harness.models.causal import CausalModel, assemble, require_cut
 from harness.models.skeleton import ModelSource, build_skeleton, vocabulary_size
 from harness.models.stack import find_stack
 from harness.models.tiny import tiny_config, tiny_ids, tiny_model
@@ -42,6 +42,12 @@ def test_one_layer_that_counts_as_two_is_cut_right() -> None:
     config = tiny_config("longcat_flash")
     config.num_layers = 1
     assert find_difference(config, cut, TensorParallel(), CPU) is None
+
+
+def test_a_deeper_encoder_beside_the_layers_is_no_hindrance_to_the_cut() -> None:
+    config = tiny_config("phi4_multimodal")
+    config.num_hidden_layers = 1
+    require_cut(ModelSource(name="it", config=config, weights=None), 2)
 
 
 @pytest.mark.parametrize(("rows", "wanted"), [(60, 60), (200, 90)])

@@ -10,7 +10,19 @@ from harness.config.errors import UserError
 from harness.models.shrink import choose
 from harness.models.tiny import shrink, tiny_config, tiny_ids, tiny_model
 
-FAMILIES = ("llama", "gpt2", "mpt", "gemma3_text", "gemma3n_text", "deepseek_v3", "mamba2", "jamba", "zamba", "whisper")
+FAMILIES = (
+    "llama",
+    "gpt2",
+    "mpt",
+    "dbrx",
+    "gemma3_text",
+    "gemma3n_text",
+    "deepseek_v3",
+    "mamba2",
+    "jamba",
+    "zamba",
+    "whisper",
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
