@@ -36,7 +36,7 @@ class Attention:
 def heads_of(module: nn.Module, config: Any) -> Heads | None:
     """The heads of an attention module, as it says itself, else as the config says; None where `module` is none."""
     layers, index = getattr(config, "per_layer_config", None), getattr(module, "layer_idx", None)
-    if layers is not None and index is not None and index < len(layers):  # an encoder beside may be deeper
+    if layers is not None and index is not None and 0 <= index < len(layers):  # not so in an encoder beside
         config = layers[index]
     query = _own_size(module, "num_heads", "num_attention_heads", "n_heads", "n_head")
     if query is None and any(hasattr(module, name) for name in ("head_dim", "head_size", "num_key_value_groups")):
