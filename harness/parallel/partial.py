@@ -79,7 +79,7 @@ def sum_partial_gradients(module: nn.Module, name: str, tensor: TensorParallel, 
             what = f"{', '.join(mixed)} is" if mixed else "what goes in is"
             raise UserError(
                 f"the tensor-parallel plan of {name or type(module).__name__} gives wrong gradients: {what} used by "
-                "split layers and by whole ones: set tensor_parallel.autotp_size to 1, or mend the plan"
+                "split layers and by whole ones: set tensor_parallel.autotp_size to 1, or correct the plan"
             )
         for param in reached.partial:
             if not sums_gradient(param):

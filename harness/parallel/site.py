@@ -56,7 +56,7 @@ class Site:
     ) -> Shard:
         """This rank's shard of a tensor of `shape`, whose `dim` holds `parts` parts side by side: see `share_of`."""
         if shape[dim] % parts:
-            raise UserError(f"the {shape[dim]} entries of {self.name} are not {parts} equal parts: mend the plan")
+            raise UserError(f"the {shape[dim]} entries of {self.name} are not {parts} equal parts: correct the plan")
         stretches = self.deal(shape[dim] // parts, unit=unit)
         return share_of(shape, dim, self.tensor.rank, stretches=stretches, parts=parts, multiple=multiple)
 
@@ -75,5 +75,5 @@ def misfit(site: Site, wanted: str) -> UserError:
     """The error for a style that is for `wanted` and stands at something else."""
     return UserError(
         f"the tensor-parallel style {site.rule.style} is for {wanted}, but {site.name} is a "
-        f"{type(site.module).__name__}: set tensor_parallel.autotp_size to 1, or mend the plan"
+        f"{type(site.module).__name__}: set tensor_parallel.autotp_size to 1, or correct the plan"
     )

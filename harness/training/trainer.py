@@ -68,7 +68,7 @@ class Trainer:
         peft_config: peft's LoraConfig, to train adapters in the place of the model's weights.
 
     Raises:
-        UserError: what the user can mend, before a model is built wherever that is possible.
+        UserError: what the user can correct, before a model is built wherever that is possible.
     """
 
     def __init__(

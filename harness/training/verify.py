@@ -91,7 +91,7 @@ def _told(source: ModelSource, setting: Setting, difference: Difference) -> str:
         size = setting.groups.layout.tensor
         return (
             f"model type {name!r}, split over {size} tensor-parallel ranks, is not the whole model: {difference} "
-            "(tried on a tiny copy): mend its plan, or set tensor_parallel.autotp_size to 1"
+            "(tried on a tiny copy): correct its plan, or set tensor_parallel.autotp_size to 1"
         )
     return (
         f"model type {name!r}, cut into its layers, is not the whole model: {difference} (tried on a tiny copy): "

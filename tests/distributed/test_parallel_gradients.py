@@ -134,7 +134,7 @@ def test_a_parameter_between_split_layers_gets_its_whole_gradient(results: Any, 
 
 
 def test_a_plan_that_would_give_wrong_gradients_is_refused(results: Any) -> None:
-    end = " used by split layers and by whole ones: set tensor_parallel.autotp_size to 1, or mend the plan"
+    end = " used by split layers and by whole ones: set tensor_parallel.autotp_size to 1, or correct the plan"
     for _, said in results:
         assert said == [
             f"the tensor-parallel plan of Twice gives wrong gradients: scale is{end}",

@@ -81,6 +81,6 @@ def test_a_wrong_cut_is_refused_on_all_ranks_alike(tmp_path):
     assert "its logits depend on later tokens" in told.pop("no decoder")
     for name, text in told.items():
         assert "split over 2 tensor-parallel ranks, is not the whole model" in text, name
-        assert "mend its plan" in text, name
+        assert "correct its plan" in text, name
     assert "RuntimeError" in told.pop("a rule is missing")
     assert {name for name, text in told.items() if "of its largest entry" in text} == set(told)

@@ -149,7 +149,7 @@ def no_tensor_parallel_plan(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer="/tensor_parallel/autotp_size",
             message=refusal,
-            hint="set it to 1, or describe in models/plans how the model is cut",
+            hint="set tensor_parallel.autotp_size to 1, or add a plan file for the family to models/plans",
             deepspeed="is not asked; the harness cuts the layers itself",
             on_value=True,
         )
