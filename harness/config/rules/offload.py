@@ -123,7 +123,8 @@ def contiguous_gradients_forced(view: RunView) -> Iterator[Finding]:
     "offload-optimizer-without-effect",
     Severity.WARNING,
     claim="runs",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}',
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}},'
+    ' "zero_force_ds_cpu_optimizer": false}',
     right='{"train_batch_size": 8, "zero_optimization": {"stage": 0}}',
 )
 def offload_optimizer_without_effect(view: RunView) -> Iterator[Finding]:

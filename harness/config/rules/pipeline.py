@@ -186,8 +186,8 @@ def gradients_partitioned_alone(view: RunView) -> Iterator[Finding]:
     "pipeline-without-a-pipeline",
     Severity.WARNING,
     claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": "auto", "pipeline": {"stages": 2}}',
-    right='{"train_micro_batch_size_per_gpu": "auto"}',
+    wrong='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}}',
+    right='{"train_micro_batch_size_per_gpu": 1}',
     target="hf",
 )
 def pipeline_without_a_pipeline(view: RunView) -> Iterator[Finding]:
