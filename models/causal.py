@@ -187,7 +187,7 @@ def _weight_source(
 
     What the config ties and the checkpoint holds apart is untied in the skeleton.
     """
-    initialiser = Initialiser(model=model, seed=seed)
+    initialiser = Initialiser(model=model, seed=seed, part=part)
     if source.weights is None:
         return initialiser, default_form(model)
     if not isinstance(source.weights, Path):

@@ -2,16 +2,14 @@
 
 A layer comes here cut and on the meta device. What it keeps of each tensor stands on the parameter
 (`param.shard`), so nothing here knows how the model is laid out, nor how a checkpoint's tensors come to be the
-model's (`conversion.py`). Memory beyond the layer itself: one uncut layer while it is initialised, a few MB while
-it is read.
+model's (`conversion.py`). Memory beyond the layer itself: a few MB, read or drawn at once.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import warnings
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +20,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.config.errors import UserError
-from harness.models.buffers import built_buffers, mark_unfilled, unfilled
+from harness.models.buffers import constructed, is_unfilled, mark_unfilled
+from harness.models.initial import PIECE_BYTES, Drawn, Scratch, changes_of, standing_for
 from harness.models.lazy import Lazy
 from harness.models.tensorfiles import Stored
 from harness.parallel.flatpart import FlatPart
@@ -55,45 +54,95 @@ def materialise(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> N
 
 @dataclass(frozen=True, kw_only=True)
 class Initialiser:
-    """Initial weights as the model's own `_init_weights` draws them, the same in every layout.
+    """Initial weights as the model's own `_init_weights` draws them, the same in every layout (see `initial.py`).
 
-    The random numbers of a layer depend on the seed and on the names of its tensors alone.
+    `part`: of every parameter the part that this rank will keep of it (ZeRO-3); the rest of it is left as it is.
     """
 
     model: PreTrainedModel
     seed: int
+    part: FlatPart | None = None
 
     @torch.no_grad()
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
-        """Initialise the uncut layer, and keep of it what `layer` holds."""
-        names = {name for name, _ in _named_tensors(layer)}
-        tensors = self.drawn(whole, names, next(layer.parameters()).device)
-        for name, tensor in _named_tensors(layer):
-            fill_local(tensor, tensors[name])
+        """Draw of the initial values of the uncut layer `whole` what `layer` holds."""
+        local = dict(_named_tensors(layer))
+        values = self.drawn(whole, local.keys(), next(iter(local.values())).device)
+        for name, tensor in local.items():
+            fill(tensor, values[name], self.part)
 
     def drawn(self, whole: nn.Module, names: Set[str], device: torch.device) -> dict[str, Tensor]:
-        """The initial values of `names` in the uncut layer `whole`; memory is taken for these alone."""
-        digest = hashlib.sha256(f"{self.seed}:{','.join(name for name, _ in whole.named_parameters())}".encode())
-        scratch = _partly_real(whole, names, device)
-        mark_unfilled(scratch)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(int.from_bytes(digest.digest()[:8], "little", signed=True))
-            self._initialise(scratch, "", self.model)
-        drawn = {name: tensor for name, tensor in _named_tensors(scratch) if name in names}
-        for name in unfilled((name, buffer) for name, buffer in scratch.named_buffers() if name in names):
-            drawn[name].copy_(self._built_buffers[name])
-        return drawn
+        """Return the initial values of `names` in `whole`; those of parameters are lazy: drawn when they are read."""
+        values = self._buffers(whole, {name for name, _ in whole.named_buffers() if name in names}, device)
+        places: dict[int, list[str]] = {}
+        for name, parameter in whole.named_parameters(remove_duplicate=False):
+            places.setdefault(id(parameter), []).append(name)
+        scratch = Scratch()
+        for own_names in places.values():
+            if not names.isdisjoint(own_names):
+                lazy = Lazy.of(self._drawn(whole, own_names, device, scratch))
+                values |= dict.fromkeys(own_names, lazy)
+        return values
 
-    def _initialise(self, module: nn.Module, name: str, owner: PreTrainedModel) -> None:
-        """Initialise what is inside, then `module` itself, each by the innermost model of transformers around it."""
+    def _drawn(self, whole: nn.Module, names: list[str], device: torch.device, scratch: Scratch) -> Drawn:
+        name = names[0]  # of tied ones the first: in the whole model each is initialised before the others become it
+        parameter = whole.get_parameter(name)
+
+        def initialise(values: Tensor) -> None:
+            with standing_for(names, whole, values):
+                self._initialise(whole, "", self.model, [name])
+
+        def draw(values: Tensor) -> None:
+            mark_unfilled([values])
+            initialise(values)
+            if is_unfilled(values):
+                values.copy_(self._of_constructor(name, values.shape))
+
+        return Drawn(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            seed=self.seed,
+            device=device,
+            draw=draw,
+            changes=changes_of(parameter, initialise) if parameter.nbytes > PIECE_BYTES else None,
+            scratch=scratch,
+        )
+
+    def _buffers(self, whole: nn.Module, names: Set[str], device: torch.device) -> dict[str, Tensor]:
+        """Return the buffers `names` of `whole` as `_init_weights` or the model's constructor makes them."""
+        if not names:
+            return {}
+        scratch = _with_real_buffers(whole, names, device)
+        found = {name: buffer for name, buffer in scratch.named_buffers() if name in names}
+        mark_unfilled(found.values())
+        self._initialise(scratch, "", self.model, names)
+        for name, buffer in found.items():
+            if is_unfilled(buffer):
+                buffer.copy_(self._constructed[name])
+        return found
+
+    def _initialise(self, module: nn.Module, name: str, owner: PreTrainedModel, names: Iterable[str]) -> None:
+        """Initialise what is inside, then `module` itself, each by the innermost model of transformers around it.
+
+        Only modules that hold one of the tensors `names` are, at any depth.
+        """
         inner = self._models.get(name, owner)
         for child_name, child in module.named_children():
-            self._initialise(child, f"{name}.{child_name}".lstrip("."), inner)
+            path = f"{name}.{child_name}".lstrip(".")
+            inside = [tensor for tensor in names if tensor.startswith(path + ".")]
+            if inside:
+                self._initialise(child, path, inner, inside)
         inner._init_weights(module)
 
+    def _of_constructor(self, name: str, shape: Sequence[int]) -> Tensor:
+        if name in self._constructed:
+            return self._constructed[name]
+        return constructed(self.model, self.seed, shape)[name]
+
     @cached_property
-    def _built_buffers(self) -> dict[str, Tensor]:
-        return built_buffers(self.model)
+    def _constructed(self) -> dict[str, Tensor]:
+        return constructed(self.model, self.seed)
 
     @cached_property
     def _models(self) -> dict[str, PreTrainedModel]:
@@ -132,12 +181,9 @@ class CheckpointReader:
         if unread:
             drawn = self.initialiser.drawn(whole, unread, next(iter(local.values())).device)
             for name in unread:
-                fill_local(local[name], drawn[name])
+                fill(local[name], drawn[name], self.part)
         for name in sorted(local.keys() - unread, key=lambda name: _position(self.tensors[name])):
-            if self.part is not None and isinstance(local[name], nn.Parameter):
-                fill_part(local[name], self.tensors[name], self.part)
-            else:
-                fill_local(local[name], self.tensors[name])
+            fill(local[name], self.tensors[name], self.part)
 
 
 def read_by_transformers(directory: Path, told: UserError) -> MemoryReader:
@@ -155,6 +201,14 @@ def read_by_transformers(directory: Path, told: UserError) -> MemoryReader:
     return MemoryReader(tensors={**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())})
 
 
+def fill(tensor: Tensor, full: Tensor, part: FlatPart | None) -> None:
+    """Copy into a parameter what its rank keeps of the full tensor, of that only `part`; into a buffer all of it."""
+    if part is not None and isinstance(tensor, nn.Parameter):
+        fill_part(tensor, full, part)
+    else:
+        fill_local(tensor, full)
+
+
 def fill_local(tensor: Tensor, full: Tensor) -> None:
     """Copy into `tensor` what its rank keeps of the full tensor, which may be lazy."""
     shard = getattr(tensor, "shard", None)
@@ -164,7 +218,7 @@ def fill_local(tensor: Tensor, full: Tensor) -> None:
         tensor.copy_(full)
 
 
-def fill_part(tensor: Tensor, full: Lazy, part: FlatPart) -> None:
+def fill_part(tensor: Tensor, full: Tensor, part: FlatPart) -> None:
     """Copy into a part of `tensor`, flattened, what belongs there of what its rank keeps of the full tensor."""
     shard = getattr(tensor, "shard", None)
     local = full if shard is None else shard.take(full)
@@ -181,16 +235,11 @@ def _position(lazy: Lazy) -> tuple[str, int]:
     return next((leaf.position for leaf in lazy.leaves() if isinstance(leaf, Stored)), ("", 0))
 
 
-def _partly_real(whole: nn.Module, names: Set[str], device: torch.device) -> nn.Module:
-    """A copy of a module on meta in which `names` have memory."""
+def _with_real_buffers(whole: nn.Module, names: Set[str], device: torch.device) -> nn.Module:
+    """Return a copy of a module on meta in which the buffers `names` have memory."""
     scratch = copy.deepcopy(whole)
-    real: dict[int, Tensor] = {}
     for prefix, module in scratch.named_modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and f"{prefix}.{name}".lstrip(".") in names:
-                    if id(tensor) not in real:
-                        fresh = torch.empty_like(tensor, device=device)
-                        real[id(tensor)] = nn.Parameter(fresh) if isinstance(tensor, nn.Parameter) else fresh
-                    held[name] = real[id(tensor)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and f"{prefix}.{name}".lstrip(".") in names:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
     return scratch

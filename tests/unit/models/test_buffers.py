@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from harness.models.buffers import built_buffers, mark_unfilled, unfilled
+from harness.models.buffers import constructed, is_unfilled, mark_unfilled
 from harness.models.causal import assemble
-from harness.models.skeleton import build_skeleton, read_source
+from harness.models.skeleton import ModelSource, build_skeleton, read_source
 from harness.models.tiny import tiny_config, tiny_ids, tiny_model
 from harness.parallel.comm import TensorParallel
 from harness.parallel.staged import build_layers
@@ -30,16 +30,34 @@ def test_a_model_read_from_a_directory_has_the_buffers_of_its_constructor(tmp_pa
     torch.testing.assert_close(value, whole(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
 
 
-def test_only_buffers_become_real():
+def test_only_buffers_and_small_parameters_become_real(monkeypatch):
+    monkeypatch.setattr("harness.models.buffers.SMALL", 100)
     skeleton = build_skeleton(tiny_config("falcon_h1"))
-    buffers = built_buffers(skeleton)
-    assert buffers.keys() == dict(skeleton.named_buffers()).keys()
-    assert not any(buffer.is_meta for buffer in buffers.values())
-    assert not any(parameter.is_meta for parameter in nn.Linear(2, 2).parameters()), "parameters are themselves again"
+    tensors = constructed(skeleton, seed=0)
+    small = {name for name, p in skeleton.named_parameters(remove_duplicate=False) if p.numel() <= 100}
+    assert tensors.keys() == small | dict(skeleton.named_buffers()).keys() and small
+    assert not any(tensor.is_meta for tensor in tensors.values())
+    assert not any(parameter.is_meta for parameter in nn.Linear(64, 2).parameters()), "parameters are themselves again"
 
 
 def test_what_nothing_fills_is_told():
     module = nn.BatchNorm1d(2)
-    mark_unfilled(module)
+    mark_unfilled(module.buffers())
     module.running_mean.zero_()
-    assert unfilled(module.named_buffers()) == ["running_var"]
+    assert [name for name, buffer in module.named_buffers() if is_unfilled(buffer)] == ["running_var"]
+
+
+def test_a_parameter_that_only_the_constructor_fills_has_its_value():
+    config = tiny_config("apertus")  # its activation has learnt scales
+    causal = assemble(
+        ModelSource(name="apertus", config=config, weights=None),
+        tensor=TensorParallel(),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        seed=0,
+        finish=lambda layer: None,
+    )
+    built = build_layers(causal.layers, 1, 2, 0).modules[1]
+    for name, wanted in AutoModelForCausalLM.from_config(config).named_parameters():
+        if name.startswith("model.layers.0.") and name.endswith(("alpha_p", "alpha_n")):
+            assert torch.equal(built.get_parameter(name), wanted), name
