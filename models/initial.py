@@ -123,7 +123,7 @@ class Drawn:
 
 
 class Scratch:
-    """The piece that was drawn last, in memory that the next piece uses again: none is left in holes between weights."""
+    """The piece that was drawn last, in memory that the next one uses again: it leaves no holes between weights."""
 
     def __init__(self) -> None:
         self.holds: tuple[str, int] | None = None
