@@ -8,37 +8,25 @@ shared by all hosts is assumed, as for checkpoints.
 from __future__ import annotations
 
 import copy
-import socket
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from harness.checkpoint.fileplan import Share, dealt_places, plan_files
 from harness.checkpoint.gather import gathered, joined
 from harness.checkpoint.modelfiles import replace_model, settle_model, unfinished_name
 from harness.checkpoint.replace import replaced_files
-from harness.checkpoint.writing import Entry, OpenFiles, Place, create, index_content, places_in, split_by_size
-from harness.config.errors import UserError
+from harness.checkpoint.writing import Entry, OpenFiles, Place, create, index_content, places_in
 from harness.models.conversion import Held, WrittenForm
 from harness.models.lazy import Computed, InMemory, Lazy, realised
 from harness.models.patches import Patch
 from harness.models.skeleton import ModelSource
-from harness.models.tensorfiles import SINGLE
 from harness.parallel.shard import Shard, shard_of
 from harness.topology.groups import Groups
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """What one stage writes: the tensors all of whose values it holds."""
-
-    host: str
-    entries: list[Entry]
 
 
 def export_weights(
@@ -58,10 +46,13 @@ def export_weights(
     if form is None:
         form = WrittenForm(tensors={name: Lazy.of(Held(name, _shape(t), t.dtype)) for name, t in local.items()})
     mine = {name: lazy for name, lazy in form.tensors.items() if _held(lazy) <= local.keys()}
-    files = plan_files(_shares(mine, local, groups), form)
-    laid_out = {name: places_in(directory / unfinished_name(name), entries) for name, entries in files.items()}
-    _create_files(groups, directory, laid_out)
-    places = {place.entry.name: place for _, placed in laid_out.values() for place in placed}
+    files: dict[str, list[Entry]] = {}  # on rank 0 alone
+
+    def plan(shares: list[Share]) -> dict[str, Place]:
+        files.update(plan_files(shares, form))
+        return _create_files(directory, files)
+
+    places = dealt_places(_entries(mine, local), groups, plan)
     with OpenFiles() as opened:
         _write_patches(local, mine, places, groups, opened)
         _write_computed(local, mine, places, groups, opened)
@@ -100,65 +91,23 @@ def _held(lazy: Lazy) -> set[str]:
     return {leaf.name for leaf in lazy.leaves() if isinstance(leaf, Held)}
 
 
-def _shares(mine: Mapping[str, Lazy], local: Mapping[str, Tensor], groups: Groups) -> list[Share]:
-    """What each stage writes, in order of stage."""
-    share = None
-    if groups.coordinate.data == 0 and groups.coordinate.tensor == 0:
-        entries = []
-        for name, lazy in mine.items():
-            source = local[min(_held(lazy))]
-            trained = isinstance(source, nn.Parameter)
-            entries.append(Entry(name=name, shape=tuple(lazy.shape), dtype=source.dtype, trained=trained))
-        share = Share(host=socket.gethostname(), entries=entries)
-    shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, share)
-    return [share for share in shares if share is not None]
+def _entries(mine: Mapping[str, Lazy], local: Mapping[str, Tensor]) -> list[Entry]:
+    """What this rank's stage writes: the tensors all of whose values it holds."""
+    entries = []
+    for name, lazy in mine.items():
+        source = local[min(_held(lazy))]
+        trained = isinstance(source, nn.Parameter)
+        entries.append(Entry(name=name, shape=tuple(lazy.shape), dtype=source.dtype, trained=trained))
+    return entries
 
 
-def plan_files(shares: list[Share], form: WrittenForm) -> dict[str, list[Entry]]:
-    """File name -> its tensors: the files of `form` while they do not grow, else files of its size for each host.
-
-    UserError if a tensor is in no share.
-    """
-    found: dict[str, Entry] = {}
-    for entry in (entry for share in shares for entry in share.entries):
-        found.setdefault(entry.name, entry)
-    scattered = [name for name in form.tensors if name not in found]
-    if scattered:
-        raise UserError(f"the model cannot be saved: {scattered[0]} is made of tensors of several pipeline stages")
-    if form.files is not None and len({share.host for share in shares}) == 1:
-        kept = {file: [found[name] for name in names] for file, names in form.files.items()}
-        largest = max(sum(entry.nbytes for entry in entries) for entries in kept.values())
-        if largest <= form.max_file_bytes:
-            return kept
-    order = list(dict.fromkeys(name for names in (form.files or {}).values() for name in names)) or list(found)
-    hosts: dict[str, dict[str, None]] = {}
-    for share in shares:
-        hosts.setdefault(share.host, {}).update(dict.fromkeys(entry.name for entry in share.entries))
-    taken: set[str] = set()
-    files: list[list[Entry]] = []
-    for names in hosts.values():
-        here = [name for name in order if name in names and name not in taken]
-        taken.update(here)
-        files += split_by_size((found[name] for name in here), form.max_file_bytes)
-    if len(files) == 1:
-        return {SINGLE: files[0]}
-    return {f"model-{i + 1:05d}-of-{len(files):05d}.safetensors": entries for i, entries in enumerate(files)}
-
-
-def _create_files(groups: Groups, directory: Path, laid_out: Mapping[str, tuple[bytes, list[Place]]]) -> None:
-    """Rank 0 creates the files; what it could not is raised by all ranks."""
-    told: list[str | None] = [None]
-    if groups.rank == 0:
-        settle_model(directory)
-        try:
-            for header, places in laid_out.values():
-                create(places[0].path, header, places)
-        except UserError as error:
-            told = [str(error)]
-    dist.broadcast_object_list(told, src=0)
-    if told[0] is not None:
-        raise UserError(told[0])
+def _create_files(directory: Path, files: Mapping[str, list[Entry]]) -> dict[str, Place]:
+    """Make the files at their full size, under their unfinished names; return where each tensor goes."""
+    settle_model(directory)
+    laid_out = {name: places_in(directory / unfinished_name(name), entries) for name, entries in files.items()}
+    for header, places in laid_out.values():
+        create(places[0].path, header, places)
+    return {place.entry.name: place for _, places in laid_out.values() for place in places}
 
 
 # -- writing -------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from harness.checkpoint.export import Share, plan_files
+from harness.checkpoint.fileplan import Share, plan_files
 from harness.checkpoint.writing import Entry, OpenFiles, create, places_in, split_by_size
 from harness.config.errors import UserError
 from harness.models.conversion import Held, WrittenForm

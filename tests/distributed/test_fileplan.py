@@ -1,0 +1,69 @@
+"""Where tensors are written: every rank learns it for its own stage, and holds nothing of the others."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.checkpoint.fileplan import Share, dealt_places
+from harness.checkpoint.writing import Entry, Place
+from harness.config.errors import UserError
+from harness.topology.groups import build_groups
+from harness.topology.layout import Layout
+from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+MANY = 5_000  # tensors of a stage
+LAYOUTS = [(4, 1), (2, 2), (1, 4), (2, 1), (1, 1)]
+
+
+def entries(stage: int) -> list[Entry]:
+    names = (f"layers.{stage}.experts.{index}.weight" for index in range(MANY))
+    return [Entry(name=name, shape=(64, 32), dtype=torch.bfloat16, trained=True) for name in names]
+
+
+def plan(shares: list[Share]) -> dict[str, Place]:
+    return {
+        entry.name: Place(path=Path(f"file-{stage}"), start=index, entry=entry)
+        for stage, share in enumerate(shares)
+        for index, entry in enumerate(share.entries)
+    }
+
+
+def refuse(shares: list[Share]) -> dict[str, Place]:
+    raise UserError("no room")
+
+
+def deal() -> list[tuple[int, bool, str, float]]:
+    """Of each layout: the stage, whether its places came, what a refusal said, the peak over the own entries."""
+    found = []
+    for pipeline, tensor in LAYOUTS:
+        groups = build_groups(Layout.from_world(4, pipeline=pipeline, tensor=tensor))
+        stage = groups.coordinate.stage
+        tracemalloc.start()
+        own = entries(stage)
+        size = tracemalloc.get_traced_memory()[0]
+        places = dealt_places(own, groups, plan)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        right = [places[entry.name] for entry in own] == [
+            Place(path=Path(f"file-{stage}"), start=index, entry=entry) for index, entry in enumerate(own)
+        ]
+        try:
+            dealt_places(own, groups, refuse)
+            refused = ""
+        except UserError as error:
+            refused = str(error)
+        found.append((stage, right and len(places) == MANY, refused, peak / size))
+    return found
+
+
+def test_each_rank_learns_the_places_of_its_own_stage_alone() -> None:
+    for rank, found in enumerate(run_ranks(4, deal)):
+        assert all(right and refused == "no room" for _, right, refused, _ in found)
+        if rank:  # its entries, their places with the entries once more, and both as they travel
+            assert max(peak for *_, peak in found) < 6
