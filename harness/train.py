@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config.errors import ConfigError, UserError
 from harness.topology.env import LaunchEnv
+from harness.training import signals
 from harness.training.arguments import LoraArguments, TrainingArguments, parse
 from harness.training.console import Console, plain_console, quiet
 from harness.training.preflight import ScriptArguments, check_before_start, limit_trial
@@ -38,14 +39,22 @@ LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pi
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script with these arguments; returns the exit code."""
     console = plain_console(0)
-    rank = 0
     try:
         env = LaunchEnv.from_environ(os.environ)
-        rank = env.rank
-        if all(word.startswith("--local_rank") for word in (sys.argv[1:] if argv is None else argv)):
-            if rank == 0:
-                console.fail(NOTHING_GIVEN)
-            return 2
+    except UserError as error:
+        console.fail(str(error))
+        return 1
+    if all(word.startswith("--local_rank") for word in (sys.argv[1:] if argv is None else argv)):
+        if env.rank == 0:
+            console.fail(NOTHING_GIVEN)
+        return 2
+    console = plain_console(env.rank)
+    with signals.watching(console.say, env.parent) as watch:
+        return _main(argv, env, console, watch)
+
+
+def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console, watch: signals.Watch | None) -> int:
+    try:
         script: ScriptArguments
         args: TrainingArguments
         lora: LoraArguments
@@ -57,10 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             epilog=EXAMPLE,
         )
         check_before_start(script, args, env, lora)
-        with quiet(Path(args.output_dir) / "logs" / f"rank_{rank}.log", rank) as console:
+        with quiet(Path(args.output_dir) / "logs" / f"rank_{env.rank}.log", env.rank) as console:
+            if watch is not None:
+                watch.tell = console.say
             return _guarded(script, args, lora, env, console)
     except UserError as error:
-        _tell(console, rank, error)
+        _tell(console, env.rank, error)
         return 1
 
 
@@ -84,7 +95,11 @@ def run(
         console=console,
         peft_config=lora.peft_config(),
     )
-    trainer.train()
+    try:
+        trainer.train()
+    except signals.Stopped:
+        _shut_down(trainer)
+        raise
     directory = trainer.save_model()
     what = "model is" if trainer.adaptation is None else "adapters are"
     console.say(f"the {what} in {directory}, the metrics in {directory / 'metrics.jsonl'}")
@@ -96,10 +111,15 @@ def _guarded(
 ) -> int:
     try:
         run(script, args, lora, env, console)
-    except KeyboardInterrupt:
-        return 130
+    except signals.Stopped as stopped:
+        command = signals.resume_command()
+        console.say(f"go on with: {command or 'the same command and --resume_from_checkpoint auto'}")
+        return int(stopped.code or 0)
     except BaseException as error:
+        signals.say_nothing()
         traceback.print_exc()  # into this rank's log
+        if signals.received() and _lost_peer(error):  # the others have ended by the signal
+            os._exit(128 + signals.received())
         _tell(console, env.rank, error)
         sys.stderr.flush()
         os._exit(1)  # a process group whose peers are gone may hang when it is torn down
@@ -114,10 +134,15 @@ def _tell(console: Console, rank: int, error: BaseException) -> None:
         console.fail(_first_finding(error) if isinstance(error, ConfigError) else str(error))
         return
     text = f"{type(error).__name__}: {error}".strip()
-    if any(sign in text.lower() for sign in LOST_PEER):
+    if _lost_peer(error):
         time.sleep(2 * GRACE_S)  # the rank that has failed tells its own
         text = f"lost contact with another rank ({text.splitlines()[0]})"
     console.fail(f"rank {rank}: {text.splitlines()[0]}; the traceback is in {console.log}")
+
+
+def _lost_peer(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone."""
+    return any(sign in f"{type(error).__name__}: {error}".lower() for sign in LOST_PEER)
 
 
 def _first_finding(error: ConfigError) -> str:

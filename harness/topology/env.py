@@ -1,18 +1,63 @@
-"""What the launcher told this process: the one place that reads the launcher's environment variables.
+"""What the launcher told this process: the one place that reads the launchers' environment variables.
 
-Knows the names that the deepspeed launcher and torchrun set (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-MASTER_PORT; LOCAL_WORLD_SIZE from torchrun, LOCAL_SIZE from deepspeed) and those of Open MPI for the ranks.
-A process without any of them runs alone: it is rank 0 of 1.
+Knows the names of the deepspeed launcher and torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT;
+LOCAL_WORLD_SIZE from torchrun, LOCAL_SIZE from deepspeed), of Open MPI, MVAPICH, MPICH and its relatives (PMI), and of
+Slurm's `srun`. What RANK and the others say goes before what these say. A process without any of them runs alone: it
+is rank 0 of 1.
 """
 
+import os
 import socket
+import zlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 from harness.config.errors import UserError
+from harness.topology.processes import DEEPSPEED_LAUNCH, ancestor
+from harness.topology.slurm import first_host, in_step, tasks_on_node
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
+TIMEOUT_MINUTES = 30
+DEEPSPEED_PORT = 29500  # what its launcher takes where no --master_port is given
+PORTS = range(15000, 31000)  # of runs that are given none; below those that the system hands out itself
+
+
+@dataclass(frozen=True)
+class Names:
+    """How one launcher calls a process's place; of several names the first that is set counts."""
+
+    rank: str
+    world_size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...]
+    launch: tuple[str, ...] = ()  # what the ranks of one launch, and no others, have in common
+
+
+PLAIN = Names("RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
+OPEN_MPI = Names(
+    "OMPI_COMM_WORLD_RANK",
+    ("OMPI_COMM_WORLD_SIZE",),
+    ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+)
+MVAPICH = Names(
+    "MV2_COMM_WORLD_RANK",
+    ("MV2_COMM_WORLD_SIZE",),
+    ("MV2_COMM_WORLD_LOCAL_RANK",),
+    ("MV2_COMM_WORLD_LOCAL_SIZE",),
+)
+PMI = Names(
+    "PMI_RANK",
+    ("PMI_SIZE",),
+    ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+)
+SLURM = Names(
+    "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), (), ("SLURM_JOB_ID", "SLURM_STEP_ID")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +72,25 @@ class LaunchEnv:
     master_port: int = 0  # 0: none given, `export` takes a free one
     launched: bool = False  # whether a launcher started this process
     has_store: bool = False  # whether the launcher itself serves the store that ranks meet in
+    parent: str = ""  # the launcher whose process is this one's parent: torchrun, mpi or slurm
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "LaunchEnv":
         """Read the launcher's variables; UserError names one that is missing, no number or out of range."""
-        rank = _number(environ, "RANK", "OMPI_COMM_WORLD_RANK")
-        world_size = _number(environ, "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
-        if rank is None and world_size is None:
+        names = _launcher(environ)
+        if names is None:
             return cls()
-        local_rank = _number(environ, "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-        address, port = environ.get("MASTER_ADDR"), _number(environ, "MASTER_PORT")
+        parents = {"TORCHELASTIC_RUN_ID": "torchrun", OPEN_MPI.rank: "mpi", MVAPICH.rank: "mpi", PMI.rank: "mpi"}
+        parent = next((launcher for name, launcher in parents.items() if name in environ), "")
+        rank = _number(environ, "RANK", names.rank)
+        world_size = _world_size(environ, names)
+        local_rank = _number(environ, "LOCAL_RANK", *names.local_rank)
+        local_size = _number(environ, *PLAIN.local_world_size, *names.local_world_size)
+        if names is SLURM and local_size is None:
+            local_size = _slurm_tasks_here(environ)
+        if local_size is None:
+            local_size = world_size  # unknown: taken for one host
+        address, port = _master(environ, names, one_host=local_size == world_size)
         given = {
             "RANK": rank,
             "WORLD_SIZE": world_size,
@@ -49,9 +103,10 @@ class LaunchEnv:
             raise UserError(
                 f"{' and '.join(missing)} not set, but other variables of a launcher are: start through "
                 "`deepspeed` or `torchrun`, or unset RANK and WORLD_SIZE to run one process"
+                if names is PLAIN
+                else f"{names.rank} is set, but what it goes with is not: set {' and '.join(missing)} for all ranks"
             )
-        local_size = _number(environ, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-        local_size = world_size if local_size is None else local_size  # unknown: taken for one host
+        assert local_size is not None  # world_size else
         for what, index, size in (("RANK", rank, world_size), ("LOCAL_RANK", local_rank, local_size)):
             if not 0 <= index < size:
                 raise UserError(f"{what} is {index}, outside the {size} ranks that the launcher announced")
@@ -63,6 +118,7 @@ class LaunchEnv:
             master_addr=address,
             master_port=port,
             launched=True,
+            parent=parent or ("slurm" if in_step(environ) else ""),
             has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",  # torchrun
         )
 
@@ -81,6 +137,71 @@ class LaunchEnv:
         )
         if one_host and any(name == LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
             environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)  # each rank listens, even a process alone
+
+
+def run_timeout() -> timedelta:
+    """How long ranks wait for each other in a collective: DEEPSPEED_TIMEOUT minutes, else 30.
+
+    Raises UserError if that is no whole number from 1.
+    """
+    minutes = _number(os.environ, "DEEPSPEED_TIMEOUT")
+    if minutes is not None and minutes < 1:
+        raise UserError(f"DEEPSPEED_TIMEOUT is {minutes}: give a number of minutes from 1")
+    return timedelta(minutes=minutes or TIMEOUT_MINUTES)
+
+
+def _launcher(environ: Mapping[str, str]) -> Names | None:
+    """The names that this process's rank is to be read by; None for a process alone."""
+    if "RANK" in environ:
+        return PLAIN
+    for names in (OPEN_MPI, MVAPICH, PMI):
+        if names.rank in environ:
+            return names
+    if in_step(environ):
+        return SLURM
+    if "PMIX_RANK" in environ:
+        raise UserError("PMIX_RANK is set, but not how many ranks there are: set RANK, WORLD_SIZE and LOCAL_RANK")
+    return PLAIN if "WORLD_SIZE" in environ else None
+
+
+def _world_size(environ: Mapping[str, str], names: Names) -> int | None:
+    """Number of ranks; UserError where WORLD_SIZE contradicts the launcher that gave the rank."""
+    stated, announced = _number(environ, "WORLD_SIZE"), _number(environ, *names.world_size)
+    if stated is not None and announced is not None and stated != announced:
+        raise UserError(
+            f"WORLD_SIZE is {stated}, but {names.world_size[0]} says {announced}: unset WORLD_SIZE, or start as many"
+        )
+    return announced if stated is None else stated
+
+
+def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
+    return tasks_on_node(counts, _number(environ, "SLURM_NODEID") or 0)
+
+
+def _master(environ: Mapping[str, str], names: Names, *, one_host: bool) -> tuple[str | None, int | None]:
+    """Where rank 0 listens, as given or as every rank can tell by itself; None for what is not known."""
+    address, port = environ.get("MASTER_ADDR"), _number(environ, "MASTER_PORT")
+    if names is PLAIN:
+        if one_host and port == DEEPSPEED_PORT and (launch := ancestor(DEEPSPEED_LAUNCH)):
+            port = _port_of(f"deepspeed {launch}")  # so that two runs on a host do not get in each other's way
+        return address, port
+    if address is None and one_host:
+        address = LOOPBACK
+    elif address is None and names is SLURM:
+        hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+        address = first_host(hosts) if hosts else None
+    if port is None:
+        launch_id = " ".join(environ[name] for name in names.launch if name in environ)
+        if not launch_id and one_host and (proxy := ancestor("hydra_pmi_proxy")):
+            launch_id = f"hydra {proxy}"
+        port = _port_of(launch_id) if launch_id else None
+    return address, port
+
+
+def _port_of(launch: str) -> int:
+    """A port for a launch, which all its ranks find alike from what identifies it."""
+    return PORTS[zlib.crc32(launch.encode()) % len(PORTS)]
 
 
 def free_port(address: str = LOOPBACK) -> int:

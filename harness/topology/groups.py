@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from harness.config.errors import UserError
 from harness.config.wording import counted
+from harness.topology.env import run_timeout
 from harness.topology.layout import AXES, Axis, Coordinate, Layout
 
 
@@ -69,7 +70,7 @@ def _build_axis(layout: Layout, axis: Axis, rank: int) -> ProcessGroup | None:
             return None
         if len(ranks) == layout.world_size:
             return dist.group.WORLD
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=run_timeout())
         if rank in ranks:
             mine = group
     return mine

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from harness.config.errors import UserError
 from harness.topology.agreement import disagreement, spell_ranks
+from harness.topology.env import run_timeout
 from harness.topology.groups import Groups
 from harness.topology.layout import AXES
 
@@ -182,7 +183,7 @@ class ProcessSets:
         """A group of these ranks, as far as this rank is in it; collective over the world."""
         if len(ranks) == 1:
             return None
-        group = dist.new_group(list(ranks))
+        group = dist.new_group(list(ranks), timeout=run_timeout())
         return group if self._groups.rank in ranks else None
 
     def _keep_stage(self, stage: int) -> None:

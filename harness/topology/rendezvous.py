@@ -7,12 +7,14 @@ of several listens on the master's address only. torchrun's agent brings a store
 import errno
 import os
 import socket
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from harness.config.errors import UserError
 from harness.topology.env import LaunchEnv
+from harness.topology.slurm import address_of
 
 
 def open_store(env: LaunchEnv, timeout: timedelta) -> dist.Store | None:
@@ -25,6 +27,7 @@ def open_store(env: LaunchEnv, timeout: timedelta) -> dist.Store | None:
     if env.has_store:
         return None
     is_master = env.rank == 0
+    env = replace(env, master_addr=_reachable(env.master_addr))
     listener = _listen(env) if is_master else None
     return dist.TCPStore(
         env.master_addr,
@@ -36,14 +39,23 @@ def open_store(env: LaunchEnv, timeout: timedelta) -> dist.Store | None:
     )
 
 
+def _reachable(host: str) -> str:
+    """The host's name, or, where the network does not know it, the address that Slurm has for it."""
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        if (address := address_of(host)) is None:
+            raise UserError(f"MASTER_ADDR {host}: no such host: {error.strerror}") from error
+        return address
+    return host
+
+
 def _listen(env: LaunchEnv) -> socket.socket | None:
     """Listen on the master's address; None if it is not one of this host, as behind a load balancer."""
     place = f"{env.master_addr}:{env.master_port}"
     try:
         family, _, _, _, address = socket.getaddrinfo(env.master_addr, env.master_port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=max(env.world_size, 128))
-    except socket.gaierror as error:
-        raise UserError(f"MASTER_ADDR {env.master_addr}: no such host: {error.strerror}") from error
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,6 +42,13 @@ def beginning(console: Console, args: TrainingArguments, resume_from: Path | Non
     """Say that a run which might have gone on begins at step 0."""
     if args.resume_from_checkpoint == "auto" and resume_from is None:
         console.say(f"no checkpoint in {args.output_dir}: the run starts afresh")
+
+
+def stopped(console: Console, number: int, step: int) -> None:
+    """Say that a signal ended the run."""
+    console.say(
+        f'{signal.Signals(number).name}: saved and stopped after step {step}; resume_from_checkpoint "auto" goes on'
+    )
 
 
 def origin(console: Console, source: ModelSource, seed: int) -> None:

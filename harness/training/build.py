@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -21,9 +22,11 @@ from harness.config.handed import without_idle
 from harness.parallel.flatpart import FlatPart, KeepOwnParts
 from harness.parallel.memory import give_back_freed_memory
 from harness.parallel.staged import Layer, LayerSequence, StagedModule, deepspeed_topology
+from harness.topology.env import run_timeout
 from harness.topology.groups import Groups
 from harness.training.arguments import TrainingArguments
 from harness.training.clipping import correct_clipping
+from harness.training.distributed import give_timeout, open_groups
 from harness.training.engine import Engine, PipelineStages, WholeModel
 from harness.training.evidence import GuardedLoss, check_every_gradient
 from harness.training.losses import Loss
@@ -62,11 +65,13 @@ def build_engine(
     `local_states`: layers hand on tensors that are not the same on all tensor-parallel ranks.
     """
     config = deepspeed_config(setting)
+    groups_before = open_groups()
     acts = setting.args.nonfinite != "warn"
     guarded = GuardedLoss(loss, spoils=acts)
     if local_states and setting.groups.tensor is not None:
         config = _nothing_shared_out(config)
     interval = setting.resolved.activation_checkpoint_interval
+    index = setting.device.index  # where a rank sees its own device alone, not its local rank
     grid = None
     if setting.is_pipeline:
         module: nn.Module = StagedModule(
@@ -84,6 +89,7 @@ def build_engine(
     stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", setting.args.weight_decay)
     groups = parameter_groups(module, stated)
     engine, *_ = deepspeed.initialize(
+        args=SimpleNamespace() if index is None else SimpleNamespace(device_rank=index),
         model=module,
         model_parameters=groups,
         optimizer=None if "optimizer" in config else adamw(groups, setting.args),
@@ -92,6 +98,7 @@ def build_engine(
         config=config,
         dist_init_required=False,
     )
+    give_timeout(open_groups() - groups_before)
     correct_clipping(engine, setting.groups, skip_nonfinite=acts)
     if acts:
         check_every_gradient(engine.optimizer)
@@ -156,7 +163,7 @@ def layer_finisher(setting: Setting, part: FlatPart | None) -> Callable[[nn.Modu
     config = {name: value for name, value in deepspeed_config(setting).items() if name in kept}
     config["train_micro_batch_size_per_gpu"] = 1
     alone = [dist.get_rank()]
-    data_group = setting.groups.data or dist.new_group(alone, use_local_synchronization=True)
+    data_group = setting.groups.data or dist.new_group(alone, timeout=run_timeout(), use_local_synchronization=True)
 
     def partition(layer: nn.Module) -> None:
         _gather_as_one(layer)

@@ -6,6 +6,7 @@ that a process prints (DeepSpeed's, torch's and the compiler's words, from C++ t
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
@@ -90,7 +91,18 @@ def quiet(log: Path, rank: int) -> Iterator[Console]:
 
 def _duplicate(stream: TextIO) -> TextIO:
     stream.flush()
-    return os.fdopen(os.dup(stream.fileno()), "w", encoding="utf-8", errors="replace", buffering=1)
+    raw = io.BufferedWriter(_Unheard(os.dup(stream.fileno()), "w"))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="replace", line_buffering=True)
+
+
+class _Unheard(io.FileIO):
+    """A file whose reader may be gone: a run goes on although its terminal was closed, or its pipe."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
 
 
 def _show_ours(console: Console, show: Any) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -15,34 +14,55 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from harness.config.errors import UserError
 from harness.config.handed import accelerated
-from harness.topology.env import LaunchEnv
+from harness.topology.env import LaunchEnv, run_timeout
 from harness.topology.rendezvous import open_store
-
-TIMEOUT = timedelta(minutes=30)
 
 
 def start(env: LaunchEnv) -> torch.device:
     """Initialise torch.distributed for this process, alone or launched; returns this rank's device."""
     accelerator = get_accelerator()
-    accelerator.set_device(env.local_rank)
+    device = torch.device("cpu")
+    if accelerator.device_name() != "cpu":
+        index = device_index(env.local_rank, accelerator.device_count())
+        accelerator.set_device(index)
+        device = torch.device(accelerator.device_name(index))
     _avoid_compiling()
+    timeout = run_timeout()
     if not dist.is_initialized():
         env.export(os.environ)
         dist.init_process_group(
             accelerator.communication_backend_name(),
-            store=open_store(env, TIMEOUT),
+            store=open_store(env, timeout),
             rank=env.rank,
             world_size=env.world_size,
-            timeout=TIMEOUT,
+            timeout=timeout,
         )
     if not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed(timeout=TIMEOUT, auto_mpi_discovery=False, verbose=False)
-    return torch.device(accelerator.device_name(env.local_rank) if accelerator.device_name() != "cpu" else "cpu")
+        deepspeed.init_distributed(timeout=timeout, auto_mpi_discovery=False, verbose=False)
+    return device
+
+
+def device_index(local_rank: int, visible: int) -> int:
+    """Number of a rank's device among the `visible` ones; where it sees one alone (CUDA_VISIBLE_DEVICES), that one.
+
+    Raises UserError if there is none left for it.
+    """
+    if visible == 1:
+        return 0
+    if local_rank >= visible:
+        raise UserError(f"local rank {local_rank} has no device: {visible} are visible; start fewer ranks on this host")
+    return local_rank
 
 
 def open_groups() -> frozenset[dist.ProcessGroup]:
     """All process groups that this process has."""
     return frozenset(dist.distributed_c10d._world.pg_map)  # torch has no public list of them
+
+
+def give_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Give groups that DeepSpeed has made the run's timeout; on a GPU they would have 10 minutes."""
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(run_timeout(), group)  # torch has no public name for it
 
 
 def close_groups(kept: frozenset[dist.ProcessGroup]) -> None:
@@ -51,13 +71,13 @@ def close_groups(kept: frozenset[dist.ProcessGroup]) -> None:
         deepspeed.comm.destroy_process_group(group)  # DeepSpeed's, as it keeps some for its next engine
 
 
-def any_rank(wish: bool, device: torch.device) -> bool:
-    """Whether `wish` is true on any rank; all ranks call it."""
+def largest(values: Sequence[int], device: torch.device) -> list[int]:
+    """Each value's largest on any rank; all ranks call it with as many."""
     if dist.get_world_size() == 1:
-        return wish
-    flag = torch.tensor(int(wish), device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag)
+        return list(values)
+    found = torch.tensor(values, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [int(value) for value in found.tolist()]
 
 
 def require_precision(precision: str) -> None:

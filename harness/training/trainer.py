@@ -27,7 +27,7 @@ from harness.topology.agreement import check_agreement
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
-from harness.training import announce
+from harness.training import announce, signals
 from harness.training.admit import Admission, sample_length
 from harness.training.arguments import TrainingArguments
 from harness.training.build import Setting, build_engine
@@ -36,7 +36,7 @@ from harness.training.configure import configure
 from harness.training.console import Console, plain_console
 from harness.training.data.collate import Collator, collate
 from harness.training.data.stream import BatchStream, data_digest, dataset_length
-from harness.training.distributed import any_rank, close_groups, open_groups, require_device, require_precision, start
+from harness.training.distributed import close_groups, largest, open_groups, require_device, require_precision, start
 from harness.training.evaluate import mean_loss
 from harness.training.losses import AUX_LOSS
 from harness.training.nonfinite import NonFinite
@@ -87,6 +87,7 @@ class Trainer:
     ) -> None:
         env = LaunchEnv.from_environ(os.environ)
         self.args = args
+        self.launcher = env.parent
         self.output_dir = Path(args.output_dir)
         self.data_collator = data_collator
         self.console = console or plain_console(env.rank)
@@ -123,7 +124,6 @@ class Trainer:
         self.control = TrainerControl()
         self.nonfinite = NonFinite(args.nonfinite, self.console)
         self.callbacks: list[TrainerCallback] = [ProgressCallback(self.console), *callbacks]
-        self.asks = False  # whether a callback of any rank may ask for something
         if self.resume_from is not None:
             resume(self, self.resume_from)
 
@@ -139,19 +139,26 @@ class Trainer:
     # -- training ------------------------------------------------------------------------------------------
 
     def train(self) -> TrainerState:
-        """Train to the last step; returns the final state."""
+        """Train to the last step; returns the final state.
+
+        A signal that asks for the end (SIGTERM, SIGINT, SIGUSR1, SIGHUP; of any rank) raises `signals.Stopped`, a
+        SystemExit, after the step and a checkpoint.
+        """
         if self.stream is None:
             raise UserError("train() needs a train_dataset")
-        with Recorder(self) as recorder:
-            self.asks = any_rank(len(self.callbacks) > 1, self.engine.device)  # if none may ask, none has to agree
+        stop = 0
+        with signals.at_the_end_of_a_step(self.console.say, self.launcher), Recorder(self) as recorder:
             call(self.callbacks, "on_train_begin", self)
             call(self.callbacks, "on_epoch_begin", self)
-            while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
+            while self.state.global_step < self.state.max_steps and not (stop or self.control.should_training_stop):
                 record = self.training_step()
                 recorder.step(record)
-                self._after_step(record, recorder)
+                stop = self._after_step(record, recorder)
             self.nonfinite.summary(self.state.global_step)
             call(self.callbacks, "on_train_end", self)
+            if stop:
+                announce.stopped(self.console, stop, self.state.global_step)
+                raise signals.Stopped(stop)
         communication_summary(self.resolved.config)
         return self.state
 
@@ -181,8 +188,8 @@ class Trainer:
             skipped=not outcome.applied,
         )
 
-    def _after_step(self, record: StepRecord, recorder: Recorder) -> None:
-        """What is due after a step: callbacks, log, evaluation, checkpoint."""
+    def _after_step(self, record: StepRecord, recorder: Recorder) -> int:
+        """What is due after a step: callbacks, log, evaluation, checkpoint; returns the signal that ends the run."""
         args, step, control = self.args, record.step, self.control
         last = step == self.state.max_steps
         call(self.callbacks, "on_step_end", self, record=record)
@@ -195,24 +202,28 @@ class Trainer:
             logs = record.as_dict()
             recorder.log(logs)
             call(self.callbacks, "on_log", self, logs=logs)
-        self._agree_on_control()
+        stop = self._agree_on_control()
         by_cadence = self.eval_dataset is not None and (last or (args.eval_steps and step % args.eval_steps == 0))
-        if control.should_evaluate or by_cadence:
+        if not stop and (control.should_evaluate or by_cadence):
             control.should_evaluate = False
             recorder.evaluation(self.evaluate())
-            self._agree_on_control()
-        if control.should_save or (args.save_steps and (last or step % args.save_steps == 0)):
+            stop = self._agree_on_control()
+        if stop or control.should_save or (args.save_steps and (last or step % args.save_steps == 0)):
             control.should_save = False
             self.save_checkpoint()
-            self._agree_on_control()
+            stop = self._agree_on_control()
+        return stop
 
-    def _agree_on_control(self) -> None:
-        """Do on all ranks what a callback asked for on any: a rank that acts alone would wait for ever."""
-        control, device = self.control, self.engine.device
-        if self.asks:
-            control.should_training_stop = any_rank(control.should_training_stop, device)
-            control.should_save = any_rank(control.should_save, device)
-            control.should_evaluate = any_rank(control.should_evaluate, device)
+    def _agree_on_control(self) -> int:
+        """Do on all ranks what was asked for on any, as a rank that acts alone would wait for ever.
+
+        Returns the number of the signal that asks for the end, 0 if none does.
+        """
+        control = self.control
+        asked = (control.should_training_stop, control.should_save, control.should_evaluate)
+        stop, *flags = largest([signals.received(), *asked], self.engine.device)
+        control.should_training_stop, control.should_save, control.should_evaluate = map(bool, flags)
+        return stop
 
     # -- evaluation ----------------------------------------------------------------------------------------
 

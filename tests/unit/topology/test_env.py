@@ -6,6 +6,7 @@ import pytest
 
 from harness.config.errors import UserError
 from harness.topology.env import LaunchEnv, free_port
+from harness.topology.slurm import first_host, tasks_on_node
 
 DEEPSPEED = {
     "RANK": "5",
@@ -68,6 +69,102 @@ def test_exporting_a_launch_gives_it_back() -> None:
     launch, environ = LaunchEnv.from_environ(DEEPSPEED), {}
     launch.export(environ)
     assert LaunchEnv.from_environ(environ) == launch
+
+
+SRUN = {  # of rank 3 of `srun -N2 -n4`
+    "SLURM_JOB_ID": "1",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_LOCALID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+BATCH = {  # of the script of `sbatch -n4`, which is no task of a step
+    "SLURM_JOB_ID": "2",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+SALLOC = {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "8", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-host-1207@1",
+    "PMIX_RANK": "1",
+}
+
+
+def place(environ: dict[str, str]) -> tuple[int, int, int, int, str]:
+    read = LaunchEnv.from_environ(environ)
+    return read.rank, read.world_size, read.local_rank, read.local_world_size, read.master_addr
+
+
+def test_a_task_of_srun_knows_its_place_and_the_first_host() -> None:
+    assert place(SRUN) == (3, 4, 1, 2, "n1")
+    ports = {LaunchEnv.from_environ({**SRUN, "SLURM_PROCID": str(rank)}).master_port for rank in range(4)}
+    assert len(ports) == 1
+    assert ports != {LaunchEnv.from_environ({**SRUN, "SLURM_STEP_ID": "1"}).master_port}
+    given = LaunchEnv.from_environ({**SRUN, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "1234"})
+    assert (given.master_addr, given.master_port) == ("10.0.0.9", 1234)
+    one_host = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "n1"}
+    assert place(one_host) == (3, 4, 1, 4, "127.0.0.1")
+
+
+def test_the_shell_of_a_batch_job_is_no_launch() -> None:
+    for environ in (BATCH, SALLOC):
+        assert LaunchEnv.from_environ(environ) == LaunchEnv()
+        assert LaunchEnv.from_environ({**environ, **DEEPSPEED}) == LaunchEnv.from_environ(DEEPSPEED)
+    shell = {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}  # srun --pty bash, in it deepspeed
+    shell |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NTASKS": "4"}
+    assert place(shell)[:2] == (0, 1)
+    assert place({**shell, **DEEPSPEED}) == place(DEEPSPEED)
+
+
+def test_launchers_of_mpi_are_read_and_go_before_slurm_that_they_run_under() -> None:
+    assert place({**HYDRA, "MASTER_PORT": "1234"}) == (1, 2, 1, 2, "127.0.0.1")
+    assert place({**SRUN, **HYDRA, "MASTER_PORT": "1234"})[:2] == (1, 2)
+    assert place(OPEN_MPI) == (1, 2, 1, 2, "127.0.0.1")
+    mvapich = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items() if name.startswith("OMPI")}
+    assert place({**mvapich, "MASTER_PORT": "1234"}) == (1, 2, 1, 2, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({**HYDRA, "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}, "^PMI_RANK is set.*MASTER_ADDR and MASTER_PORT"),
+        ({"PMI_RANK": "0"}, "^PMI_RANK is set.*set WORLD_SIZE and LOCAL_RANK"),
+        ({"PMIX_RANK": "0"}, "^PMIX_RANK is set, but not how many"),
+        ({**SRUN, "WORLD_SIZE": "8"}, "^WORLD_SIZE is 8, but SLURM_STEP_NUM_TASKS says 4"),
+        ({**SRUN, "SLURM_PROCID": "x"}, "^SLURM_PROCID is 'x'"),
+    ],
+)
+def test_a_launch_that_says_too_little_is_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        LaunchEnv.from_environ(environ)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("n1", "n1"), ("n[07-09,12],gpu1", "n07"), ("a1,b[2-3]", "a1"), ("r[1-2]n[3-4]", "r1n3"), ("n[2,4]-ib", "n2-ib")],
+)
+def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+def test_the_tasks_on_a_node_of_a_slurm_list() -> None:
+    assert [tasks_on_node("2(x2),1,4", node) for node in range(5)] == [2, 2, 1, 4, None]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,44 @@
+"""The processes above this one, as far as the system shows them (in /proc)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+DEEPSPEED_LAUNCH = "deepspeed.launcher.launch"  # DeepSpeed's process on each host, the parent of the ranks there
+LEVELS = 8  # how far up a launcher is looked for; a wrapper or two may stand between
+
+
+def parent_of(process: int) -> int:
+    """A process's parent; 0 if the process is gone. Raises OSError if that cannot be known."""
+    if process == os.getpid():
+        return os.getppid()
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def command_of(process: int) -> tuple[str, ...]:
+    """A process's command line; empty if it cannot be seen."""
+    try:
+        text = Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return ()
+    return tuple(os.fsdecode(word) for word in text.split(b"\0")[:-1])
+
+
+def above() -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The nearest processes above this one, with their command lines, from the parent upwards."""
+    process = os.getpid()
+    for _ in range(LEVELS):
+        process = parent_of(process)
+        if process <= 1:
+            return
+        yield process, command_of(process)
+
+
+def ancestor(word: str) -> int:
+    """The nearest process above this one with `word` on its command line, or a path to it; 0 if there is none."""
+    return next((process for process, words in above() if any(word in (w, Path(w).name) for w in words)), 0)

@@ -1,0 +1,36 @@
+"""What Slurm says of a job step: its tasks on each host, and the host of the first."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+
+def in_step(environ: Mapping[str, str]) -> bool:
+    """Whether `srun` started this process as one of its tasks; the shell of a batch job or of salloc is none."""
+    return "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ
+
+
+def first_host(hosts: str) -> str:
+    """The first name of a Slurm list of hosts: `n07` of `n[07-09,12],gpu1`."""
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group() if match else hosts)
+
+
+def tasks_on_node(counts: str, node: int) -> int | None:
+    """Tasks on the node of that index, of a list as `2(x3),1`; None if it has no such node."""
+    expanded: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
+        expanded += [int(count)] * int(times or 1)
+    return expanded[node] if node < len(expanded) else None
+
+
+def address_of(node: str) -> str | None:
+    """The address that Slurm has for a node, whose name need not be one of the network; None if it does not tell."""
+    if shutil.which("scontrol") is None:
+        return None
+    shown = subprocess.run(["scontrol", "show", "node", node], capture_output=True, text=True, timeout=30, check=False)
+    match = re.search(r"NodeAddr=(\S+)", shown.stdout)
+    return match.group(1) if match else None

@@ -1,0 +1,91 @@
+"""The processes above a rank: who started it, whether they are still there, and the command that the user typed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.topology.processes import DEEPSPEED_LAUNCH, above, command_of, parent_of
+
+RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner")  # its process that the user starts
+RESUME = "--resume_from_checkpoint"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What stands above this process.
+
+    Attributes:
+        links: (process, its parent), from this process upwards, as far as they belong to the launch; none for a
+            process that no launcher started, which outlives the shell it was started in.
+        command: what the user typed; None where it cannot be known.
+        runner: process of the `deepspeed` command on this host, 0 if there is none.
+        is_deepspeed: whether DeepSpeed's launcher started this process.
+    """
+
+    links: tuple[tuple[int, int], ...] = ()
+    command: tuple[str, ...] | None = None
+    runner: int = 0
+    is_deepspeed: bool = False
+
+    @classmethod
+    def find(cls, parent: str = "") -> Launcher:
+        """The launcher of this process, if one started it; `parent` is `LaunchEnv.parent`."""
+        links, process = [], os.getpid()
+        for upper, command in above():
+            links.append((process, upper))
+            if DEEPSPEED_LAUNCH in command:
+                return cls._deepspeed(links, upper)
+            process = upper
+        if parent:
+            command = command_of(os.getppid()) if parent == "torchrun" else ()
+            return cls(links=((os.getpid(), os.getppid()),), command=command or None)
+        return cls(command=tuple(sys.orig_argv))
+
+    @classmethod
+    def _deepspeed(cls, links: list[tuple[int, int]], launch: int) -> Launcher:
+        runner = parent_of(launch)
+        command = command_of(runner)
+        if not any(Path(word).name in RUNNERS for word in command[:3]):  # started by ssh, or by hand
+            return cls(links=tuple(links), is_deepspeed=True)
+        return cls(links=(*links, (launch, runner)), command=command, runner=runner, is_deepspeed=True)
+
+    def is_gone(self) -> bool:
+        """Whether a process of the launch above this one has ended."""
+        try:
+            return any(parent_of(process) != parent for process, parent in self.links)
+        except OSError:  # it cannot be told now, as where no file can be opened
+            return False
+
+    def end_runner(self) -> None:
+        """End the `deepspeed` command, which was interrupted and would print a traceback of its own."""
+        if self.runner and parent_of(self.links[-1][0]) == self.runner:
+            os.kill(self.runner, signal.SIGTERM)
+
+    def resume_command(self) -> str | None:
+        """The command by which the user goes on from the newest checkpoint."""
+        return None if self.command is None else shlex.join(with_resume(_as_typed(self.command)))
+
+
+def with_resume(words: Sequence[str]) -> list[str]:
+    """A command with `--resume_from_checkpoint auto` in the place of whatever it said about it."""
+    kept: list[str] = []
+    for word in words:
+        if kept and kept[-1] == RESUME:
+            kept.pop()
+        elif not word.startswith(f"{RESUME}="):
+            kept.append(word)
+    return [*kept, RESUME, "auto"]
+
+
+def _as_typed(words: Sequence[str]) -> list[str]:
+    """A command line without the interpreter that runs a script of $PATH, and without that script's folder."""
+    if len(words) > 1 and (name := Path(words[1]).name) and shutil.which(name) == words[1]:
+        return [name, *words[2:]]
+    return list(words)

@@ -1,0 +1,134 @@
+"""Signals to real processes: what ends at once, what waits for the end of a step, who ends with its launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.training.launcher import Launcher, _as_typed, with_resume
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = """
+import os, sys, time
+from harness.training import signals
+say = lambda text: print(text, flush=True)
+def steps():
+    while not signals.received():
+        time.sleep(0.02)
+    time.sleep(float(sys.argv[2]))
+    raise signals.Stopped(signals.received())
+with signals.watching(say, sys.argv[3]):
+    if sys.argv[1] == "preparing":
+        say("ready")
+        time.sleep(30)
+    with signals.at_the_end_of_a_step(say):
+        if sys.argv[1] == "forking" and not os.fork():
+            time.sleep(30)
+        say("ready")
+        steps()
+"""
+LAUNCHER = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", sys.argv[1], "training", "0", "torchrun"])
+"""
+
+
+class Process:
+    """A program that is ready to be signalled."""
+
+    def __init__(self, program: str, *arguments: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program, *map(str, arguments)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def end(self) -> tuple[int, str]:
+        """Its exit code, and what it said after it was ready."""
+        said, _ = self.process.communicate(timeout=30)
+        return self.process.returncode, said
+
+
+def run(doing: str, seconds: float = 0) -> Process:
+    return Process(PROGRAM, doing, seconds, "")
+
+
+CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 138, signal.SIGHUP: 129}
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_a_signal_ends_a_run_with_the_usual_code(number: signal.Signals) -> None:
+    preparing, training = run("preparing"), run("training")
+    for process in (preparing, training):
+        process.process.send_signal(number)
+    said = f"{number.name} before the first step: the run has ended\n"
+    assert preparing.end() == (CODES[number], said)
+    assert training.end() == (CODES[number], "")
+
+
+def test_a_second_signal_ends_at_once_and_one_right_after_the_first_is_the_same() -> None:
+    patient, hurried = run("training", 1.5), run("training", 60)
+    for process in (patient, hurried):
+        process.process.send_signal(signal.SIGTERM)
+        process.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert hurried.process.poll() is None
+    hurried.process.send_signal(signal.SIGINT)
+    code, said = hurried.end()
+    assert code == 130 and said.startswith("SIGINT")
+    assert patient.end() == (143, "")
+
+
+def test_a_forked_child_ends_by_its_own_signal_and_leaves_the_parent_alone() -> None:
+    parent = run("forking")
+    child = int(subprocess.check_output(["pgrep", "-P", str(parent.process.pid)], text=True))
+    os.kill(child, signal.SIGTERM)
+    time.sleep(0.3)
+    assert parent.process.poll() is None
+    parent.process.send_signal(signal.SIGUSR1)
+    assert parent.end()[0] == 138
+
+
+def test_a_rank_ends_when_its_launcher_is_gone() -> None:
+    launcher = Process(LAUNCHER, PROGRAM)
+    launcher.process.kill()
+    code, said = launcher.end()  # the pipe is closed once the rank, too, has ended
+    assert (code, said) == (-signal.SIGKILL, "")
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Iterator[list[str]]:
+    """Words that start a stand-in of DeepSpeed's two processes above `python -c PROGRAM`, named as they are named."""
+    (tmp_path / "deepspeed").write_text("import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])")
+    passed = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[2:]])"
+    yield [str(tmp_path / "deepspeed"), "-c", passed, "deepspeed.launcher.launch", "-c"]
+
+
+def test_the_deepspeed_command_is_found_two_processes_above(chain: list[str]) -> None:
+    show = (
+        "from harness.training.launcher import Launcher; l = Launcher.find(); "
+        "print(len(l.links), l.is_deepspeed, l.runner > 1, l.is_gone(), l.resume_command())"
+    )
+    told = subprocess.check_output([sys.executable, *chain, show, "--resume_from_checkpoint=x"], cwd=ROOT, text=True)
+    assert told.startswith("2 True True False ")
+    assert told.rstrip().endswith("--resume_from_checkpoint auto") and "=x" not in told
+
+
+def test_the_command_that_goes_on() -> None:
+    words = ["deepspeed", "train.py", "--resume_from_checkpoint", "old", "--seed", "1"]
+    assert with_resume(words) == ["deepspeed", "train.py", "--seed", "1", "--resume_from_checkpoint", "auto"]
+    assert with_resume(with_resume(words)) == with_resume(words)
+    assert _as_typed(["/usr/bin/python3", "train.py"]) == ["/usr/bin/python3", "train.py"]
+    assert Launcher.find().links == ()

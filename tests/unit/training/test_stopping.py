@@ -1,0 +1,68 @@
+"""A signal while a Trainer trains: one checkpoint, the usual exit code, and the numbers of a whole run after it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness import Trainer, TrainerCallback, TrainingArguments
+from harness.training.signals import Stopped
+
+
+class Signal(TrainerCallback):
+    """Sends this process a signal in a step, and waits for it to be noticed."""
+
+    def __init__(self, number: int, step: int) -> None:
+        self.number, self.step = number, step
+        self.ended = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        from harness.training import signals
+
+        if state.global_step + 1 == self.step:
+            os.kill(os.getpid(), self.number)
+            while not signals.received():
+                pass
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.ended += 1
+
+
+def train(folder: Path, *callbacks: TrainerCallback, **changes: Any) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    points = torch.randn(64, 2).tolist()
+    arguments = TrainingArguments(
+        deepspeed_config={"train_batch_size": 8, "zero_optimization": {"stage": 1}},
+        output_dir=str(folder),
+        **{"max_steps": 5, "learning_rate": 1e-2, "save_steps": 0, **changes},
+    )
+    layers = [torch.nn.Linear(2, 8), torch.tanh, torch.nn.Linear(8, 1)]
+    data = [(torch.tensor(point), torch.tensor(point[:1])) for point in points]
+    loss = torch.nn.functional.mse_loss
+    trainer = Trainer(layers, arguments, data, loss_fn=loss, callbacks=callbacks)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
+def test_a_run_saves_once_and_goes_on_with_the_same_numbers(number: int, code: int, tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole")
+    callback = Signal(number, step=2)
+    before = signal.getsignal(number)
+    with pytest.raises(Stopped) as stopped:
+        train(tmp_path / "cut", callback)
+    assert stopped.value.code == code
+    assert callback.ended == 1
+    assert signal.getsignal(number) is before
+    assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-2"]
+    rest = train(tmp_path / "cut", resume_from_checkpoint="auto")
+    assert [(row["step"], row["loss"]) for row in rest] == [(row["step"], row["loss"]) for row in whole]
