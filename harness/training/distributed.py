@@ -80,6 +80,11 @@ def largest(values: Sequence[int], device: torch.device) -> list[int]:
     return [int(value) for value in found.tolist()]
 
 
+def any_rank(wish: bool, device: torch.device) -> bool:
+    """Whether `wish` is true on any rank; all ranks call it."""
+    return bool(largest([int(wish)], device)[0])
+
+
 def require_precision(precision: str) -> None:
     """Raise UserError if this device cannot train in `precision` (fp32, bf16 or fp16)."""
     accelerator = get_accelerator()
