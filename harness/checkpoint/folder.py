@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Progress:
         model: its layers and their size; empty in a checkpoint that does not say.
         optimizer: its name; empty in a checkpoint that does not say.
         hyperparameters: learning rate, schedule and what else the run was given that may change from here on.
+        files: size and CRC-32 of each file; empty in a checkpoint that does not say.
     """
 
     step: int
@@ -52,6 +54,7 @@ class Progress:
     model: str = ""
     optimizer: str = ""
     hyperparameters: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, list[int]] = field(default_factory=dict)
 
 
 def partial_name(step: int) -> str:
@@ -64,44 +67,20 @@ def finished_name(step: int) -> str:
     return f"checkpoint-{step}"
 
 
-def checkpoints(output_dir: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    found = []
-    for path in output_dir.glob("checkpoint-*"):
-        match = NAME.fullmatch(path.name)
-        if match and (path / STATE).is_file():
-            found.append((int(match.group(1)), path))
-    return [path for _, path in sorted(found)]
-
-
-def find_resume(output_dir: Path, wanted: str | None) -> Path | None:
-    """The checkpoint that `--resume_from_checkpoint` means, None for a fresh start.
-
-    Raises UserError if a named checkpoint is not whole, or if this run would overwrite another one: by a fresh start,
-    or by going on from a checkpoint of a run elsewhere.
-    """
-    if wanted == "auto":
-        found = checkpoints(output_dir)
-        return found[-1] if found else None
-    if wanted is not None:
-        if not (Path(wanted) / STATE).is_file():
-            raise UserError(f"--resume_from_checkpoint {wanted}: no whole checkpoint there ({STATE} is missing)")
-        if Path(wanted).resolve().parent == output_dir.resolve():
-            return Path(wanted)
-    if (output_dir / METRICS).exists() or checkpoints(output_dir):
-        raise UserError(
-            f"--output_dir {output_dir} already holds a run: give another directory, "
-            "or --resume_from_checkpoint auto to go on with it"
-        )
-    return None if wanted is None else Path(wanted)
+def numbered(output_dir: Path) -> list[tuple[int, Path]]:
+    """The folders of a run that bear a checkpoint's name, whole or not, with their steps, oldest first."""
+    matches = ((NAME.fullmatch(path.name), path) for path in output_dir.glob("checkpoint-*"))
+    return sorted((int(match.group(1)), path) for match, path in matches if match and path.is_dir())
 
 
 def read_progress(checkpoint: Path) -> Progress:
     """What a checkpoint says of itself; UserError if it cannot be read."""
     path = checkpoint / STATE
     try:
-        return Progress(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        stated = json.loads(path.read_text(encoding="utf-8"))
+        known = {item.name for item in fields(Progress)}  # a later version may say more
+        return Progress(**{name: value for name, value in stated.items() if name in known})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
@@ -157,9 +136,11 @@ def finish(output_dir: Path, progress: Progress) -> Path:
     return final
 
 
-def prune(output_dir: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints (None: keep all), and what unfinished saves have left."""
-    for path in checkpoints(output_dir)[: -keep if keep else None] if keep else []:
+def prune(output_dir: Path, kept: Sequence[Path] | None) -> None:
+    """Remove the checkpoints that are older than all of `kept` (None: none), and what unfinished saves have left."""
+    for _, path in numbered(output_dir) if kept else []:
+        if kept and path in kept:
+            break
         shutil.rmtree(path, ignore_errors=True)
     for path in output_dir.glob("writing-*-*"):
         shutil.rmtree(path, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from harness.checkpoint.folder import Progress, finish, partial_name, prune, read_progress
 from harness.checkpoint.reading import read_values, values_only
+from harness.checkpoint.wholeness import Files, changed_file, contents, newest, newest_whole
 from harness.config.errors import UserError
 
 RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # DeepSpeed lays them beside the model on every save
@@ -31,13 +33,35 @@ def save(engine: DeepSpeedEngine, output_dir: Path, progress: Progress, keep: in
     rank = dist.get_rank()
     torch.save(_random_state(), output_dir / tag / f"random_state_{rank}.pt")
     dist.barrier()
+    shares: list[Files] = [{}] * dist.get_world_size()
+    dist.all_gather_object(shares, contents(output_dir / tag, rank, len(shares)))
     if rank == 0:
         for script in RECOVERY_SCRIPTS:
             (output_dir / script).unlink(missing_ok=True)
-        finish(output_dir, progress)
-        prune(output_dir, keep)
+        finish(output_dir, replace(progress, files={name: file for share in shares for name, file in share.items()}))
+        prune(output_dir, newest(output_dir, keep))
     dist.barrier()
     return output_dir / f"checkpoint-{progress.step}"
+
+
+def first_unchanged(checkpoint: Path | None, output_dir: Path, *, auto: bool) -> tuple[Path | None, list[str]]:
+    """The checkpoint, or with `auto` the newest older one, all of whose files are what was saved; all ranks call it.
+
+    Returns with it what is wrong with those that are left out. Raises UserError, on all ranks alike, if the one that
+    was named is damaged.
+    """
+    left_out: list[str] = []
+    while checkpoint is not None:
+        found: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, changed_file(checkpoint, dist.get_rank(), len(found)))
+        reason = next(filter(None, found), None)
+        if reason is None:
+            break
+        left_out.append(f"{checkpoint} is damaged ({reason})")
+        if not auto:
+            raise UserError(f"{left_out[0]}: resume from another checkpoint")
+        checkpoint = newest_whole(output_dir, before=checkpoint)
+    return checkpoint, left_out
 
 
 def load(engine: DeepSpeedEngine, checkpoint: Path) -> Progress:

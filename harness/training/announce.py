@@ -38,10 +38,12 @@ def version(console: Console) -> None:
         console.warn(warning)
 
 
-def beginning(console: Console, args: TrainingArguments, resume_from: Path | None) -> None:
-    """Say that a run which might have gone on begins at step 0."""
+def beginning(console: Console, args: TrainingArguments, resume_from: Path | None, left_out: Sequence[str]) -> None:
+    """Say which checkpoints cannot be gone on from, and that a run which might have gone on begins at step 0."""
+    for line in left_out:
+        console.warn(f"{line}: it is left out")
     if args.resume_from_checkpoint == "auto" and resume_from is None:
-        console.say(f"no checkpoint in {args.output_dir}: the run starts afresh")
+        console.say(f"no {'whole ' if left_out else ''}checkpoint in {args.output_dir}: the run starts afresh")
 
 
 def stopped(console: Console, number: int, step: int) -> None:

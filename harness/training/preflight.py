@@ -7,7 +7,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.checkpoint.folder import find_resume, require_same_run
+from harness.checkpoint.folder import require_same_run
+from harness.checkpoint.wholeness import find_resume
 from harness.config.errors import UserError
 from harness.models.locate import DEFAULT_MODEL, model_directory
 from harness.topology.env import LaunchEnv

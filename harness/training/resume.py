@@ -18,7 +18,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from harness.checkpoint import state
+from harness.checkpoint.folder import require_same_adapters, require_same_run
+from harness.checkpoint.wholeness import damaged
 from harness.config import Resolved
+from harness.training import announce
 from harness.training.arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -79,6 +82,22 @@ class FreshValues:
             optimizer.loss_scaler = self.scaler
             optimizer.dynamic_loss_scale = self.scaler.dynamic
         _advance(engine.lr_scheduler, engine.global_steps - engine.skipped_steps, engine.train_batch_size())
+
+
+def intact(checkpoint: Path | None, trainer: Trainer) -> Path | None:
+    """The checkpoint to resume once its content is known to be what was saved; all ranks call it.
+
+    With `auto` it is an older one where it is not. Says which are left out, and whether the run begins at step 0.
+    """
+    args, output_dir = trainer.args, trainer.output_dir
+    auto = args.resume_from_checkpoint == "auto"
+    incomplete = damaged(output_dir, checkpoint) if auto else []
+    chosen, changed = state.first_unchanged(checkpoint, output_dir, auto=auto)
+    if chosen is not None and chosen != checkpoint:
+        require_same_run(chosen, trainer.resolved)
+        require_same_adapters(chosen, trainer.adapters)
+    announce.beginning(trainer.console, args, chosen, [*incomplete, *changed])
+    return chosen
 
 
 def resume(trainer: Trainer, checkpoint: Path) -> None:

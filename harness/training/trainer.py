@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.checkpoint import folder, state
+from harness.checkpoint.wholeness import find_resume
 from harness.config.errors import UserError
 from harness.config.shape import layer_drop, require_every_layer
 from harness.models.adapters import fingerprint
@@ -44,7 +45,7 @@ from harness.training.prepare import user_datasets
 from harness.training.profiling import communication_summary
 from harness.training.progress import ProgressCallback
 from harness.training.recorder import Recorder
-from harness.training.resume import hyperparameters, resume
+from harness.training.resume import hyperparameters, intact, resume
 from harness.training.saving import write_model
 from harness.training.stages import choose_boundaries, stage_lines
 from harness.training.subject import Model, adapted, decoder_subject, layers_subject
@@ -308,7 +309,7 @@ class Trainer:
             tensor=self.resolved.tensor,
             expert=self.resolved.expert,
         )
-        self.resume_from = folder.find_resume(self.output_dir, args.resume_from_checkpoint)
+        self.resume_from = find_resume(self.output_dir, args.resume_from_checkpoint)
         if self.resume_from is not None:
             folder.require_same_run(self.resume_from, self.resolved)
             folder.require_same_adapters(self.resume_from, self.adapters)
@@ -334,7 +335,7 @@ class Trainer:
         self._groups_of_others = open_groups()
         self.groups = build_groups(self.layout)
         announce.version(self.console)
-        announce.beginning(self.console, self.args, self.resume_from)
+        self.resume_from = intact(self.resume_from, self)
         announce.placement(self.console, self.layout, env)
         return Setting(args=self.args, resolved=self.resolved, groups=self.groups, device=device, max_steps=steps)
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from harness import Trainer, TrainingArguments
+from harness import Trainer, TrainingArguments, UserError
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, rows, tiny_model
 
@@ -77,3 +78,47 @@ def test_what_the_resumed_run_was_given_is_what_its_steps_use(tmp_path: Path) ->
                 assert row["loss"] == pytest.approx(loss, rel=1e-5), (job.layout, row["step"])
     run = json.loads((tmp_path / "1-pp2z1" / "run.json").read_text())
     assert {name: run["arguments"][name] for name in THEN} == THEN
+
+
+def spoil_and_resume(model: str, folder: str) -> tuple[list[int], list[dict[str, Any]], str]:
+    """Steps at which a run went on, whose newest checkpoint was spoilt without a change of size; what it was told."""
+    place = Path(folder) / "spoilt"
+    job = Job(model, "pp2z1")
+
+    def begin(resume: str | None) -> Trainer:
+        arguments = TrainingArguments(
+            deepspeed_config=job.deepspeed_config(),
+            output_dir=str(place),
+            max_steps=4,
+            save_steps=2,
+            resume_from_checkpoint=resume,
+        )
+        return Trainer(job.model, arguments, rows())
+
+    first = begin(None)
+    first.train()
+    first.close()
+    whole = curve(place)
+    if dist.get_rank() == 0:
+        spoilt = max((place / "checkpoint-4").glob("*optim_states.pt"))  # of one rank
+        spoilt.write_bytes(spoilt.read_bytes()[::-1])
+    dist.barrier()
+    try:
+        begin(str(place / "checkpoint-4"))
+        said = "accepted"
+    except UserError as error:
+        said = str(error)
+    again = begin("auto")
+    step = again.state.global_step
+    again.train()
+    again.close()
+    return [step, len(whole)], [*whole, *curve(place)], said
+
+
+def test_a_spoilt_checkpoint_is_left_out_by_all_ranks(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "m", "llama", True)
+    for (step, count), rows_seen, said in run_ranks(2, spoil_and_resume, model, str(tmp_path)):
+        assert step == 2
+        assert "is not what was saved" in said and "checkpoint-4" in said
+        whole, again = ([row["loss"] for row in part] for part in (rows_seen[:count], rows_seen[count:]))
+        assert again == pytest.approx(whole, rel=1e-6)

@@ -14,14 +14,14 @@ import pytest
 from harness import TrainingArguments, UserError
 from harness.checkpoint.folder import (
     Progress,
-    checkpoints,
-    find_resume,
     finish,
+    numbered,
     partial_name,
     prune,
     require_same_model,
     require_same_run,
 )
+from harness.checkpoint.wholeness import find_resume, newest
 from harness.models.skeleton import read_source
 from harness.training import announce
 from harness.training.configure import configure
@@ -56,12 +56,11 @@ def test_only_finished_checkpoints_count_and_the_newest_is_taken(tmp_path: Path)
     (tmp_path / partial_name(11)).mkdir()
     (tmp_path / "checkpoint-12").mkdir()
     assert find_resume(tmp_path, "auto") == tmp_path / "checkpoint-10"
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-9", "checkpoint-10"]
-    prune(tmp_path, 2)
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
+    prune(tmp_path, newest(tmp_path, 2))  # two whole ones, and what is newer
+    assert [step for step, _ in numbered(tmp_path)] == [9, 10, 12]
     assert not (tmp_path / partial_name(11)).exists()
-    prune(tmp_path, None)
-    assert len(checkpoints(tmp_path)) == 2
+    prune(tmp_path, newest(tmp_path, None))
+    assert len(numbered(tmp_path)) == 3
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

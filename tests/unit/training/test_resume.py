@@ -14,7 +14,8 @@ from torch.optim import lr_scheduler as of_torch
 from transformers import get_scheduler
 
 from harness import TrainingArguments, UserError
-from harness.checkpoint.folder import Progress, find_resume, finish, optimizer_name, partial_name, require_same_run
+from harness.checkpoint.folder import Progress, finish, optimizer_name, partial_name, require_same_run
+from harness.checkpoint.wholeness import find_resume
 from harness.training.configure import configure
 from harness.training.metrics import set_aside
 from harness.training.resume import _advance, changes, hyperparameters

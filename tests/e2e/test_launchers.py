@@ -1,0 +1,102 @@
+"""Other launchers than deepspeed's: srun over two nodes, mpiexec and torchrun each start one run, not many."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.topology.env import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.ranks
+
+CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+AuthType=auth/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/ctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/ctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+ReturnToService=2
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+SlurmctldPort={port}
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port1} CPUs=2
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port2} CPUs=2
+PartitionName=p Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A Slurm of two nodes on this machine; the environment in which its commands work."""
+    if not all(map(shutil.which, ("slurmctld", "slurmd", "srun", "munge"))) or os.getuid():
+        pytest.skip("Slurm is not installed, or cannot be started")
+    if subprocess.run(["munge", "-n"], capture_output=True, check=False).returncode:
+        pytest.skip("munged does not run")
+    folder = tmp_path / "slurm"
+    for name in ("state", "n1", "n2"):
+        (folder / name).mkdir(parents=True)
+    ports = {name: free_port() for name in ("port", "port1", "port2")}
+    (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, host=socket.gethostname(), **ports))
+    env = {**environment(), "SLURM_CONF": str(folder / "slurm.conf")}
+    try:
+        for command in (["slurmctld"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
+            subprocess.run(command, env=env, check=True, capture_output=True)
+        until = time.monotonic() + 30
+        while "idle" not in subprocess.run(["sinfo", "-h"], env=env, capture_output=True, text=True).stdout:
+            if time.monotonic() > until:
+                pytest.skip("Slurm does not start here")
+            time.sleep(0.5)
+        yield env
+    finally:
+        for pid in folder.glob("*.pid"):
+            os.kill(int(pid.read_text()), 15)
+
+
+def environment() -> dict[str, str]:
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in launched}
+    return {**kept, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def run(launcher: list[str], folder: Path, env: dict[str, str]) -> None:
+    """Two ranks must make one run of two stages, with one line a step."""
+    text = folder.with_suffix(".txt")
+    text.write_text("The quick brown fox jumps over the lazy dog; 0123456789. " * 60)
+    flags = ["--deepspeed_config", "pipeline_checkpointing", "--train_file", text, "--block_size", 32]
+    flags += ["--max_steps", 2, "--per_device_train_batch_size", 1, "--output_dir", folder]
+    command = [*launcher, sys.executable, "scripts/train.py", *map(str, flags)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((folder / "run.json").read_text())["layout"]["world_size"] == 2
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def test_srun_starts_one_run_over_two_nodes(slurm: dict[str, str], tmp_path: Path) -> None:
+    run(["srun", "-N2", "-n2"], tmp_path / "run", slurm)
+
+
+def test_mpiexec_and_torchrun_start_one_run(tmp_path: Path) -> None:
+    run(["torchrun", "--standalone", "--nproc_per_node", "2", "--no_python"], tmp_path / "torchrun", environment())
+    if shutil.which("mpiexec.hydra"):
+        run(["mpiexec.hydra", "-n", "2"], tmp_path / "hydra", environment())
