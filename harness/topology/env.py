@@ -154,9 +154,12 @@ def _launcher(environ: Mapping[str, str]) -> Names | None:
     """The names that this process's rank is to be read by; None for a process alone."""
     if "RANK" in environ:
         return PLAIN
-    for names in (OPEN_MPI, MVAPICH, PMI):
+    for names in (OPEN_MPI, MVAPICH):
         if names.rank in environ:
             return names
+    by_srun = [environ.get(name) for name in (SLURM.rank, SLURM.world_size[0])]
+    if PMI.rank in environ and by_srun != [environ.get(name) for name in (PMI.rank, *PMI.world_size)]:
+        return PMI  # not of `srun --mpi=pmi2`, whose own variables say more
     if in_step(environ):
         return SLURM
     if "PMIX_RANK" in environ:

@@ -135,6 +135,7 @@ def test_the_shell_of_a_batch_job_is_no_launch() -> None:
 def test_launchers_of_mpi_are_read_and_go_before_slurm_that_they_run_under() -> None:
     assert place({**HYDRA, "MASTER_PORT": "1234"}) == (1, 2, 1, 2, "127.0.0.1")
     assert place({**SRUN, **HYDRA, "MASTER_PORT": "1234"})[:2] == (1, 2)
+    assert place({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_JOBID": "1.0"}) == place(SRUN)  # srun --mpi=pmi2
     assert place(OPEN_MPI) == (1, 2, 1, 2, "127.0.0.1")
     mvapich = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items() if name.startswith("OMPI")}
     assert place({**mvapich, "MASTER_PORT": "1234"}) == (1, 2, 1, 2, "127.0.0.1")
