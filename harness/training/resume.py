@@ -114,6 +114,8 @@ def resume(trainer: Trainer, checkpoint: Path) -> None:
         trainer.stream.consumed = progress.consumed_samples
         trainer.state.epoch = trainer.stream.epoch
     console.say(f"resumed from {checkpoint} at step {progress.step}")
+    if progress.step >= trainer.state.max_steps:
+        console.say(f"all {trainer.state.max_steps} steps are done: nothing is left to train")
     for line in changes(progress.hyperparameters, trainer.hyperparameters):
         console.warn(line)
     same_data = (progress.seed, progress.data) == (trainer.args.seed, trainer.data_digest)

@@ -142,7 +142,7 @@ def at_the_end_of_a_step(tell: Callable[[str], None], parent: str = "") -> Itera
             raise
         finally:
             watch.saves = False
-        watch.where = "after the last step"
+        watch.where = "before the model was written"
 
 
 def received() -> int:
