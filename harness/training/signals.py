@@ -134,7 +134,7 @@ def at_the_end_of_a_step(tell: Callable[[str], None], parent: str = "") -> Itera
         if watch is None:
             yield
             return
-        watch.saves = True
+        watch.saves, watch.where = True, "again"
         try:
             yield
         except BaseException:
