@@ -114,7 +114,8 @@ def _guarded(
     except signals.Stopped as stopped:
         command = signals.resume_command()
         console.say(f"go on with: {command or 'the same command and --resume_from_checkpoint auto'}")
-        return int(stopped.code or 0)
+        sys.stdout.flush()
+        os._exit(int(stopped.code or 0))  # all is saved; whoever stops a run does not wait for Python to tidy up
     except BaseException as error:
         signals.say_nothing()
         traceback.print_exc()  # into this rank's log
