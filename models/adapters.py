@@ -107,7 +107,7 @@ def adapted_model(model: Any) -> tuple[ModelSource, Adaptation] | None:
         if f".modules_to_save.{name}." in key:
             weights[key.replace(f".modules_to_save.{name}.", ".")] = tensor
     config = lora_config(model.peft_config[name])
-    return replace(source, weights=weights), Adaptation(config=config, tensors=adapters)
+    return replace(source, weights=weights, model=None), Adaptation(config=config, tensors=adapters)
 
 
 def inject(model: PreTrainedModel, config: Any, *, keep_ties: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,14 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from harness.config.errors import UserError
 from harness.models.adapters import Adaptation, AdaptedWeights, inject
 from harness.models.attention import on_any_device
 from harness.models.conversion import Unconverted, WrittenForm, default_form, open_checkpoint, untie
 from harness.models.decoder import Blueprint, decoder_layers, unequal_shares
 from harness.models.frame import Frame
 from harness.models.locate import PLANS
+from harness.models.memory import foreign_modules
 from harness.models.routing import RouterTap, router_tap
 from harness.models.skeleton import ModelSource, build_skeleton
 from harness.models.weights import CheckpointReader, Initialiser, MemoryReader, WeightSource, read_by_transformers
@@ -117,6 +119,7 @@ def assemble(
     adaptation: Adaptation | None = None,
     router_loss: bool = False,
     part: FlatPart | None = None,
+    whole_logits: bool = False,
 ) -> CausalModel:
     """Prepare the model that `source` names for this rank; UserError for one that cannot be cut as asked.
 
@@ -129,10 +132,10 @@ def assemble(
         adaptation: adapters that are trained in the place of the weights.
         router_loss: whether the model's own loss of its routers is wanted, where it makes one.
         part: what `finish` will keep of every parameter, so that no more of a checkpoint has to be read.
+        whole_logits: whether every tensor-parallel rank shall have the logits of the whole vocabulary.
     """
-    model = build_skeleton(source.config)
-    find_plan = expert_parallel_plan if whole_experts else plan_for
-    plan = find_plan(model, PLANS) if tensor.size > 1 else None
+    model = source.skeleton()
+    plan = _plan(source, model, whole_experts) if tensor.size > 1 else None
     weights: WeightSource
     weights, form = _weight_source(source, model, seed, part)
     ends: Any = model.get_output_embeddings(), model.get_input_embeddings()
@@ -142,9 +145,9 @@ def assemble(
         weights = AdaptedWeights(base=weights, adaptation=adaptation, seed=seed)
     head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
     with on_any_device(model):
-        frame = Frame(model, device)
+        frame = Frame(model, device, source.weights if isinstance(source.weights, Mapping) else {})
         router = router_tap(frame, head) if router_loss else None
-    local_logits = plan is not None and plan.splits_head and _tail_is_elementwise(frame, plan, vocab_size, tensor.size)
+    local_logits = not whole_logits and _logits_may_be_local(frame, plan, vocab_size, tensor.size)
     text_config = source.config.get_text_config(decoder=True)
 
     def cut_layer(layer: nn.Module) -> None:
@@ -201,13 +204,24 @@ def _weight_source(
     return reader, checkpoint.form
 
 
-def _tail_is_elementwise(frame: Frame, plan: Plan, vocab_size: int, size: int) -> bool:
+def _plan(source: ModelSource, model: PreTrainedModel, whole_experts: bool) -> Plan:
+    """How tensor-parallel ranks share the model out; UserError for modules of which no plan of its family speaks."""
+    built = model if source.model is None else build_skeleton(source.config)
+    for name, module in foreign_modules(model, built):
+        raise UserError(
+            f"{name} is a {type(module).__name__} that a {source.config.model_type} model does not have there, so it "
+            "cannot be split: set tensor_parallel.autotp_size to 1"
+        )
+    return expert_parallel_plan(model, PLANS) if whole_experts else plan_for(model, PLANS)
+
+
+def _logits_may_be_local(frame: Frame, plan: Plan | None, vocab_size: int, size: int) -> bool:
     """Whether what the model does with its head's output (scaling, soft-capping) can be done part by part.
 
     Only then may the logits stay local. Tried on random numbers: the part of the whole must be the whole of the part.
     """
-    head: Any = frame.epilogue.get(plan.head or "")
-    if plan.head is None or head is None or head.weight.shape[0] != vocab_size:
+    head: Any = None if plan is None else frame.epilogue.get(plan.head or "")
+    if plan is None or plan.head is None or not plan.splits_head or head is None or head.weight.shape[0] != vocab_size:
         return False
     part = vocab_size // size
     generator = torch.Generator().manual_seed(0)

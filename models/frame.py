@@ -18,10 +18,11 @@ right shape; the real modules live in the pipeline layers (`decoder.py`) and are
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class Frame:
     Args:
         model: the causal language model on the meta device; it is taken over and changed.
         device: where the notes are made.
+        buffers: values, by name, of the buffers outside the layers, where they are not what the model computes anew.
 
     Attributes:
         stack: the name of the list of the model's decoder layers, e.g. `model.layers`.
@@ -58,7 +60,9 @@ class Frame:
             above or between the layers holds parameters: such a model cannot be cut into stages.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+    def __init__(
+        self, model: PreTrainedModel, device: torch.device, buffers: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> None:
         self.model = model
         self.device = device
         self.config = model.config
@@ -70,7 +74,7 @@ class Frame:
         self.layers: list[nn.Module] = list(model.get_submodule(stack).children())
         self.layer_names = [f"{stack}.{index}" for index in range(len(self.layers))]
         owners = parameter_owners(model, stack)
-        self._revive_buffers(stack)
+        self._revive_buffers(stack, buffers)
         put(model, stack, nn.ModuleList(LayerStub(layer, i, self) for i, layer in enumerate(self.layers)))
         self._stand_ins = {name: StandIn(without_adapters(module), name, self) for name, module in owners.items()}
         for name, stand_in in self._stand_ins.items():
@@ -88,7 +92,7 @@ class Frame:
         """The model as a message names it."""
         return f"model type {self.config.model_type!r}"
 
-    def _revive_buffers(self, stack: str) -> None:
+    def _revive_buffers(self, stack: str, values: Mapping[str, Tensor]) -> None:
         """Give the modules outside the layers that own buffers but no parameters (rotary tables) real buffers."""
         for name, module in self.model.named_modules():
             inside = name == stack or name.startswith(stack + ".")
@@ -97,6 +101,9 @@ class Frame:
             module.to_empty(device=self.device, recurse=False)
             with torch.no_grad():
                 self._model_around(name)._init_weights(module)
+                for key, buffer in module.named_buffers(name, recurse=False):
+                    if key in values and values[key].dtype == buffer.dtype:  # a half-precision copy has lost digits
+                        buffer.copy_(values[key])
 
     def _model_around(self, name: str) -> PreTrainedModel:
         """The innermost model that a module belongs to: its `_init_weights` may ask for its own attributes."""

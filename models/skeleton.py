@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
 
 from harness.config.errors import UserError
 from harness.models.locate import model_directory
+from harness.models.memory import require_plain, skeleton_of
 from harness.models.tensorfiles import has_tensors
 
 
@@ -35,19 +36,21 @@ class ModelSource:
         config: the HuggingFace config.
         weights: directory that holds weight files, or tensors by name, or None if they are to be initialised.
         generation: how the model generates text, saved beside it.
+        model: the model in memory whose own modules are trained; None if they are made from the config.
     """
 
     name: str
     config: PretrainedConfig
     weights: Path | Mapping[str, Tensor] | None
     generation: GenerationConfig | None = None
+    model: PreTrainedModel | None = None
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> ModelSource:
         """A model that is already in memory, with its weights and buffers.
 
-        UserError for one of several parts, and for one of another class than its config stands for, as every rank
-        builds the model from the config.
+        UserError for one of several parts, for one of another class than its config stands for, as it may be no
+        causal decoder, and for what could not be trained as it is (`memory.py`).
         """
         if is_composite(model.config):
             raise UserError(
@@ -60,8 +63,13 @@ class ModelSource:
                 f"a {kind} in memory is not the causal decoder that transformers makes from its {of_config}: "
                 f"if it is one, call AutoModelForCausalLM.register({of_config}, {kind}, exist_ok=True) before"
             )
+        require_plain(model)
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        return cls(name=kind, config=model.config, weights=tensors, generation=model.generation_config)
+        return cls(name=kind, config=model.config, weights=tensors, generation=model.generation_config, model=model)
+
+    def skeleton(self) -> PreTrainedModel:
+        """The model on the meta device: a copy of the one in memory, or built from the config."""
+        return build_skeleton(self.config) if self.model is None else skeleton_of(self.model, self.config)
 
 
 def read_source(name: str) -> ModelSource:

@@ -10,7 +10,7 @@ ids show it too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -161,7 +161,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 def _compare(
     model: PreTrainedModel, whole: Numbers, allowed: Numbers, ids: Tensor, cut: Cut, place: TensorParallel
 ) -> Difference | None:
-    source = ModelSource.of_model(model)
+    source = replace(ModelSource.of_model(model), model=None)  # made from the config, as on ranks that read a file
     stages = [cut(source, place) for _ in range(2)]  # each has a frame of its own, as on ranks of its own
     depth = len(stages[0].layers)
     built = [build_layers(stages[0].layers, 0, depth // 2, 0), build_layers(stages[1].layers, depth // 2, depth, 0)]

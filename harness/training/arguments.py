@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NoReturn, get_type_hints
 
 from harness.config import AutoValues
 from harness.config.errors import UserError
+from harness.training.hf_names import SETTINGS, refuse_arguments
 
 # transformers' schedules that need nothing but the number of steps and of warm-up steps
 SCHEDULES = (
@@ -107,6 +108,8 @@ class TrainingArguments:
     )
 
     def __new__(cls, **given: Any) -> TrainingArguments:
+        unknown = given.keys() - {item.name for item in fields(cls)}
+        refuse_arguments(sorted(unknown), cls.__init__, SETTINGS, cls.__name__)
         self = super().__new__(cls)
         # also where the value is the default: it may contradict the JSON
         object.__setattr__(self, "_given", frozenset(given))

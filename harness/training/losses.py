@@ -7,15 +7,19 @@ micro-batches and data-parallel ranks is the mean over all that was counted, how
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
+from transformers.modeling_outputs import CausalLMOutput
 
+from harness.config.errors import UserError
 from harness.parallel.cross_entropy import vocab_parallel_cross_entropy
 from harness.training.data.collate import IGNORED
 
@@ -103,11 +107,11 @@ class RouterLoss:
     its samples, as transformers' Trainer has it.
 
     Attributes:
-        causal: the cross entropy.
+        causal: the cross entropy, or a user's own loss of the logits.
         coefficient: by which the router loss is multiplied.
     """
 
-    causal: CausalLoss
+    causal: CausalLoss | LogitsLoss
     coefficient: float
     reports: ClassVar[tuple[str, ...]] = (AUX_LOSS,)
 
@@ -158,6 +162,65 @@ class MeanLoss:
     def parts(self, outputs: Any) -> dict[str, Tensor]:
         """Nothing."""
         return {}
+
+
+@dataclass(frozen=True)
+class LogitsLoss:
+    """A user's own loss of a decoder's logits: `loss_fn(logits, labels)`, the mean over the samples it is given.
+
+    A function that takes `num_items_in_batch` is given the number by which to divide its sum over the valid labels, so
+    that it is a mean over all of these in the global batch, as with HuggingFace's `compute_loss_func`.
+
+    Attributes:
+        loss_fn: called with whole logits [batch, sequence, vocabulary] and labels [batch, sequence], not shifted.
+    """
+
+    loss_fn: Callable[..., Tensor]
+    reports: ClassVar[tuple[str, ...]] = ()
+
+    @cached_property
+    def per_label(self) -> bool:
+        """Whether the function is given what to divide by."""
+        return "num_items_in_batch" in inspect.signature(self.loss_fn).parameters
+
+    def count(self, labels: Tensor, rows: int) -> int:
+        """Labels that are predicted and valid, or samples."""
+        return int((labels[:rows, 1:] != IGNORED).sum()) if self.per_label else rows
+
+    def units(self, inputs: Any) -> int:
+        """Tokens."""
+        return _first(inputs).numel()
+
+    def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
+        """The loss of the rows that count, in float32, weighted."""
+        if not self.per_label:
+            return _scalar(MeanLoss(self.loss_fn)(outputs, targets))
+        weight, _, _, labels = targets
+        return _scalar(self.loss_fn(outputs, labels, num_items_in_batch=1 / weight)).float()
+
+    def parts(self, outputs: Any) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+
+def logits_loss(loss_fn: Callable[..., Any] | None, compute_loss_func: Callable[..., Any] | None) -> LogitsLoss | None:
+    """The loss that a user gives for a HuggingFace model, by one name or by HuggingFace's; None for the model's own."""
+    if loss_fn is not None and compute_loss_func is not None:
+        raise UserError("loss_fn and compute_loss_func are both given: give one of them")
+    if compute_loss_func is None:
+        return None if loss_fn is None else LogitsLoss(loss_fn)
+
+    def of_logits(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        return compute_loss_func(CausalLMOutput(logits=logits), labels, num_items_in_batch=num_items_in_batch)
+
+    return LogitsLoss(of_logits)
+
+
+def _scalar(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise UserError(f"loss_fn returned {kind}: it must return one number in a tensor")
 
 
 def _tensors(value: Any) -> list[Tensor]:

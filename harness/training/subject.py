@@ -23,7 +23,7 @@ from harness.parallel.costs import LayerCost
 from harness.parallel.staged import Layer
 from harness.training.arguments import TrainingArguments
 from harness.training.build import Setting, layer_finisher, own_part
-from harness.training.losses import CausalLoss, Loss, MeanLoss, RouterLoss
+from harness.training.losses import CausalLoss, LogitsLoss, Loss, MeanLoss, RouterLoss
 
 Model: TypeAlias = str | ModelSource | PretrainedConfig | PreTrainedModel | nn.Sequential | Sequence[Layer]
 
@@ -73,29 +73,41 @@ class Subject:
 
 
 def model_source(model: Model) -> ModelSource | None:
-    """What a decoder is made from; None for a list of layers."""
+    """What a decoder is made from; None for a list of layers. UserError for what is neither."""
     if isinstance(model, str):
         return read_source(model)
     if isinstance(model, PretrainedConfig):
         return ModelSource(name=model.model_type, config=model, weights=None)
     if isinstance(model, PreTrainedModel):
         return ModelSource.of_model(model)
-    return model if isinstance(model, ModelSource) else None
+    if isinstance(model, ModelSource):
+        return model
+    inner = next((name for name in ("module", "_orig_mod") if isinstance(getattr(model, name, None), nn.Module)), None)
+    if inner is not None and not isinstance(model, Sequence | nn.Sequential):
+        raise UserError(f"the model is wrapped in a {type(model).__name__}: give what is in it, its .{inner}")
+    if not isinstance(model, Sequence | nn.Sequential):
+        raise UserError(
+            f"a {type(model).__name__} is no model: give a HuggingFace decoder, its directory or config, or a list of "
+            "layers with loss_fn"
+        )
+    return None
 
 
 def decoder_subject(
-    source: ModelSource, setting: Setting, sequence_length: int, adaptation: Adaptation | None = None
+    source: ModelSource,
+    setting: Setting,
+    sequence_length: int,
+    adaptation: Adaptation | None = None,
+    own_loss: LogitsLoss | None = None,
 ) -> Subject:
-    """Prepare the decoder that `source` names; UserError for one that cannot be cut as the layout asks."""
+    """Prepare the decoder that `source` names; UserError for one that cannot be cut as the layout asks.
+
+    `own_loss`: a user's loss of the whole logits, in the place of the cross entropy.
+    """
     args = setting.args
     config = with_attention(source.config, args.attn_implementation)
     require_available(config, setting.device, setting.dtype)
     source = replace(source, config=_with_router_loss(config, args))
-    if adaptation is not None and setting.resolved.config.get("pipeline", {}).get("use_reentrant"):
-        raise UserError(
-            "pipeline.use_reentrant: true gives adapters of the first layer no gradient, as what goes in needs none; "
-            "set it to false"
-        )
     # a model in memory may have begun from other random numbers on each rank: the first one's are sent round
     part = own_part(setting) if source.weights is None or isinstance(source.weights, Path) else None
     causal = assemble(
@@ -109,7 +121,9 @@ def decoder_subject(
         adaptation=adaptation,
         router_loss=getattr(source.config, "output_router_logits", False),
         part=part,
+        whole_logits=own_loss is not None,
     )
+    _require_gradients(causal, setting)
     if args.output_router_logits and causal.router is None:
         raise UserError(f"--output_router_logits: model type {source.config.model_type!r} makes no loss of routers")
     checkpointed = setting.resolved.activation_checkpoint_interval > 0
@@ -119,7 +133,7 @@ def decoder_subject(
         parameters=causal.parameter_counts(),
         trained=causal.parameter_counts(trained=True),
         costs=[cost.flops_per_token() for cost in causal.costs(sequence_length, checkpointed)],
-        loss=_decoder_loss(causal, setting),
+        loss=_decoder_loss(causal, setting, own_loss),
         causal=causal,
     )
 
@@ -140,6 +154,18 @@ def adapted(model: Model, peft_config: Any) -> tuple[ModelSource | None, Adaptat
     return source, Adaptation(config=lora_config(peft_config))
 
 
+def _require_gradients(causal: CausalModel, setting: Setting) -> None:
+    """UserError where nothing is trained, or where what is trained would get no gradient."""
+    trained = causal.parameter_counts(trained=True)
+    if not any(trained):
+        raise UserError("nothing is trained: every parameter of the model has requires_grad False")
+    if setting.resolved.config.get("pipeline", {}).get("use_reentrant") and not trained[0]:
+        raise UserError(
+            "pipeline.use_reentrant: true gives what is trained in the first layer no gradient, as what goes in needs "
+            "none; set it to false"
+        )
+
+
 def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> PretrainedConfig:
     """The config with what the arguments say of the router loss. UserError for a factor of a loss that is off."""
     if args.output_router_logits is not None:
@@ -153,8 +179,10 @@ def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> Pret
     return config
 
 
-def _decoder_loss(causal: CausalModel, setting: Setting) -> Loss:
-    loss = CausalLoss(vocab_size=causal.vocab_size, group=setting.groups.tensor if causal.local_logits else None)
+def _decoder_loss(causal: CausalModel, setting: Setting, own_loss: LogitsLoss | None) -> Loss:
+    loss = own_loss or CausalLoss(
+        vocab_size=causal.vocab_size, group=setting.groups.tensor if causal.local_logits else None
+    )
     if causal.router is None:
         return loss
     factor = setting.args.router_aux_loss_coef

@@ -18,6 +18,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from harness.checkpoint import folder, state
 from harness.checkpoint.wholeness import find_resume
 from harness.config.errors import UserError
@@ -39,8 +41,10 @@ from harness.training.data.collate import Collator, collate
 from harness.training.data.stream import BatchStream, data_digest, dataset_length
 from harness.training.distributed import close_groups, largest, open_groups, require_device, require_precision, start
 from harness.training.evaluate import mean_loss
-from harness.training.losses import AUX_LOSS
+from harness.training.hf_names import require_ours
+from harness.training.losses import AUX_LOSS, logits_loss
 from harness.training.nonfinite import NonFinite
+from harness.training.one_model import require_one_model, take_first_ranks, tensors_in_memory
 from harness.training.prepare import user_datasets
 from harness.training.profiling import communication_summary
 from harness.training.progress import ProgressCallback
@@ -50,6 +54,7 @@ from harness.training.saving import write_model
 from harness.training.stages import choose_boundaries, stage_lines
 from harness.training.subject import Model, adapted, decoder_subject, layers_subject
 from harness.training.verify import verify_plan
+from harness.training.whole import gather_model
 
 
 class Trainer:
@@ -61,7 +66,9 @@ class Trainer:
         args: the arguments; `args.deepspeed_config` is the DeepSpeed JSON.
         train_dataset, eval_dataset: map-style; items are dicts with input_ids (and labels), or with text or messages
             to be made tokens of, or pairs (inputs, labels).
-        loss_fn: of a list of layers: `loss_fn(outputs, labels)`, the mean over the samples it is given.
+        loss_fn: `loss_fn(outputs, labels)`, the mean over the samples it is given: needed for a list of layers; of a
+            HuggingFace model it takes the logits, in the place of the cross entropy (see `LogitsLoss`).
+        compute_loss_func: the same of a HuggingFace model with HuggingFace's signature.
         processing_class: the tokenizer, for text and messages; saved beside the model.
         data_collator: makes a micro-batch of a list of items.
         callbacks: called at the usual moments, on every rank.
@@ -85,7 +92,10 @@ class Trainer:
         callbacks: Sequence[TrainerCallback] = (),
         console: Console | None = None,
         peft_config: Any = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        **others: Any,
     ) -> None:
+        require_ours(type(self), Trainer, others)
         env = LaunchEnv.from_environ(os.environ)
         self.args = args
         self.launcher = env.parent
@@ -99,13 +109,15 @@ class Trainer:
         self.train_dataset, self.eval_dataset, self.processing_class = data.train, data.evaluation, data.tokenizer
         steps = self._configure(env, source, model if isinstance(model, str) else None)
         setting = self._join(env, steps)
+        take_first_ranks(tensors_in_memory(model, source, self.adaptation), setting.device, self.console)
         self.stream = self._stream()
         self.admission = Admission(source=source, setting=setting, collator=data_collator)
         sample = self.admission.first_batch(self.train_dataset, self.resolved.micro_batch)
         self.admission.first_batch(self.eval_dataset, self.eval_batch)
         if source is not None:
             announce.origin(self.console, source, args.seed)
-            self.subject = decoder_subject(source, setting, sample_length(sample), self.adaptation)
+            own_loss = logits_loss(loss_fn, compute_loss_func)
+            self.subject = decoder_subject(source, setting, sample_length(sample), self.adaptation, own_loss)
         else:
             self.subject = layers_subject(model, loss_fn)  # type: ignore[arg-type]
         if self.subject.causal is not None:
@@ -127,6 +139,7 @@ class Trainer:
         self.callbacks: list[TrainerCallback] = [ProgressCallback(self.console), *callbacks]
         if self.resume_from is not None:
             resume(self, self.resume_from)
+        require_one_model(self.engine.deepspeed.module, self.groups, self.resolved.zero_stage)
 
     def close(self) -> None:
         """Let go of the engine's memory and of its process groups, so that another Trainer may take its place."""
@@ -286,6 +299,21 @@ class Trainer:
         self.nonfinite.judge_weights(self.engine, str(directory))
         write_model(self, directory)
         return directory
+
+    def trained_model(self) -> PreTrainedModel | None:
+        """The model with its weights as they are now, on the CPU of rank 0, None on other ranks; all ranks call it.
+
+        A model that was given in memory is filled with them and returned. Rank 0 needs memory for the whole model.
+
+        Raises:
+            UserError: for adapters and for a list of layers.
+        """
+        return gather_model(self)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """Not there: each rank holds its own part of the model."""
+        raise AttributeError("a Trainer has no .model, as each rank holds a part of it: call trained_model()")
 
     # -- pieces of the start -------------------------------------------------------------------------------
 

@@ -1,0 +1,158 @@
+"""A model in memory is trained as it is, as one model on all ranks, and comes back trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from harness import Trainer, TrainingArguments, UserError
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Curve, Job, rows, tiny_model, worst
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 3
+
+
+class OwnBlock(nn.Module):
+    """In the place of a decoder's MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(64, 20), nn.Linear(20, 64)
+        self.register_buffer("scale", torch.tensor(1.5))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.up(self.down(hidden).sigmoid()) * self.scale
+
+
+def freeze(model: Any) -> None:
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[1].requires_grad_(False)
+
+
+def change(model: Any) -> None:
+    freeze(model)
+    torch.manual_seed(3)
+    model.model.layers[0].mlp = OwnBlock()
+    model.lm_head.weight = model.model.embed_tokens.weight.requires_grad_()
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    model.model.layers[2].self_attn.scaling = 0.7
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {"freeze": freeze, "change": change}
+
+
+def in_memory(job: Job, seed: int) -> Any:
+    """The model of a job, begun from `seed`, and changed by what the job's arguments name."""
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.model))
+    for name in job.arguments:
+        CHANGES[name](model)
+    return model
+
+
+def trainer_of(job: Job, folder: str, **arguments: Any) -> Trainer:
+    settings = TrainingArguments(
+        deepspeed_config=job.deepspeed_config(),
+        output_dir=f"{folder}/{job.layout}",
+        max_steps=STEPS,
+        learning_rate=1e-3,
+        adam_beta2=0.95,
+        lr_scheduler_type="constant",
+        save_steps=0,
+        **arguments,
+    )
+    return Trainer(in_memory(job, dist.get_rank()), settings, train_dataset=rows())
+
+
+def train_in_memory(jobs: list[Job], folder: str) -> list[tuple[Curve, dict[str, Tensor]]]:
+    """Curve, and on rank 0 the trained weights that differ from what is in the exported files, by name."""
+    found = []
+    for job in jobs:
+        trainer = trainer_of(job, folder)
+        records = [trainer.training_step() for _ in range(STEPS)]
+        model = trainer.trained_model()
+        assert (model is None) == (dist.get_rank() > 0)
+        tensors = {} if model is None else {name: p.detach().clone() for name, p in model.state_dict().items()}
+        found.append(([(record.loss, record.grad_norm or 0.0) for record in records], tensors))
+        trainer.close()
+    return found
+
+
+def reference(job: Job) -> tuple[Curve, dict[str, Tensor]]:
+    """The same by plain torch on rank 0's model."""
+    model = in_memory(job, 0).train()
+    ids = torch.tensor([row["input_ids"] for row in rows()])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    curve = []
+    for _ in range(STEPS):
+        logits = model(ids).logits[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((loss.item(), norm.item()))
+    return curve, model.state_dict()
+
+
+def test_a_model_in_memory_is_one_model_and_stays_what_it_is(tmp_path: Path) -> None:
+    llama = tiny_model(tmp_path / "llama", "llama", False)
+    mixtral = tiny_model(tmp_path / "mixtral", "mixtral", False)
+    jobs = [Job(llama, layout, arguments={"change": True}) for layout in ("pp2z1", "dp2z2", "dp2z3")]
+    jobs += [Job(llama, "tp2z1", arguments={"freeze": True}), Job(mixtral, "tp2z0")]
+    first, second = run_ranks(2, train_in_memory, jobs, str(tmp_path), timeout_s=240)
+    for job, (curve, tensors), (other_curve, _) in zip(jobs, first, second, strict=True):
+        wanted, weights = reference(job)
+        loss, norm = worst(curve, wanted)
+        assert loss < 2e-6 and norm < 2e-5 and curve == other_curve, (job, loss, norm)
+        assert tensors.keys() == weights.keys()
+        for name, tensor in weights.items():
+            assert torch.allclose(tensors[name], tensor, atol=2e-5), (job, name)
+    frozen = in_memory(jobs[3], 0).model.layers[1].mlp.up_proj.weight
+    assert torch.equal(first[3][1]["model.layers.1.mlp.up_proj.weight"], frozen)
+
+
+def unlike(rank_of_seed: int) -> nn.Module:
+    torch.manual_seed(rank_of_seed)
+    return nn.Linear(4, 4)
+
+
+def own_layers(folder: str) -> tuple[list[float], str]:
+    """Losses of layers that each rank made for itself; what is said of a factory that differs between ranks."""
+    rank = dist.get_rank()
+    config = {"train_batch_size": 8, "zero_optimization": {"stage": 1}}
+    data = [(torch.full((4,), float(i)), torch.ones(4)) for i in range(8)]
+
+    def begin(layers: list[Any], config: dict[str, Any]) -> Trainer:
+        settings = TrainingArguments(deepspeed_config=config, output_dir=folder, max_steps=2, save_steps=0)
+        return Trainer(layers, settings, data, loss_fn=nn.functional.mse_loss)
+
+    losses = []
+    for layout in ({"pipeline": {"stages": 2}}, {"tensor_parallel": {"autotp_size": 2}}, {}):
+        trainer = begin([unlike(rank), torch.tanh, unlike(rank + 2)], {**config, **layout})
+        losses.append(trainer.training_step().loss)
+        trainer.close()
+    try:
+        begin([LayerSpec(unlike, rank), nn.Linear(4, 4)], {**config, "tensor_parallel": {"autotp_size": 2}})
+    except UserError as error:
+        return losses, str(error)
+    return losses, ""
+
+
+def test_layers_made_without_a_seed_are_one_model_and_a_factory_that_differs_is_told(tmp_path: Path) -> None:
+    first, second = run_ranks(2, own_layers, str(tmp_path))
+    assert first == second
+    losses, message = first
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    assert "rank 1 holds other values of 0.weight than rank 0" in message or "0.bias" in message

@@ -1,0 +1,89 @@
+"""A user's own loss of a HuggingFace model gives the numbers of plain torch, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from harness import Trainer, TrainingArguments
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Curve, Job, rows, tiny_model, worst
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 3
+
+
+def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
+    """Needs every logit of the vocabulary: label smoothing, and the square of the log of the softmax' denominator."""
+    flat, wanted = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+    return functional.cross_entropy(flat, wanted, label_smoothing=0.3) + 0.01 * flat.logsumexp(-1).square().mean()
+
+
+def summed(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    flat, wanted = outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+    return functional.cross_entropy(flat, wanted, label_smoothing=0.3, reduction="sum") / num_items_in_batch
+
+
+def curves(jobs: list[Job], folder: str) -> list[Curve]:
+    found = []
+    for job in jobs:
+        arguments = TrainingArguments(
+            deepspeed_config=job.deepspeed_config(),
+            output_dir=f"{folder}/{job.layout}",
+            max_steps=STEPS,
+            learning_rate=1e-3,
+            adam_beta2=0.95,
+            lr_scheduler_type="constant",
+            save_steps=0,
+        )
+        data = rows(job.masked)
+        loss: Any = {"compute_loss_func": summed} if job.masked else {"loss_fn": smoothed}
+        trainer = Trainer(job.model, arguments, train_dataset=data, eval_dataset=data[:5], **loss)
+        records = [trainer.training_step() for _ in range(STEPS)]
+        curve = [(record.loss, record.grad_norm or 0.0) for record in records]
+        found.append([*curve, (trainer.evaluate()["eval_loss"], 1.0)])
+        trainer.close()
+    return found
+
+
+def reference(model_dir: str, masked: bool) -> Curve:
+    """Plain torch on the whole model, the whole batch at once."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+    data = rows(masked)
+    ids = torch.tensor([row["input_ids"] for row in data])
+    labels = torch.tensor([row.get("labels", row["input_ids"]) for row in data])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def loss_of(n: int) -> Tensor:
+        outputs = model(ids[:n])
+        if not masked:
+            return smoothed(outputs.logits, labels[:n])
+        return summed(outputs, labels[:n], (labels[:n, 1:] != -100).sum())
+
+    curve = []
+    for _ in range(STEPS):
+        loss = loss_of(len(ids))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((loss.item(), norm.item()))
+    with torch.no_grad():
+        return [*curve, (loss_of(5).item(), 1.0)]
+
+
+def test_a_loss_of_the_logits_is_that_of_plain_torch_in_every_layout(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "m", "llama", True)
+    jobs = [Job(model, layout) for layout in ("tp2z1", "pp2z0", "dp2z2", "dp2z3")]
+    jobs += [Job(model, layout, masked=True) for layout in ("tp2z0", "dp2z3")]
+    wanted = {masked: reference(model, masked) for masked in (False, True)}
+    for job, curve in zip(jobs, run_ranks(2, curves, jobs, str(tmp_path))[0], strict=True):
+        loss, norm = worst(curve, wanted[job.masked])
+        assert loss < 2e-6 and norm < 2e-5, (job.layout, loss, norm)
