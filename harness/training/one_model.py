@@ -68,7 +68,7 @@ def take_first_ranks(tensors: Mapping[str, Tensor], device: torch.device, consol
 
 
 def require_one_model(module: nn.Module, groups: Groups, zero_stage: int) -> None:
-    """UserError, on all ranks, where ranks hold other values of what they must hold alike; all ranks call it.
+    """UserError, on all ranks, where ranks begin with other values of what they must hold alike; all ranks call it.
 
     Those are weights that are not cut along tensor-parallel ranks, all weights along data-parallel ranks (under ZeRO-3
     each has its own part), and tied weights along the stages that hold them.

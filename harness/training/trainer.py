@@ -37,7 +37,7 @@ from harness.training.build import Setting, build_engine
 from harness.training.callbacks import StepRecord, TrainerCallback, TrainerControl, TrainerState, call
 from harness.training.configure import configure
 from harness.training.console import Console, plain_console
-from harness.training.data.collate import Collator, collate
+from harness.training.data.collate import Collator, MicroBatch, collate
 from harness.training.data.stream import BatchStream, data_digest, dataset_length
 from harness.training.distributed import close_groups, largest, open_groups, require_device, require_precision, start
 from harness.training.evaluate import mean_loss
@@ -112,8 +112,7 @@ class Trainer:
         take_first_ranks(tensors_in_memory(model, source, self.adaptation), setting.device, self.console)
         self.stream = self._stream()
         self.admission = Admission(source=source, setting=setting, collator=data_collator)
-        sample = self.admission.first_batch(self.train_dataset, self.resolved.micro_batch)
-        self.admission.first_batch(self.eval_dataset, self.eval_batch)
+        sample = self._first_samples()
         if source is not None:
             announce.origin(self.console, source, args.seed)
             own_loss = logits_loss(loss_fn, compute_loss_func)
@@ -137,9 +136,10 @@ class Trainer:
         self.control = TrainerControl()
         self.nonfinite = NonFinite(args.nonfinite, self.console)
         self.callbacks: list[TrainerCallback] = [ProgressCallback(self.console), *callbacks]
-        if self.resume_from is not None:
+        if self.resume_from is None:
+            require_one_model(self.engine.deepspeed.module, self.groups, self.resolved.zero_stage)
+        else:
             resume(self, self.resume_from)
-        require_one_model(self.engine.deepspeed.module, self.groups, self.resolved.zero_stage)
 
     def close(self) -> None:
         """Let go of the engine's memory and of its process groups, so that another Trainer may take its place."""
@@ -366,6 +366,11 @@ class Trainer:
         self.resume_from = intact(self.resume_from, self)
         announce.placement(self.console, self.layout, env)
         return Setting(args=self.args, resolved=self.resolved, groups=self.groups, device=device, max_steps=steps)
+
+    def _first_samples(self) -> MicroBatch | None:
+        """A micro-batch of the training data, after a look at both data sets."""
+        self.admission.first_batch(self.eval_dataset, self.eval_batch)
+        return self.admission.first_batch(self.train_dataset, self.resolved.micro_batch)
 
     def _stream(self) -> BatchStream | None:
         if self.train_dataset is None:
