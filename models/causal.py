@@ -132,7 +132,7 @@ def assemble(
         adaptation: adapters that are trained in the place of the weights.
         router_loss: whether the model's own loss of its routers is wanted, where it makes one.
         part: what `finish` will keep of every parameter, so that no more of a checkpoint has to be read.
-        whole_logits: whether every tensor-parallel rank shall have the logits of the whole vocabulary.
+        whole_logits: whether every tensor-parallel rank has the logits of the whole vocabulary.
     """
     model = source.skeleton()
     plan = _plan(source, model, whole_experts) if tensor.size > 1 else None
@@ -148,16 +148,15 @@ def assemble(
         frame = Frame(model, device, source.weights if isinstance(source.weights, Mapping) else {})
         router = router_tap(frame, head) if router_loss else None
     local_logits = not whole_logits and _logits_may_be_local(frame, plan, vocab_size, tensor.size)
-    text_config = source.config.get_text_config(decoder=True)
 
     def cut_layer(layer: nn.Module) -> None:
         if plan is not None:
-            cut_with_adapters(layer, plan, tensor, text_config, local_logits=local_logits)
+            text = source.config.get_text_config(decoder=True)
+            cut_with_adapters(layer, plan, tensor, text, local_logits=local_logits)
         run_where_aligned(layer, dtype)
 
-    blueprint = Blueprint(
-        frame=frame, cut=cut_layer, source=weights, device=device, dtype=dtype, finish=finish, tap=router
-    )
+    options: Any = dict(device=device, dtype=dtype, finish=finish, tap=router)
+    blueprint = Blueprint(frame=frame, cut=cut_layer, source=weights, **options)
     return CausalModel(
         layers=decoder_layers(blueprint),
         source=source,

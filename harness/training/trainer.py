@@ -132,8 +132,7 @@ class Trainer:
         announce.stages(self.console, self.layout, self.resolved, steps, self.stages)
         announce.adapters(self.console, self.adaptation, self.subject)
         self.hyperparameters = hyperparameters(args, self.resolved, steps)
-        self.state = TrainerState(max_steps=steps, is_world_process_zero=env.rank == 0)
-        self.control = TrainerControl()
+        self.state, self.control = TrainerState(max_steps=steps, is_world_process_zero=env.rank == 0), TrainerControl()
         self.nonfinite = NonFinite(args.nonfinite, self.console)
         self.callbacks: list[TrainerCallback] = [ProgressCallback(self.console), *callbacks]
         if self.resume_from is None:

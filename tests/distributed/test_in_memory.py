@@ -123,9 +123,12 @@ def test_a_model_in_memory_is_one_model_and_stays_what_it_is(tmp_path: Path) -> 
     assert torch.equal(first[3][1]["model.layers.1.mlp.up_proj.weight"], frozen)
 
 
-def unlike(rank_of_seed: int) -> nn.Module:
-    torch.manual_seed(rank_of_seed)
-    return nn.Linear(4, 4)
+class Unlike(nn.Linear):
+    """A layer of random numbers of its own."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        super().__init__(4, 4)
 
 
 def own_layers(folder: str) -> tuple[list[float], str]:
@@ -140,11 +143,11 @@ def own_layers(folder: str) -> tuple[list[float], str]:
 
     losses = []
     for layout in ({"pipeline": {"stages": 2}}, {"tensor_parallel": {"autotp_size": 2}}, {}):
-        trainer = begin([unlike(rank), torch.tanh, unlike(rank + 2)], {**config, **layout})
+        trainer = begin([Unlike(rank), torch.tanh, Unlike(rank + 2)], {**config, **layout})
         losses.append(trainer.training_step().loss)
         trainer.close()
     try:
-        begin([LayerSpec(unlike, rank), nn.Linear(4, 4)], {**config, "tensor_parallel": {"autotp_size": 2}})
+        begin([LayerSpec(Unlike, rank), nn.Linear(4, 4)], {**config, "tensor_parallel": {"autotp_size": 2}})
     except UserError as error:
         return losses, str(error)
     return losses, ""
