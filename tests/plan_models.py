@@ -156,11 +156,31 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def plan_model(family: str, shape: dict[str, Any]) -> PreTrainedModel:
+# Sizes that three ranks do not share equally: two key/value heads, and odd widths.
+ODD_SIZES: dict[str, Any] = {
+    **SIZES,
+    **dict.fromkeys(("hidden_size", "word_embed_proj_dim", "lru_width"), 48),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "dff", "decoder_ffn_dim", "n_inner"), 37),
+    **dict.fromkeys(("num_attention_heads", "decoder_attention_heads", "encoder_attention_heads"), 6),
+}
+ODD_SHAPES: dict[str, dict[str, Any]] = {
+    "bamba": {**MAMBA, "mamba_n_heads": 12, "attn_layer_indices": [1]},
+    "codegen": {"num_attention_heads": 16, "hidden_size": 64},
+    "falcon_h1": {**MAMBA, "mamba_n_heads": 12, "mamba_d_ssm": 96},
+    "mamba2": {"num_heads": 12, "head_dim": 8, "state_size": 4, "expand": 2, "n_groups": 2},
+    "moshi": {"ffn_dim": 74},
+    "openai-gpt": {"num_attention_heads": 5, "hidden_size": 40},
+    "xlm-roberta-xl": {**PADDED_DECODER, "num_attention_heads": 5, "hidden_size": 40},
+}
+# Whose forward counts on equal shares, or needs a key/value head on each rank.
+REFUSED_ODD = {"dbrx", "doge", "jetmoe", "mamba2", "moshi", "zamba2"}
+
+
+def plan_model(family: str, shape: dict[str, Any], sizes: dict[str, Any] = SIZES) -> PreTrainedModel:
     """A random model of a family in a shape, biases and norms included, the same on every rank."""
     kind = CONFIG_MAPPING[family]
     default = kind()
-    fields = {name: size for name, size in SIZES.items() if hasattr(default, name) and not is_property(kind, name)}
+    fields = {name: size for name, size in sizes.items() if hasattr(default, name) and not is_property(kind, name)}
     fields |= {name: 0.0 for name in dir(default) if ("drop" in name or "jitter" in name) and is_float(default, name)}
     config = kind(**{**fields, "vocab_size": VOCABULARY, "use_cache": False, **shape})
     torch.manual_seed(5)

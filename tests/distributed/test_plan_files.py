@@ -7,14 +7,25 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from harness.config.errors import UserError
 from harness.parallel.apply import cut
 from harness.parallel.comm import TensorParallel
+from harness.parallel.experts import run_where_aligned
 from harness.parallel.plan import plan_for
 from tests.distributed.comparing import differences
 from tests.distributed.ranks import run_ranks
-from tests.plan_models import PLANS, SHAPES, VOCABULARY, plan_model
+from tests.plan_models import (
+    ODD_SHAPES,
+    ODD_SIZES,
+    PLANS,
+    REFUSED_ODD,
+    SHAPES,
+    VOCABULARY,
+    plan_model,
+)
 
 pytestmark = pytest.mark.ranks
 TOLERANCE = 5e-6  # float32, sums in another order
@@ -37,6 +48,32 @@ def compare(family: str, shape: dict[str, Any]) -> dict[str, float]:
 def run_shapes() -> dict[str, list[dict[str, float]]]:
     """What every rank does."""
     return {family: [compare(family, shape) for shape in shapes] for family, shapes in SHAPES.items()}
+
+
+def run_odd_shapes() -> dict[str, dict[str, float] | str]:
+    """What every rank does with shares that are not equal: differences, or why a family was refused."""
+    found: dict[str, dict[str, float] | str] = {}
+    for family, shapes in SHAPES.items():
+        shape = ODD_SHAPES.get(family, shapes[0])
+        model = plan_model(family, shape, ODD_SIZES)
+        part = copy.deepcopy(model)
+        try:
+            cut(part, "", plan_for(part, PLANS), TensorParallel.of(dist.group.WORLD), part.config)
+        except UserError as error:
+            found[family] = str(error)
+            continue
+        run_where_aligned(model, torch.float32)
+        found[family] = differences(model, part, dist.group.WORLD, VOCABULARY)
+    return found
+
+
+def test_shares_that_are_not_equal_give_the_model_too() -> None:
+    for rank, result in enumerate(run_ranks(3, run_odd_shapes, timeout_s=300)):
+        assert {family for family, found in result.items() if isinstance(found, str)} == REFUSED_ODD
+        for family, errors in result.items():
+            if not isinstance(errors, str):
+                wrong = {what: error for what, error in errors.items() if not error <= 2 * TOLERANCE}
+                assert not wrong, f"{family} on rank {rank}: {wrong}"
 
 
 @pytest.fixture(scope="module")
