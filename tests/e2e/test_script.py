@@ -191,5 +191,5 @@ def test_bad_input_is_one_line_and_no_rank_is_left(case: str, bad_folder: Path, 
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("error: ") and words in lines[0], lines[0]
     assert "Traceback" not in done.stdout + done.stderr
-    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(tmp_path) not in listing

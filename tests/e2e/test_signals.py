@@ -1,0 +1,87 @@
+"""Signals to a run of several ranks under the deepspeed launcher: all ranks save at one step and end, none is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+
+pytestmark = pytest.mark.ranks
+
+
+class Run:
+    """A run of two stages that would go on for ever, which has made its first steps."""
+
+    def __init__(self, command: list[str], folder: Path, steps: int) -> None:
+        self.folder, self.said = folder, folder.with_suffix(".out")
+        with self.said.open("w") as out:
+            self.launcher = subprocess.Popen(
+                command, cwd=ROOT, env=environment(), stdout=out, stderr=out, start_new_session=True
+            )
+        until = time.monotonic() + 120
+        while self.steps() < steps:
+            assert self.launcher.poll() is None and time.monotonic() < until, self.said.read_text()
+            time.sleep(0.2)
+
+    def steps(self) -> int:
+        metrics = self.folder / "metrics.jsonl"
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def processes(self) -> str:
+        listing = subprocess.run(["ps", "-wweo", "stat,args"], capture_output=True, text=True, check=True).stdout
+        return "\n".join(line for line in listing.splitlines() if str(self.folder) in line and line[0] != "Z")
+
+    def end(self) -> int:
+        """The launcher's exit code; returns when no process of the run is left."""
+        code = self.launcher.wait(timeout=60)
+        until = time.monotonic() + 60
+        while self.processes():
+            assert time.monotonic() < until, self.processes()
+            time.sleep(0.2)
+        return code
+
+    def saved_once(self) -> bool:
+        saved = [path.name for path in self.folder.glob("*checkpoint-*")]
+        return saved == [f"checkpoint-{self.steps()}"]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
+
+
+def command(text: Path, folder: Path) -> list[str]:
+    flags = ["--deepspeed_config", "pipeline_checkpointing", "--train_file", text, "--block_size", 32]
+    flags += ["--max_steps", 100000, "--per_device_train_batch_size", 1, "--output_dir", folder]
+    return ["deepspeed", "--num_accelerators", "2", "scripts/train.py", *map(str, flags)]
+
+
+def test_a_run_stops_and_goes_on_whoever_is_signalled(tmp_path: Path) -> None:
+    text, folder = tmp_path / "fox.txt", tmp_path / "run"
+    text.write_text("The quick brown fox jumps over the lazy dog; 0123456789. " * 60)
+    first = Run(command(text, folder), folder, steps=1)
+    first.launcher.terminate()  # the `deepspeed` process alone
+    first.end()
+    assert first.saved_once()
+    begun = first.steps()
+    said = first.said.read_text()
+    assert f"SIGTERM: saved and stopped after step {begun}" in said
+    goes_on = next(line for line in said.splitlines() if line.startswith("go on with: "))
+
+    words = shlex.split(goes_on.removeprefix("go on with: "))
+    again = Run([*words, "--save_total_limit", "1"], folder, steps=begun + 1)
+    os.killpg(again.launcher.pid, signal.SIGUSR1)  # as Slurm's --signal
+    again.end()
+    assert f"resumed from {folder}/checkpoint-{begun} at step {begun}" in again.said.read_text()
+    assert again.saved_once() and "Traceback" not in again.said.read_text()
+    rows = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows == list(range(1, len(rows) + 1))
