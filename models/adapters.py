@@ -27,6 +27,7 @@ from harness.models.probe import CANNOT_RUN
 from harness.models.skeleton import ModelSource
 from harness.models.weights import WeightSource, fill_local
 from harness.parallel.adapters import is_wrapper, lifted
+from harness.parallel.generators import own_generators
 
 NAME = "default"
 PREFIX = "base_model.model."
@@ -255,14 +256,13 @@ class AdaptedWeights:
         """The uncut adapters as peft draws them; the random numbers depend on the seed and on the layer's name."""
         device = next(layer.parameters()).device
         tensors = {}
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            wrappers = ((name, wrapper) for name, wrapper in whole.named_modules() if is_wrapper(wrapper))
-            for name, wrapper in wrappers:
-                scratch = copy.deepcopy(wrapper)
-                scratch.base_layer = nn.Identity()
-                scratch.to_empty(device=device)
-                digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
-                torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        wrappers = ((name, wrapper) for name, wrapper in whole.named_modules() if is_wrapper(wrapper))
+        for name, wrapper in wrappers:
+            scratch = copy.deepcopy(wrapper)
+            scratch.base_layer = nn.Identity()
+            scratch.to_empty(device=device)
+            digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
+            with own_generators(int.from_bytes(digest[:8], "little"), device):
                 scratch.reset_lora_parameters(NAME, self.adaptation.config.init_lora_weights)
-                tensors.update({f"{name}.{key}": value for key, value in scratch.named_parameters()})
+            tensors.update({f"{name}.{key}": value for key, value in scratch.named_parameters()})
         return tensors

@@ -23,6 +23,7 @@ from harness.config.errors import UserError
 from harness.models.carry import Schema, State, Tap, Tokens, Value, tapped_name
 from harness.models.frame import Frame
 from harness.models.weights import WeightSource, materialise
+from harness.parallel.draws import expect_shapes
 from harness.parallel.plan import wildcard
 from harness.parallel.shard import shard_of
 from harness.parallel.staged import SharedLayerSpec
@@ -121,6 +122,7 @@ class DecoderLayer(ModelLayer):
         carry = self.schema.open(self.index, value)
         layer = self.get_submodule(self.name)
         hidden, call = self.frame.arguments(self.index, carry)
+        expect_shapes(lambda: self.frame.drawn_shapes(self.index, call, hidden))
         if self.tap is None:
             output = call.apply(layer, hidden)
         else:

@@ -10,7 +10,7 @@ import copy
 import mmap
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from math import prod
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.models.calls import Call
+from harness.parallel.draws import DrawnShapes
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 # what a forward raises that asks tensors on meta for their values
@@ -46,6 +47,14 @@ def dry_run(layer: nn.Module, call: Call, hidden: Tensor, run: Callable[[nn.Modu
         except ASKS_FOR_VALUES:
             continue
     return attempt(last)
+
+
+@torch.no_grad()
+def drawn_shapes(layer: nn.Module, call: Call, hidden: Tensor) -> list[torch.Size]:
+    """The shapes of the random numbers that a layer on the meta device draws, up to where it looks at values."""
+    with DrawnShapes() as drawn, suppress(*ASKS_FOR_VALUES), _shapes_alone(layer):
+        call.mapped(lambda tensor: tensor.to(META)).apply(layer, hidden.to(META))
+    return drawn.shapes
 
 
 @contextmanager

@@ -32,12 +32,14 @@ from transformers import PreTrainedModel
 from harness.config.errors import UserError
 from harness.models.calls import Call
 from harness.models.carry import Carry, Schema, Tokens, hidden_name
+from harness.models.dryrun import drawn_shapes
 from harness.models.notes import Notes, Shape
 from harness.models.outline import Outline, kind_of, outline_of
 from harness.models.probe import examine
 from harness.models.stack import find_stack, has_own_parameters, parameter_owners, put
 from harness.models.standins import LayerStub, Reached, Run, StandIn, call_name
 from harness.parallel.adapters import without_adapters
+from harness.parallel.draws import draws_apart, draws_of_layer, has_dropout
 
 
 class Frame:
@@ -54,6 +56,7 @@ class Frame:
         layer_names: their names in the model, e.g. `model.layers.0`.
         prologue, epilogue: name -> module of everything with parameters that stands before and after them.
         schema: what travels besides the hidden state.
+        draws: whether random numbers are drawn in training (dropout, jitter), as far as runs of its parts show.
 
     Raises:
         UserError: the model has no single stack of decoder layers that are called one after the other, or a module
@@ -70,6 +73,8 @@ class Frame:
         self._outlines: dict[int, Outline] = {}
         self._kinds: dict[Hashable, Outline] = {}
         self._notes = Notes(self._take_notes, device)
+        self._drawn: dict[Hashable, list[torch.Size]] = {}
+        self.draws = has_dropout(model)
         self.stack = stack = find_stack(model)
         self.layers: list[nn.Module] = list(model.get_submodule(stack).children())
         self.layer_names = [f"{stack}.{index}" for index in range(len(self.layers))]
@@ -136,6 +141,13 @@ class Frame:
         if tokens is not None and (self.schema.tokens or tokens.positions is not None):
             return hidden, self._notes.of_batch(tokens, hidden.dtype)[index]
         return hidden, self._notes.of_shape(Shape.of(hidden, tokens))[index]
+
+    def drawn_shapes(self, index: int, call: Call, hidden: Tensor) -> list[torch.Size]:
+        """The shapes of what layer `index`, uncut, draws when it is given this."""
+        key = index, hidden.shape
+        if key not in self._drawn:
+            self._drawn[key] = drawn_shapes(self.layers[index], call, hidden)
+        return self._drawn[key]
 
     def after(self, index: int, call: Call, output: Any, carry: Carry) -> Carry:
         """What layer `index` hands on, having returned `output` for `call` and `carry`."""
@@ -233,7 +245,8 @@ class Frame:
     def _replay(self, index: int, carry: Carry) -> tuple[Tensor, Call]:
         if carry.tokens is None:
             raise RuntimeError("the token ids have not travelled with the hidden state")
-        reached = self._run_until_reached(carry.tokens, self._replayed(carry, index))
+        with draws_of_layer(0):  # as in `enter`, so that dropout before the layers has the same mask
+            reached = self._run_until_reached(carry.tokens, self._replayed(carry, index))
         return reached.hidden, reached.call
 
     @torch.no_grad()
@@ -246,7 +259,8 @@ class Frame:
                 raise Reached(hidden, call)
             return hidden
 
-        self._run_until_reached(tokens, Run(note, dtype))
+        with draws_apart(0, self.device):  # a layer that runs again does not take its notes again
+            self._run_until_reached(tokens, Run(note, dtype))
         return calls
 
     def _switch_mode(self, training: bool) -> None:

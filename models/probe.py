@@ -21,6 +21,8 @@ from harness.config.wording import counted
 from harness.models.calls import Call, same
 from harness.models.carry import Schema, State, Tokens, hidden_name
 from harness.models.standins import Run
+from harness.parallel.draws import DrawnShapes
+from harness.parallel.generators import own_generators
 
 if TYPE_CHECKING:
     from harness.models.frame import Frame
@@ -62,9 +64,9 @@ class Probe(Run):
         self.tail: list[Any] = []
         self.phases: defaultdict[str, set[int]] = defaultdict(set)
         ids = torch.randint(0, 8, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(seed))
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with torch.no_grad(), own_generators(0, frame.device), DrawnShapes() as seen:
             self.tail.append(frame.run(Tokens(ids.to(frame.device)), self))
+        frame.draws |= bool(seen.shapes)
 
     def stand_in(self, module: str, like: Tensor, arguments: Any) -> Tensor:
         reached = len(self.calls)

@@ -21,6 +21,7 @@ from harness.config.errors import UserError
 from harness.models.shrink import FIRST_ID, read_table, shrink_fields, varied
 from harness.models.skeleton import vocabulary_size
 from harness.parallel.experts import run_where_aligned
+from harness.parallel.generators import own_generators
 
 MOST_PARAMETERS = 20_000_000
 BATCH, SEQUENCE = 2, 32
@@ -70,8 +71,7 @@ def tiny_model(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = 
         size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size:,} parameters are left")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with own_generators(seed):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
         with torch.no_grad():
             for parameter in model.parameters():  # a bias of zeros or a closed gate would hide what stands behind it

@@ -24,6 +24,7 @@ from harness.models.causal import CausalModel
 from harness.models.skeleton import ModelSource
 from harness.models.tiny import tiny_ids, tiny_model
 from harness.parallel.comm import TensorParallel
+from harness.parallel.generators import own_generators
 from harness.parallel.shard import shard_of
 from harness.parallel.staged import build_layers
 from harness.parallel.wire import Unpacker, pack
@@ -73,7 +74,7 @@ def find_difference(
     call it then, and get the same. UserError if the model cannot be cut.
     """
     found = None
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with own_generators(0, device):
         for seed in SEEDS:
             found = worst_of(_try(config, cut, place, device, seed), place)
             if found is None:

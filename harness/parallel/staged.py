@@ -8,8 +8,7 @@ is the input of the next. Every floating tensor of a tuple gets its gradient, on
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -20,6 +19,8 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from harness.parallel.blocks import is_recomputed, run_block, shared_parameters, split_into_blocks
+from harness.parallel.draws import DrawKeys
 from harness.parallel.finite import FiniteWatch
 from harness.parallel.wire import Unpacker, pack
 from harness.topology.layout import Layout
@@ -117,12 +118,6 @@ def _build_tied(spec: TiedLayerSpec, index: int, owners: dict[str, nn.Module], b
     return module
 
 
-def is_recomputed(layers: Sequence[Any]) -> bool:
-    """Whether activation checkpointing applies to layers: by their own `recompute`, else if they have parameters."""
-    modules = [layer for layer in layers if isinstance(layer, nn.Module)]
-    return any(getattr(module, "recompute", any(True for _ in module.parameters())) for module in modules)
-
-
 class StagedModule(PipelineModule):
     """DeepSpeed's PipelineModule with the stage boundaries given, and names and ties as the module's docstring says.
 
@@ -133,6 +128,7 @@ class StagedModule(PipelineModule):
         loss_fn: loss of one micro-batch, `loss_fn(outputs, labels)`.
         checkpoint_interval: layers between stored activations; 0 stores all.
         seed: of the layers' initial weights.
+        keys: what random numbers in the layers depend on; None where they draw none.
 
     Attributes:
         finite: whether what this stage hands on is finite; the last one hands nothing on.
@@ -149,6 +145,7 @@ class StagedModule(PipelineModule):
         loss_fn: Callable[..., Any],
         checkpoint_interval: int,
         seed: int,
+        keys: DrawKeys | None = None,
     ) -> None:
         self.__dict__["_boundaries"] = list(boundaries)  # read by _partition_layers before nn.Module is set up
         self.__dict__["_unpack"] = Unpacker()
@@ -160,6 +157,7 @@ class StagedModule(PipelineModule):
             base_seed=seed,
         )
         self.finite = FiniteWatch()
+        self._keys = keys
         self._parts: dict[str, Any] = dict.fromkeys(getattr(loss_fn, "reports", ()))
         # by now the stages hold the same tied weights; where those are frozen there is no gradient to share
         self.tied_comms = dict(_trained_ties(self.tied_comms))
@@ -167,13 +165,25 @@ class StagedModule(PipelineModule):
     def forward(self, forward_input: Any) -> Any:
         """The output of this stage's last layer, in the form in which it is sent to the next."""
         first, last = self.stage_id == 0, self.stage_id == self.num_stages - 1
-        output = super().forward(forward_input if first else self.__dict__["_unpack"](forward_input))
+        output = self._run(forward_input if first else self.__dict__["_unpack"](forward_input))
         if last and self._parts:
             self._parts = self.loss_fn.parts(output)
         if last:
             return output
         self.finite.see(output)
         return pack(output)
+
+    def _run(self, value: Any) -> Any:
+        """As DeepSpeed's forward, with the draws of each layer keyed, also where it is run again."""
+        key = self._keys.next() if self._keys is not None and self.training else None
+        layers = list(enumerate(self.forward_funcs, self._local_start))
+        interval = self.activation_checkpoint_interval
+        for start in range(0, len(layers), interval or len(layers)):
+            run = partial(run_block, layers[start : start + (interval or len(layers))], key)
+            tensors = value if isinstance(value, tuple) else (value,)
+            recomputed = interval > 0 and self.is_checkpointable_results[start // interval]
+            value = self.activation_checkpoint_func(run, *tensors) if recomputed else run(*tensors)
+        return value
 
     def get_additional_losses(self) -> dict[str, Any] | None:
         """What the loss reports of the last micro-batch besides itself (`loss_fn.parts`); DeepSpeed asks all stages,
@@ -226,19 +236,24 @@ class LayerSequence(nn.Module):
         layers: the whole model's layers.
         checkpoint_interval: layers between stored activations; 0 stores all.
         seed: of the layers' initial weights.
+        keys: what random numbers in the layers depend on; None where they draw none.
     """
 
-    def __init__(self, layers: Sequence[Layer], *, checkpoint_interval: int, seed: int) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], *, checkpoint_interval: int, seed: int, keys: DrawKeys | None = None
+    ) -> None:
         super().__init__()
+        self._keys = keys
         built = build_layers(layers, 0, len(layers), seed)
         for index, module in built.modules.items():
             self.add_module(str(index), module)
-        self._blocks = list(_blocks(built.calls, checkpoint_interval, _shared(built.calls)))
+        self._blocks = list(split_into_blocks(built.calls, checkpoint_interval, shared_parameters(built.calls)))
 
     def forward(self, inputs: Any) -> Any:
         """The last layer's output."""
+        key = self._keys.next() if self._keys is not None and self.training else None
         for block, recomputed in self._blocks:
-            run = partial(_run_block, block)
+            run = partial(run_block, block, key)
             tensors = inputs if isinstance(inputs, tuple) else (inputs,)
             if recomputed and self.training and any(_is_floating(tensor) for tensor in tensors):
                 if not any(tensor.requires_grad for tensor in tensors):  # a frozen embedding's output, or floating data
@@ -259,42 +274,3 @@ def _is_floating(value: Any) -> bool:
 
 def _with_gradient(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
-
-
-def _shared(layers: Iterable[Any]) -> set[nn.Parameter]:
-    """The parameters that several layers hold."""
-    counts = Counter(parameter for layer in layers for parameter in _parameters(layer))
-    return {parameter for parameter, count in counts.items() if count > 1}
-
-
-def _blocks(layers: Sequence[Any], interval: int, shared: set[nn.Parameter]) -> Iterator[tuple[list[Any], bool]]:
-    """Runs of layers, and whether each is recomputed: up to `interval` neighbours that may be, the others alone.
-
-    Layers that share parameters are not: each recomputed block has a backward of its own, and ZeRO-2 and ZeRO-3 take
-    a parameter's gradient but once.
-    """
-    block: list[Any] = []
-    for layer in layers:
-        if interval > 0 and is_recomputed([layer]) and shared.isdisjoint(_parameters(layer)):
-            block.append(layer)
-            if len(block) < interval:
-                continue
-            yield block, True
-        else:
-            if block:
-                yield block, True
-            yield [layer], False
-        block = []
-    if block:
-        yield block, True
-
-
-def _parameters(layer: Any) -> Iterable[nn.Parameter]:
-    return layer.parameters() if isinstance(layer, nn.Module) else ()
-
-
-def _run_block(block: Sequence[Callable[..., Any]], *given: Tensor) -> Any:
-    inputs: Any = given if len(given) > 1 else given[0]
-    for layer in block:
-        inputs = layer(inputs)
-    return inputs

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from harness.config.errors import UserError
 from harness.parallel.comm import copy_to_group, gather_from_group, split_to_group
+from harness.parallel.generators import own_generators
 from harness.parallel.gradients import sum_gradients_of_copies
 from harness.parallel.hooked import (
     all_reduce,
@@ -222,7 +223,7 @@ def _computes_as_linear(kind: type[nn.Linear]) -> bool:
     """Whether the forward of a subclass of nn.Linear is nothing else, as a small one tells."""
     if kind.forward is nn.Linear.forward:
         return True
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with own_generators(0), torch.no_grad():
         try:
             layer, x = kind(3, 2, device="cpu"), torch.randn(4, 3, device="cpu")
             return torch.allclose(layer(x), F.linear(x, layer.weight, layer.bias))

@@ -44,7 +44,14 @@ def check_agreement(
     if not dist.is_initialized():
         return
     code = code_version() if code is None else code
-    subjects = {"config": config, "layout": asdict(layout), "code": code, **(others or {})}
+    require_alike({"config": config, "layout": asdict(layout), "code": code, **(others or {})}, device)
+
+
+def require_alike(subjects: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
+    """Raise UserError on every rank unless all ranks hold the same `subjects`: JSON by the name that an error uses.
+
+    All ranks call it, with the same names.
+    """
     digests = b"".join(map(digest, subjects.values()))
     mine = torch.frombuffer(bytearray(digests), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

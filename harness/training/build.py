@@ -19,6 +19,9 @@ from torch import nn
 from harness.config import Resolved
 from harness.config.errors import UserError
 from harness.config.handed import without_idle
+from harness.parallel.changeable import copy_hooked_inputs
+from harness.parallel.comm import TensorParallel
+from harness.parallel.draws import DrawKeys
 from harness.parallel.flatpart import FlatPart, KeepOwnParts
 from harness.parallel.memory import give_back_freed_memory
 from harness.parallel.staged import Layer, LayerSequence, StagedModule, deepspeed_topology
@@ -58,11 +61,19 @@ class Setting:
 
 
 def build_engine(
-    setting: Setting, layers: Sequence[Layer], boundaries: Sequence[int], loss: Loss, *, local_states: bool = False
+    setting: Setting,
+    layers: Sequence[Layer],
+    boundaries: Sequence[int],
+    loss: Loss,
+    *,
+    local_states: bool = False,
+    draws: bool = True,
 ) -> Engine:
     """Build this rank's layers and the DeepSpeed engine around them; all ranks call it together.
 
-    `local_states`: layers hand on tensors that are not the same on all tensor-parallel ranks.
+    Args:
+        local_states: whether layers hand on tensors that are not the same on all tensor-parallel ranks.
+        draws: whether layers may draw random numbers in training.
     """
     config = deepspeed_config(setting)
     groups_before = open_groups()
@@ -72,7 +83,7 @@ def build_engine(
         config = _nothing_shared_out(config)
     interval = setting.resolved.activation_checkpoint_interval
     index = setting.device.index  # where a rank sees its own device alone, not its local rank
-    grid = None
+    grid, keys = None, draw_keys(setting) if draws else None
     if setting.is_pipeline:
         module: nn.Module = StagedModule(
             layers,
@@ -81,10 +92,11 @@ def build_engine(
             loss_fn=guarded,
             checkpoint_interval=interval,
             seed=setting.args.seed,
+            keys=keys,
         )
     else:
         grid = PipelineParallelGrid(topology=deepspeed_topology(setting.groups.layout), process_group=dist.group.WORLD)
-        module = LayerSequence(layers, checkpoint_interval=interval, seed=setting.args.seed)
+        module = LayerSequence(layers, checkpoint_interval=interval, seed=setting.args.seed, keys=keys)
     _configure_checkpointing(setting)
     stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", setting.args.weight_decay)
     groups = parameter_groups(module, stated)
@@ -103,8 +115,23 @@ def build_engine(
     if acts:
         check_every_gradient(engine.optimizer)
     torch.manual_seed(setting.args.seed + setting.groups.coordinate.data + 1000 * setting.groups.coordinate.stage)
+    if setting.resolved.zero_stage == 3 and draws:
+        copy_hooked_inputs(module)
     kind = PipelineStages if setting.is_pipeline else WholeModel
-    return kind(engine, setting.groups, guarded, setting.device, setting.dtype)
+    return kind(engine, setting.groups, guarded, setting.device, setting.dtype, keys)
+
+
+def draw_keys(setting: Setting) -> DrawKeys:
+    """Return the keys of the micro-batches that this rank trains on."""
+    groups = setting.groups
+    return DrawKeys(
+        seed=setting.args.seed,
+        micro_batch=setting.resolved.micro_batch,
+        data_rank=groups.coordinate.data,
+        data_size=groups.layout.data,
+        tensor=TensorParallel.of(groups.tensor),
+        device=setting.device,
+    )
 
 
 def _nothing_shared_out(config: dict[str, Any]) -> dict[str, Any]:

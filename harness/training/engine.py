@@ -19,12 +19,14 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from harness.config.errors import UserError
+from harness.parallel.draws import DrawKeys
 from harness.topology.groups import Groups
 from harness.training.data.collate import MicroBatch
 from harness.training.data.evaluation import EvaluationBatch
 from harness.training.evidence import Evidence, GuardedLoss
 from harness.training.losses import Targets, targets
 from harness.training.profiling import flops_profile
+from harness.training.same_data import require_same_data
 
 Batch = tuple[Any, Targets]
 
@@ -55,16 +57,25 @@ class Engine(ABC):
         deepspeed: the engine itself.
         device: where the batches go.
         dtype: of the parameters, to which floating inputs are cast.
+        keys: what random numbers in the layers depend on; None where they draw none.
     """
 
     def __init__(
-        self, deepspeed: DeepSpeedEngine, groups: Groups, loss: GuardedLoss, device: torch.device, dtype: torch.dtype
+        self,
+        deepspeed: DeepSpeedEngine,
+        groups: Groups,
+        loss: GuardedLoss,
+        device: torch.device,
+        dtype: torch.dtype,
+        keys: DrawKeys | None = None,
     ) -> None:
         self.deepspeed = deepspeed
         self.groups = groups
         self.loss = loss
         self.device = device
         self.dtype = dtype
+        self.keys = keys
+        self._compared = False  # whether the ranks are known to read the same data
 
     @property
     def reads_data(self) -> bool:
@@ -76,8 +87,17 @@ class Engine(ABC):
         """The rate that the next step will use."""
         return float(self.deepspeed.get_lr()[0])
 
-    def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepOutcome:
-        """Forward, backward and update over one global batch; `micro_batches` is empty where no data is read."""
+    def train_step(self, micro_batches: Sequence[MicroBatch], consumed_samples: int) -> StepOutcome:
+        """Forward, backward and update over one global batch; `micro_batches` is empty where no data is read.
+
+        `consumed_samples`: by all ranks in the steps before. UserError on all ranks if, in the first step, ranks that
+        must read the same data do not.
+        """
+        if not self._compared:
+            require_same_data(micro_batches, self.groups)
+            self._compared = True
+        if self.keys is not None:
+            self.keys.begin_step(consumed_samples)
         self._forget()
         whole = [EvaluationBatch(inputs=x, labels=y, rows=len(_first(y))) for x, y in micro_batches]
         loss, parts = self._train(self._weigh(whole, self._count(whole)))

@@ -8,6 +8,7 @@ from harness.training.data.collate import Collator
 from harness.training.data.evaluation import evaluation_batches, evaluation_steps
 from harness.training.data.stream import dataset_length
 from harness.training.engine import Engine
+from harness.training.same_data import require_same_data
 
 CHUNK = 16  # micro-batches that are read before they are evaluated
 
@@ -24,6 +25,8 @@ def mean_loss(engine: Engine, dataset: Any, micro_batch: int, collator: Collator
     for first in range(0, steps, CHUNK):
         count = min(CHUNK, steps - first)
         chunk = [next(batches) for _ in range(count)] if engine.reads_data else []
+        if first == 0:
+            require_same_data([(batch.inputs, batch.labels) for batch in chunk], engine.groups)
         losses, valid = engine.evaluate(chunk, count)
         total, counted = total + losses, counted + valid
     return total / counted if counted else float("nan")

@@ -67,6 +67,11 @@ class Subject:
         """Whether layers hand on what a module or layer gave: each tensor-parallel rank has its own part of it."""
         return self.causal is not None and bool(self.causal.frame.schema.states)
 
+    @property
+    def draws(self) -> bool:
+        """Whether its layers may draw random numbers in training; of a user's own layers nothing is known."""
+        return self.causal is None or self.causal.frame.draws
+
     def saved_name(self, name: str) -> str:
         """The name under which a parameter is exported: a decoder's loses the index of its pipeline layer."""
         return name.partition(".")[2] if self.causal is not None else name

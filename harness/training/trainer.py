@@ -26,7 +26,7 @@ from harness.config.errors import UserError
 from harness.config.shape import layer_drop, require_every_layer
 from harness.models.adapters import fingerprint
 from harness.models.skeleton import ModelSource
-from harness.topology.agreement import check_agreement
+from harness.topology.agreement import check_agreement, require_alike
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
@@ -126,7 +126,12 @@ class Trainer:
         self.boundaries = choose_boundaries(self.subject, setting, sample)
         announce.compilation(self.console, self.resolved, setting.device)
         self.engine = build_engine(
-            setting, self.subject.layers, self.boundaries, self.subject.loss, local_states=self.subject.local_states
+            setting,
+            self.subject.layers,
+            self.boundaries,
+            self.subject.loss,
+            local_states=self.subject.local_states,
+            draws=self.subject.draws,
         )
         self.stages = stage_lines(self.subject, self.boundaries, self.engine.deepspeed.module, self.groups)
         announce.stages(self.console, self.layout, self.resolved, steps, self.stages)
@@ -182,7 +187,7 @@ class Trainer:
         begun = time.perf_counter()
         learning_rate = self.engine.learning_rate
         micro_batches = self.stream.next_step(read=self.engine.reads_data)
-        outcome = self.engine.train_step(micro_batches)  # forward, backward, reduction, clipping, update
+        outcome = self.engine.train_step(micro_batches, self.state.consumed_samples)  # forward, backward, update
         seconds = time.perf_counter() - begun
         self.nonfinite.judge(self.state.global_step + 1, outcome, self.engine)
         units = sum(self.subject.loss.units(inputs) for inputs, _ in micro_batches) * self.layout.data
@@ -249,6 +254,7 @@ class Trainer:
         if dataset is None:
             raise UserError("evaluate() needs an eval_dataset")
         if eval_dataset is not None:
+            require_alike({"evaluation data": data_digest(dataset)}, self.engine.device)
             self.admission.first_batch(dataset, self.eval_batch)
         begun = time.perf_counter()
         loss = mean_loss(self.engine, dataset, self.eval_batch, self.data_collator)
@@ -355,6 +361,7 @@ class Trainer:
             others={
                 "set of arguments": {item.name: str(getattr(self.args, item.name)) for item in fields(self.args)},
                 "training data": self.data_digest,
+                "evaluation data": "" if self.eval_dataset is None else data_digest(self.eval_dataset),
                 "set of adapters": self.adapters,
                 "checkpoint to resume": str(self.resume_from),
             },

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from harness.config.errors import UserError
+from harness.parallel.generators import seed_of
 from harness.training.data.collate import IGNORED, Collator, collate
 from harness.training.data.stream import dataset_length, read_micro_batch
 
@@ -74,7 +75,7 @@ def _batches(
         rows = min(max(n - start, 0), micro_batch)
         # Filled from the front of the data set: rows that exist, and the same ones on every rank.
         indices = [start + i if i < rows else i % n for i in range(micro_batch)]
-        inputs, labels = read_micro_batch(dataset, indices, collator)
+        inputs, labels = read_micro_batch(dataset, indices, collator, seed_of("evaluation", start))
         if rows < micro_batch and _are_token_labels(inputs, labels):
             labels = labels.clone()
             labels[rows:] = IGNORED

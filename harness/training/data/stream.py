@@ -15,6 +15,7 @@ import torch
 
 from harness.config.errors import UserError
 from harness.config.wording import counted
+from harness.parallel.generators import own_generators, seed_of
 from harness.training.data.collate import Collator, MicroBatch, as_micro_batch, collate
 from harness.training.data.order import batch_indices
 
@@ -71,8 +72,12 @@ class BatchStream:
         """
         indices = batch_indices(self.consumed, self.global_batch, self.n, self.seed)
         mine = indices.reshape(self.accumulation, self.data_size, self.micro_batch)[:, self.data_rank]
+        places = range(self.consumed + self.data_rank * self.micro_batch, 2**63, self.data_size * self.micro_batch)
         self.consumed += self.global_batch
-        return [read_micro_batch(self.dataset, rows, self.collator) for rows in mine.tolist()] if read else []
+        return [
+            read_micro_batch(self.dataset, rows, self.collator, seed_of("samples", self.seed, place))
+            for rows, place in zip(mine.tolist() if read else [], places, strict=False)
+        ]
 
 
 def dataset_length(dataset: Any) -> int:
@@ -90,15 +95,21 @@ def data_digest(dataset: Any, looked_at: int = 16) -> str:
     n = dataset_length(dataset)
     digest = hashlib.sha256(str(n).encode())
     for i in sorted({k * (n - 1) // max(looked_at - 1, 1) for k in range(looked_at)} if n else ()):
-        sample = dataset[i]
+        with own_generators(seed_of("digest", i)):
+            sample = dataset[i]
         for name in ("input_ids", "labels", "position_ids"):
             if isinstance(sample, Mapping) and name in sample:
                 digest.update(repr(torch.as_tensor(sample[name]).tolist()).encode())
     return digest.hexdigest()[:16]
 
 
-def read_micro_batch(dataset: Any, rows: Sequence[int], collator: Collator) -> MicroBatch:
-    """Read these rows, in one call where the data set offers it, and collate them into (inputs, labels)."""
+def read_micro_batch(dataset: Any, rows: Sequence[int], collator: Collator, seed: int = 0) -> MicroBatch:
+    """Read these rows, in one call where the data set offers it, and collate them into (inputs, labels).
+
+    What data set and collator draw from the global generators depends on `seed` alone: every rank that reads these
+    rows gets the same.
+    """
     read = getattr(dataset, "__getitems__", None)
-    samples = read(list(rows)) if read is not None else [dataset[i] for i in rows]
-    return as_micro_batch(collator(samples))
+    with own_generators(seed):
+        samples = read(list(rows)) if read is not None else [dataset[i] for i in rows]
+        return as_micro_batch(collator(samples))

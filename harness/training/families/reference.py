@@ -14,6 +14,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+from harness.parallel.generators import own_generators
+
 BLOCK, BATCH, MICRO, STEPS = 32, 8, 2, 3
 TEXT = b"Sphinx of black quartz, judge my vow; 0123456789 + 9876543210. "
 # relative: of every loss, of the first gradient norm, of the later ones, where Adam has divided rounding by rounding
@@ -42,8 +44,7 @@ def reference(directory: Path, rounding: int | None = None) -> Curve:
     """The training in one process; with `rounding`, a seed, of weights that are off by rounding errors."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).train()
     if rounding is not None:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(rounding)
+        with torch.no_grad(), own_generators(rounding):
             for parameter in model.parameters():
                 parameter.mul_(1 + ROUNDING * (torch.randint_like(parameter, 2) * 2 - 1))
     ids = torch.tensor([sample["input_ids"] for sample in samples()])

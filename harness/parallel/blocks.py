@@ -1,0 +1,62 @@
+"""Runs of neighbouring layers, of which activation checkpointing stores what goes in and computes the rest again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from harness.parallel.draws import DrawKey
+
+
+def is_recomputed(layers: Sequence[Any]) -> bool:
+    """Whether activation checkpointing applies to layers: by their own `recompute`, else if they have parameters."""
+    modules = [layer for layer in layers if isinstance(layer, nn.Module)]
+    return any(getattr(module, "recompute", any(True for _ in module.parameters())) for module in modules)
+
+
+def shared_parameters(layers: Iterable[Any]) -> set[nn.Parameter]:
+    """The parameters that several layers hold."""
+    counts = Counter(parameter for layer in layers for parameter in _parameters(layer))
+    return {parameter for parameter, count in counts.items() if count > 1}
+
+
+def split_into_blocks(
+    layers: Sequence[Any], interval: int, shared: set[nn.Parameter]
+) -> Iterator[tuple[list[tuple[int, Any]], bool]]:
+    """Runs of layers with their indices, and whether each is recomputed: up to `interval` neighbours that may be, the
+    others alone.
+
+    Layers that share parameters are not: each recomputed block has a backward of its own, and ZeRO-2 and ZeRO-3 take
+    a parameter's gradient but once.
+    """
+    block: list[tuple[int, Any]] = []
+    for index, layer in enumerate(layers):
+        if interval > 0 and is_recomputed([layer]) and shared.isdisjoint(_parameters(layer)):
+            block.append((index, layer))
+            if len(block) < interval:
+                continue
+            yield block, True
+        else:
+            if block:
+                yield block, True
+            yield [(index, layer)], False
+        block = []
+    if block:
+        yield block, True
+
+
+def _parameters(layer: Any) -> Iterable[nn.Parameter]:
+    return layer.parameters() if isinstance(layer, nn.Module) else ()
+
+
+def run_block(block: Sequence[tuple[int, Callable[..., Any]]], key: DrawKey | None, *given: Tensor) -> Any:
+    """The output of layers given with their indices; what they draw depends on `key` alone."""
+    inputs: Any = given if len(given) > 1 else given[0]
+    for index, layer in block:
+        with nullcontext() if key is None else key.layer(index):
+            inputs = layer(inputs)
+    return inputs

@@ -1,0 +1,296 @@
+"""Dropout and other random numbers that are the same in every layout.
+
+While a pipeline layer runs in training, each draw is made from a seed of its own, which depends on the run's seed,
+the sample, the layer, and how many draws the layer has made before. So it does not matter on which rank or in which
+micro-batch a sample is, nor whether the layer runs again because activations are recomputed. A tensor-parallel
+rank that holds a part of a tensor (some attention heads, some columns) takes the same part of what is drawn for the
+whole one.
+
+A mode of torch catches the calls that draw. Dropout, attention with dropout, `rand_like`, `randn_like` and the
+methods that fill a tensor are drawn sample by sample. Any other call draws from torch's, numpy's or Python's global
+generator, which is seeded for the micro-batch and the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+
+from harness.parallel.comm import TensorParallel
+from harness.parallel.generators import default_generator, own_generators, seed_of
+
+_active: ContextVar[DrawCatcher | None] = ContextVar("active draws", default=None)
+
+
+class DrawCatcher(TorchFunctionMode):
+    """Catches calls that draw random numbers; of several around each other only the innermost acts."""
+
+    def __enter__(self) -> Any:
+        self._outer = _active.set(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _active.reset(self._outer)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        draw = _CAUGHT.get(func) if _active.get() is self else None
+        return func(*args, **(kwargs or {})) if draw is None else draw(self, *args, **(kwargs or {}))
+
+    def fill(self, out: Tensor, method: str, *args: Any, **options: Any) -> Tensor:
+        """Fill `out` with random numbers by one of its methods, and return it."""
+        raise NotImplementedError
+
+    def seed_kernel(self, shape: torch.Size, device: torch.device) -> None:
+        """Seed the generator of `device` for a kernel that draws a mask of `shape` by itself."""
+        raise NotImplementedError
+
+
+class DrawnShapes(DrawCatcher):
+    """Notes the shape of each draw, and draws nothing: for a layer on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def fill(self, out: Tensor, method: str, *args: Any, **options: Any) -> Tensor:
+        self.shapes.append(out.shape)
+        return out
+
+    def seed_kernel(self, shape: torch.Size, device: torch.device) -> None:
+        self.shapes.append(shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawKey:
+    """What the random numbers of one micro-batch depend on.
+
+    Attributes:
+        seed: of the run.
+        first_sample: the place of the micro-batch's first sample among all samples that the run consumes.
+        samples: how many it holds.
+        tensor: this rank's place in its tensor-parallel group.
+        device: where layers run.
+    """
+
+    seed: int
+    first_sample: int
+    samples: int
+    tensor: TensorParallel
+    device: torch.device
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[None]:
+        """Key all draws while pipeline layer `index` runs."""
+        with own_generators(seed_of(self.seed, self.first_sample, index), self.device), KeyedDraws(self, index):
+            yield
+
+
+class DrawKeys:
+    """The keys of the micro-batches that this rank trains on, in the order of their forward passes.
+
+    The k-th micro-batch of a global batch belongs to data-parallel rank k % data_size (see `BatchStream`).
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        micro_batch: int,
+        data_rank: int,
+        data_size: int,
+        tensor: TensorParallel,
+        device: torch.device,
+    ) -> None:
+        self.seed = seed
+        self.micro_batch = micro_batch
+        self.data_rank = data_rank
+        self.data_size = data_size
+        self.tensor = tensor
+        self.device = device
+        self.begin_step(0)
+
+    def begin_step(self, consumed_samples: int) -> None:
+        """Begin a step; `consumed_samples`: by all ranks in the steps before."""
+        self._next = consumed_samples + self.data_rank * self.micro_batch
+
+    def next(self) -> DrawKey:
+        """Return the key of this rank's next micro-batch of the step."""
+        first, self._next = self._next, self._next + self.data_size * self.micro_batch
+        return DrawKey(
+            seed=self.seed, first_sample=first, samples=self.micro_batch, tensor=self.tensor, device=self.device
+        )
+
+
+class KeyedDraws(DrawCatcher):
+    """Draws each random number from the key of a micro-batch and the index of a layer.
+
+    Attributes:
+        whole: the shapes of the uncut layer's draws, in order, where tensor-parallel ranks hold parts of them.
+    """
+
+    def __init__(self, key: DrawKey, layer: int) -> None:
+        super().__init__()
+        self.key = key
+        self.layer = layer
+        self.whole: Sequence[torch.Size] = ()
+        self._count = 0
+
+    def fill(self, out: Tensor, method: str, *args: Any, **options: Any) -> Tensor:
+        whole, number, share = self._next_shape(out.shape)
+        if not out.numel():
+            return out
+        per_sample = out.dim() > 0 and out.shape[0] % self.key.samples == 0 == whole[0] % self.key.samples
+        samples = self.key.samples if per_sample else 1
+        parts = out.unflatten(0, (samples, -1)).unbind() if per_sample else [out]
+        shape = torch.Size((whole[0] // samples, *whole[1:])) if per_sample else whole
+        generator = torch.Generator(out.device)
+        for index, part in enumerate(parts):
+            generator.manual_seed(self._seed(number, index, share))
+            if part.shape == shape:
+                getattr(part, method)(*args, generator=generator, **options)
+            else:
+                drawn = torch.empty(shape, dtype=out.dtype, device=out.device)
+                getattr(drawn, method)(*args, generator=generator, **options)
+                part.copy_(self._own_part(drawn, part.shape))
+        return out
+
+    def seed_kernel(self, shape: torch.Size, device: torch.device) -> None:
+        whole, number, share = self._next_shape(shape)
+        share = share if whole == shape else self.key.tensor.rank
+        default_generator(device).manual_seed(self._seed(number, 0, share))
+
+    def _next_shape(self, own: torch.Size) -> tuple[torch.Size, int, int]:
+        """The shape of the whole tensor of the next draw, its number, and this rank's share if it draws alone."""
+        number, self._count = self._count, self._count + 1
+        whole = self.whole[number] if number < len(self.whole) else own
+        differing = [dim for dim, (a, b) in enumerate(zip(whole, own, strict=False)) if a != b]
+        if len(whole) != len(own) or len(differing) != 1:  # not cut, as far as is known: all ranks draw alike
+            return own, number, 0
+        if own[differing[0]] * self.key.tensor.size != whole[differing[0]]:  # shares are not equal
+            return own, number, 1 + self.key.tensor.rank
+        return whole, number, 0
+
+    def _own_part(self, drawn: Tensor, shape: torch.Size) -> Tensor:
+        """This rank's part of what was drawn for the whole tensor."""
+        dim = next(dim for dim, (a, b) in enumerate(zip(drawn.shape, shape, strict=True)) if a != b)
+        start = self.key.tensor.rank * shape[dim]
+        return drawn.narrow(dim, start, shape[dim])
+
+    def _seed(self, number: int, sample: int, share: int) -> int:
+        return seed_of(self.key.seed, self.key.first_sample + sample, self.layer, number, share)
+
+
+def expect_shapes(shapes: Callable[[], Sequence[torch.Size]]) -> None:
+    """Tell the layer that runs now which shapes it would draw if it were not cut; asked where it is cut and draws."""
+    active = _active.get()
+    if isinstance(active, KeyedDraws) and active.key.tensor.size > 1:
+        active.whole = shapes()
+
+
+@contextmanager
+def draws_of_layer(index: int) -> Iterator[None]:
+    """Draw as pipeline layer `index` does, from its first draw on: for a computation that other layers repeat."""
+    active = _active.get()
+    if isinstance(active, KeyedDraws):
+        with active.key.layer(index):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def draws_apart(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """`own_generators` for a computation that is no part of the layer which runs now, if one does."""
+    outer = _active.set(None)
+    try:
+        with own_generators(seed, device):
+            yield
+    finally:
+        _active.reset(outer)
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Whether a module holds a dropout layer that drops anything."""
+    return any(isinstance(child, _DropoutNd) and child.p > 0 for child in module.modules())
+
+
+def _dropout(
+    catcher: DrawCatcher, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    if p == 0 or not training:
+        return input
+    dropped = catcher.fill(torch.empty(input.shape, dtype=torch.bool, device=input.device), "bernoulli_", p)
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    return (input.mul_(scale) if inplace else input * scale).masked_fill_(dropped, 0.0)
+
+
+def _attention(
+    catcher: DrawCatcher,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention, as torch's `scaled_dot_product_attention` documents it.
+
+    On a GPU its kernels draw the mask by themselves, from the generator's seed. The CPU has no such kernel.
+    """
+    if query.device.type != "cpu":
+        if dropout_p:
+            catcher.seed_kernel(torch.Size((*query.shape[:-1], key.shape[-2])), query.device)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if not dropout_p:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(groups, dim=-3) for x in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return _dropout(catcher, scores.softmax(-1), dropout_p) @ value
+
+
+def _fill(catcher: DrawCatcher, tensor: Tensor, *args: Any, method: str, **options: Any) -> Tensor:
+    if any(isinstance(value, Tensor) for value in (*args, *options.values())) or options.get("generator") is not None:
+        return getattr(tensor, method)(*args, **options)  # the caller's own generator, or parameters for each entry
+    options.pop("generator", None)
+    return catcher.fill(tensor, method, *args, **options)
+
+
+def _like(catcher: DrawCatcher, tensor: Tensor, *, method: str, **options: Any) -> Tensor:
+    return catcher.fill(torch.empty_like(tensor, **options), method)
+
+
+_FILLING = ("uniform_", "normal_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_")
+_CAUGHT: dict[Any, Callable[..., Tensor]] = {
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+    F.scaled_dot_product_attention: _attention,
+    torch.rand_like: partial(_like, method="uniform_"),
+    torch.randn_like: partial(_like, method="normal_"),
+    **{getattr(Tensor, name): partial(_fill, method=name) for name in _FILLING},
+}

@@ -1,0 +1,54 @@
+"""Seeds made of keys, and random numbers that leave no trace: nothing drawn here moves the generators of the run."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def seed_of(*key: object) -> int:
+    """Return a seed from 0 to 2**63 - 1 that depends on all parts of `key`, equal in every process and on every
+    machine. Parts must print alike everywhere: numbers and text."""
+    digest = hashlib.blake2b("\0".join(map(str, key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that torch draws from on `device`."""
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    generator: torch.Generator = module.default_generators[
+        module.current_device() if device.index is None else device.index
+    ]
+    return generator
+
+
+@contextmanager
+def own_generators(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Draw random numbers from `seed` while this lasts; afterwards everything draws as if nothing had been drawn.
+
+    It covers the global generators of torch (on the CPU and on `device`), numpy and Python. Other devices are left
+    alone: `torch.manual_seed` would reset their generators in the middle of a run. Does not wait for the device.
+    """
+    generators = [torch.default_generator]
+    if device is not None and default_generator(device) is not torch.default_generator:
+        generators.append(default_generator(device))
+    states = [generator.get_state() for generator in generators]
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
