@@ -1,5 +1,8 @@
 """Micro-batches: each sample once an epoch, alike in every layout, and the same again after a resume."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -8,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, TensorDataset
 
 from harness.config.errors import UserError
+from harness.training.data.evaluation import evaluation_batches
 from harness.training.data.stream import BatchStream, data_digest
 
 N, BLOCK = 37, 6
@@ -159,3 +163,35 @@ def test_the_digest_tells_other_data(dataset):
     assert len({data_digest(data) for data in (rows, packed, masked)}) == 3
     pairs = TensorDataset(torch.arange(8.0).view(8, 1), torch.arange(8))
     assert data_digest(pairs) == data_digest(TensorDataset(*pairs.tensors))
+
+
+class Noise:
+    """A data set that draws from all global generators."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return torch.tensor([i + random.random(), np.random.rand()]), torch.rand(1)
+
+
+def test_random_samples_are_the_same_on_every_rank_that_reads_them_and_differ_between_samples():
+    def noisy(samples):
+        return torch.stack([x for x, _ in samples]) + np.random.rand(), torch.stack([y for _, y in samples])
+
+    def read(data_size):
+        sources = streams(Noise(), data_size, consumed=24)
+        for source in sources:
+            source.collator = noisy
+        return [pair for turn in zip(*[source.next_step() for source in sources], strict=True) for pair in turn]
+
+    state = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()
+    one, two = read(1), read(2)
+    assert all(
+        torch.equal(a, b) for first, second in zip(one, two, strict=True) for a, b in zip(first, second, strict=True)
+    )
+    assert len({labels.sum().item() for _, labels in one}) == len(one)
+    first, again = (list(evaluation_batches(Noise(), 4)) for _ in range(2))
+    assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(first, again, strict=True))
+    assert data_digest(Noise()) == data_digest(Noise())
+    assert (random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()) == state
