@@ -34,6 +34,12 @@ HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
 # Who reads the environment, besides harness/topology/env.py, and why.
 ENVIRONMENT_READERS = {"harness/config/commands.py": "NO_COLOR, the terminal's word on colours"}
 
+# Who seeds the global random generators, besides harness/parallel/generators.py, which puts them back, and why.
+SEEDERS = {
+    "harness/parallel/staged.py": "initial weights of a user's own layers, before training",
+    "harness/training/build.py": "the generators that training starts with",
+}
+
 # Names of families that are words of their own as well.
 ORDINARY_WORDS = {"beam", "git", "opt", "flint", "doge", "laguna"}
 
@@ -171,6 +177,12 @@ def test_the_environment_is_read_in_one_place():
             if {"environ", "environb", "getenv", "putenv"} & set(names):
                 readers.add(str(path.relative_to(ROOT)))
     assert readers - {"harness/topology/env.py"} == set(ENVIRONMENT_READERS)
+
+
+def test_global_generators_are_seeded_where_it_is_said():
+    seeds = re.compile(r"\b(torch|cuda|random)\.(manual_seed\w*|seed|fork_rng)\(")
+    found = {str(path.relative_to(ROOT)) for path in PRODUCT if seeds.search(path.read_text(encoding="utf-8"))}
+    assert found == {*SEEDERS, "harness/parallel/generators.py"}
 
 
 def test_nothing_mutable_is_shared():

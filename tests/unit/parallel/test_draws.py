@@ -207,3 +207,17 @@ def test_own_generators_put_everything_back_after_an_error() -> None:
         torch.rand(3)
         raise ValueError
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_kernel_that_draws_by_itself_is_seeded_by_the_part_that_it_computes() -> None:
+    """The meta device stands for a GPU: what would seed its kernel seeds the CPU's generator."""
+
+    def seeded(rank: int, heads: int) -> float:
+        x = torch.empty(2, heads, LENGTH, 4, device="meta")
+        with keys(tensor=TensorParallel(rank=rank, size=2)).next().layer(0):
+            expect_shapes(lambda: [torch.Size((2, HEADS, LENGTH, LENGTH))])
+            F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+            return torch.rand(()).item()
+
+    assert seeded(0, HEADS // 2) == seeded(0, HEADS // 2) != seeded(1, HEADS // 2)
+    assert seeded(0, HEADS) == seeded(1, HEADS)
