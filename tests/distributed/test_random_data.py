@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from harness import Trainer, TrainingArguments, UserError
@@ -52,7 +53,8 @@ def mean_squares(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def trainer(config: dict[str, Any], folder: str, evaluated: int = 5, **options: Any) -> Trainer:
-    layers = [nn.Linear(2, 16), nn.Dropout(0.3), torch.tanh, nn.Linear(16, 16), nn.Dropout(0.3), nn.Linear(16, 1)]
+    linear = [LayerSpec(nn.Linear, *sizes) for sizes in ((2, 16), (16, 16), (16, 1))]
+    layers = [linear[0], nn.Dropout(0.3), torch.tanh, linear[1], nn.Dropout(0.3), linear[2]]
     arguments: Any = dict(max_steps=9, learning_rate=1e-2, save_steps=0, lr_scheduler_type="constant")
     arguments = TrainingArguments(deepspeed_config=config, output_dir=folder, **arguments)
     options = {
