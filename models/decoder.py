@@ -117,12 +117,14 @@ class DecoderLayer(ModelLayer):
         self.name = self_name
         taps = blueprint.tap is not None and index in blueprint.tap.layers
         self.tap = blueprint.tap if taps else None
+        shards = [shard for parameter in self.parameters() if (shard := shard_of(parameter)) is not None]
+        self.shares = sorted({shard.widths for shard in shards if shard.unequal and not shard.copied})
 
     def forward(self, value: Value) -> Value:
         carry = self.schema.open(self.index, value)
         layer = self.get_submodule(self.name)
         hidden, call = self.frame.arguments(self.index, carry)
-        expect_shapes(lambda: self.frame.drawn_shapes(self.index, call, hidden))
+        expect_shapes(lambda: self.frame.drawn_shapes(self.index, call, hidden), self.shares)
         if self.tap is None:
             output = call.apply(layer, hidden)
         else:

@@ -137,6 +137,7 @@ class KeyedDraws(DrawCatcher):
 
     Attributes:
         whole: the shapes of the uncut layer's draws, in order, where tensor-parallel ranks hold parts of them.
+        shares: how the ranks share widths of the layer: entries of each rank, in rank order.
     """
 
     def __init__(self, key: DrawKey, layer: int) -> None:
@@ -144,10 +145,11 @@ class KeyedDraws(DrawCatcher):
         self.key = key
         self.layer = layer
         self.whole: Sequence[torch.Size] = ()
+        self.shares: Sequence[tuple[int, ...]] = ()
         self._count = 0
 
     def fill(self, out: Tensor, method: str, *args: Any, **options: Any) -> Tensor:
-        whole, number, share = self._next_shape(out.shape)
+        whole, start, number, share = self._next_shape(out.shape)
         if not out.numel():
             return out
         per_sample = out.dim() > 0 and out.shape[0] % self.key.samples == 0 == whole[0] % self.key.samples
@@ -162,40 +164,49 @@ class KeyedDraws(DrawCatcher):
             else:
                 drawn = torch.empty(shape, dtype=out.dtype, device=out.device)
                 getattr(drawn, method)(*args, generator=generator, **options)
-                part.copy_(self._own_part(drawn, part.shape))
+                dim = next(dim for dim, (a, b) in enumerate(zip(shape, part.shape, strict=True)) if a != b)
+                part.copy_(drawn.narrow(dim, start, part.shape[dim]))
         return out
 
     def seed_kernel(self, shape: torch.Size, device: torch.device) -> None:
-        whole, number, share = self._next_shape(shape)
+        whole, _, number, share = self._next_shape(shape)
         share = share if whole == shape else self.key.tensor.rank
         default_generator(device).manual_seed(self._seed(number, 0, share))
 
-    def _next_shape(self, own: torch.Size) -> tuple[torch.Size, int, int]:
-        """The shape of the whole tensor of the next draw, its number, and this rank's share if it draws alone."""
+    def _next_shape(self, own: torch.Size) -> tuple[torch.Size, int, int, int]:
+        """The shape of the whole tensor of the next draw, where this rank's share starts in it, the draw's number, and
+        what sets this rank's draws apart where its share is not known."""
         number, self._count = self._count, self._count + 1
         whole = self.whole[number] if number < len(self.whole) else own
         differing = [dim for dim, (a, b) in enumerate(zip(whole, own, strict=False)) if a != b]
         if len(whole) != len(own) or len(differing) != 1:  # not cut, as far as is known: all ranks draw alike
-            return own, number, 0
-        if own[differing[0]] * self.key.tensor.size != whole[differing[0]]:  # shares are not equal
-            return own, number, 1 + self.key.tensor.rank
-        return whole, number, 0
+            return own, 0, number, 0
+        dim, samples = differing[0], self.key.samples
+        per_sample = samples if dim == 0 and own[0] % samples == 0 == whole[0] % samples else 1
+        start = self._start(whole[dim] // per_sample, own[dim] // per_sample)
+        return (own, 0, number, 1 + self.key.tensor.rank) if start is None else (whole, start, number, 0)
 
-    def _own_part(self, drawn: Tensor, shape: torch.Size) -> Tensor:
-        """This rank's part of what was drawn for the whole tensor."""
-        dim = next(dim for dim, (a, b) in enumerate(zip(drawn.shape, shape, strict=True)) if a != b)
-        start = self.key.tensor.rank * shape[dim]
-        return drawn.narrow(dim, start, shape[dim])
+    def _start(self, whole: int, own: int) -> int | None:
+        """Where this rank's `own` of `whole` entries start; None where the ranks' shares are not known."""
+        rank = self.key.tensor.rank
+        for widths in self.shares:
+            total = sum(widths)
+            if widths[rank] * whole == own * total and all(width * whole % total == 0 for width in widths):
+                return sum(widths[:rank]) * whole // total
+        return rank * own if own * self.key.tensor.size == whole else None
 
     def _seed(self, number: int, sample: int, share: int) -> int:
         return seed_of(self.key.seed, self.key.first_sample + sample, self.layer, number, share)
 
 
-def expect_shapes(shapes: Callable[[], Sequence[torch.Size]]) -> None:
-    """Tell the layer that runs now which shapes it would draw if it were not cut; asked where it is cut and draws."""
+def expect_shapes(shapes: Callable[[], Sequence[torch.Size]], shares: Sequence[tuple[int, ...]] = ()) -> None:
+    """Tell the layer that runs now which shapes it would draw if it were not cut; asked where it is cut and draws.
+
+    `shares`: how the tensor-parallel ranks share its widths, if not equally.
+    """
     active = _active.get()
     if isinstance(active, KeyedDraws) and active.key.tensor.size > 1:
-        active.whole = shapes()
+        active.whole, active.shares = shapes(), shares
 
 
 @contextmanager

@@ -118,7 +118,19 @@ def test_a_rank_drops_its_part_of_what_the_whole_layer_drops() -> None:
     assert torch.equal(heads, whole[3].view(2, HEADS, LENGTH))
 
 
-def test_shares_that_are_not_equal_draw_apart() -> None:
+def test_unequal_shares_are_parts_of_the_whole() -> None:
+    """7 heads of 3 entries on two ranks, among widths that are shared otherwise."""
+    with keys().next().layer(0):
+        whole = F.dropout(torch.ones(2, 7, 50), 0.5)
+    parts = []
+    for rank in range(2):
+        with keys(tensor=TensorParallel(rank=rank, size=2)).next().layer(0):
+            expect_shapes(lambda: [torch.Size((2, 7, 50))], [(3, 2), (12, 9)])
+            parts.append(F.dropout(torch.ones(2, 4 - rank, 50), 0.5))
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+
+
+def test_unequal_shares_that_are_not_known_draw_apart() -> None:
     masks = []
     for rank in range(2):
         with keys(tensor=TensorParallel(rank=rank, size=2)).next().layer(0):
