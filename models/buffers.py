@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from harness.parallel.generators import own_generators
+
 SMALL = 1 << 18  # values of a parameter that is kept as the constructor makes it
 
 
@@ -35,8 +37,7 @@ def is_unfilled(tensor: Tensor) -> bool:
 def constructed(model: PreTrainedModel, seed: int, shape: Sequence[int] = ()) -> dict[str, Tensor]:
     """Return tensors of a model as its constructor makes them, on the CPU, by name: buffers, small parameters and
     those of one shape."""
-    with _large_parameters_on_meta(tuple(shape)), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with _large_parameters_on_meta(tuple(shape)), own_generators(seed):
         built: Any = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=torch.float32)
     tensors = (*built.named_parameters(remove_duplicate=False), *built.named_buffers())
     return {name: tensor.detach() for name, tensor in tensors if not tensor.is_meta}

@@ -25,6 +25,7 @@ from transformers import initialization
 
 from harness.models.buffers import SMALL
 from harness.models.patches import Box
+from harness.parallel.generators import own_generators
 
 PIECE_BYTES = 4 << 20  # the most that is drawn at once
 
@@ -113,8 +114,7 @@ class Drawn:
 
     def _draw(self, start: int, values: Tensor) -> Tensor:
         digest = hashlib.sha256(f"{self.seed}:{self.name}:{start}".encode()).digest()
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        with own_generators(int.from_bytes(digest[:8], "little"), self.device):
             if self.changes is None:
                 self.draw(values)
             for change in self.changes or ():
