@@ -116,9 +116,9 @@ class Trainer:
         if source is not None:
             announce.origin(self.console, source, args.seed)
             own_loss = logits_loss(loss_fn, compute_loss_func)
-            self.subject = decoder_subject(source, setting, sample_length(sample), self.adaptation, own_loss)
+            self.subject = subject = decoder_subject(source, setting, sample_length(sample), self.adaptation, own_loss)
         else:
-            self.subject = layers_subject(model, loss_fn)  # type: ignore[arg-type]
+            self.subject = subject = layers_subject(model, loss_fn)  # type: ignore[arg-type]
         if self.subject.causal is not None:
             verify_plan(self.subject.causal, setting, self.console)
         if self.resume_from is not None:
@@ -127,11 +127,11 @@ class Trainer:
         announce.compilation(self.console, self.resolved, setting.device)
         self.engine = build_engine(
             setting,
-            self.subject.layers,
+            subject.layers,
             self.boundaries,
-            self.subject.loss,
-            local_states=self.subject.local_states,
-            draws=self.subject.draws,
+            subject.loss,
+            local_states=subject.local_states,
+            draws=subject.draws,
         )
         self.stages = stage_lines(self.subject, self.boundaries, self.engine.deepspeed.module, self.groups)
         announce.stages(self.console, self.layout, self.resolved, steps, self.stages)
