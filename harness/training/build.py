@@ -60,30 +60,32 @@ class Setting:
         return self.resolved.zero_stage < 2
 
 
-def build_engine(
-    setting: Setting,
-    layers: Sequence[Layer],
-    boundaries: Sequence[int],
-    loss: Loss,
-    *,
-    local_states: bool = False,
-    draws: bool = True,
-) -> Engine:
-    """Build this rank's layers and the DeepSpeed engine around them; all ranks call it together.
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What an engine must know of its layers.
 
-    Args:
-        local_states: whether layers hand on tensors that are not the same on all tensor-parallel ranks.
-        draws: whether layers may draw random numbers in training.
+    Attributes:
+        local_states: whether they hand on tensors that are not the same on all tensor-parallel ranks.
+        draws: whether they may draw random numbers in training.
     """
+
+    local_states: bool = False
+    draws: bool = True
+
+
+def build_engine(
+    setting: Setting, layers: Sequence[Layer], boundaries: Sequence[int], loss: Loss, traits: Traits
+) -> Engine:
+    """Build this rank's layers and the DeepSpeed engine around them; all ranks call it together."""
     config = deepspeed_config(setting)
     groups_before = open_groups()
     acts = setting.args.nonfinite != "warn"
     guarded = GuardedLoss(loss, spoils=acts)
-    if local_states and setting.groups.tensor is not None:
+    if traits.local_states and setting.groups.tensor is not None:
         config = _nothing_shared_out(config)
     interval = setting.resolved.activation_checkpoint_interval
     index = setting.device.index  # where a rank sees its own device alone, not its local rank
-    grid, keys = None, draw_keys(setting) if draws else None
+    grid, keys = None, draw_keys(setting) if traits.draws else None
     if setting.is_pipeline:
         module: nn.Module = StagedModule(
             layers,
@@ -115,7 +117,7 @@ def build_engine(
     if acts:
         check_every_gradient(engine.optimizer)
     torch.manual_seed(setting.args.seed + setting.groups.coordinate.data + 1000 * setting.groups.coordinate.stage)
-    if setting.resolved.zero_stage == 3 and draws:
+    if setting.resolved.zero_stage == 3 and traits.draws:
         copy_hooked_inputs(module)
     kind = PipelineStages if setting.is_pipeline else WholeModel
     return kind(engine, setting.groups, guarded, setting.device, setting.dtype, keys)

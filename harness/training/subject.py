@@ -22,7 +22,7 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.costs import LayerCost
 from harness.parallel.staged import Layer
 from harness.training.arguments import TrainingArguments
-from harness.training.build import Setting, layer_finisher, own_part
+from harness.training.build import Setting, Traits, layer_finisher, own_part
 from harness.training.losses import CausalLoss, LogitsLoss, Loss, MeanLoss, RouterLoss
 
 Model: TypeAlias = str | ModelSource | PretrainedConfig | PreTrainedModel | nn.Sequential | Sequence[Layer]
@@ -63,14 +63,12 @@ class Subject:
         return f"{len(self.names)} layers ({kinds}) and {sum(self.parameters):,} parameters"
 
     @property
-    def local_states(self) -> bool:
-        """Whether layers hand on what a module or layer gave: each tensor-parallel rank has its own part of it."""
-        return self.causal is not None and bool(self.causal.frame.schema.states)
-
-    @property
-    def draws(self) -> bool:
-        """Whether its layers may draw random numbers in training; of a user's own layers nothing is known."""
-        return self.causal is None or self.causal.frame.draws
+    def traits(self) -> Traits:
+        """What an engine must know of the layers; of a user's own it is not known whether they draw random numbers."""
+        if self.causal is None:
+            return Traits()
+        # each tensor-parallel rank has its own part of what a module or layer hands on to a later one
+        return Traits(local_states=bool(self.causal.frame.schema.states), draws=self.causal.frame.draws)
 
     def saved_name(self, name: str) -> str:
         """The name under which a parameter is exported: a decoder's loses the index of its pipeline layer."""

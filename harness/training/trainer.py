@@ -125,14 +125,7 @@ class Trainer:
             folder.require_same_model(self.resume_from, self.subject.outline)
         self.boundaries = choose_boundaries(self.subject, setting, sample)
         announce.compilation(self.console, self.resolved, setting.device)
-        self.engine = build_engine(
-            setting,
-            subject.layers,
-            self.boundaries,
-            subject.loss,
-            local_states=subject.local_states,
-            draws=subject.draws,
-        )
+        self.engine = build_engine(setting, subject.layers, self.boundaries, subject.loss, subject.traits)
         self.stages = stage_lines(self.subject, self.boundaries, self.engine.deepspeed.module, self.groups)
         announce.stages(self.console, self.layout, self.resolved, steps, self.stages)
         announce.adapters(self.console, self.adaptation, self.subject)
