@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from harness.models.decoder import Blueprint, decoder_layers, unequal_shares
 from harness.models.frame import Frame
 from harness.models.locate import PLANS
 from harness.models.memory import foreign_modules
+from harness.models.precision import kept_in_fp32
 from harness.models.routing import RouterTap, router_tap
 from harness.models.skeleton import ModelSource, build_skeleton
 from harness.models.weights import CheckpointReader, Initialiser, MemoryReader, WeightSource, read_by_transformers
@@ -47,6 +49,7 @@ class CausalModel:
         unequal: names, with * for numbers, of the layers' parameters of which some tensor-parallel ranks hold more.
         router: what takes the routers' logits for the model's own router loss; then the last layer gives
             (logits, router loss).
+        in_fp32: names of the parameters that the family keeps in float32 in a model of 16 bits.
     """
 
     layers: list[LayerSpec]
@@ -57,6 +60,7 @@ class CausalModel:
     form: WrittenForm
     unequal: frozenset[str] = frozenset()
     router: RouterTap | None = None
+    in_fp32: frozenset[str] = frozenset()
 
     @property
     def layer_names(self) -> list[str]:
@@ -120,6 +124,7 @@ def assemble(
     router_loss: bool = False,
     part: FlatPart | None = None,
     whole_logits: bool = False,
+    keep_fp32: bool = False,
 ) -> CausalModel:
     """Prepare the model that `source` names for this rank; UserError for one that cannot be cut as asked.
 
@@ -133,30 +138,25 @@ def assemble(
         router_loss: whether the model's own loss of its routers is wanted, where it makes one.
         part: what `finish` will keep of every parameter, so that no more of a checkpoint has to be read.
         whole_logits: whether every tensor-parallel rank has the logits of the whole vocabulary.
+        keep_fp32: whether parameters that the family keeps in float32 stay so where `dtype` has 16 bits.
     """
     model = source.skeleton()
     plan = _plan(source, model, whole_experts) if tensor.size > 1 else None
-    weights: WeightSource
     weights, form = _weight_source(source, model, seed, part)
-    ends: Any = model.get_output_embeddings(), model.get_input_embeddings()
-    vocab_size: int = next(end.weight.shape[0] for end in ends if end is not None)
+    vocab_size = _vocab_size(model)
     if adaptation is not None:
         inject(model, adaptation.config, keep_ties=isinstance(source.weights, Path))
         weights = AdaptedWeights(base=weights, adaptation=adaptation, seed=seed)
     head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
+    in_fp32 = kept_in_fp32(model, dtype)
     with on_any_device(model):
         frame = Frame(model, device, source.weights if isinstance(source.weights, Mapping) else {})
         router = router_tap(frame, head) if router_loss else None
     local_logits = not whole_logits and _logits_may_be_local(frame, plan, vocab_size, tensor.size)
-
-    def cut_layer(layer: nn.Module) -> None:
-        if plan is not None:
-            text = source.config.get_text_config(decoder=True)
-            cut_with_adapters(layer, plan, tensor, text, local_logits=local_logits)
-        run_where_aligned(layer, dtype)
-
-    options: Any = dict(device=device, dtype=dtype, finish=finish, tap=router)
-    blueprint = Blueprint(frame=frame, cut=cut_layer, source=weights, **options)
+    text = source.config.get_text_config(decoder=True)
+    cut_layer = partial(_cut, plan=plan, tensor=tensor, text=text, local_logits=local_logits, dtype=dtype)
+    options: Any = dict(dtype=dtype, finish=finish, tap=router, kept=in_fp32 if keep_fp32 else frozenset())
+    blueprint = Blueprint(frame=frame, cut=cut_layer, source=weights, device=device, **options)
     return CausalModel(
         layers=decoder_layers(blueprint),
         source=source,
@@ -166,7 +166,24 @@ def assemble(
         form=form,
         unequal=unequal_shares(frame, cut_layer),
         router=router,
+        in_fp32=in_fp32,
     )
+
+
+def _cut(
+    layer: nn.Module, *, plan: Plan | None, tensor: TensorParallel, text: Any, local_logits: bool, dtype: torch.dtype
+) -> None:
+    """Cut a layer as the plan says, and have its experts run where their share is aligned."""
+    if plan is not None:
+        cut_with_adapters(layer, plan, tensor, text, local_logits=local_logits)
+    run_where_aligned(layer, dtype)
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    """Rows of the head, or of the embedding where there is no head."""
+    ends: Any = model.get_output_embeddings(), model.get_input_embeddings()
+    size: int = next(end.weight.shape[0] for end in ends if end is not None)
+    return size
 
 
 def require_cut(source: ModelSource, size: int, *, whole_experts: bool = False) -> None:

@@ -10,7 +10,7 @@ name: `3.model.layers.2.self_attn.q_proj.weight`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ class Blueprint:
         device, dtype: of the parameters.
         finish: called with each layer once its weights are in place (ZeRO-3 partitions them there).
         tap: what is taken out of the layers for the loss; the epilogue then gives (logits, what is made of it).
+        kept: names of the parameters that stay in float32 whatever `dtype`.
     """
 
     frame: Frame
@@ -49,6 +50,7 @@ class Blueprint:
     dtype: torch.dtype
     finish: Callable[[nn.Module], None]
     tap: Tap | None = None
+    kept: frozenset[str] = frozenset()
 
     @property
     def schema(self) -> Schema:
@@ -66,18 +68,22 @@ class ModelLayer(nn.Module):
     Args:
         blueprint: how it is built.
         modules: name in the model -> module on meta.
+        leaves: gives the names of the modules that ZeRO-3 must gather as one; called where that matters.
     """
 
     recompute = False
 
-    def __init__(self, blueprint: Blueprint, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, blueprint: Blueprint, modules: Mapping[str, nn.Module], leaves: Callable[[], Iterable[str]] = tuple
+    ) -> None:
         super().__init__()
+        self.leaves = leaves
         # a copy: the frame's own modules stay whole and on meta, so that a layer can be built once more
         for name, module in copy.deepcopy(dict(modules)).items():
             _nest(self, name, module)
         whole = copy.deepcopy(self)
         blueprint.cut(self)
-        materialise(self, blueprint.device, blueprint.dtype)
+        materialise(self, blueprint.device, blueprint.dtype, blueprint.kept)
         blueprint.source.fill(self, whole)
         blueprint.finish(self)
         self.frame = blueprint.frame
@@ -112,7 +118,9 @@ class DecoderLayer(ModelLayer):
 
     def __init__(self, blueprint: Blueprint, index: int) -> None:
         self_name = blueprint.frame.layer_names[index]
-        super().__init__(blueprint, {self_name: blueprint.frame.layers[index]})
+        super().__init__(
+            blueprint, {self_name: blueprint.frame.layers[index]}, partial(_leaves, blueprint.frame, index)
+        )
         self.index = index
         self.name = self_name
         taps = blueprint.tap is not None and index in blueprint.tap.layers
@@ -212,6 +220,11 @@ def find_ties(frame: Frame) -> list[Tie]:
     if len(tied) != len(set(tied)):
         raise UserError(f"{frame.described} ties a layer's weights to several others, so it cannot be cut into stages")
     return [Tie(f"tied{number}", names) for number, names in enumerate(groups.values())]
+
+
+def _leaves(frame: Frame, index: int) -> list[str]:
+    """Names in the model of what ZeRO-3 must gather as one in decoder layer `index`."""
+    return [f"{frame.layer_names[index]}.{name}".rstrip(".") for name in frame.leaves(index)]
 
 
 def _nest(root: nn.Module, name: str, module: nn.Module) -> None:

@@ -38,7 +38,7 @@ def dry_run(layer: nn.Module, call: Call, hidden: Tensor, run: Callable[[nn.Modu
 
     def attempt(device: torch.device) -> Result:
         with _shapes_alone(layer) if device == META else nullcontext():
-            return run(_zeroed(layer, device), call.mapped(lambda tensor: tensor.to(device)), hidden.to(device))
+            return run(zeroed(layer, device), call.mapped(lambda tensor: tensor.to(device)), hidden.to(device))
 
     *first, last = dict.fromkeys((META, CPU, hidden.device))
     for device in first:
@@ -75,7 +75,7 @@ def _experts_of(config: Any) -> str | None:
     return getattr(config, "_experts_implementation", None)
 
 
-def _zeroed(layer: nn.Module, device: torch.device) -> nn.Module:
+def zeroed(layer: nn.Module, device: torch.device) -> nn.Module:
     """A copy of a layer on meta, on another device, of zeros."""
     if device == META:
         return layer

@@ -32,7 +32,8 @@ from transformers import PreTrainedModel
 from harness.config.errors import UserError
 from harness.models.calls import Call
 from harness.models.carry import Carry, Schema, Tokens, hidden_name
-from harness.models.dryrun import drawn_shapes
+from harness.models.dryrun import META, drawn_shapes
+from harness.models.gathering import leaves_of
 from harness.models.notes import Notes, Shape
 from harness.models.outline import Outline, kind_of, outline_of
 from harness.models.probe import examine
@@ -72,6 +73,8 @@ class Frame:
         self._run: Run | None = None
         self._outlines: dict[int, Outline] = {}
         self._kinds: dict[Hashable, Outline] = {}
+        self._examples: dict[Hashable, tuple[Call, Tensor]] = {}
+        self._leaves: dict[Hashable, frozenset[str]] = {}
         self._notes = Notes(self._take_notes, device)
         self._drawn: dict[Hashable, list[torch.Size]] = {}
         self.draws = has_dropout(model)
@@ -214,8 +217,19 @@ class Frame:
             kind = kind_of(layer)  # once for all that are alike: one that looks at values takes a second
             if kind not in self._kinds:
                 self._kinds[kind] = outline_of(name, layer, call, hidden)
+                self._examples[kind] = call, hidden
             self._outlines[index] = self._kinds[kind].renamed(name)
         return self._outlines[index]
+
+    def leaves(self, index: int) -> frozenset[str]:
+        """Names, within layer `index`, of the modules that ZeRO-3 must gather as one."""
+        layer = self.layers[index]
+        kind = kind_of(layer)
+        if kind not in self._leaves:
+            call, hidden = self._examples[kind]
+            call, hidden = call.mapped(lambda tensor: tensor.to(META)), hidden.to(META)
+            self._leaves[kind] = leaves_of(layer, lambda watched: call.apply(watched, hidden))
+        return self._leaves[kind]
 
     def _running(self) -> Run:
         if self._run is None:

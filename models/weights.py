@@ -34,19 +34,23 @@ class WeightSource(Protocol):
         """Fill the materialised `layer`; `whole` is the same layer uncut, on the meta device."""
 
 
-def materialise(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def materialise(layer: nn.Module, device: torch.device, dtype: torch.dtype, kept: Set[str] = frozenset()) -> None:
     """Give every meta parameter and buffer of `layer` memory on `device`; floating parameters get `dtype`.
 
-    A parameter's attributes (`shard` among them) are kept, and so are ties inside the layer.
+    A parameter's attributes (`shard` among them) are kept, and so are ties inside the layer. Those in `kept` are
+    float32, and their attribute `kept_in_fp32` says so.
     """
     real: dict[int, nn.Parameter] = {}
-    for module in layer.modules():
+    for path, module in layer.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) not in real:
+                keep = parameter.is_floating_point() and f"{path}.{name}" in kept
                 kind = dtype if parameter.is_floating_point() else parameter.dtype
-                data = torch.empty(parameter.shape, dtype=kind, device=device)
+                data = torch.empty(parameter.shape, dtype=torch.float32 if keep else kind, device=device)
                 real[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 real[id(parameter)].__dict__.update(parameter.__dict__)
+                if keep:
+                    real[id(parameter)].kept_in_fp32 = True  # type: ignore[attr-defined]
             module.register_parameter(name, real[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device=device)

@@ -34,7 +34,7 @@ def resolve(config: Mapping[str, Any] | Document, values: AutoValues) -> Resolve
     _fill_from_model(run)
     interval = run.number("/pipeline/activation_checkpoint_interval") or 0
     partition = _partition(run, pipeline)
-    stage = _zero_stage(run, pipeline)
+    stage = _accumulate_in_fp32(run, precision, _zero_stage(run, pipeline))
     _fill_the_rest(run, "", run.config)
     if run.problems:
         raise ConfigError(run.problems)
@@ -162,6 +162,18 @@ def _zero_stage(run: Resolution, pipeline: int) -> int:
         message = f"offload_param works at ZeRO-3 only, and the stage is {stage}"
         run.refuse("DS501", "/zero_optimization/offload_param", message, "set stage to 3, or remove offload_param")
     return stage
+
+
+def _accumulate_in_fp32(run: Resolution, precision: str, stage: int) -> int:
+    """Has bf16 gradients accumulated in float32 unless the file says otherwise; the ZeRO stage that this takes."""
+    pointer = "/data_types/grad_accum_dtype"
+    masters = run.get("/bf16/bf16_master_weights_and_grads") or run.get("/bfloat16/bf16_master_weights_and_grads")
+    if precision != "bf16" or masters or run.get(pointer) not in (None, AUTO):
+        return stage
+    run.fill(pointer, "fp32", "harness: in bf16 small gradients are lost beside their sum")
+    if stage == 0:
+        run.fill("/zero_optimization/stage", 1, "for bf16 the optimizer of stage 0 is that of stage 1")
+    return max(stage, 1)
 
 
 _MEANINGFUL_AUTO = {"/data_types/keep_in_fp32_modules", "/tensor_parallel/autotp_size"}

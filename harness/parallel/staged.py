@@ -237,6 +237,9 @@ class LayerSequence(nn.Module):
         checkpoint_interval: layers between stored activations; 0 stores all.
         seed: of the layers' initial weights.
         keys: what random numbers in the layers depend on; None where they draw none.
+
+    Attributes:
+        calls: what the forward calls, in order.
     """
 
     def __init__(
@@ -247,6 +250,7 @@ class LayerSequence(nn.Module):
         built = build_layers(layers, 0, len(layers), seed)
         for index, module in built.modules.items():
             self.add_module(str(index), module)
+        self.calls = built.calls
         self._blocks = list(split_into_blocks(built.calls, checkpoint_interval, shared_parameters(built.calls)))
 
     def forward(self, inputs: Any) -> Any:

@@ -65,7 +65,9 @@ class TrainingArguments:
     max_steps: int = flag(-1, "optimizer steps; -1: as many as num_train_epochs take")
     num_train_epochs: float = flag(3.0, "passes through the data, unless max_steps is given")
     per_device_train_batch_size: int = flag(8, "samples of a micro-batch")
-    per_device_eval_batch_size: int | None = flag(None, "samples of an evaluation micro-batch; default: as in training")
+    per_device_eval_batch_size: int | None = flag(
+        None, "samples of an evaluation micro-batch; default: as in training, with a router loss 8"
+    )
     gradient_accumulation_steps: int = flag(1, "micro-batches a step on each data-parallel rank")
     global_batch_size: int | None = flag(
         None, "samples of a step over all ranks, whatever the layout; the accumulation then follows from it"

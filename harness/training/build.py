@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from torch import nn
 from harness.config import Resolved
 from harness.config.errors import UserError
 from harness.config.handed import without_idle
+from harness.models.gathering import leaves_of_sequence
 from harness.parallel.changeable import copy_hooked_inputs
 from harness.parallel.comm import TensorParallel
 from harness.parallel.draws import DrawKeys
@@ -33,7 +34,8 @@ from harness.training.distributed import give_timeout, open_groups
 from harness.training.engine import Engine, PipelineStages, WholeModel
 from harness.training.evidence import GuardedLoss, check_every_gradient
 from harness.training.losses import Loss
-from harness.training.optimizer import adamw, parameter_groups, schedule
+from harness.training.optimizer import own_optimizer, parameter_groups, schedule
+from harness.training.precision import keeping_fp32
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv": "csv_monitor"}
@@ -67,10 +69,12 @@ class Traits:
     Attributes:
         local_states: whether they hand on tensors that are not the same on all tensor-parallel ranks.
         draws: whether they may draw random numbers in training.
+        example: inputs of a micro-batch, for layers of a user's own where there is training data.
     """
 
     local_states: bool = False
     draws: bool = True
+    example: Any = None
 
 
 def build_engine(
@@ -99,19 +103,22 @@ def build_engine(
     else:
         grid = PipelineParallelGrid(topology=deepspeed_topology(setting.groups.layout), process_group=dist.group.WORLD)
         module = LayerSequence(layers, checkpoint_interval=interval, seed=setting.args.seed, keys=keys)
+        if setting.resolved.zero_stage == 3 and traits.example is not None:
+            mark_leaves(module, leaves_of_sequence(module, module.calls, traits.example))
     _configure_checkpointing(setting)
     stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", setting.args.weight_decay)
     groups = parameter_groups(module, stated)
-    engine, *_ = deepspeed.initialize(
-        args=SimpleNamespace() if index is None else SimpleNamespace(device_rank=index),
-        model=module,
-        model_parameters=groups,
-        optimizer=None if "optimizer" in config else adamw(groups, setting.args),
-        lr_scheduler=None if "scheduler" in config else schedule(setting.args, setting.max_steps),
-        mpu=grid,
-        config=config,
-        dist_init_required=False,
-    )
+    with keeping_fp32():
+        engine, *_ = deepspeed.initialize(
+            args=SimpleNamespace() if index is None else SimpleNamespace(device_rank=index),
+            model=module,
+            model_parameters=groups,
+            optimizer=own_optimizer(config, groups, setting.args),
+            lr_scheduler=None if "scheduler" in config else schedule(setting.args, setting.max_steps),
+            mpu=grid,
+            config=config,
+            dist_init_required=False,
+        )
     give_timeout(open_groups() - groups_before)
     correct_clipping(engine, setting.groups, skip_nonfinite=acts)
     if acts:
@@ -180,7 +187,7 @@ def own_part(setting: Setting) -> FlatPart | None:
     return FlatPart(index=setting.groups.coordinate.data, count=setting.groups.layout.data)
 
 
-def layer_finisher(setting: Setting, part: FlatPart | None) -> Callable[[nn.Module], None]:
+def layer_finisher(setting: Setting, part: FlatPart | None) -> Callable[[Any], None]:
     """What is done with each layer once it has its weights: under ZeRO-3 they are spread over the data group.
 
     With `part` each rank has its own in place; else the group's first rank sends whole parameters to the others.
@@ -194,8 +201,8 @@ def layer_finisher(setting: Setting, part: FlatPart | None) -> Callable[[nn.Modu
     alone = [dist.get_rank()]
     data_group = setting.groups.data or dist.new_group(alone, timeout=run_timeout(), use_local_synchronization=True)
 
-    def partition(layer: nn.Module) -> None:
-        _gather_as_one(layer)
+    def partition(layer: Any) -> None:
+        mark_leaves(layer, layer.leaves())
         spread = deepspeed.zero.Init if part is None else KeepOwnParts
         spread(
             module=layer,
@@ -208,16 +215,10 @@ def layer_finisher(setting: Setting, part: FlatPart | None) -> Callable[[nn.Modu
     return partition
 
 
-def _gather_as_one(layer: nn.Module) -> None:
-    """Have ZeRO-3 see a module that alone holds parameters, and not what it calls, as one.
-
-    Experts in a loop call their activation function once for each expert that a token chose. DeepSpeed counts the
-    calls of every module, and stops when the ranks of the data group, with their own tokens, disagree.
-    """
-    for module in layer.modules():
-        below = [parameter for child in module.children() for parameter in child.parameters()]
-        if not below and any(module.children()) and any(True for _ in module.parameters(recurse=False)):
-            set_z3_leaf_module(module, True)
+def mark_leaves(module: nn.Module, names: Iterable[str]) -> None:
+    """Have ZeRO-3 see the named modules as one each, with all that they call."""
+    for name in names:
+        set_z3_leaf_module(module.get_submodule(name), True)
 
 
 def deepspeed_config(setting: Setting) -> dict[str, Any]:

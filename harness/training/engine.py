@@ -133,7 +133,7 @@ class Engine(ABC):
         """
         counted, rows = self._count(micro_batches)
         with torch.no_grad():
-            mean = self._evaluate(self._weigh(micro_batches, (counted, rows)), steps)
+            mean = self._evaluate(self._weigh(micro_batches, (counted, rows), by_label=True), steps)
         if self.groups.pipeline is not None:
             last = dist.get_process_group_ranks(self.groups.pipeline)[-1]
             dist.broadcast(counted, src=last, group=self.groups.pipeline)
@@ -150,14 +150,20 @@ class Engine(ABC):
                 dist.all_reduce(both, group=self.groups.data)
         return both[0], both[1]
 
-    def _weigh(self, micro_batches: Sequence[EvaluationBatch], totals: tuple[Tensor, Tensor]) -> list[Batch]:
-        """Give each micro-batch the weight by which the engine's mean becomes the mean over all that counts."""
+    def _weigh(
+        self, micro_batches: Sequence[EvaluationBatch], totals: tuple[Tensor, Tensor], by_label: bool = False
+    ) -> list[Batch]:
+        """Give each micro-batch the weight by which the engine's mean becomes the mean over all that counts.
+
+        `by_label`: its share is that of its labels, not of its samples. Then it is the same in any part of a data set.
+        """
         n = len(micro_batches) * self.groups.layout.data
-        weight, share = (n / max(1.0, total) for total in map(float, totals))
-        return [
-            (self._cast(batch.inputs), targets(batch.labels, weight, batch.rows, share * batch.rows))
-            for batch in micro_batches
-        ]
+        weight, per_row = (n / max(1.0, total) for total in map(float, totals))
+        weighed = []
+        for batch in micro_batches:
+            share = weight * self.loss.count(batch.labels, batch.rows) if by_label else per_row * batch.rows
+            weighed.append((self._cast(batch.inputs), targets(batch.labels, weight, batch.rows, share)))
+        return weighed
 
     def _cast(self, inputs: Any) -> Any:
         if isinstance(inputs, Tensor):

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils.data import Subset
+
 from harness.training.data.collate import Collator
 from harness.training.data.evaluation import evaluation_batches, evaluation_steps
 from harness.training.data.stream import dataset_length
 from harness.training.engine import Engine
+from harness.training.losses import Loss, RouterLoss
 from harness.training.same_data import require_same_data
 
+ROUTER_BATCH = 8
+"""Samples of an evaluation micro-batch of a model with a router loss; transformers' default for every model."""
 CHUNK = 16  # micro-batches that are read before they are evaluated
+
+
+def default_batch(loss: Loss, micro_batch: int) -> int:
+    """Samples of an evaluation micro-batch where nobody says a number; `micro_batch`: those of a training one.
+
+    A router loss depends on which samples are together, so there the layout must have no say in it.
+    """
+    return ROUTER_BATCH if isinstance(loss, RouterLoss) else micro_batch
 
 
 def mean_loss(engine: Engine, dataset: Any, micro_batch: int, collator: Collator) -> float:
@@ -18,6 +31,19 @@ def mean_loss(engine: Engine, dataset: Any, micro_batch: int, collator: Collator
 
     Every rank runs the same number of micro-batches of one shape, so no rank waits for another.
     """
+    n = dataset_length(dataset)
+    whole = n - n % micro_batch
+    total = counted = 0.0
+    # the last samples apart, in a micro-batch of their number: a router loss would see what fills up a larger one
+    for part, size in ((range(whole), micro_batch), (range(whole, n), n - whole)):
+        if part:
+            losses, valid = _sums(engine, Subset(dataset, part), size, collator)
+            total, counted = total + losses, counted + valid
+    return total / counted if counted else float("nan")
+
+
+def _sums(engine: Engine, dataset: Any, micro_batch: int, collator: Collator) -> tuple[float, float]:
+    """Sum of the losses of all samples, and number of what counts."""
     place, size = engine.groups.coordinate.data, engine.groups.layout.data
     steps = evaluation_steps(dataset_length(dataset), micro_batch, size)
     batches = evaluation_batches(dataset, micro_batch, place, size, data_collator=collator)
@@ -29,4 +55,4 @@ def mean_loss(engine: Engine, dataset: Any, micro_batch: int, collator: Collator
             require_same_data([(batch.inputs, batch.labels) for batch in chunk], engine.groups)
         losses, valid = engine.evaluate(chunk, count)
         total, counted = total + losses, counted + valid
-    return total / counted if counted else float("nan")
+    return total, counted

@@ -30,7 +30,8 @@ Targets = tuple[Tensor, ...]
 """What the last stage gets beside the outputs, flat as DeepSpeed's pipeline wants it: (weight, rows, share, *labels).
 
 weight: scalar, what each counted label or sample weighs. rows: scalar, how many samples of the micro-batch count; the
-others fill its shape. share: scalar, their number over that of an average micro-batch.
+others fill its shape. share: scalar, the number of its samples (in evaluation: labels) over that of an average
+micro-batch.
 """
 
 
@@ -103,8 +104,8 @@ class CausalLoss:
 class RouterLoss:
     """A causal loss, and with it the router loss that the model makes of a whole micro-batch.
 
-    The router loss of an optimizer step is the mean over its micro-batches, and that of an evaluation the mean over
-    its samples, as transformers' Trainer has it.
+    The router loss of an optimizer step is the mean over its micro-batches, as transformers' Trainer has it; that of an
+    evaluation is the mean over its micro-batches, each by its number of labels.
 
     Attributes:
         causal: the cross entropy, or a user's own loss of the logits.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,7 +24,9 @@ from harness.parallel.costs import LayerCost
 from harness.parallel.staged import Layer
 from harness.training.arguments import TrainingArguments
 from harness.training.build import Setting, Traits, layer_finisher, own_part
+from harness.training.data.collate import MicroBatch
 from harness.training.losses import CausalLoss, LogitsLoss, Loss, MeanLoss, RouterLoss
+from harness.training.precision import can_keep_fp32
 
 Model: TypeAlias = str | ModelSource | PretrainedConfig | PreTrainedModel | nn.Sequential | Sequence[Layer]
 
@@ -40,6 +43,7 @@ class Subject:
         costs: what each layer costs to compute, in proportion.
         loss: of a micro-batch.
         causal: the decoder, if it is one.
+        example: inputs of a micro-batch, for layers of a user's own where there is training data.
     """
 
     layers: Sequence[Layer]
@@ -49,6 +53,7 @@ class Subject:
     costs: list[float]
     loss: Loss
     causal: CausalModel | None = None
+    example: Any = None
 
     def size(self, *, trained: bool = False) -> int:
         """Parameters of the model (with `trained`, those that are trained); a decoder's tied ones are counted once."""
@@ -66,7 +71,7 @@ class Subject:
     def traits(self) -> Traits:
         """What an engine must know of the layers; of a user's own it is not known whether they draw random numbers."""
         if self.causal is None:
-            return Traits()
+            return Traits(example=self.example)
         # each tensor-parallel rank has its own part of what a module or layer hands on to a later one
         return Traits(local_states=bool(self.causal.frame.schema.states), draws=self.causal.frame.draws)
 
@@ -125,7 +130,9 @@ def decoder_subject(
         router_loss=getattr(source.config, "output_router_logits", False),
         part=part,
         whole_logits=own_loss is not None,
+        keep_fp32=can_keep_fp32(setting.resolved),
     )
+    _warn_of_lowered(causal.in_fp32, setting)
     _require_gradients(causal, setting)
     if args.output_router_logits and causal.router is None:
         raise UserError(f"--output_router_logits: model type {source.config.model_type!r} makes no loss of routers")
@@ -182,6 +189,16 @@ def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> Pret
     return config
 
 
+def _warn_of_lowered(names: Set[str], setting: Setting) -> None:
+    """Say which parameters transformers keeps in float32 and this run does not."""
+    if names and setting.groups.rank == 0 and not can_keep_fp32(setting.resolved):
+        warnings.warn(
+            f"{len(names)} parameters that transformers keeps in float32 ({min(names)}, ...) are in "
+            f"{setting.resolved.precision}: they stay in float32 in bf16 at ZeRO-0 to 2 without offload",
+            stacklevel=3,
+        )
+
+
 def _decoder_loss(causal: CausalModel, setting: Setting, own_loss: LogitsLoss | None) -> Loss:
     loss = own_loss or CausalLoss(
         vocab_size=causal.vocab_size, group=setting.groups.tensor if causal.local_logits else None
@@ -192,7 +209,7 @@ def _decoder_loss(causal: CausalModel, setting: Setting, own_loss: LogitsLoss | 
     return RouterLoss(causal=loss, coefficient=causal.router.coefficient if factor is None else factor)
 
 
-def layers_subject(layers: Sequence[Layer], loss_fn: Callable[..., Any] | None) -> Subject:
+def layers_subject(layers: Sequence[Layer], loss_fn: Callable[..., Any] | None, sample: MicroBatch | None) -> Subject:
     """Prepare a user's own layers; they are counted on the meta device, and built only where they run."""
     if loss_fn is None:
         raise UserError("a list of layers needs loss_fn(outputs, labels), the mean loss over the samples it is given")
@@ -207,6 +224,7 @@ def layers_subject(layers: Sequence[Layer], loss_fn: Callable[..., Any] | None) 
             for m in counted
         ],
         loss=MeanLoss(loss_fn),
+        example=None if sample is None else sample[0],
     )
 
 

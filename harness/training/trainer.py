@@ -40,7 +40,7 @@ from harness.training.console import Console, plain_console
 from harness.training.data.collate import Collator, MicroBatch, collate
 from harness.training.data.stream import BatchStream, data_digest, dataset_length
 from harness.training.distributed import close_groups, largest, open_groups, require_device, require_precision, start
-from harness.training.evaluate import mean_loss
+from harness.training.evaluate import default_batch, mean_loss
 from harness.training.hf_names import require_ours
 from harness.training.losses import AUX_LOSS, logits_loss
 from harness.training.nonfinite import NonFinite
@@ -118,7 +118,7 @@ class Trainer:
             own_loss = logits_loss(loss_fn, compute_loss_func)
             self.subject = subject = decoder_subject(source, setting, sample_length(sample), self.adaptation, own_loss)
         else:
-            self.subject = subject = layers_subject(model, loss_fn)  # type: ignore[arg-type]
+            self.subject = subject = layers_subject(model, loss_fn, sample)  # type: ignore[arg-type]
         if self.subject.causal is not None:
             verify_plan(self.subject.causal, setting, self.console)
         if self.resume_from is not None:
@@ -264,7 +264,8 @@ class Trainer:
     @property
     def eval_batch(self) -> int:
         """Samples of an evaluation micro-batch."""
-        return self.args.per_device_eval_batch_size or self.resolved.micro_batch
+        default = default_batch(self.subject.loss, self.resolved.micro_batch)
+        return self.args.per_device_eval_batch_size or default
 
     # -- saving --------------------------------------------------------------------------------------------
 
@@ -368,7 +369,7 @@ class Trainer:
 
     def _first_samples(self) -> MicroBatch | None:
         """A micro-batch of the training data, after a look at both data sets."""
-        self.admission.first_batch(self.eval_dataset, self.eval_batch)
+        self.admission.first_batch(self.eval_dataset, self.args.per_device_eval_batch_size or self.resolved.micro_batch)
         return self.admission.first_batch(self.train_dataset, self.resolved.micro_batch)
 
     def _stream(self) -> BatchStream | None:

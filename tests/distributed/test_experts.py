@@ -35,6 +35,7 @@ from tests.distributed.training import (
 pytestmark = pytest.mark.ranks
 
 LOSS, NORM = 5e-6, 1e-4  # fp32 sums in another order, which also moves what the routers compare
+EVAL_BATCH = 4
 SMALL = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "router_aux_loss_coef": 0.02}
 LATENT = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "head_dim", "qk_rope_head_dim"), 8)
 LOOPING: dict[str, Any] = {
@@ -78,6 +79,7 @@ def with_router_loss(job: Job, folder: str) -> tuple[Curve, list[float], float]:
         deepspeed_config=job.deepspeed_config(),
         output_dir=folder,
         max_steps=STEPS,
+        per_device_eval_batch_size=EVAL_BATCH,
         **{"learning_rate": 1e-3, "lr_scheduler_type": "constant", "adam_beta2": 0.95, **job.arguments},
     )
     trainer = Trainer(job.model, arguments, train_dataset=rows(), eval_dataset=rows()[:6])
@@ -96,9 +98,9 @@ def router_reference(job: Job) -> tuple[Curve, list[float], float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     micro = job.deepspeed_config()["train_micro_batch_size_per_gpu"]
     stream = BatchStream(rows(), seed=TrainingArguments().seed, micro_batch=micro, accumulation=BATCH // micro)
-    chunks = torch.tensor([row["input_ids"] for row in rows()[:6]]).split(micro)
+    chunks = torch.tensor([row["input_ids"] for row in rows()[:6]]).split(EVAL_BATCH)  # of 4 and 2, in any layout
     with torch.no_grad():
-        evaluation = sum(model.eval()(input_ids=ids, labels=ids).loss.item() for ids in chunks) / len(chunks)
+        evaluation = sum(len(ids) * model.eval()(input_ids=ids, labels=ids).loss.item() for ids in chunks) / 6
     model.train()
     curve, router_losses = [], []
     for _ in range(STEPS):

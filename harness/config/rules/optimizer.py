@@ -240,3 +240,56 @@ def offload_without_cpu_optimizer(view: RunView) -> Iterator[Finding]:
             hint="remove torch_adam" if by_torch else "use Adam, AdamW, Adagrad or Lion",
             deepspeed="runs it without its vectorised CPU step",
         )
+
+
+@rule(
+    "DS808",
+    "muon-with-tensor-parallelism",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2},'
+    ' "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2},'
+    ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}',
+    world_size=2,
+)
+def muon_with_tensor_parallelism(view: RunView) -> Iterator[Finding]:
+    """Muon orthogonalises matrices, and a tensor-parallel rank has parts of them.
+
+    The parts of an orthogonal matrix are not what one gets by orthogonalising each part, so the training would depend
+    on the number of tensor-parallel ranks.
+    """
+    if kind(view) == "muon" and view.tensor > 1:
+        yield Finding(
+            pointer=TYPE,
+            message=f"Muon would orthogonalise the part of each matrix that one of {view.tensor} ranks holds",
+            hint="use AdamW, or train without tensor parallelism",
+            deepspeed="trains, with other updates than on one rank",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS809",
+    "muon-norm-of-update",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": {"type": "Muon",'
+    ' "params": {"lr": 1e-3}}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 0}, "optimizer": {"type": "Muon",'
+    ' "params": {"lr": 1e-3}}}',
+)
+def muon_norm_of_update(view: RunView) -> Iterator[Finding]:
+    """Under ZeRO, Muon's matrices enter the norm as their update and not as their gradient.
+
+    ZeRO orthogonalises gradients before it takes the norm. So they are clipped by another norm than at stage 0, and the
+    norm that is reported says little about them.
+    """
+    if kind(view) == "muon" and view.zero_stage:
+        yield Finding(
+            pointer=TYPE,
+            message=f"at ZeRO-{view.zero_stage} the norm that clips and is reported is that of Muon's update",
+            hint="set zero_optimization.stage to 0 where the gradient's norm is wanted",
+            deepspeed="takes the norm after it has orthogonalised the matrices",
+            on_value=True,
+        )

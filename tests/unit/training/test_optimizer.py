@@ -11,7 +11,7 @@ from harness.models.adapters import Adaptation
 from harness.models.skeleton import ModelSource, build_skeleton
 from harness.models.tiny import tiny_config
 from harness.training.clipping import square_sum
-from harness.training.optimizer import parameter_groups
+from harness.training.optimizer import LateAdagrad, parameter_groups
 from tests.unit.models.test_decoder import build, prepare
 
 # biases of experts in two dimensions, vectors that are no bias, norms of many names, layers of several kinds
@@ -59,3 +59,18 @@ def test_the_sum_of_squares_of_a_large_tensor_is_exact_and_that_of_none_is_zero(
     assert abs(float(tensor.norm()) ** 2 / exact - 1) > 1e-6  # what a sum in float32 loses
     assert abs(float(square_sum([tensor[:7], tensor[7:]], tensor.device)) / exact - 1) < 1e-12
     assert square_sum([], torch.device("meta")).device.type == "meta"
+
+
+def test_adagrad_whose_state_comes_late_is_torchs() -> None:
+    models = []
+    for kind in (torch.optim.Adagrad, LateAdagrad):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias]}]
+        optimizer = kind(groups, lr=0.3, lr_decay=0.1, eps=1e-8, initial_accumulator_value=0.2)
+        for step in range(3):
+            model(torch.full((2, 5), step + 1.0)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
