@@ -54,6 +54,11 @@ def device_index(local_rank: int, visible: int) -> int:
     return local_rank
 
 
+def shared_store() -> dist.Store:
+    """Return the key-value store in which all ranks have met."""
+    return dist.distributed_c10d._get_default_store()  # torch has no public name for it
+
+
 def open_groups() -> frozenset[dist.ProcessGroup]:
     """All process groups that this process has."""
     return frozenset(dist.distributed_c10d._world.pg_map)  # torch has no public list of them

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from harness.config.errors import UserError
 from harness.config.wording import counted
 from harness.models.attention import with_attention
@@ -28,7 +26,7 @@ from harness.training.data.documents import as_documents, holds_tokens
 from harness.training.data.samples import Samples, make_samples
 from harness.training.data.sources import hold_out, read_documents
 from harness.training.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from harness.training.distributed import start
+from harness.training.distributed import shared_store, start
 from harness.training.preflight import ScriptArguments
 
 LONGEST_DEFAULT = 1024  # as run_clm.py
@@ -48,7 +46,7 @@ def script_datasets(script: ScriptArguments, args: TrainingArguments, env: Launc
     tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model_name_or_path))
     source = read_source(script.model_name_or_path)
     _require_cut(source, args, env)
-    lay_out = _layer_out(tokenizer, source, args)
+    lay_out = _layer_out(tokenizer, source, args, console)
 
     def build() -> tuple[Any, Any]:
         documents, evaluation = read_documents(script.train_file), None
@@ -83,7 +81,7 @@ def user_datasets(
     if tokenizer is None:
         raise UserError("a data set of text or conversations needs processing_class, the tokenizer")
     _require_cut(source, args, env)
-    lay_out = _layer_out(tokenizer, source, args)
+    lay_out = _layer_out(tokenizer, source, args, console)
 
     def build() -> tuple[Any, Any]:
         return tuple(
@@ -115,7 +113,9 @@ def _require_cut(source: ModelSource, args: TrainingArguments, env: LaunchEnv) -
     require_cut(source, resolved.tensor, whole_experts=resolved.expert > 1)
 
 
-def _layer_out(tokenizer: Tokenizer, source: ModelSource, args: TrainingArguments) -> Callable[[Any], Any]:
+def _layer_out(
+    tokenizer: Tokenizer, source: ModelSource, args: TrainingArguments, console: Console
+) -> Callable[[Any], Any]:
     """What makes samples of documents, for this model; UserError if its tokenizer or block size do not fit it."""
     config = source.config.get_text_config(decoder=True)
     check_vocabulary(tokenizer, vocabulary_size(build_skeleton(source.config)))
@@ -124,8 +124,9 @@ def _layer_out(tokenizer: Tokenizer, source: ModelSource, args: TrainingArgument
     block_size = _block_size(args, getattr(config, "max_position_embeddings", None))
 
     def lay_out(documents: Any) -> Any:
-        make = make_samples if "conversation" in documents.column_names else make_blocks
-        return make(documents, tokenizer, block_size, packing=args.packing)
+        if "conversation" in documents.column_names:
+            return make_samples(documents, tokenizer, block_size, packing=args.packing)
+        return make_blocks(documents, tokenizer, block_size, packing=args.packing, say=console.say)
 
     return lay_out
 
@@ -134,7 +135,7 @@ def _on_each_host(
     build: Callable[[], tuple[Any, Any]], tokenizer: Tokenizer, env: LaunchEnv, console: Console
 ) -> Prepared:
     start(env)
-    train, evaluation = once_per_host(build, local_rank=env.local_rank, barrier=dist.barrier)
+    train, evaluation = once_per_host(build, env=env, store=shared_store())
     for name, data in (("training", train), ("evaluation", evaluation)):
         if isinstance(data, Samples):
             console.say(f"{name}: {data.summary}")

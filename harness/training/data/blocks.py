@@ -3,28 +3,58 @@
 As in HF's run_clm.py a block is its own labels (the loss shifts them: N-1 predictions a block), but the
 corpus is joined as a whole: exactly floor(total / N) blocks, whatever the size of a batch on the way. Packed
 blocks hold the same ids, and position ids that begin again at 0 with each document and each block: attention
-stays within a document. Blocks are kept on disk and mapped from there, so ranks of a host share the pages.
+stays within a document. The ids are kept on disk (`shards.py`) and mapped from there, so ranks of a host share the
+pages; blocks of any size are cut out of the same ids when they are read.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from harness.config.errors import UserError
 from harness.config.wording import counted
-from harness.training.data.cache import fingerprint, identity, map_once
-from harness.training.data.tokenizer import Tokenizer, encode_documents, largest_id
+from harness.training.data.cache import cache_error, fingerprint, identity, prepared_folder
+from harness.training.data.pieces import PieceEncoder
+from harness.training.data.shards import Corpus, TokenIds, make_shards
+from harness.training.data.tokenizer import Tokenizer, largest_id
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from datasets import Dataset
 
-# Part of the cache key: raise it when the same documents give other blocks.
-_FORMAT = 1
+# Part of the cache key: raise it when the same documents give other ids.
+_FORMAT = 2
+
+
+class Blocks:
+    """A map-style data set of dicts `input_ids` and, if packed, `position_ids`: int64 of `block_size`."""
+
+    def __init__(self, ids: TokenIds, block_size: int, *, packing: bool) -> None:
+        self.ids = ids
+        self.block_size = block_size
+        self.packing = packing
+
+    def __len__(self) -> int:
+        return len(self.ids) // self.block_size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"block {index} of {len(self)}")
+        start = index % len(self) * self.block_size
+        stop = start + self.block_size
+        block = {"input_ids": torch.from_numpy(self.ids.ids(start, stop))}
+        if self.packing:
+            begins = np.zeros(self.block_size, dtype=np.int64)
+            documents = self.ids.starts(start, stop)
+            begins[documents] = documents
+            positions = np.arange(self.block_size) - np.maximum.accumulate(begins)
+            block["position_ids"] = torch.from_numpy(positions)
+        return block
 
 
 def make_blocks(
@@ -34,86 +64,36 @@ def make_blocks(
     cache_dir: str | os.PathLike[str] | None = None,
     *,
     packing: bool = False,
-) -> Dataset:
-    """The documents' ids in blocks of `block_size`: a `datasets.Dataset` of `input_ids`, int64 tensors.
+    say: Callable[[str], None] = lambda line: None,
+    workers: int | None = None,
+) -> Blocks:
+    """Return the documents' ids in blocks of `block_size`; with `packing` also position ids.
 
-    With `packing` also `position_ids`. What does not fill the last block is dropped. The result is kept in
-    `cache_dir` (default HF_DATASETS_CACHE) under a name made from documents, tokenizer and block size, and a second
-    call maps nothing. Raises UserError if `block_size` < 2, the documents do not fill one block, or the cache cannot
-    be written.
+    What does not fill the last block is dropped. The ids are kept in `cache_dir` (default HF_DATASETS_CACHE) under a
+    name made from documents and tokenizer: a second call encodes nothing, and one after an interruption what is
+    missing. `say` gets a line of progress now and then; `workers`: processes, by default one a core. Raises UserError
+    if `block_size` < 2, the documents do not fill one block, or the cache cannot be written.
     """
-    from datasets import Features, List, Value
-
     require_block_size(block_size)
-    joiner = BlockJoiner(tokenizer, block_size, packing)
-    blocks = map_once(
-        documents,
-        joiner,
-        Features({name: List(Value(dtype.name), length=block_size) for name, dtype in joiner.columns.items()}),
-        fingerprint(_FORMAT, documents._fingerprint, block_size, packing, identity(tokenizer)),
-        cache_dir=cache_dir,
-        said=f"Cutting text into blocks of {block_size}",
-    )
-    if not len(blocks):
-        total = counted(sum(map(len, encode_documents(tokenizer, documents["text"]))), "token")
+    dtype = smallest_dtype(largest_id(tokenizer))
+    folder = prepared_folder(cache_dir) / fingerprint(_FORMAT, documents._fingerprint, identity(tokenizer))
+    try:
+        corpus = Corpus.of(documents, PieceEncoder(tokenizer), dtype)
+        ids = TokenIds(make_shards(corpus, folder, say, workers), dtype)
+    except OSError as error:
+        raise cache_error(error, cache_dir) from error
+    if len(ids) < block_size:
+        total = counted(len(ids), "token")
         raise UserError(f"the text makes {total}, less than one block of {block_size}: lower --block_size")
-    return blocks.with_format("torch")
+    return Blocks(ids, block_size, packing=packing)
 
 
 def require_block_size(block_size: int) -> None:
-    """UserError for a block that predicts nothing."""
+    """Raise UserError for a block that predicts nothing."""
     if block_size < 2:
         raise UserError(f"--block_size {block_size}: a block of fewer than 2 tokens predicts nothing")
 
 
-class BlockJoiner:
-    """Cuts batches of documents into blocks; what is left of one batch opens the next one's first block.
-
-    It holds at most `block_size` - 1 ids between calls, and must see the batches in order, in one process.
-
-    Attributes:
-        columns: name -> dtype of what a block holds.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, block_size: int, packing: bool = False) -> None:
-        self.tokenizer = tokenizer
-        self.block_size = block_size
-        self.columns = {"input_ids": smallest_dtype(largest_id(tokenizer))}
-        if packing:
-            self.columns["position_ids"] = smallest_dtype(block_size)
-        self.rest = np.empty((len(self.columns), 0), dtype=np.int64)
-
-    def cut(self, texts: list[str]) -> npt.NDArray[np.integer]:
-        """The blocks, [columns, n, block_size], that end within these documents."""
-        documents = encode_documents(self.tokenizer, texts)
-        rows = [np.concatenate([self.rest[0], *documents])]
-        if len(self.columns) > 1:
-            rows.append(np.concatenate([self.rest[1], *(np.arange(len(ids)) for ids in documents)]))
-        joined = np.stack(rows)
-        whole = joined.shape[1] // self.block_size * self.block_size
-        self.rest = joined[:, whole:].copy()
-        blocks = joined[:, :whole].reshape(len(joined), -1, self.block_size)
-        if len(blocks) > 1:
-            blocks[1] = _from_block_start(blocks[1])
-        return blocks
-
-    def __call__(self, batch: dict[str, list[str]]) -> pa.Table:
-        import pyarrow as pa
-
-        return pa.table(
-            {
-                name: pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1).astype(dtype)), self.block_size)
-                for (name, dtype), values in zip(self.columns.items(), self.cut(batch["text"]), strict=True)
-            }
-        )
-
-
 def smallest_dtype(largest: int) -> np.dtype[np.integer]:
-    """The dtype that ids or positions up to `largest` are kept in."""
+    """Return the dtype that ids or positions up to `largest` are kept in."""
     return np.dtype(np.uint16 if largest < 2**16 else np.int32)
-
-
-def _from_block_start(positions: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-    """Positions in blocks [n, block_size] whose first document, begun in an earlier block, counts from 0 as well."""
-    continued = np.cumsum(positions == 0, axis=1) == 0
-    return np.where(continued, positions - positions[:, :1], positions)

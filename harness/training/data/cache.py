@@ -5,20 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.config.errors import UserError
+from harness.topology.env import LaunchEnv
 from harness.training.data.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
+    from torch.distributed import Store
 
 T = TypeVar("T")
 
 _ROWS_AT_ONCE = 256
+_PATIENCE_S = 10.0
 
 
 def map_once(
@@ -35,9 +39,7 @@ def map_once(
     A second call with the same key calls nothing. `said`: what the progress bar says. Raises UserError if the cache
     (default HF_DATASETS_CACHE) cannot be written.
     """
-    import datasets
-
-    folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "prepared"
+    folder = prepared_folder(cache_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return documents.map(
@@ -55,6 +57,13 @@ def map_once(
         raise cache_error(error, cache_dir) from error
 
 
+def prepared_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
+    """Return where prepared data lies: in `cache_dir`, by default HF_DATASETS_CACHE."""
+    from datasets.config import HF_DATASETS_CACHE
+
+    return Path(cache_dir or HF_DATASETS_CACHE) / "prepared"
+
+
 def cache_error(error: OSError, cache_dir: str | os.PathLike[str] | None) -> UserError:
     """What to tell where prepared data cannot be written: the disk is full, the directory is not ours."""
     from datasets.config import HF_DATASETS_CACHE
@@ -63,19 +72,38 @@ def cache_error(error: OSError, cache_dir: str | os.PathLike[str] | None) -> Use
     return UserError(f"cannot keep prepared data in {place} ({error.strerror or error}): set HF_DATASETS_CACHE")
 
 
-def once_per_host(build: Callable[[], T], *, local_rank: int, barrier: Callable[[], object]) -> T:
-    """Let local rank 0 of each host build what is then read from its cache, and the others wait at `barrier`.
+def once_per_host(build: Callable[[], T], *, env: LaunchEnv, store: Store, poll_s: float = 0.5) -> T:
+    """Let local rank 0 of each host build what the others then read from its cache; all ranks call it.
 
-    All ranks call it, and the barrier must have the patience for a long corpus. If the building fails the
-    barrier is still passed, and the others fail in `build` for themselves: an error, never a hang.
+    Nobody is in a collective meanwhile: the others look into the store every `poll_s` seconds, for as long as it takes,
+    and return when all ranks have their data. A UserError of one rank is raised by all.
     """
-    if local_rank != 0:
-        barrier()
-        return build()
+    turn = store.add(f"prepared/{env.rank}/turns", 1)
+    host = f"prepared/{turn}/host/{env.rank - env.local_rank}"
+    ready, failed, heard = (f"prepared/{turn}/{name}" for name in ("ready", "failed", "heard"))
+
+    def wait(is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            if store.check([failed]):
+                raise UserError(store.get(failed).decode())
+            time.sleep(poll_s)
+
     try:
-        return build()
-    finally:
-        barrier()
+        if env.local_rank != 0:
+            wait(lambda: store.check([host]))
+        built = build()
+        store.set(host, "built")
+        store.add(ready, 1)
+        wait(lambda: store.add(ready, 0) == env.world_size)
+        return built
+    except Exception as error:
+        if not store.check([failed]):
+            store.set(failed, str(error) if isinstance(error, UserError) else f"data: {type(error).__name__}: {error}")
+        store.add(heard, 1)
+        deadline = time.monotonic() + _PATIENCE_S  # the store may end with this process: let the others hear first
+        while store.add(heard, 0) < env.world_size and time.monotonic() < deadline:
+            time.sleep(poll_s)
+        raise
 
 
 def fingerprint(*parts: object) -> str:

@@ -6,12 +6,15 @@ the caller. What a row means is `rows.py`'s to say.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from harness.config.errors import UserError
+from harness.training.data.pieces import PIECE_CHARACTERS, in_pieces
 from harness.training.data.rows import BESIDE, COLUMNS, TEXT, document, kind_of_row
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -19,14 +22,17 @@ SUFFIXES = (".txt", ".jsonl", ".parquet")
 Row: TypeAlias = tuple[str, Mapping[str, Any]]
 """A place as the user would name it, and what stands there."""
 
-_ROWS_AT_ONCE = 1024
+_ROWS_AT_ONCE = 64
 
 
-def read_documents_of(file: Path, kind: str) -> Iterator[dict[str, str]]:
-    """The documents of a file whose rows are of this kind; a file of any other suffix is one text."""
-    rows = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}.get(file.suffix, _txt_rows)
-    for place, row in rows(file):
-        yield document(row, kind, place)
+def read_documents_of(file: Path, kind: str) -> Iterator[dict[str, str | int]]:
+    """Read the documents of a file whose rows are of this kind, text in pieces; any other file is one text."""
+    reader = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}.get(file.suffix)
+    if reader is None:
+        yield from _txt_pieces(file)
+        return
+    for place, row in reader(file):
+        yield from in_pieces(document(row, kind, place))
 
 
 def kind_of_file(file: Path) -> str | None:
@@ -51,13 +57,21 @@ def decodes(file: Path) -> bool:
     return True
 
 
-def _txt_rows(file: Path) -> Iterator[Row]:
-    """One row: the file's bytes as UTF-8, newlines and byte order mark left as they are."""
-    try:
-        yield str(file), {"text": file.read_bytes().decode("utf-8")}
-    except UnicodeDecodeError as error:
-        place = f"byte {error.start} is 0x{error.object[error.start]:02x}"
-        raise UserError(f"{file} is not UTF-8 ({place}): convert it") from error
+def _txt_pieces(file: Path) -> Iterator[dict[str, str | int]]:
+    """One document: the file's bytes as UTF-8, newlines and byte order mark left as they are, a piece at a time."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with file.open("rb") as stream:
+        for part in count():
+            start, content = stream.tell() - len(decoder.getstate()[0]), stream.read(PIECE_CHARACTERS)
+            try:
+                text = decoder.decode(content, final=not content)
+            except UnicodeDecodeError as error:
+                place = f"byte {start + error.start} is 0x{error.object[error.start]:02x}"
+                raise UserError(f"{file} is not UTF-8 ({place}): convert it") from error
+            if text or part == 0:
+                yield {"text": text, "part": part}
+            if not content:
+                return
 
 
 def _jsonl_rows(file: Path) -> Iterator[Row]:

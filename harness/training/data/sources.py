@@ -14,8 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from harness.config.errors import UserError
 from harness.training.data.cache import cache_error
+from harness.training.data.pieces import parts_of
 from harness.training.data.readers import SUFFIXES, decodes, kind_of_file, read_documents_of
 from harness.training.data.rows import COLUMNS, TEXT
 
@@ -28,7 +31,10 @@ PYTHON_STDLIB = "python-stdlib"
 _BESIDE_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 
 # Part of the cache key: raise it when the documents made from the same files change.
-_FORMAT = 2
+_FORMAT = 3
+
+# Rows that are held in memory before they are written: of long texts, which come in pieces, some MB.
+_WRITTEN_AT_ONCE = 256
 
 
 def preflight(source: str | os.PathLike[str]) -> str:
@@ -80,10 +86,11 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
 
 
 def read_documents(source: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> Dataset:
-    """The documents of a source: a `datasets.Dataset` mapped from disk.
+    """Return the documents of a source: a `datasets.Dataset` mapped from disk.
 
-    Its one column is `text`; of conversations there are two, `conversation` and `place`. A .txt file's text is its
-    bytes decoded as UTF-8 and nothing else: no newline is added, dropped or translated. The copy lies in
+    Its columns are `text` and `part`: a long text comes in several rows, its parts, numbered from 0. Of conversations
+    they are `conversation` and `place`. A .txt file's text is its bytes decoded as UTF-8 and nothing else: no newline
+    is added, dropped or translated. Memory is taken for a few rows at a time. The copy lies in
     `cache_dir` (default HF_DATASETS_CACHE) and is used again while paths, sizes and modification times of the
     files stay as they are. Raises UserError as `preflight` does, and for text that cannot be decoded, a line that
     is not JSON, a row that is not like the others.
@@ -95,12 +102,14 @@ def read_documents(source: str | os.PathLike[str], cache_dir: str | os.PathLike[
     files = find_files(source)
     # Tuples: `datasets` takes a list among these arguments for shards that may be read in any grouping.
     stamps = tuple((str(file.absolute()), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat()))
-    columns = ("text",) if kind == TEXT else ("conversation", "place")
+    text = Value("large_string")
+    features = {"text": text, "part": Value("int32")} if kind == TEXT else {"conversation": text, "place": text}
     try:
         documents = Dataset.from_generator(
             _documents,
-            features=Features({name: Value("large_string") for name in columns}),
+            features=Features(features),
             cache_dir=os.fspath(cache_dir) if cache_dir else None,
+            writer_batch_size=_WRITTEN_AT_ONCE,
             gen_kwargs={"stamps": stamps, "kind": kind, "version": _FORMAT},
         )
     except (DatasetGenerationError, OSError) as error:
@@ -114,18 +123,19 @@ def read_documents(source: str | os.PathLike[str], cache_dir: str | os.PathLike[
 
 
 def hold_out(documents: Dataset, every: int = 20) -> tuple[Dataset, Dataset]:
-    """Documents for training and for evaluation: every `every`-th one, from the first, is held out.
+    """Return documents for training and for evaluation: every `every`-th one, from the first, is held out.
 
     UserError if there are not two documents to share between them.
     """
-    if len(documents) < 2:
-        raise UserError(f"{len(documents)} document cannot be split for evaluation: give a --validation_file")
-    held_out = range(0, len(documents), every)
-    kept = [i for i in range(len(documents)) if i % every]
-    return documents.select(kept), documents.select(held_out)
+    number = np.cumsum(parts_of(documents) == 0) - 1  # of the document that a row belongs to
+    total = int(number[-1]) + 1 if len(number) else 0
+    if total < 2:
+        raise UserError(f"{total} document cannot be split for evaluation: give a --validation_file")
+    held_out = number % every == 0
+    return documents.select(np.flatnonzero(~held_out)), documents.select(np.flatnonzero(held_out))
 
 
-def _documents(stamps: tuple[tuple[str, int, int], ...], kind: str, version: int) -> Iterator[dict[str, str]]:
+def _documents(stamps: tuple[tuple[str, int, int], ...], kind: str, version: int) -> Iterator[dict[str, str | int]]:
     """Read one file after the other. Sizes, times and version only mark the cache."""
     for name, _, _ in stamps:
         try:

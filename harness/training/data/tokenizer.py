@@ -147,18 +147,14 @@ def largest_id(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab().values())
 
 
-def encode_documents(
-    tokenizer: Tokenizer, texts: Sequence[str], dtype: npt.DTypeLike = np.int64
-) -> list[npt.NDArray[np.integer]]:
-    """The ids of each document, closed by the end-of-document id. No other special token is added."""
-    end = end_of_document_id(tokenizer)
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[npt.NDArray[np.integer]]:
+    """Return the ids of each text; no special token is added."""
     if isinstance(tokenizer, ByteTokenizer):
-        rows = [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
-    else:
-        # verbose=False: documents may be longer than the model's context; they are cut afterwards.
-        only_ids = {"return_attention_mask": False, "return_token_type_ids": False}
-        rows = tokenizer(list(texts), add_special_tokens=False, verbose=False, **only_ids)["input_ids"]
-    return [np.append(np.asarray(row, dtype=dtype), np.asarray(end, dtype=dtype)) for row in rows]
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) for text in texts]
+    # verbose=False: texts may be longer than the model's context; they are cut afterwards.
+    only_ids = {"return_attention_mask": False, "return_token_type_ids": False}
+    rows = tokenizer(list(texts), add_special_tokens=False, verbose=False, **only_ids)["input_ids"]
+    return [np.asarray(row, dtype=np.int64) for row in rows]
 
 
 def _from_directory(directory: str) -> PreTrainedTokenizerBase:

@@ -2,21 +2,27 @@
 
 import subprocess
 import sys
+import tempfile
 import threading
+import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 from datasets import Dataset
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 from transformers import ByT5Tokenizer
 
 from harness.config.errors import UserError
-from harness.training.data import cache as cache_module
-from harness.training.data.blocks import BlockJoiner, make_blocks
+from harness.topology.env import LaunchEnv
+from harness.training.data import shards
+from harness.training.data.blocks import make_blocks
 from harness.training.data.cache import once_per_host
+from harness.training.data.pieces import PieceEncoder
 from harness.training.data.sources import read_documents
-from harness.training.data.tokenizer import ByteTokenizer, encode_documents, load_tokenizer
+from harness.training.data.tokenizer import ByteTokenizer, encode, load_tokenizer
 from tests.unit.training.data.conftest import TEXTS
 
 
@@ -30,31 +36,43 @@ def rows(blocks):
     return [row["input_ids"].tolist() for row in blocks]
 
 
-@given(
-    batches=st.lists(st.lists(st.text("aé🙂", max_size=20), min_size=1, max_size=4), max_size=6),
-    size=st.integers(2, 9),
-)
-def test_joining_crosses_batches_and_loses_nothing(batches, size):
-    joiner = BlockJoiner(ByteTokenizer(), size)
-    got = [row for batch in batches for row in joiner.cut(batch)[0].tolist()]
-    assert got == reference([text for batch in batches for text in batch], size)
+def corpus(documents, in_pieces_of):
+    """Documents as the reader gives them, cut into rows of so many characters."""
+    rows = [
+        {"text": text[start : start + in_pieces_of], "part": part}
+        for text in documents
+        for part, start in enumerate(range(0, max(len(text), 1), in_pieces_of))
+    ]
+    return Dataset.from_list(rows)
 
 
+@contextmanager
+def small_shards(size):
+    """Shards of so many bytes of text, encoded two rows or so at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "SHARD_BYTES", size)
+        patch.setattr(shards, "_BYTES_AT_ONCE", 5)
+        yield
+
+
+@settings(max_examples=30, deadline=None)
 @given(
-    batches=st.lists(st.lists(st.text("aé🙂", max_size=20), min_size=1, max_size=4), max_size=6),
+    documents=st.lists(st.text("aé🙂\n ", max_size=20), min_size=1, max_size=12),
     size=st.integers(2, 9),
+    piece=st.integers(1, 9),
 )
-def test_packed_blocks_hold_the_same_ids_and_count_from_each_document_and_block(batches, size):
-    joiner = BlockJoiner(ByteTokenizer(), size, packing=True)
-    got = [joiner.cut(batch) for batch in batches]
-    ids = [row for ids, _ in got for row in ids.tolist()]
-    assert ids == reference([text for batch in batches for text in batch], size)
-    counted = [row for _, positions in got for row in positions.tolist()]
-    for row, positions in zip(ids, counted, strict=True):
-        wanted = [0]
-        for before in row[:-1]:
-            wanted.append(0 if before == 256 else wanted[-1] + 1)  # a document ends with 256, and only there
-        assert positions == wanted
+def test_blocks_are_those_of_the_contract_however_documents_are_cut(documents, size, piece):
+    wanted = reference(documents, size)
+    if not wanted:
+        return
+    with tempfile.TemporaryDirectory() as folder, small_shards(7):
+        blocks = make_blocks(corpus(documents, piece), ByteTokenizer(), size, folder, packing=True, workers=1)
+        assert rows(blocks) == wanted
+        for row, positions in ((b["input_ids"].tolist(), b["position_ids"].tolist()) for b in blocks):
+            counted = [0]
+            for before in row[:-1]:
+                counted.append(0 if before == 256 else counted[-1] + 1)  # a document ends with 256, and only there
+            assert positions == counted
 
 
 def test_packed_blocks_are_kept_apart_from_the_others(tmp_path):
@@ -64,18 +82,13 @@ def test_packed_blocks_are_kept_apart_from_the_others(tmp_path):
     assert set(packed[0]) == {"input_ids", "position_ids"} and packed[0]["position_ids"].dtype == torch.int64
 
 
-@pytest.mark.parametrize("documents_at_once", [1, 3, 256])
-def test_blocks_are_those_of_the_contract_whatever_the_batch(documents_at_once, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_module, "_ROWS_AT_ONCE", documents_at_once)
-    texts = ["x" * (7 * i % 50) for i in range(40)] + TEXTS
-    documents = Dataset.from_dict({"text": texts})
-    for size in (2, 16, 33):
-        assert rows(make_blocks(documents, ByteTokenizer(), size, tmp_path)) == reference(texts, size)
+def whole_ids(tokenizer, texts):
+    return [int(i) for ids in encode(tokenizer, texts) for i in (*ids, tokenizer.eos_token_id)]
 
 
 def test_a_trained_tokenizer_is_joined_alike(trained_tokenizer, tmp_path):
     tokenizer = load_tokenizer(str(trained_tokenizer))
-    ids = [int(i) for document in encode_documents(tokenizer, TEXTS) for i in document]
+    ids = whole_ids(tokenizer, TEXTS)
     blocks = make_blocks(Dataset.from_dict({"text": TEXTS}), tokenizer, 8, tmp_path)
     assert rows(blocks) == [ids[k : k + 8] for k in range(0, len(ids) - 7, 8)]
 
@@ -90,26 +103,29 @@ def test_a_second_call_reads_the_cache_even_after_the_tokenizer_was_used(trained
     def never(*_):
         raise AssertionError("mapped again")
 
-    monkeypatch.setattr(BlockJoiner, "__call__", never)
+    monkeypatch.setattr(PieceEncoder, "__call__", never)
     again = make_blocks(read_documents(tmp_path / "a.txt", tmp_path), tokenizer, 8, tmp_path)
     assert rows(again) == rows(first)
+    assert rows(make_blocks(documents, tokenizer, 9, tmp_path))[0][:8] == rows(first)[0]  # cut out of the same ids
     with pytest.raises(AssertionError, match="mapped again"):
-        make_blocks(documents, tokenizer, 9, tmp_path)
+        make_blocks(documents, ByteTokenizer(), 8, tmp_path)
 
 
 def test_a_tokenizer_written_in_python_is_known_by_its_files(tmp_path):
     documents = Dataset.from_dict({"text": TEXTS})
     blocks = [make_blocks(documents, ByT5Tokenizer(extra_ids=n), 8, tmp_path) for n in (125, 125, 3)]
     assert rows(blocks[0]) == rows(blocks[2])
-    assert blocks[0]._fingerprint == blocks[1]._fingerprint != blocks[2]._fingerprint
+    assert len(list((tmp_path / "prepared").iterdir())) == 2
 
 
 SECOND_RUN = """
 import sys
-from harness.training.data.blocks import BlockJoiner, make_blocks
+from harness.training.data.blocks import make_blocks
+from harness.training.data.pieces import PieceEncoder
+from harness.training.data.pieces import PieceEncoder
 from harness.training.data.sources import read_documents
 from harness.training.data.tokenizer import ByteTokenizer
-BlockJoiner.__call__ = None
+PieceEncoder.__call__ = None
 print(len(make_blocks(read_documents(sys.argv[1], sys.argv[2]), ByteTokenizer(), 8, sys.argv[2])))
 """
 
@@ -132,32 +148,41 @@ def test_too_little_text_is_told_with_the_numbers(tmp_path):
         make_blocks(documents, ByteTokenizer(), 1, tmp_path)
 
 
-class Host:
-    """The ranks of one host as threads: all call `once_per_host` with one build and a real barrier."""
+class Ranks:
+    """The ranks of hosts of two as threads, with a store: all call `once_per_host` with one build."""
 
     def __init__(self, size, build):
-        self.events, self.errors, self.build = [], [], build
-        self.barrier = threading.Barrier(size, timeout=20)
-        ranks = [threading.Thread(target=self.run, args=(rank,)) for rank in range(size)]
+        self.events, self.errors, self.build, self.store = [], [], build, HashStore()
+        ranks = [threading.Thread(target=self.run, args=(rank, size)) for rank in range(size)]
         for rank in ranks:
             rank.start()
         for rank in ranks:
-            rank.join()
+            rank.join(timeout=20)
+            assert not rank.is_alive()
 
-    def run(self, local_rank):
+    def run(self, rank, size):
+        env = LaunchEnv(rank=rank, world_size=size, local_rank=rank % 2, local_world_size=2)
         try:
-            once_per_host(lambda: self.build(self, local_rank), local_rank=local_rank, barrier=self.barrier.wait)
+            once_per_host(lambda: self.build(self, rank), env=env, store=self.store, poll_s=0.01)
+            self.events.append("all have it")
         except UserError as error:
             self.errors.append(str(error))
 
 
-def test_the_first_rank_of_a_host_builds_before_the_others_look():
-    host = Host(4, lambda host, local_rank: host.events.append(local_rank))
-    assert host.events[0] == 0 and sorted(host.events) == [0, 1, 2, 3]
+def test_the_first_rank_of_a_host_builds_and_all_wait_for_the_slowest_host():
+    def build(ranks, rank):
+        if rank == 2:
+            time.sleep(0.3)
+        ranks.events.append(rank)
+
+    events = Ranks(4, build).events
+    assert sorted(events[:4]) == [0, 1, 2, 3] and events[4:] == ["all have it"] * 4
+    assert events.index(0) < events.index(1) and events.index(2) < events.index(3)
 
 
-def test_a_failed_build_is_an_error_on_every_rank_and_no_hang():
-    def build(host, local_rank):
-        raise UserError("unreadable")
+def test_a_failed_build_is_the_same_error_on_every_rank_and_no_hang():
+    def build(ranks, rank):
+        if rank == 2:
+            raise UserError("unreadable")
 
-    assert Host(3, build).errors == ["unreadable"] * 3
+    assert Ranks(4, build).errors == ["unreadable"] * 4

@@ -1,5 +1,6 @@
 """Reading documents: what comes out, in which order, and every way in which it cannot."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -7,12 +8,14 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from harness.config.errors import UserError
 from harness.training.data.blocks import make_blocks
+from harness.training.data.pieces import PIECE_CHARACTERS, parts_of
 from harness.training.data.sources import find_files, hold_out, preflight, read_documents
 from harness.training.data.tokenizer import ByteTokenizer
 
@@ -31,6 +34,27 @@ def test_a_txt_file_is_one_document_with_its_exact_bytes(tmp_path, cache):
     (tmp_path / "a.txt").write_bytes(raw)
     (text,) = texts(tmp_path / "a.txt", cache)
     assert text.encode() == raw
+
+
+def test_a_long_document_comes_in_rows_and_is_held_out_as_one(tmp_path, cache):
+    long = "日本語 🙂\n" * (PIECE_CHARACTERS // 10) + "end"
+    (tmp_path / "a.txt").write_text(long)
+    (tmp_path / "b.txt").write_text("short")
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": long}) + "\n")
+    pq.write_table(pa.table({"text": [long]}), tmp_path / "d.parquet")
+    documents = read_documents(tmp_path, cache)
+    assert max(map(len, documents["text"])) <= PIECE_CHARACTERS
+    starts = np.flatnonzero(parts_of(documents) == 0).tolist()
+    joined = ["".join(documents[a:b]["text"]) for a, b in itertools.pairwise([*starts, len(documents)])]
+    assert joined == [long, "short", long, long]
+    training, held_out = hold_out(documents, every=2)
+    assert "".join(held_out["text"]) == long + long and "".join(training["text"]) == "short" + long
+
+
+def test_a_byte_that_is_not_utf_8_is_found_in_a_long_file(tmp_path, cache):
+    (tmp_path / "a.txt").write_bytes("é".encode() * 50_001 + b"\xff" + b"x" * 100_000)
+    with pytest.raises(UserError, match=r"a\.txt is not UTF-8 \(byte 100002 is 0xff\)"):
+        read_documents(tmp_path / "a.txt", cache)
 
 
 def test_rows_of_jsonl_and_parquet_are_documents(tmp_path, cache):
@@ -73,9 +97,10 @@ def test_the_standard_library_is_its_sources_without_tests(cache):
     top = Path(sysconfig.get_path("stdlib"))
     documents = read_documents("python-stdlib", cache)
     names = [file.relative_to(top).parts for file in find_files("python-stdlib")]
-    assert names == sorted(names) and len(documents) == len(names)
+    starts = np.flatnonzero(parts_of(documents) == 0)  # longer files come in several rows
+    assert names == sorted(names) and len(starts) == len(names) < len(documents)
     assert ("json", "decoder.py") in names and not any("test" in parts or "tests" in parts for parts in names)
-    assert documents[names.index(("this.py",))]["text"] == (top / "this.py").read_bytes().decode()
+    assert documents[int(starts[names.index(("this.py",))])]["text"] == (top / "this.py").read_bytes().decode()
 
 
 def test_a_changed_file_is_read_again(tmp_path, cache):

@@ -12,7 +12,7 @@ from harness.config.errors import UserError
 from harness.training.data.tokenizer import (
     ByteTokenizer,
     check_vocabulary,
-    encode_documents,
+    encode,
     has_tokenizer,
     load_tokenizer,
 )
@@ -51,8 +51,8 @@ def test_a_saved_bytes_tokenizer_with_added_tokens_is_no_longer_one(theirs, tmp_
     grown = AutoTokenizer.from_pretrained(tmp_path)
     grown.add_tokens(["<|user|>"])
     grown.save_pretrained(tmp_path)
-    ids = encode_documents(load_tokenizer(str(tmp_path)), ["<|user|>a"])[0]
-    assert ids.tolist() == [258, 97, 256]
+    ids = encode(load_tokenizer(str(tmp_path)), ["<|user|>a"])[0]
+    assert ids.tolist() == [258, 97]
 
 
 @pytest.fixture(scope="module")
@@ -76,17 +76,17 @@ def test_the_model_directory_decides_where_no_name_is_given(trained_tokenizer, t
     assert has_tokenizer(trained_tokenizer) and not has_tokenizer(tmp_path)
 
 
-def test_documents_get_their_end_and_no_beginning(trained_tokenizer):
+def test_texts_get_no_special_tokens(trained_tokenizer):
     tokenizer = load_tokenizer(str(trained_tokenizer))
-    for ids, text in zip(encode_documents(tokenizer, TEXTS), TEXTS, strict=True):
-        assert ids[-1] == tokenizer.eos_token_id and tokenizer.bos_token_id not in ids
-        assert tokenizer.decode(ids[:-1]) == text
+    for ids, text in zip(encode(tokenizer, TEXTS), TEXTS, strict=True):
+        assert not {tokenizer.bos_token_id, tokenizer.eos_token_id} & set(ids.tolist())
+        assert tokenizer.decode(ids) == text
 
 
 def test_a_long_document_is_no_warning(trained_tokenizer, caplog):
     tokenizer = load_tokenizer(str(trained_tokenizer))
     tokenizer.model_max_length = 8
-    assert len(encode_documents(tokenizer, ["the lazy dog " * 20])[0]) > 8
+    assert len(encode(tokenizer, ["the lazy dog " * 20])[0]) > 8
     assert not caplog.records
 
 
