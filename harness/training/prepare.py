@@ -46,7 +46,7 @@ def script_datasets(script: ScriptArguments, args: TrainingArguments, env: Launc
     tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model_name_or_path))
     source = read_source(script.model_name_or_path)
     _require_cut(source, args, env)
-    lay_out = _layer_out(tokenizer, source, args, console)
+    lay_out = _layer_out(tokenizer, source, args, console.say)
 
     def build() -> tuple[Any, Any]:
         documents, evaluation = read_documents(script.train_file), None
@@ -81,7 +81,7 @@ def user_datasets(
     if tokenizer is None:
         raise UserError("a data set of text or conversations needs processing_class, the tokenizer")
     _require_cut(source, args, env)
-    lay_out = _layer_out(tokenizer, source, args, console)
+    lay_out = _layer_out(tokenizer, source, args, console.say)
 
     def build() -> tuple[Any, Any]:
         return tuple(
@@ -114,7 +114,7 @@ def _require_cut(source: ModelSource, args: TrainingArguments, env: LaunchEnv) -
 
 
 def _layer_out(
-    tokenizer: Tokenizer, source: ModelSource, args: TrainingArguments, console: Console
+    tokenizer: Tokenizer, source: ModelSource, args: TrainingArguments, say: Callable[[str], None] = lambda line: None
 ) -> Callable[[Any], Any]:
     """What makes samples of documents, for this model; UserError if its tokenizer or block size do not fit it."""
     config = source.config.get_text_config(decoder=True)
@@ -126,7 +126,7 @@ def _layer_out(
     def lay_out(documents: Any) -> Any:
         if "conversation" in documents.column_names:
             return make_samples(documents, tokenizer, block_size, packing=args.packing)
-        return make_blocks(documents, tokenizer, block_size, packing=args.packing, say=console.say)
+        return make_blocks(documents, tokenizer, block_size, packing=args.packing, say=say)
 
     return lay_out
 
