@@ -224,3 +224,8 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
             except ValueError:
                 raise UserError(f"{name} is {environ[name]!r}: a launcher sets a whole number here") from None
     return None
+
+
+def use_one_core_for_tokenizers() -> None:
+    """Keep the tokenizers library from starting threads in this process, which is one of many."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

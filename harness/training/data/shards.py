@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.config.errors import UserError
+from harness.topology.env import use_one_core_for_tokenizers
 from harness.training.data.pieces import PieceEncoder, parts_of
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def _text_bytes(documents: Dataset) -> npt.NDArray[np.integer]:
 
 def _end_with_parent(parent: int) -> None:
     """Let a worker end when the process that wants its work is gone. Its tokenizer uses one core: it has siblings."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    use_one_core_for_tokenizers()
 
     def watch() -> None:
         while os.getppid() == parent:
