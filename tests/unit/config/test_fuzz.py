@@ -1,4 +1,4 @@
-"""Mutated configs: whatever stands in the file, checking, mending and printing end in findings, never a
+"""Mutated configs: whatever stands in the file, checking, fixing and printing end in findings, never a
 traceback.
 
 `FUZZ_EXAMPLES=100000 pytest tests/unit/config/test_fuzz.py` runs as many; the default keeps the tests
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, settings
@@ -49,7 +48,6 @@ BITS = [
     "1e999",
     "9" * 5000,
 ]
-SLOW_S = 2.0
 
 RAW = st.builds(
     lambda text, at, size, bit: text[: at % (len(text) + 1)] + bit + text[at % (len(text) + 1) + size :],
@@ -66,7 +64,6 @@ BUILT = st.dictionaries(st.sampled_from(NAMES), TREES, max_size=6).map(lambda da
 @settings(max_examples=EXAMPLES, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(RAW | BUILT | st.binary(max_size=60), st.sampled_from(TARGETS), st.sampled_from([None, 1, 6]))
 def test_nothing_but_findings_comes_out(raw, target, world_size):
-    began = time.perf_counter()
     try:
         document = from_bytes(raw, "fuzz.json")
     except ConfigError as error:
@@ -75,14 +72,13 @@ def test_nothing_but_findings_comes_out(raw, target, world_size):
     findings = check(document, world_size=world_size, target=target)
     for style in FORMATS:
         render(findings, style, {"fuzz.json": document.text}, colour=True, files=1).encode("utf-8")
-    mended = fix(document, world_size=world_size, target=target)
+    fixed = fix(document, world_size=world_size, target=target)
     again = fix(
-        from_bytes(mended.text.encode("utf-8", "surrogatepass"), "fuzz.json"), world_size=world_size, target=target
+        from_bytes(fixed.text.encode("utf-8", "surrogatepass"), "fuzz.json"), world_size=world_size, target=target
     )
-    assert again.text == mended.text
+    assert again.text == fixed.text
     try:
         resolved = resolve(document, AutoValues(world_size=world_size or 1, hidden_size=64))
         assert resolved.train_batch == resolved.micro_batch * resolved.accumulation * resolved.data
     except ConfigError as error:
         assert error.diagnostics
-    assert time.perf_counter() - began < SLOW_S
