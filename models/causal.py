@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from harness.config.errors import UserError
 from harness.models.adapters import Adaptation, AdaptedWeights, inject
 from harness.models.attention import on_any_device
-from harness.models.conversion import Unconverted, WrittenForm, default_form, open_checkpoint, untie
+from harness.models.conversion import Held, Unconverted, WrittenForm, default_form, open_checkpoint, untie
 from harness.models.decoder import Blueprint, decoder_layers, unequal_shares
 from harness.models.frame import Frame
 from harness.models.locate import PLANS
@@ -152,6 +152,8 @@ def assemble(
     with on_any_device(model):
         frame = Frame(model, device, source.weights if isinstance(source.weights, Mapping) else {})
         router = router_tap(frame, head) if router_loss else None
+    if adaptation is None:
+        _require_all_held(frame, form)
     local_logits = not whole_logits and _logits_may_be_local(frame, plan, vocab_size, tensor.size)
     text = source.config.get_text_config(decoder=True)
     cut_layer = partial(_cut, plan=plan, tensor=tensor, text=text, local_logits=local_logits, dtype=dtype)
@@ -168,6 +170,18 @@ def assemble(
         router=router,
         in_fp32=in_fp32,
     )
+
+
+def _require_all_held(frame: Frame, form: WrittenForm) -> None:
+    """Raise UserError for a tensor that is saved with the model and that no pipeline layer would hold."""
+    modules = {**frame.prologue, **dict(zip(frame.layer_names, frame.layers, strict=True)), **frame.epilogue}
+    held = {f"{name}.{key}".lstrip(".") for name, module in modules.items() for key in module.state_dict()}
+    leaves = (leaf for lazy in form.tensors.values() for leaf in lazy.leaves())
+    if lost := next((leaf.name for leaf in leaves if isinstance(leaf, Held) and leaf.name not in held), None):
+        raise UserError(
+            f"{frame.described}: {lost} is saved with the model but belongs to no pipeline layer (it is a buffer "
+            "of a module without parameters), so the model cannot be cut into stages"
+        )
 
 
 def _cut(

@@ -76,6 +76,15 @@ def test_a_replaced_module_is_not_split() -> None:
         assemble(ModelSource.of_model(model), tensor=TensorParallel(rank=0, size=2), **place)  # type: ignore[arg-type]
 
 
+def test_a_saved_buffer_that_no_layer_would_hold_is_refused_by_name() -> None:
+    model = tiny()
+    model.model.statistics = nn.BatchNorm1d(4, affine=False)
+    alone = TensorParallel.of(None)
+    place = dict(tensor=alone, device=torch.device("cpu"), dtype=torch.float32, seed=0, finish=lambda layer: None)
+    with pytest.raises(UserError, match=r"model\.statistics\.running_mean is saved with the model but belongs to no"):
+        assemble(ModelSource.of_model(model), **place)  # type: ignore[arg-type]
+
+
 def test_what_is_no_model_is_told() -> None:
     for wrapper in (nn.DataParallel(tiny()), torch.compile(tiny())):
         with pytest.raises(UserError, match="give what is in it"):
