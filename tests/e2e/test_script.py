@@ -153,7 +153,10 @@ BAD = {
     "unknown flag": (("--no_such_flag", "1"), "no_such_flag"),
     "conflict": (("--deepspeed_config", "{tmp}/clip.json", "--max_grad_norm", "0.5"), "gradient_clipping"),
     "pipeline with ZeRO-3": (("--deepspeed_config", "{tmp}/pipe3.json"), "pipeline"),
-    "heads that do not divide": (("--deepspeed_config", "{tmp}/tp3.json"), "attention heads"),
+    "more ranks than heads": (
+        ("--deepspeed_config", "{tmp}/tp3.json", "--model_name_or_path", "{tmp}/two-heads"),
+        "3 tensor-parallel ranks, and the model has 2 attention heads",
+    ),
     "data smaller than a batch": (
         ("--train_file", "{tmp}/short.txt", "--block_size", "8"),
         "fewer than one global batch",
@@ -168,6 +171,9 @@ def bad_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "clip.json").write_text('{"train_batch_size": 8, "gradient_clipping": 1.0}')
     pipe = {"train_batch_size": 8, "pipeline": {"stages": 2}, "zero_optimization": {"stage": 3}}
     (folder / "pipe3.json").write_text(json.dumps(pipe))
+    two_heads = json.loads((ROOT / "models/presets/tiny-llama/config.json").read_text())
+    (folder / "two-heads").mkdir()
+    (folder / "two-heads/config.json").write_text(json.dumps({**two_heads, "num_attention_heads": 2}))
     (folder / "tp3.json").write_text('{"train_batch_size": 8, "tensor_parallel": {"autotp_size": 3}}')
     (folder / "short.txt").write_text("just a few words")
     return folder
@@ -181,7 +187,7 @@ def test_bad_input_is_one_line_and_no_rank_is_left(case: str, bad_folder: Path, 
     for name, value in defaults.items():
         if name not in filled:
             filled += [name, value]
-    ranks = 3 if case in ("heads that do not divide", "world that does not fit") else 2
+    ranks = 3 if case in ("more ranks than heads", "world that does not fit") else 2
     done = launch(ranks, *filled, timeout_s=60)
     assert done.returncode != 0
     lines = done.stderr.strip().splitlines()
