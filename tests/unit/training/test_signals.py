@@ -40,6 +40,15 @@ subprocess.run([sys.executable, "-c", sys.argv[1], "training", "0", "torchrun"])
 """
 
 
+CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 138, signal.SIGHUP: 129}
+
+
+def _not_ignoring() -> None:
+    """Undo what `nohup` and a shell's `&` set, which the program would respect."""
+    for number in CODES:
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Process:
     """A program that is ready to be signalled."""
 
@@ -51,6 +60,7 @@ class Process:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=_not_ignoring,
         )
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
@@ -63,9 +73,6 @@ class Process:
 
 def run(doing: str, seconds: float = 0) -> Process:
     return Process(PROGRAM, doing, seconds, "")
-
-
-CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 138, signal.SIGHUP: 129}
 
 
 @pytest.mark.parametrize("number", CODES)
