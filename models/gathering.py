@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from harness.models.dryrun import ASKS_FOR_VALUES, CPU, META, zeroed
+from harness.parallel.experts import run_where_aligned
 
 
 @torch.no_grad()
@@ -130,7 +131,9 @@ class _NotedReads(dict[str, Any]):
 def _on_zeros(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """What a module on meta would give of zeros, on meta again."""
     given = tree_map_only(torch.Tensor, lambda tensor: torch.zeros_like(tensor, device=CPU), (args, kwargs))
-    output = zeroed(module, CPU)(*given[0], **given[1])
+    on_zeros = zeroed(module, CPU)
+    run_where_aligned(on_zeros, torch.float32)
+    output = on_zeros(*given[0], **given[1])
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), output)
 
 
