@@ -75,7 +75,7 @@ def misfit(
     message = f"{name} {train} is not {'a multiple of ' if len(known) < 2 else ''}{' x '.join([*known, ranks])}"
     unit = data_parallel * (micro or 1) * (accumulation or 1)
     if train is None or unit < 1 or train < 1:
-        return message, "use sizes from 1"
+        return message, "use sizes of at least 1"
     if len(known) == 2:
         return message, f"use {name} {unit}, or leave one of the three sizes out"
     near = sorted({max(1, train // unit) * unit, (train // unit + 1) * unit})

@@ -44,17 +44,19 @@ def _positive(text: str) -> int:
 def check(argv: Sequence[str]) -> int:
     """Checks files; 0 without errors, 1 with."""
     example = "ds-harness check ds_configs --world_size 8 --strict"
-    parser = _parser("check", "Says what is wrong with DeepSpeed configs, before any process starts.", example)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="files, directories, globs, presets, - for stdin")
-    parser.add_argument("--world_size", type=_positive, help="number of ranks the config is meant for")
+    parser = _parser("check", "Check DeepSpeed configs and report every problem, before any process starts.", example)
     parser.add_argument(
-        "--model", help="a preset, a directory with config.json, or a model type, to hold the layout against"
+        "files", nargs="+", metavar="FILE", help="files, directories, globs or presets; - is standard input"
     )
-    parser.add_argument("--target", choices=TARGETS, default="harness", help="who will read the file")
-    parser.add_argument("--format", choices=FORMATS, default="text", help="how findings are printed")
-    parser.add_argument("--strict", action="store_true", help="let warnings fail too")
-    parser.add_argument("--fix", action="store_true", help="apply the remedies that leave the training as it is")
-    unsafe = "with --fix: apply the others too, such as renaming a key that is ignored so far"
+    parser.add_argument("--world_size", type=_positive, help="number of ranks that the run will have")
+    parser.add_argument(
+        "--model", help="a preset, a directory with config.json, or a model type: check that the layout fits it"
+    )
+    parser.add_argument("--target", choices=TARGETS, default="harness", help="program that will read the file")
+    parser.add_argument("--format", choices=FORMATS, default="text", help="output format")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 on warnings too")
+    parser.add_argument("--fix", action="store_true", help="apply the fixes that do not change the training")
+    unsafe = "with --fix: also apply fixes that change the training, such as renaming an ignored key"
     parser.add_argument("--unsafe-fixes", "--unsafe_fixes", action="store_true", help=unsafe)
     args = parser.parse_args(argv)
     findings: list[Diagnostic] = []
@@ -122,7 +124,7 @@ def _fix(document: Document, args: argparse.Namespace) -> Document:
 
 def explain(argv: Sequence[str]) -> int:
     """Prints a rule's page, or the list of all rules."""
-    parser = _parser("explain", "Explains a rule, or lists them all.", "ds-harness explain DS101")
+    parser = _parser("explain", "Print the page of a rule, or list all rules.", "ds-harness explain DS101")
     parser.add_argument("code", nargs="?", help="a rule's code or name")
     args = parser.parse_args(argv)
     if args.code is None:
@@ -143,7 +145,7 @@ def schema(argv: Sequence[str]) -> int:
     from harness.config.schema import ROOT, bundle, files
 
     sections = sorted(name.removesuffix(".json") for name in files() if name != ROOT)
-    parser = _parser("schema", "Prints the JSON Schema of DeepSpeed's config.", "ds-harness schema > deepspeed.json")
+    parser = _parser("schema", "Print the JSON Schema of DeepSpeed's config.", "ds-harness schema > deepspeed.json")
     parser.add_argument("section", nargs="?", choices=sections, metavar="SECTION", help=", ".join(sections))
     args = parser.parse_args(argv)
     found = bundle() if args.section is None else files()[f"{args.section}.json"]
@@ -154,14 +156,14 @@ def schema(argv: Sequence[str]) -> int:
 def resolve(argv: Sequence[str]) -> int:
     """Print the config with every "auto" replaced, as DeepSpeed alone takes it, and where each value comes from."""
     example = "ds-harness resolve zero3 --world_size 8 --learning_rate 1e-4 --hidden_size 4096"
-    parser = _parser("resolve", 'Fills in every "auto" and shows from where.', example)
+    parser = _parser("resolve", 'Replace every "auto" with its value and show where the value comes from.', example)
     parser.add_argument("file", metavar="FILE", help="a config or a preset")
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="a table with the config, or JSON")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
     named = [item for item in fields(AutoValues) if item.name != "given"]
     for argument in named:
         kind: Callable[[str], Any] = _KINDS.get(str(argument.type), int)
         kind = _positive if argument.name.endswith("_size") else kind
-        parser.add_argument(f"--{argument.name}", type=kind, help=f"as in a run; {argument.default} if absent")
+        parser.add_argument(f"--{argument.name}", type=kind, help=f"as in a run (default: {argument.default})")
     args = parser.parse_args(argv)
     stated = {name: value for item in named if (value := getattr(args, name := item.name)) is not None}
     document = load(args.file)

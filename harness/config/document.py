@@ -82,13 +82,13 @@ def from_bytes(raw: bytes, path: str) -> Document:
         return ConfigError([unreadable(path, message, hint)])
 
     if len(raw) > MAX_BYTES:
-        raise refuse(f"is larger than {MAX_BYTES >> 20} MiB", "a DeepSpeed config has a few kilobytes; name that")
+        raise refuse(f"is larger than {MAX_BYTES >> 20} MiB", "a DeepSpeed config has a few kilobytes: check the path")
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise refuse(f"is not UTF-8 at byte {error.start}", "save it as UTF-8") from None
     if "\0" in text:
-        raise refuse("holds NUL bytes", "name a JSON text file, not a binary one")
+        raise refuse("contains NUL bytes", "name a JSON text file, not a binary one")
     return from_text(text, path)
 
 
@@ -99,7 +99,7 @@ def from_text(text: str, path: str = "<text>") -> Document:
     except TextError as error:
         broken = Document(path, text, Parsed(Node(0, 0), ()))
         line, column = broken.line_column(error.offset)
-        hint = error.hint or "no JSON reader and not DeepSpeed's either can go on from here; mend the text"
+        hint = error.hint or "neither JSON nor DeepSpeed's own reader accepts this: correct the text"
         raise ConfigError([unreadable(path, error.message, hint, line, column)]) from None
     if document.parsed.root.members is None:
         what = "a list" if document.parsed.root.items is not None else "a single value"
@@ -117,7 +117,7 @@ def unreadable(path: str, message: str, hint: str, line: int = 1, column: int = 
         line=line,
         column=column,
         hint=hint,
-        deepspeed="is not asked: the file is no config",
+        deepspeed="cannot read it either",
     )
 
 
@@ -129,7 +129,7 @@ def _find(source: str) -> Path:
         if source and preset.is_file():
             return preset
         names = ", ".join(sorted(p.stem for p in PRESETS.glob("*.json"))) or "none"
-        message = "no such file, and no preset of this name"
+        message = "no such file or preset"
         raise ConfigError([unreadable(source, message, f"name a JSON file or one of the presets: {names}")])
     return path
 

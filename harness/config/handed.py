@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.config.values import lookup
 
-_DATA = "the harness reads the data itself, in an order that its seed decides"
+_DATA = "the harness reads the data itself, in an order that depends on the seed"
 _COMPILE = "the harness does not compile the model through DeepSpeed"
 _WRITES = "the harness chooses how checkpoints are written and read"
 _NOBODY = "DeepSpeed reads it and does nothing with it"
@@ -24,24 +24,24 @@ IDLE: dict[str, str] = {
     "/data_efficiency/data_sampling/enabled": _DATA,
     "/data_efficiency/data_sampling/curriculum_learning/enabled": _DATA,
     "/data_efficiency/data_sampling/dynamic_batching/enabled": _DATA,
-    "/data_efficiency/data_routing/enabled": "random layer token dropping needs layers that were rewritten for it",
-    "/data_efficiency/data_routing/random_ltd/enabled": "it needs layers that were rewritten for it",
+    "/data_efficiency/data_routing/enabled": "random layer token dropping needs a model written for it",
+    "/data_efficiency/data_routing/random_ltd/enabled": "random layer token dropping needs a model written for it",
     "/compile/deepcompile": _COMPILE,
     "/compile/passes": _COMPILE,
-    "/hybrid_engine/enabled": "it generates text between steps, which the harness does not",
+    "/hybrid_engine/enabled": "the harness does not generate text during training",
     "/autotuning/enabled": "only `deepspeed --autotuning` tunes; inside a run it would end the training",
     "/weight_quantization": "it quantizes a model for inference",
     "/datastates_ckpt": _WRITES,
     "/checkpoint/writer": _WRITES,
     "/checkpoint/load_universal": _WRITES,
-    "/pipeline/seed_layers": "every layer has a seed of its own in any case",
+    "/pipeline/seed_layers": "the harness seeds every layer separately",
     "/fp16/auto_cast": "the harness casts the inputs itself",
-    "/data_parallel_size": "data parallel is what pipeline stages and tensor parallelism leave of the ranks",
-    "/seq_parallel_communication_data_type": "there is no sequence parallelism",
-    "/use_data_before_expert_parallelism": "experts are spread over tensor-parallel ranks",
-    "/zero_optimization/zero_hpz_partition_size": "parameters are spread layer by layer, without a secondary copy",
+    "/data_parallel_size": "the data-parallel size is ranks / (pipeline stages x tensor-parallel ranks)",
+    "/seq_parallel_communication_data_type": "the harness has no sequence parallelism",
+    "/use_data_before_expert_parallelism": "the harness distributes experts over tensor-parallel ranks",
+    "/zero_optimization/zero_hpz_partition_size": "the harness partitions parameters without a secondary copy",
     "/zero_optimization/zenflow": "the optimizer steps on all parameters at every step",
-    "/zero_optimization/override_module_apply": "weights are drawn or read before the parameters are spread",
+    "/zero_optimization/override_module_apply": "the harness initialises the weights before DeepSpeed partitions them",
     "/zero_optimization/allgather_partitions": _NOBODY,
     "/disable_allgather": _NOBODY,
     "/vocabulary_size": _NOBODY,
@@ -83,7 +83,7 @@ def accelerated(config: Mapping[str, Any]) -> dict[str, str]:
         value = lookup(config, pointer)
         if str(value).lower() in names and not (offloaded and str(value).lower() == "lion"):
             shown = value if isinstance(value, str) else pointer.rsplit("/", 1)[1]
-            found[pointer] = f"{shown}: DeepSpeed has it for accelerators, not for a CPU"
+            found[pointer] = f"{shown}: DeepSpeed supports it on accelerators only, not on a CPU"
     return found
 
 

@@ -137,7 +137,7 @@ class _Reader:
             return Node(at, end, string)
         if head == "" or head in "{}[],:":
             what = "the end of the file" if head == "" else repr(head)
-            raise TextError(f"a value is expected here, not {what}", at)
+            raise TextError(f"expected a value here, not {what}", at)
         return self.bare(at)
 
     def members(self, start: int, at: int, depth: int, closing: str) -> Node:
@@ -155,7 +155,7 @@ class _Reader:
         key, key_end = self.key(at)
         colon = self.skip(key_end)
         if self.text[colon : colon + 1] != ":":
-            raise TextError(f"a colon is expected after the key {key!r}", colon)
+            raise TextError(f"expected a colon after the key {key!r}", colon)
         node = self.value(self.skip(colon + 1), depth + 1)
         return Member(key, at, key_end, node), self.skip(node.end)
 
@@ -196,8 +196,8 @@ class _Reader:
             return self.string(at)
         match = re.compile(r"[^\s:{}\[\],]+").match(self.text, at)
         if match is None:
-            what = "the file ends" if head == "" else f"{head!r} stands"
-            raise TextError(f"{what} where a key or a closing brace is expected", at)
+            what = "the end of the file" if head == "" else repr(head)
+            raise TextError(f"expected a key or a closing brace here, not {what}", at)
         self.note("bare-key", at, match.end(), match.group())
         return match.group(), match.end()
 
@@ -223,7 +223,7 @@ class _Reader:
                 char, at = self.escape(at)
                 parts.append(char)
             else:
-                raise TextError("a string holds a line break or another control character", at)
+                raise TextError("a string contains a line break or another control character", at)
 
     def escape(self, at: int) -> tuple[str, int]:
         code = self.text[at + 1 : at + 2]
@@ -267,12 +267,12 @@ class _Reader:
 def _number(word: str, match: re.Match[str], offset: int) -> int | float:
     """An int or a float; a whole float below 1e10 comes as an int, as in DeepSpeed's reader."""
     if len(word) > MAX_DIGITS:
-        raise TextError(f"a number has more than {MAX_DIGITS} digits", offset, "write one that means something")
+        raise TextError(f"a number has more than {MAX_DIGITS} digits", offset, "write a number of reasonable length")
     if not (match.group(1) or match.group(2)):
         return int(word)
     value = float(word)
     if abs(value) == float("inf"):
-        raise TextError(f"the number {word} is infinite", offset, "write one that DeepSpeed's reader can hold")
+        raise TextError(f"the number {word} is infinite", offset, "write a finite number")
     return int(value) if abs(value) < 1e10 and value == int(value) else value
 
 
@@ -296,5 +296,5 @@ def parse(text: str) -> Parsed:
         root = reader.value(at, 0)
     rest = reader.skip(root.end)
     if rest < len(text):
-        raise TextError("something follows the end of the config", rest)
+        raise TextError("text follows the end of the config", rest)
     return Parsed(root, tuple(reader.oddities))

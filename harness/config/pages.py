@@ -22,8 +22,8 @@ _CLAIMS = {
 
 # where a value is an error though DeepSpeed's parser lets it pass, and why
 STRICTER = {
-    "/train_micro_batch_size_per_gpu": "a fraction of a sample passes the arithmetic, and no loader can give it",
-    "/gradient_accumulation_steps": "a fraction of a micro-batch passes the arithmetic, and no step can take it",
+    "/train_micro_batch_size_per_gpu": "a fraction of a sample passes the arithmetic, but no loader can deliver it",
+    "/gradient_accumulation_steps": "a fraction of a micro-batch passes the arithmetic, but no step can run it",
     "/sequence_parallel_size": "the parser divides by it only when it is given a dictionary, and not a file",
     "/vocabulary_size": "an empty string, list or object counts as absent",
     "/torch_autocast/lower_precision_safe_modules": "the keys of an object pass for names",
@@ -88,7 +88,7 @@ def index() -> str:
         [
             "# Rules of `ds-harness check`",
             "",
-            f"They speak of DeepSpeed {low} up to (not including) {high}. An **error** is what DeepSpeed, or the"
+            f"They are tested with DeepSpeed {low} up to (not including) {high}. An **error** is what DeepSpeed, or the"
             " program named by `--target`, refuses; a **warning** runs, but not as it is written; an **info** is"
             " advice with a number behind it.",
             "",
@@ -98,12 +98,12 @@ def index() -> str:
             "",
             "## Where the verdict is not that of DeepSpeed's parser",
             "",
-            "A test runs values of every kind through DeepSpeed's parser, for every key. The verdicts are the same but"
-            " for these. Errors all the same, because the run could only fail later or do something else:",
+            "A test runs values of every kind through DeepSpeed's parser, for every key. The verdicts are the same,"
+            " with these exceptions. An error here, because the run would fail later or do something else:",
             "",
             *(f"- `{pointer.strip('/').replace('/', '.')}`: {reason}" for pointer, reason in STRICTER.items()),
             "",
-            "Let pass:",
+            "Accepted here, although DeepSpeed may refuse it:",
             "",
             *(f"- `{pointer.strip('/').replace('/', '.')}`: {reason}" for pointer, reason in LENIENT.items()),
             "",

@@ -74,7 +74,7 @@ def summary(findings: Sequence[Diagnostic], files: int) -> str:
     singular = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "hint"}
     parts = [f"{counts[s]} {singular[s] if counts[s] == 1 else plurals[s]}" for s in Severity if counts[s]]
     where = f"{files} file" + ("" if files == 1 else "s")
-    return f"{', '.join(parts)} in {where}" if parts else f"{where} checked, nothing to complain about"
+    return f"{', '.join(parts)} in {where}" if parts else f"{where} checked, no problems found"
 
 
 def _remedies(findings: Sequence[Diagnostic]) -> list[str]:

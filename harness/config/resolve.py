@@ -118,7 +118,7 @@ def _fill_from_arguments(run: Resolution) -> None:
         elif name in values.given:
             run.must_agree(pointer, name, stated, value)
     if run.get("/scheduler/params/warmup_num_steps") == 0:
-        run.fill("/scheduler/params/warmup_num_steps", 1, "DeepSpeed refuses 0; 1 is as good as none")
+        run.fill("/scheduler/params/warmup_num_steps", 1, "DeepSpeed refuses 0; 1 step has the same effect")
     if run.get("/scheduler/params/warmup_min_lr") == AUTO:
         run.fill("/scheduler/params/warmup_min_lr", 0, "default, as in HF")
     kind = SCHEDULERS.get(str(run.get("/scheduler/type")))
@@ -159,7 +159,7 @@ def _zero_stage(run: Resolution, pipeline: int) -> int:
         run.refuse("DS601", "/zero_optimization/stage", message, hint)
     device = run.get("/zero_optimization/offload_param/device")
     if device not in (None, "none", AUTO) and stage < 3:
-        message = f"offload_param works at ZeRO-3 only, and the stage is {stage}"
+        message = f"offload_param works at ZeRO-3 only, but the stage is {stage}"
         run.refuse("DS501", "/zero_optimization/offload_param", message, "set stage to 3, or remove offload_param")
     return stage
 
@@ -171,9 +171,9 @@ def _accumulate_in_fp32(run: Resolution, precision: str, stage: int) -> int:
     muon = str(run.get("/optimizer/type")).lower() == "muon"  # whose matrices DeepSpeed then refuses beside a layout
     if precision != "bf16" or masters or muon or run.get(pointer) not in (None, AUTO):
         return stage
-    run.fill(pointer, "fp32", "harness: in bf16 small gradients are lost beside their sum")
+    run.fill(pointer, "fp32", "harness: a sum in bf16 loses small gradients")
     if stage == 0:
-        run.fill("/zero_optimization/stage", 1, "for bf16 the optimizer of stage 0 is that of stage 1")
+        run.fill("/zero_optimization/stage", 1, "for bf16 DeepSpeed uses the same optimizer at stages 0 and 1")
     return max(stage, 1)
 
 

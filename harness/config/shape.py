@@ -91,7 +91,7 @@ def require_every_layer(rate: float) -> None:
     """Raise UserError for a model that skips layers at random (LayerDrop): cut layers are all called, every time."""
     if rate > 0:
         raise UserError(
-            f"layerdrop {rate}: this model skips layers at random in training, which layers in stages do not: "
+            f"layerdrop {rate}: this model skips layers at random in training, which pipeline stages cannot do: "
             "set it to 0 in the model's config.json"
         )
 

@@ -22,7 +22,8 @@ def layout(run: Resolution) -> tuple[int, int, int]:
     tensor = values.tensor_parallel_size if values.tensor_parallel_size is not None else cut or 1
     if min(pipeline, tensor, values.world_size) < 1:
         shape = f"{counted(pipeline, 'pipeline stage')} x {counted(tensor, 'tensor-parallel rank')}"
-        run.refuse("DS311", "", f"a layout of {shape} on {counted(values.world_size, 'rank')}", "use sizes from 1")
+        message = f"a layout of {shape} on {counted(values.world_size, 'rank')}"
+        run.refuse("DS311", "", message, "use sizes of at least 1")
         return 1, 1, max(1, values.world_size)
     if values.world_size % (pipeline * tensor):
         cuts = f"{counted(pipeline, 'pipeline stage')} x {counted(tensor, 'tensor-parallel rank')}"
@@ -55,8 +56,8 @@ def experts(run: Resolution, tensor: int) -> int:
         run.refuse(
             "DS314",
             "/expert_parallel/autoep_size",
-            f"experts over {size} ranks, and tensor parallelism over {tensor}",
-            f"set tensor_parallel.autotp_size to {size} too: its ranks share out the experts",
+            f"expert-parallel size {size} differs from tensor-parallel size {tensor}",
+            f"set tensor_parallel.autotp_size to {size}, or autoep_size to {tensor}",
         )
     return size
 

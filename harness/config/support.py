@@ -26,4 +26,4 @@ def version_warning(installed: str | None = None) -> str | None:
     low, high = supported()
     if _numbers(low) <= _numbers(installed) < _numbers(high):
         return None
-    return f"the rules speak of DeepSpeed {low} up to (not including) {high}, and {installed} is installed"
+    return f"the rules are tested with DeepSpeed {low} up to (not including) {high}, but {installed} is installed"

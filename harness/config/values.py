@@ -113,8 +113,8 @@ def size_fault(pointer: str, value: Any) -> tuple[str, str] | None:
         return None
     name = pointer.strip("/").replace("/", ".")
     shown = value if isinstance(value, (int, float)) and not isinstance(value, bool) else json.dumps(value)
-    return f"{name} is {shown}, not a whole number from {least}", f"write {least} or more" + (
-        ", or leave it out" if least else "; 0 is off"
+    return f"{name} is {shown}, not a whole number of at least {least}", f"write {least} or more" + (
+        ", or remove the key" if least else "; 0 is off"
     )
 
 

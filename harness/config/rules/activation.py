@@ -81,18 +81,18 @@ def contiguous_without_number(view: RunView) -> Iterator[Finding]:
     ' "pipeline": {"activation_checkpoint_interval": 1}}',
 )
 def nothing_is_checkpointed(view: RunView) -> Iterator[Finding]:
-    """How activations are checkpointed is said, but not that they are.
+    """Options for activation checkpointing are set, but it is off.
 
     The section only sets options of deepspeed.checkpointing. With the harness, and in a PipelineModule,
     `pipeline.activation_checkpoint_interval` says that every so many layers are recomputed; it is 0 by
-    default. With other programs the model's own code decides, so this is told for `--target harness` only.
+    default. With other programs the model's own code decides, so this is reported for `--target harness` only.
     """
     section = view.section(SECTION)
     wanted = [name for name in section if view.on(f"{SECTION}/{name}") and name != "number_checkpoints"]
     if view.target == "harness" and wanted and not view.size("/pipeline/activation_checkpoint_interval"):
         yield Finding(
             pointer=SECTION,
-            message=f"{wanted[0]} is on, but no layer is checkpointed",
-            hint="set pipeline.activation_checkpoint_interval to 1, or remove the section",
+            message=f"{wanted[0]} is on, but activation checkpointing is off",
+            hint="set pipeline.activation_checkpoint_interval to 1, or remove activation_checkpointing",
             deepspeed="recomputes nothing unless the model's code asks for it",
         )

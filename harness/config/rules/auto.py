@@ -59,7 +59,7 @@ def _autos(view: RunView) -> Iterator[Visit]:
     target="deepspeed",
 )
 def auto_that_nobody_resolves(view: RunView) -> Iterator[Finding]:
-    """ "auto" stands where a value is used as it is.
+    """ "auto" where nobody replaces it with a value.
 
     DeepSpeed itself gives "auto" no meaning; the harness and the HuggingFace Trainer replace it before
     DeepSpeed sees it, in the places that they know. In an unchecked section what is left is a string among
@@ -74,7 +74,7 @@ def auto_that_nobody_resolves(view: RunView) -> Iterator[Finding]:
         reader = "DeepSpeed" if view.target == "deepspeed" else "the HuggingFace Trainer"
         yield Finding(
             pointer=visit.pointer,
-            message=f'{dotted(visit.pointer)} is "auto", which {reader} does not resolve here',
+            message=f'{dotted(visit.pointer)} is "auto", which {reader} does not replace here',
             hint="write a value, or remove the key",
             severity=None if fatal and view.target == "deepspeed" else Severity.WARNING,
             deepspeed='takes "auto" as a string, and fails when the value is used',
@@ -91,10 +91,10 @@ def auto_that_nobody_resolves(view: RunView) -> Iterator[Finding]:
     right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": true}}',
 )
 def auto_that_means_the_default(view: RunView) -> Iterator[Finding]:
-    """ "auto" stands where neither the harness nor the HuggingFace Trainer has a value for it.
+    """ "auto" where neither the harness nor the HuggingFace Trainer has a value for it.
 
     In a section that DeepSpeed checks the key is dropped, and elsewhere the harness leaves it out: the
-    default holds, which the message names.
+    default applies, and the message gives it.
     """
     for visit in _autos(view):
         dropped = visit.section.is_pydantic or view.target == "harness"
@@ -103,8 +103,8 @@ def auto_that_means_the_default(view: RunView) -> Iterator[Finding]:
         default = visit.key.spec.get("default")
         yield Finding(
             pointer=visit.pointer,
-            message=f'{dotted(visit.pointer)} is "auto": DeepSpeed\'s default, {show(default)}, holds',
-            hint="write the value that you want",
+            message=f'{dotted(visit.pointer)} is "auto": DeepSpeed\'s default {show(default)} applies',
+            hint="write the value, or remove the key",
             deepspeed="drops the key" if visit.section.is_pydantic else "never sees it: the harness leaves the key out",
             on_value=True,
         )
@@ -119,14 +119,14 @@ def auto_that_means_the_default(view: RunView) -> Iterator[Finding]:
     right='{"train_batch_size": 8, "zero_optimization": {"stage": 2}}',
 )
 def auto_zero_stage(view: RunView) -> Iterator[Finding]:
-    """The ZeRO stage is "auto", and that is stage 0.
+    """The ZeRO stage is "auto", which means stage 0.
 
-    DeepSpeed drops every "auto" in this section, so the default holds: nothing is shared out.
+    DeepSpeed drops every "auto" in this section, so the default applies: nothing is partitioned.
     """
     if view.section("/zero_optimization").get("stage") == AUTO:
         yield Finding(
             pointer="/zero_optimization/stage",
-            message='the ZeRO stage is "auto", which runs stage 0',
+            message='the ZeRO stage is "auto", which means stage 0',
             hint="write 1, 2 or 3",
             deepspeed="drops the key and runs stage 0",
             on_value=True,

@@ -47,7 +47,7 @@ def no_batch_size(view: RunView) -> Iterator[Finding]:
     right='{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}',
 )
 def batch_sizes_disagree(view: RunView) -> Iterator[Finding]:
-    """The batch sizes do not multiply.
+    """The batch sizes do not agree.
 
     train_batch_size must be the micro-batch times the accumulation steps times the number of data-parallel
     ranks. Without `--world_size` this is reported where no number of ranks at all would fit. With the
@@ -68,7 +68,7 @@ def batch_sizes_disagree(view: RunView) -> Iterator[Finding]:
     where = f" x {counted(ranks, 'data-parallel rank')}" if view.data_parallel else ""
     yield Finding(
         pointer=TRAIN,
-        message=f"train_batch_size {train} is no multiple of {given} {product}{where}"
+        message=f"train_batch_size {train} is not a multiple of {given} {product}{where}"
         if product and not (micro and steps and view.data_parallel)
         else f"train_batch_size {train} is not {given + ' ' + product if product else 'a multiple of'}{where}",
         hint='give two of the three sizes, or write "auto" for one',

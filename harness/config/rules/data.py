@@ -21,13 +21,13 @@ SAMPLING = "/data_efficiency/data_sampling"
     ' "curriculum_metrics": {}}}}}',
 )
 def curriculum_without_metrics(view: RunView) -> Iterator[Finding]:
-    """Curriculum learning is on, and what makes a sample difficult is not said."""
+    """Curriculum learning is on, but the metric of difficulty is missing."""
     here = f"{SAMPLING}/curriculum_learning"
     if view.get(f"{here}/enabled") and not view.has(f"{here}/curriculum_metrics"):
         yield Finding(
             pointer=f"{here}/enabled",
-            message="curriculum_learning needs curriculum_metrics",
-            hint="add curriculum_metrics, or switch it off",
+            message="curriculum_learning needs curriculum_metrics, which is missing",
+            hint="add curriculum_metrics, or disable curriculum_learning",
             deepspeed="raises AssertionError",
         )
 
@@ -42,12 +42,12 @@ def curriculum_without_metrics(view: RunView) -> Iterator[Finding]:
     ' "max_tokens": 4096}}}}',
 )
 def dynamic_batching_without_tokens(view: RunView) -> Iterator[Finding]:
-    """Batches are to be made by their number of tokens, and that number is not given."""
+    """Dynamic batching is on, but the number of tokens in a batch is missing."""
     here = f"{SAMPLING}/dynamic_batching"
     if view.get(f"{here}/enabled") and not view.has(f"{here}/max_tokens"):
         yield Finding(
             pointer=f"{here}/enabled",
             message="dynamic_batching needs max_tokens",
-            hint="add max_tokens, the most tokens of a batch",
+            hint="add max_tokens, the largest number of tokens in a batch",
             deepspeed="raises AssertionError",
         )

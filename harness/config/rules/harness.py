@@ -34,7 +34,7 @@ def _asks(view: RunView, pointer: str) -> bool:
     right='{"train_batch_size": 8}',
 )
 def no_effect_in_the_harness(view: RunView) -> Iterator[Finding]:
-    """A key steers something that the harness does itself, or not at all.
+    """A key configures something that the harness does itself, or does not do.
 
     The harness reads the data, cuts the model and writes checkpoints and model on its own, and does not compile
     or tune: `data_efficiency`, `compile.deepcompile`, `hybrid_engine`, `autotuning`, `checkpoint.writer` and
@@ -52,17 +52,17 @@ def no_effect_in_the_harness(view: RunView) -> Iterator[Finding]:
                 pointer=pointer,
                 message=f"{dotted(pointer)} has no effect in the harness: {why}",
                 hint="remove it",
-                deepspeed="is not asked for it by the harness",
+                deepspeed="never reads it in a run of the harness",
             )
     if view.target == "harness" and view.tensor == 1:
         for name in ("partition_activations", "contiguous_memory_optimization"):
             if view.on(f"/activation_checkpointing/{name}"):
                 yield Finding(
                     pointer=f"/activation_checkpointing/{name}",
-                    message=f"{name} has no effect: activations are shared out over tensor-parallel ranks, of which"
-                    " there is one",
+                    message=f"{name} has no effect: it distributes activations over tensor-parallel ranks, and"
+                    " there is only one",
                     hint="remove it, or set tensor_parallel.autotp_size",
-                    deepspeed="is not asked for it by the harness",
+                    deepspeed="never reads it in a run of the harness",
                 )
     forced = view.on("/zero_force_ds_cpu_optimizer") and not view.has("/optimizer")
     if view.target == "harness" and forced and offloads(view, "offload_optimizer"):
@@ -93,17 +93,17 @@ _REFUSED = (
     _Refusal(
         "/managed_gradient_accumulation",
         lambda view: view.as_read("/managed_gradient_accumulation") is False,
-        "managed_gradient_accumulation false would step after every micro-batch",
+        "managed_gradient_accumulation false would run the optimizer after every micro-batch",
         "remove it",
-        "leaves it to the program when to step",
+        "leaves gradient accumulation to the program",
     ),
     _Refusal(
         f"{ZERO}/offload_param/device",
         lambda view: _zero_3(view) and view.get(f"{ZERO}/offload_param/device") == "nvme",
-        "parameters cannot be offloaded to NVMe: they are spread layer by layer, and each layer would delete the "
-        "files of those before it",
+        "parameters cannot be offloaded to NVMe: the harness partitions them layer by layer, and each layer "
+        "would delete the files of the earlier ones",
         'set offload_param.device to "cpu"',
-        "keeps one file a parameter in nvme_path",
+        "keeps one file per parameter in nvme_path",
     ),
     _Refusal(
         f"{ZERO}/offload_optimizer/ratio",
@@ -128,15 +128,15 @@ _REFUSED = (
             _zero_3(view)
             and max(view.size(f"{ZERO}/{name}module_granularity_threshold") or 0 for name in ("stage3_", "")) > 0
         ),
-        "stage3_module_granularity_threshold gathers modules as one that the harness calls in parts",
-        "remove it; what must be gathered as one the harness finds itself",
+        "stage3_module_granularity_threshold gathers whole modules that the harness calls in parts",
+        "remove it: the harness finds the modules that must be gathered whole",
         "marks modules by their size, and fails in their first forward or backward",
     ),
     _Refusal(
         "/torch_autocast/dtype",
         lambda view: view.on("/torch_autocast/enabled") and view.get("/torch_autocast/dtype") in FLOAT16,
-        "torch_autocast in float16 clips by a norm that still carries the loss scale",
-        'use "bfloat16", or fp16 in the place of torch_autocast',
+        "torch_autocast in float16 clips by a gradient norm that includes the loss scale",
+        'use "bfloat16", or replace torch_autocast with fp16',
         "reports and clips the scaled norm",
     ),
 )
@@ -151,7 +151,7 @@ _REFUSED = (
     right='{"train_batch_size": 8, "managed_gradient_accumulation": true}',
 )
 def refused_by_the_harness(view: RunView) -> Iterator[Finding]:
-    """A key that DeepSpeed takes, and that would end a run of the harness or make it compute something else.
+    """A key that DeepSpeed accepts, but that would make a run of the harness fail or compute something else.
 
     The harness spreads parameters layer by layer at ZeRO-3, decides itself when the optimizer steps, and brings
     torch's AdamW where the config names no optimizer. What cannot work beside that is refused before the start.
@@ -175,7 +175,7 @@ def refused_by_the_harness(view: RunView) -> Iterator[Finding]:
     right='{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}',
 )
 def needs_an_accelerator(view: RunView) -> Iterator[Finding]:
-    """Something that DeepSpeed has written for accelerators alone.
+    """A feature that DeepSpeed supports on accelerators only.
 
     A check cannot know where the file will run. On a CPU the run is refused with the same words, before the
     model is built.
@@ -184,7 +184,7 @@ def needs_an_accelerator(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer=pointer,
             message=message,
-            hint="run it on an accelerator, or remove it",
+            hint="run on an accelerator, or remove it",
             deepspeed="fails on a CPU when the kernel is loaded",
             on_value=True,
         )

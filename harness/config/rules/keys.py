@@ -30,7 +30,7 @@ def _consequence(visit: Visit) -> tuple[Severity, str]:
     """How grave an unknown key is where it stands, and what DeepSpeed does with it."""
     if visit.section.is_pydantic and visit.value != AUTO:
         return Severity.ERROR, "refuses the config: extra inputs are not permitted"
-    return Severity.WARNING, "ignores the key without a word"
+    return Severity.WARNING, "silently ignores the key"
 
 
 def _meant(visit: Visit) -> str | None:
@@ -51,7 +51,7 @@ def _meant(visit: Visit) -> str | None:
     right='{"train_batch_size": 8, "zero_optimization": {"stage": 3}}',
 )
 def misspelt_key(view: RunView) -> Iterator[Finding]:
-    """A key is not known, and looks like a misspelling of one that is.
+    """An unknown key that looks like a misspelling of a known one.
 
     At the top level DeepSpeed ignores what it does not know: `zero_optimisation` with stage 3 trains at
     stage 0, and `gradient_cliping` leaves clipping at its default of 1.0. Sections that are checked refuse
@@ -67,7 +67,7 @@ def misspelt_key(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer=visit.pointer,
             message=f"unknown key {dotted(visit.pointer)}",
-            hint=f"{meant} is there as well; keep one of them" if taken else f"did you mean {meant}?",
+            hint=f"{meant} is set as well; keep one of them" if taken else f"did you mean {meant}?",
             severity=severity,
             deepspeed=deepspeed,
             edits=() if taken else edits.rename(view.document, visit.pointer, meant),
@@ -84,10 +84,10 @@ def misspelt_key(view: RunView) -> Iterator[Finding]:
     right='{"train_batch_size": 8, "activation_checkpointing": {"partition_activations": true}}',
 )
 def misplaced_key(view: RunView) -> Iterator[Finding]:
-    """A key stands in a section that does not know it, and belongs in another.
+    """A key is in the wrong section.
 
     The classic is `partition_activations` under `pipeline`, where nothing reads it. `--unsafe-fixes` moves the
-    key to where it acts, unless something stands in its place already.
+    key to where it acts, unless that key is set already.
     """
     for visit in unknown(view):
         if _meant(visit) is not None:
@@ -101,11 +101,11 @@ def misplaced_key(view: RunView) -> Iterator[Finding]:
         parent = place.rsplit("/", 1)[0]
         if is_switch:
             hint, change = (
-                f"remove it; {dotted(place)} is a section of its own",
+                f"remove it: {dotted(place)} is a separate section",
                 edits.remove(view.document, visit.pointer),
             )
         elif view.has(place):
-            hint, change = f"it belongs in {dotted(place)}, which is set as well; keep one of them", ()
+            hint, change = f"it belongs at {dotted(place)}, which is set as well; keep one of them", ()
         else:
             hint, change = f"move it to {dotted(place)}", edits.move(view.document, visit.pointer, place)
         yield Finding(
@@ -129,10 +129,10 @@ def misplaced_key(view: RunView) -> Iterator[Finding]:
     right='{"train_batch_size": 8}',
 )
 def unknown_key(view: RunView) -> Iterator[Finding]:
-    """A key that DeepSpeed does not know, and that resembles none it does.
+    """An unknown key that resembles no known one.
 
     In the sections that DeepSpeed checks it is an error. Everywhere else, the top level included, the key
-    is dropped in silence. A key that starts with `_` or `$`, or has "comment" in its name, counts as a
+    is silently ignored. A key that starts with `_` or `$`, or has "comment" in its name, counts as a
     comment.
     """
     for visit in unknown(view):
@@ -200,7 +200,7 @@ def deprecated_key(view: RunView) -> Iterator[Finding]:
             pointer=visit.pointer,
             message=f"{dotted(visit.pointer)} is deprecated",
             hint="remove it" if shadowed else hint,
-            deepspeed="ignores it beside bf16" if shadowed else "still reads it",
+            deepspeed="ignores it because bf16 is set" if shadowed else "still reads it",
             edits=_modern(view, visit, new),
         )
     if isinstance(view.get("/zero_optimization"), bool):
@@ -236,7 +236,7 @@ def _modern(view: RunView, visit: Visit, new: str | None) -> tuple[edits.Edit, .
     right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}',
 )
 def deprecated_key_beside_its_replacement(view: RunView) -> Iterator[Finding]:
-    """The old and the new form of one setting stand together.
+    """The old and the new form of one setting are both set.
 
     DeepSpeed refuses that whatever the two values are, because it cannot tell which one is meant. The same
     holds for two names of one key, such as prefetch_bucket_size and stage3_prefetch_bucket_size.
@@ -245,7 +245,7 @@ def deprecated_key_beside_its_replacement(view: RunView) -> Iterator[Finding]:
         if visit.key is not None and visit.name != visit.key.name and view.has(f"{visit.parent}/{visit.key.name}"):
             yield Finding(
                 pointer=visit.pointer,
-                message=f"{visit.name} and {visit.key.name} are two names of one key",
+                message=f"{visit.name} and {visit.key.name} are two names for the same key",
                 hint=f"remove {visit.name}",
                 deepspeed="refuses the config: extra inputs are not permitted",
             )
@@ -257,7 +257,7 @@ def deprecated_key_beside_its_replacement(view: RunView) -> Iterator[Finding]:
         if beside is not None:
             yield Finding(
                 pointer=visit.pointer,
-                message=f"{visit.name} and {beside} cannot stand together",
+                message=f"{visit.name} and {beside} cannot both be set",
                 hint=f"remove {visit.name}",
                 deepspeed="raises AssertionError",
             )

@@ -25,7 +25,7 @@ _READ = {"/tensor_parallel": "autotp_size", "/expert_parallel": "autoep_size"}
     world_size=3,
 )
 def layout_does_not_fit(view: RunView) -> Iterator[Finding]:
-    """The number of ranks is no multiple of pipeline stages x tensor-parallel ranks.
+    """The number of ranks is not a multiple of pipeline stages x tensor-parallel ranks.
 
     Every data-parallel copy of the model takes stages x tensor-parallel ranks; what is left over would be
     idle, and the harness refuses to start so. It is checked with `--world_size`, and at the start of a run.
@@ -38,7 +38,7 @@ def layout_does_not_fit(view: RunView) -> Iterator[Finding]:
             message=f"{counted(view.world_size, 'rank')} cannot be divided into copies of "
             f"{counted(view.stages, 'pipeline stage')} x {counted(view.tensor, 'tensor-parallel rank')}",
             hint=f"start a multiple of {copy} ranks, or change the layout",
-            deepspeed="does not look at the layout here",
+            deepspeed="does not read the layout here",
             on_value=True,
         )
 
@@ -52,7 +52,7 @@ def layout_does_not_fit(view: RunView) -> Iterator[Finding]:
     right='{"train_micro_batch_size_per_gpu": 1}',
 )
 def sequence_parallel_in_the_harness(view: RunView) -> Iterator[Finding]:
-    """A size for sequence parallelism, which the harness does not lay out.
+    """A size for sequence parallelism, which the harness does not support.
 
     DeepSpeed needs the model's attention to be rewritten for it (Ulysses); a model that is not, computes
     each sequence on every rank.
@@ -61,7 +61,7 @@ def sequence_parallel_in_the_harness(view: RunView) -> Iterator[Finding]:
     if view.target == "harness" and size > 1:
         yield Finding(
             pointer="/sequence_parallel_size",
-            message=f"sequence_parallel_size {size}: the harness lays out pipeline, tensor and data parallelism only",
+            message=f"sequence_parallel_size {size}: the harness supports pipeline, tensor and data parallelism only",
             hint="remove it",
             deepspeed="divides the number of data-parallel ranks by it",
         )
@@ -93,8 +93,8 @@ def autotp_option_in_the_harness(view: RunView) -> Iterator[Finding]:
             yield Finding(
                 pointer=visit.pointer,
                 message=f"{visit.name} is an option of {tool}, which the harness does not use",
-                hint=f"remove it; {size} is all that the harness reads here",
-                deepspeed="is not given this section by the harness",
+                hint=f"remove it: the harness reads only {size} here",
+                deepspeed="does not get this section from the harness",
             )
 
 
@@ -109,7 +109,7 @@ def autotp_option_in_the_harness(view: RunView) -> Iterator[Finding]:
     ' "expert_parallel": {"enabled": true, "autoep_size": 2}}',
 )
 def experts_over_other_ranks(view: RunView) -> Iterator[Finding]:
-    """Experts are to be spread over another number of ranks than those of a tensor-parallel group.
+    """Experts are to be distributed over a number of ranks that is not the tensor-parallel size.
 
     The harness spreads whole experts over the ranks of a tensor-parallel group, which see the same tokens,
     so that none has to travel: `autoep_size` is 1 or `tensor_parallel.autotp_size`. Without
@@ -118,8 +118,8 @@ def experts_over_other_ranks(view: RunView) -> Iterator[Finding]:
     if view.target == "harness" and view.expert not in (1, view.tensor):
         yield Finding(
             pointer="/expert_parallel/autoep_size",
-            message=f"experts over {view.expert} ranks, and tensor parallelism over {view.tensor}",
-            hint=f"set tensor_parallel.autotp_size to {view.expert} too: its ranks share out the experts",
+            message=f"expert-parallel size {view.expert} differs from tensor-parallel size {view.tensor}",
+            hint=f"set tensor_parallel.autotp_size to {view.expert}, or autoep_size to {view.tensor}",
             deepspeed="exchanges tokens between data-parallel ranks",
             on_value=True,
         )
@@ -138,7 +138,7 @@ def size_that_is_none(view: RunView) -> Iterator[Finding]:
 
     DeepSpeed reads `pipeline.stages`, `pipeline.activation_checkpoint_interval` and
     `expert_parallel.autoep_size` without looking at them; the harness lays out the run by them and refuses
-    to guess. `tensor_parallel.autotp_size` may be 0, which is DeepSpeed's word for off.
+    to guess. `tensor_parallel.autotp_size` may be 0, which DeepSpeed reads as off.
     """
     if view.target != "harness":
         return
@@ -151,7 +151,7 @@ def size_that_is_none(view: RunView) -> Iterator[Finding]:
                 pointer=pointer,
                 message=fault[0],
                 hint=fault[1],
-                deepspeed="does not look at it",
+                deepspeed="does not validate it",
                 on_value=True,
                 edits=_number(view, pointer),
                 is_safe=False,

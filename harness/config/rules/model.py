@@ -29,7 +29,7 @@ def fewer_layers_than_stages(view: RunView) -> Iterator[Finding]:
     if view.target == "harness" and layers is not None and view.stages > layers:
         yield Finding(
             pointer="/pipeline/stages",
-            message=f"{view.stages} stages, and the model has {counted(layers, 'decoder layer')}",
+            message=f"{view.stages} pipeline stages, but the model has only {counted(layers, 'decoder layer')}",
             hint=f"use at most {counted(layers, 'stage')}",
             deepspeed="builds empty stages",
             on_value=True,
@@ -54,9 +54,9 @@ def fewer_heads_than_ranks(view: RunView) -> Iterator[Finding]:
     if view.target == "harness" and heads is not None and view.tensor > heads:
         yield Finding(
             pointer="/tensor_parallel/autotp_size",
-            message=f"{view.tensor} tensor-parallel ranks, and the model has {counted(heads, 'attention head')}",
-            hint=f"use at most {heads}",
-            deepspeed="is not asked; the harness cuts the layers itself",
+            message=f"{view.tensor} tensor-parallel ranks, but the model has only {counted(heads, 'attention head')}",
+            hint=f"set tensor_parallel.autotp_size to at most {heads}",
+            deepspeed="does nothing here: the harness splits the layers itself",
             on_value=True,
         )
 
@@ -93,9 +93,9 @@ def unequal_shares(view: RunView) -> Iterator[Finding]:
     if unequal:
         yield Finding(
             pointer="/tensor_parallel/autotp_size",
-            message=f"{view.tensor} ranks do not share equally: one holds {' and '.join(unequal)}",
-            hint="a size that divides them is faster, as all ranks wait for the one that holds most",
-            deepspeed="is not asked; the harness cuts the layers itself",
+            message=f"{view.tensor} tensor-parallel ranks get unequal shares: the largest is {' and '.join(unequal)}",
+            hint="use a size that divides them evenly: all ranks wait for the one with the largest share",
+            deepspeed="does nothing here: the harness splits the layers itself",
             on_value=True,
         )
 
@@ -121,9 +121,9 @@ def fewer_experts_than_ranks(view: RunView) -> Iterator[Finding]:
     if view.target == "harness" and experts and experts < view.expert:
         yield Finding(
             pointer="/expert_parallel/autoep_size",
-            message=f"{view.expert} ranks share the experts, and the model has {experts}",
-            hint=f"use at most {experts}, with tensor_parallel.autotp_size the same",
-            deepspeed="is not asked; the harness spreads the experts itself",
+            message=f"{view.expert} expert-parallel ranks, but the model has only {counted(experts, 'expert')}",
+            hint=f"set autoep_size and tensor_parallel.autotp_size to at most {experts}",
+            deepspeed="does nothing here: the harness distributes the experts itself",
             on_value=True,
         )
 
@@ -150,6 +150,6 @@ def no_tensor_parallel_plan(view: RunView) -> Iterator[Finding]:
             pointer="/tensor_parallel/autotp_size",
             message=refusal,
             hint="set tensor_parallel.autotp_size to 1, or add a plan file for the family to models/plans",
-            deepspeed="is not asked; the harness cuts the layers itself",
+            deepspeed="does nothing here: the harness splits the layers itself",
             on_value=True,
         )

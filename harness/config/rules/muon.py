@@ -11,8 +11,8 @@ from harness.config.values import AUTO
 from harness.config.view import RunView
 
 _CANNOT_TRAIN = {
-    "LBFGS": "it takes one group of parameters and calls the model itself",
-    "SparseAdam": "it takes sparse gradients, and a model's are dense",
+    "LBFGS": "it needs a closure that calls the model, which DeepSpeed does not give it",
+    "SparseAdam": "it needs sparse gradients, but the model's are dense",
 }
 
 
@@ -28,7 +28,7 @@ _CANNOT_TRAIN = {
     world_size=2,
 )
 def muon_with_tensor_parallelism(view: RunView) -> Iterator[Finding]:
-    """Muon orthogonalises matrices, and a tensor-parallel rank has parts of them.
+    """Muon orthogonalises whole matrices, but a tensor-parallel rank holds only parts of them.
 
     The parts of an orthogonal matrix are not what one gets by orthogonalising each part, so the training would depend
     on the number of tensor-parallel ranks.
@@ -36,9 +36,9 @@ def muon_with_tensor_parallelism(view: RunView) -> Iterator[Finding]:
     if kind(view) == "muon" and view.tensor > 1:
         yield Finding(
             pointer=TYPE,
-            message=f"Muon would orthogonalise the part of each matrix that one of {view.tensor} ranks holds",
+            message=f"Muon needs whole matrices, but each of {view.tensor} tensor-parallel ranks holds a part",
             hint="use AdamW, or train without tensor parallelism",
-            deepspeed="trains, with other updates than on one rank",
+            deepspeed="trains, but with different updates than on one rank",
             on_value=True,
         )
 
@@ -54,7 +54,7 @@ def muon_with_tensor_parallelism(view: RunView) -> Iterator[Finding]:
     ' "params": {"lr": 1e-3}}}',
 )
 def muon_norm_of_update(view: RunView) -> Iterator[Finding]:
-    """Under ZeRO, Muon's matrices enter the norm as their update and not as their gradient.
+    """Under ZeRO the gradient norm is computed from Muon's update, not from the gradient.
 
     ZeRO orthogonalises gradients before it takes the norm. So they are clipped by another norm than at stage 0, and the
     norm that is reported says little about them.
@@ -62,9 +62,9 @@ def muon_norm_of_update(view: RunView) -> Iterator[Finding]:
     if kind(view) == "muon" and view.zero_stage:
         yield Finding(
             pointer=TYPE,
-            message=f"at ZeRO-{view.zero_stage} the norm that clips and is reported is that of Muon's update",
-            hint="set zero_optimization.stage to 0 where the gradient's norm is wanted",
-            deepspeed="takes the norm after it has orthogonalised the matrices",
+            message=f"at ZeRO-{view.zero_stage} clipping and metrics use the norm of Muon's update",
+            hint="set zero_optimization.stage to 0 to get the norm of the gradient",
+            deepspeed="computes the norm after it has orthogonalised the matrices",
             on_value=True,
         )
 
@@ -79,7 +79,7 @@ def muon_norm_of_update(view: RunView) -> Iterator[Finding]:
     ' "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}',
 )
 def optimizer_cannot_train(view: RunView) -> Iterator[Finding]:
-    """DeepSpeed builds this optimizer and cannot train with it.
+    """DeepSpeed can build this optimizer, but cannot train with it.
 
     Muon: not in bf16 at ZeRO stage 0 or with gradients accumulated in float32 at stage 1, and at stage 3 only with
     reduce_scatter false. LBFGS wants to call the model itself, SparseAdam wants sparse gradients.
@@ -105,5 +105,5 @@ def _muon_reason(view: RunView) -> tuple[str | None, str]:
     if view.precision == "bf16" and (stage == 0 or (stage == 1 and in_fp32)):
         return "in bf16 it needs ZeRO", "set zero_optimization.stage to 2"
     if stage == 3 and zero.get("reduce_scatter", True) not in (False, AUTO):
-        return "at ZeRO-3 it needs gradients that are whole", "set zero_optimization.reduce_scatter to false"
+        return "at ZeRO-3 it needs whole gradients", "set zero_optimization.reduce_scatter to false"
     return None, ""

@@ -27,7 +27,7 @@ def offloads(view: RunView, section: str) -> bool:
     right='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
 )
 def offload_param_below_stage_3(view: RunView) -> Iterator[Finding]:
-    """Parameters are to be offloaded at a stage at which every rank holds them all.
+    """Parameters are to be offloaded at a stage that does not partition them.
 
     DeepSpeed accepts that and keeps them where they are. The harness refuses it: the memory that you
     counted on would not be free.
@@ -35,7 +35,7 @@ def offload_param_below_stage_3(view: RunView) -> Iterator[Finding]:
     if offloads(view, "offload_param") and view.zero_stage in (0, 1, 2):
         yield Finding(
             pointer=f"{ZERO}/offload_param",
-            message=f"offload_param works at ZeRO-3 only, and the stage is {view.zero_stage}",
+            message=f"offload_param works at ZeRO-3 only, but the stage is {view.zero_stage}",
             hint="set stage to 3, or remove offload_param",
             severity=Severity.ERROR if view.target == "harness" else None,
             deepspeed="ignores it: the parameters stay on the accelerator",
@@ -60,7 +60,7 @@ def nvme_without_path(view: RunView) -> Iterator[Finding]:
         if view.get(f"{here}/device") == "nvme" and path in (None, AUTO) and view.zero_stage == 3:
             yield Finding(
                 pointer=f"{here}/device",
-                message=f"{section} goes to NVMe, and nvme_path is not given",
+                message=f"{section} uses NVMe, but nvme_path is missing",
                 hint="add nvme_path, a folder on the NVMe device",
                 deepspeed="ends with an error when the engine starts",
                 on_value=True,
@@ -79,12 +79,12 @@ def nvme_without_path(view: RunView) -> Iterator[Finding]:
     target="deepspeed",
 )
 def partial_offload_below_stage_3(view: RunView) -> Iterator[Finding]:
-    """Only a part of the optimizer state is to be offloaded, which stage 3 alone can do."""
+    """Only a part of the optimizer state is to be offloaded, which works at stage 3 only."""
     ratio = as_float(view.section(f"{ZERO}/offload_optimizer").get("ratio", 1.0))
     if ratio is not None and ratio < 1 and view.zero_stage in (0, 1, 2):
         yield Finding(
             pointer=f"{ZERO}/offload_optimizer/ratio",
-            message=f"offload_optimizer.ratio {ratio} works at ZeRO-3 only, and the stage is {view.zero_stage}",
+            message=f"offload_optimizer.ratio {ratio} works at ZeRO-3 only, but the stage is {view.zero_stage}",
             hint="set stage to 3, or remove ratio",
             deepspeed="refuses the config",
             on_value=True,
@@ -102,7 +102,7 @@ def partial_offload_below_stage_3(view: RunView) -> Iterator[Finding]:
     ' "offload_optimizer": {"device": "cpu"}}}',
 )
 def contiguous_gradients_forced(view: RunView) -> Iterator[Finding]:
-    """contiguous_gradients is switched off, and offloading switches it on again.
+    """contiguous_gradients is off, but offloading turns it on again.
 
     At stages 1 and 2 gradients travel to the CPU through the contiguous buffer, so it is always there, with
     the memory that it takes.
@@ -139,7 +139,7 @@ def offload_optimizer_without_effect(view: RunView) -> Iterator[Finding]:
     if stages is not None and idle:
         yield Finding(
             pointer=f"{ZERO}/offload_optimizer",
-            message=f"offload_optimizer to {device} works at ZeRO stage {stages}, and the stage is {view.zero_stage}",
+            message=f"offload_optimizer to {device} works at ZeRO stage {stages}, but the stage is {view.zero_stage}",
             hint="change the stage" + (', or set the device to "cpu"' if device == "nvme" and view.zero_stage else ""),
-            deepspeed="ignores it: the optimizer state stays beside the parameters",
+            deepspeed="ignores it: the optimizer state stays on the accelerator",
         )

@@ -95,7 +95,7 @@ def removed_optimizer(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer=TYPE,
             message=f"{name} is an optimizer that DeepSpeed has removed",
-            hint=f"use {instead}, and remove the parameters of compression",
+            hint=f"use {instead}, and remove the compression parameters",
             deepspeed="raises AssertionError when the engine starts",
             on_value=True,
         )
@@ -131,7 +131,7 @@ def unknown_optimizer_parameter(view: RunView) -> Iterator[Finding]:
         close = nearest(param, allowed)
         yield Finding(
             pointer=f"{PARAMS}/{param}",
-            message=f"{class_name} has no parameter {param}" if not twice else f"{param} is set by the engine itself",
+            message=f"{class_name} has no parameter {param}" if not twice else f"the engine sets {param} itself",
             hint=f"did you mean {close}?" if close and close not in view.section(PARAMS) else "remove it",
             deepspeed="raises TypeError when the engine builds the optimizer",
         )
@@ -146,7 +146,7 @@ def unknown_optimizer_parameter(view: RunView) -> Iterator[Finding]:
     right='{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "gradient_clipping": 1.0}',
 )
 def max_grad_norm_in_optimizer(view: RunView) -> Iterator[Finding]:
-    """The clipping norm stands among the optimizer's parameters.
+    """The clipping norm is set among the optimizer's parameters.
 
     Gradients are clipped by the engine: the key is gradient_clipping, at the top level.
     """
@@ -155,7 +155,7 @@ def max_grad_norm_in_optimizer(view: RunView) -> Iterator[Finding]:
         clash = view.has("/gradient_clipping")
         yield Finding(
             pointer=pointer,
-            message="max_grad_norm is no parameter of the optimizer",
+            message="max_grad_norm is not a parameter of the optimizer",
             hint="remove it; gradient_clipping is set as well" if clash else "move it to gradient_clipping",
             deepspeed="raises ValueError when the engine builds the optimizer",
             edits=edits.move(view.document, pointer, "/gradient_clipping"),
@@ -185,7 +185,7 @@ def untested_optimizer(view: RunView) -> Iterator[Finding]:
         return
     yield Finding(
         pointer=TYPE,
-        message=f"ZeRO was not tested with {view.get(TYPE)}",
+        message=f"DeepSpeed has not tested ZeRO with {view.get(TYPE)}",
         hint="use Adam, AdamW, Adagrad or Lion, or set zero_allow_untested_optimizer to true",
         deepspeed="raises AssertionError when the engine starts",
         on_value=True,
@@ -206,7 +206,7 @@ def lamb_with_fixed_loss_scale(view: RunView) -> Iterator[Finding]:
     if kind(view) == "lamb" and scale != AUTO and as_float(scale) not in (None, 0.0):
         yield Finding(
             pointer="/fp16/loss_scale",
-            message=f"Lamb needs an adaptive loss scale, and fp16.loss_scale is {scale}",
+            message=f"Lamb needs an adaptive loss scale, but fp16.loss_scale is {scale}",
             hint="set fp16.loss_scale to 0",
             deepspeed="raises AssertionError when the engine starts",
             on_value=True,
@@ -224,7 +224,7 @@ def lamb_with_fixed_loss_scale(view: RunView) -> Iterator[Finding]:
     ' "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}',
 )
 def offload_without_cpu_optimizer(view: RunView) -> Iterator[Finding]:
-    """The optimizer is offloaded, and the one that is named is not built for the CPU.
+    """The optimizer is offloaded, but DeepSpeed has no CPU version of it.
 
     DeepSpeed has CPU versions of Adam, Adagrad and Lion. Another optimizer steps in PyTorch on the CPU, and
     every rank waits for it.

@@ -61,9 +61,9 @@ def reentrant_checkpointing(view: RunView) -> Iterator[Finding]:
     if interval and (value is True or by_default):
         yield Finding(
             pointer="/pipeline/use_reentrant" if value else "/pipeline/activation_checkpoint_interval",
-            message="reentrant checkpointing has no gradient where a stage's input is integer ids",
+            message="reentrant checkpointing computes no gradient for a stage whose input is integer ids",
             hint="set pipeline.use_reentrant to false",
-            deepspeed="fails in the first backward of a stage that starts with an embedding",
+            deepspeed="fails in the first backward pass of a stage that starts with an embedding",
         )
 
 
@@ -96,7 +96,7 @@ def pipeline_bubble(view: RunView) -> Iterator[Finding]:
     yield Finding(
         pointer="/gradient_accumulation_steps" if view.has("/gradient_accumulation_steps") else "/pipeline/stages",
         message=idle(view.stages, steps),
-        hint=f"{wanted} micro-batches leave {bubble(view.stages, wanted):.0%}",
+        hint=f"{wanted} micro-batches reduce that to {bubble(view.stages, wanted):.0%}",
         deepspeed="runs; the stages wait for each other",
         on_value=True,
     )
@@ -111,7 +111,7 @@ def pipeline_bubble(view: RunView) -> Iterator[Finding]:
     right='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"partition": "balanced"}}',
 )
 def unknown_partition(view: RunView) -> Iterator[Finding]:
-    """pipeline.partition names no way of cutting the model.
+    """pipeline.partition does not name a known partition method.
 
     The harness knows `balanced` (by cost), `measured` (by time), `uniform` (by layers), `parameters` and
     `type:REGEX` (by class name), and refuses another word when more than one stage is asked for. DeepSpeed
@@ -165,9 +165,9 @@ def overlap_in_pipeline(view: RunView) -> Iterator[Finding]:
     ' "pipeline": {"stages": 2, "pipe_partitioned": false, "grad_partitioned": false}}',
 )
 def gradients_partitioned_alone(view: RunView) -> Iterator[Finding]:
-    """Gradients between stages are shared out over the tensor-parallel ranks, and activations are not.
+    """Gradients between stages are partitioned over the tensor-parallel ranks, but activations are not.
 
-    A stage then sends its gradient in two parts, and the stage before it, which never shared out what it
+    A stage then sends its gradient in two parts, and the stage before it, which did not partition what it
     sent, waits for one whole tensor. grad_partitioned is on by default, so switching pipe_partitioned off
     alone is enough.
     """
@@ -175,9 +175,9 @@ def gradients_partitioned_alone(view: RunView) -> Iterator[Finding]:
     if whole and view.get("/pipeline/grad_partitioned") is not False and view.tensor > 1 and view.stages > 1:
         yield Finding(
             pointer="/pipeline/pipe_partitioned",
-            message="pipe_partitioned is off and grad_partitioned is on, with tensor parallelism",
+            message="with tensor parallelism, pipe_partitioned and grad_partitioned must both be on or both be off",
             hint="set pipeline.grad_partitioned to false as well",
-            deepspeed="sends two tensors where the other stage receives one",
+            deepspeed="sends two tensors where the other stage expects one",
         )
 
 
@@ -203,6 +203,6 @@ def pipeline_without_a_pipeline(view: RunView) -> Iterator[Finding]:
                 pointer=f"/pipeline/{name}",
                 message=f"pipeline.{name} has no effect: the HuggingFace Trainer has no pipeline",
                 hint="remove the section, or train with the harness",
-                deepspeed="reads it, and trains the whole model on every rank",
+                deepspeed="reads the section, but trains the whole model on every rank",
             )
             return

@@ -40,7 +40,7 @@ def fp16_and_bf16(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer="/fp16/enabled",
             message="fp16 and bf16 are both enabled",
-            hint="keep bf16 where the device has it; it needs no loss scaling",
+            hint="keep bf16 if the device supports it: it needs no loss scaling",
             deepspeed="raises AssertionError",
             on_value=True,
         )
@@ -93,7 +93,7 @@ def impossible_loss_scaling(view: RunView) -> Iterator[Finding]:
             yield Finding(
                 pointer=f"/fp16/{name}",
                 message=f"fp16.{name} is {str(value).lower()}",
-                hint="use a whole number from 1" if name != "loss_scale" else "use 0 for an adaptive loss scale",
+                hint="use a whole number of at least 1" if name != "loss_scale" else "use 0 for an adaptive loss scale",
                 deepspeed="refuses the config",
                 on_value=True,
             )
@@ -112,7 +112,7 @@ def low_precision_masters_without_zero(view: RunView) -> Iterator[Finding]:
     """Master weights or optimizer states in 16 bits, without ZeRO or without its CPU Adam.
 
     Only ZeRO's optimizers can keep them so; master weights alone only with an offloaded optimizer state.
-    bf16_optimizer_states needs bf16_master_weights_and_grads besides.
+    bf16_optimizer_states also needs bf16_master_weights_and_grads.
     """
     bf16 = "/bf16" if view.get("/bf16") is not None else "/bfloat16"
     masters = f"{bf16}/bf16_master_weights_and_grads"
@@ -121,7 +121,7 @@ def low_precision_masters_without_zero(view: RunView) -> Iterator[Finding]:
         if view.on(pointer) and view.zero_stage == 0:
             yield Finding(
                 pointer=pointer,
-                message=f"{pointer.rsplit('/', 1)[1]} needs ZeRO, and the stage is 0",
+                message=f"{pointer.rsplit('/', 1)[1]} needs ZeRO, but the stage is 0",
                 hint="set zero_optimization.stage to 1, 2 or 3",
                 deepspeed="raises AssertionError",
             )
@@ -136,7 +136,7 @@ def low_precision_masters_without_zero(view: RunView) -> Iterator[Finding]:
             yield Finding(
                 pointer=states,
                 message="bf16_optimizer_states needs bf16_master_weights_and_grads",
-                hint="enable it too",
+                hint="enable bf16_master_weights_and_grads too",
                 deepspeed="raises AssertionError",
             )
 
@@ -156,7 +156,7 @@ def param_dtype_conflict(view: RunView) -> Iterator[Finding]:
     if wanted is not None and wanted != view.precision and not undecided:
         yield Finding(
             pointer="/data_types/param_dtype",
-            message=f"param_dtype is {wanted}, and the model's precision is {view.precision}",
+            message=f"param_dtype is {wanted}, but the model's precision is {view.precision}",
             hint=f"write {view.precision}, or remove it",
             deepspeed="raises AssertionError when the engine starts",
             on_value=True,

@@ -19,7 +19,7 @@ from harness.config.view import RunView
     arguments={"max_grad_norm": 0.5},
 )
 def argument_in_conflict(view: RunView) -> Iterator[Finding]:
-    """A value stands in the file, and an argument of the run says another.
+    """The file and an argument of the run give different values.
 
     Neither wins: the run is refused, and the message names both. `"auto"` in the file takes the argument.
     The layout (`--pipeline_parallel_size`, `--tensor_parallel_size`, `--expert_parallel_size`) is the

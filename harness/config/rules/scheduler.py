@@ -138,7 +138,7 @@ def no_warmup_steps(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer=f"{PARAMS}/warmup_num_steps",
             message=f"warmup_num_steps is {steps!r}",
-            hint="write 1, which is as good as none" if steps == 0 else "use a whole number from 1",
+            hint="write 1, which has the same effect" if steps == 0 else "use a whole number of at least 1",
             severity=Severity.WARNING if steps == 0 and view.target == "harness" else None,
             deepspeed="raises ValueError when the engine builds the schedule",
             on_value=True,

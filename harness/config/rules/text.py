@@ -115,7 +115,7 @@ def word_read_as_string(view: RunView) -> Iterator[Finding]:
             pointer="",
             span=(odd.start, odd.end),
             message=f"the unquoted word {word} is read as the string {odd.detail!r}",
-            hint=f"write {literal}" if literal else "put it in quotes, or fill in the template first",
+            hint=f"write {literal}" if literal else "put it in quotes, or expand the template first",
             deepspeed=f"takes {odd.detail!r}, the rest of the line included, as a string",
             edits=(Edit(start=odd.start, end=odd.end, new=literal + comma),) if literal else (),
             is_safe=False,
@@ -131,17 +131,16 @@ def word_read_as_string(view: RunView) -> Iterator[Finding]:
     right='{"train_batch_size": 8}',
 )
 def duplicate_key(view: RunView) -> Iterator[Finding]:
-    """A key stands twice in one section.
+    """A key appears twice in one section.
 
-    JSON readers keep the last value without a word; DeepSpeed refuses the file. Which value is meant only
-    you know.
+    Most JSON readers silently keep the last value; DeepSpeed refuses the file. Only you know which value is meant.
     """
     for odd in view.document.oddities:
         if odd.kind == "duplicate-key":
             yield Finding(
                 pointer="",
                 span=(odd.start, odd.end),
-                message=f"the key {odd.detail!r} stands twice in its section",
+                message=f"the key {odd.detail!r} appears twice in its section",
                 hint="keep one of them",
                 deepspeed="raises ValueError: duplicate keys",
             )

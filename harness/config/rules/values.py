@@ -86,7 +86,7 @@ def wrong_type(view: RunView) -> Iterator[Finding]:
 
 def _type_hint(visit: Visit, reading: Reading) -> str:
     if visit.name == "min_loss_scale":
-        return "write a whole number from 1; the loss scale never needs to fall below 1"
+        return "write a whole number of at least 1: the loss scale never needs to fall below 1"
     return f"write {reading.wanted}"
 
 
@@ -161,7 +161,7 @@ def converted_value(view: RunView) -> Iterator[Finding]:
         if reading.fault == "converted":
             yield Finding(
                 pointer=visit.pointer,
-                message=f"{dotted(visit.pointer)} is {show(visit.value)}, where {reading.wanted} is meant",
+                message=f"{dotted(visit.pointer)} is {show(visit.value)}, where {reading.wanted} is expected",
                 hint=f"write {show(reading.value)}",
                 deepspeed=f"converts it to {show(reading.value)}",
                 on_value=True,
@@ -218,9 +218,9 @@ def value_not_for_a_file(view: RunView) -> Iterator[Finding]:
         if visit.key is not None and visit.key.spec.get("x-only-auto") and visit.value != AUTO:
             yield Finding(
                 pointer=visit.pointer,
-                message=f"{dotted(visit.pointer)} cannot be set in a file: DeepSpeed wants a torch.dtype",
+                message=f"{dotted(visit.pointer)} cannot be set in a JSON file: DeepSpeed expects a torch.dtype",
                 hint="remove it, and set fp16 or bf16",
-                deepspeed="refuses the config: the value is no torch.dtype",
+                deepspeed="refuses the config: the value is not a torch.dtype",
                 edits=edits.remove(view.document, visit.pointer),
                 is_safe=False,
             )

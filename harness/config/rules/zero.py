@@ -29,7 +29,7 @@ def _acts(value: Any, default: Any) -> bool:
     right='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9}}',
 )
 def key_of_another_stage(view: RunView) -> Iterator[Finding]:
-    """A key of one ZeRO stage stands in a config of another.
+    """A key that has no effect at this ZeRO stage.
 
     It is accepted and does nothing: `stage3_*` keys, sub_group_size, ZeRO++ (zero_hpz_partition_size,
     zero_quantized_*) act at stage 3, round_robin_gradients and parameter_alignment at stages 1 and 2.
@@ -45,7 +45,7 @@ def key_of_another_stage(view: RunView) -> Iterator[Finding]:
             where = " and ".join(str(number) for number in stages)
             yield Finding(
                 pointer=visit.pointer,
-                message=f"{visit.name} acts at ZeRO stage {where} only, and the stage is {stage}",
+                message=f"{visit.name} has an effect at ZeRO stage {where} only, but the stage is {stage}",
                 hint="remove it, or change the stage",
                 deepspeed="ignores it",
                 edits=edits.remove(view.document, visit.pointer),
@@ -62,7 +62,7 @@ def key_of_another_stage(view: RunView) -> Iterator[Finding]:
     ' "gradient_clipping": 0}',
 )
 def no_gradient_norm(view: RunView) -> Iterator[Finding]:
-    """The gradient norm is not to be computed, where it must be.
+    """The gradient norm is disabled where DeepSpeed needs it.
 
     It can be left out at stages 1 and 2, and only if nothing is clipped; an absent gradient_clipping clips
     at 1.0.
@@ -161,11 +161,11 @@ def prescaled_gradients(view: RunView) -> Iterator[Finding]:
     ' "zero_optimization": {"stage": 1}}',
 )
 def legacy_stage_1(view: RunView) -> Iterator[Finding]:
-    """The first implementation of ZeRO-1 is asked for, and it is gone."""
+    """The first implementation of ZeRO-1 is selected, which DeepSpeed has removed."""
     if view.on(f"{ZERO}/legacy_stage1") and view.zero_stage in (1, 2, 3):
         yield Finding(
             pointer=f"{ZERO}/legacy_stage1",
-            message="legacy_stage1 asks for an implementation that DeepSpeed no longer has",
+            message="legacy_stage1 selects an implementation that DeepSpeed has removed",
             hint="remove it",
             deepspeed="raises an exception when the engine starts",
             edits=edits.remove(view.document, f"{ZERO}/legacy_stage1"),
@@ -183,9 +183,9 @@ def legacy_stage_1(view: RunView) -> Iterator[Finding]:
     target="deepspeed",
 )
 def secondary_partition_does_not_fit(view: RunView) -> Iterator[Finding]:
-    """The number of ranks is no multiple of zero_hpz_partition_size.
+    """The number of ranks is not a multiple of zero_hpz_partition_size.
 
-    The secondary copy of the parameters (ZeRO++ hpZ) is shared out over groups of that many ranks, normally
+    The secondary copy of the parameters (ZeRO++ hpZ) is partitioned over groups of that many ranks, normally
     the ranks of one host.
     """
     size = view.size(f"{ZERO}/zero_hpz_partition_size") or 1
@@ -215,6 +215,6 @@ def quantized_weights_under_autocast(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer=f"{ZERO}/zero_quantized_weights",
             message="zero_quantized_weights does not work under torch_autocast",
-            hint="use bf16 in the place of torch_autocast, or remove it",
+            hint="replace torch_autocast with bf16, or remove zero_quantized_weights",
             deepspeed="raises AssertionError when the engine starts",
         )

@@ -25,7 +25,7 @@ def wrong(tmp_path):
 
 def test_the_presets_are_checked_clean_even_strictly(capsys):
     assert main(["check", str(ROOT / "ds_configs"), "--strict"]) == 0
-    assert "nothing to complain about" in capsys.readouterr().out
+    assert "no problems found" in capsys.readouterr().out
 
 
 def test_text_shows_the_line_the_reason_and_the_remedy(wrong, capsys):

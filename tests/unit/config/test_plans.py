@@ -41,7 +41,7 @@ def test_check_reports_it_with_the_model(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["check", str(tmp_path / "ds.json"), "--model", str(tmp_path), "--format", "json"]) == 1
     found = {item["code"]: item for item in json.loads(capsys.readouterr().out)}
     assert found["DS905"]["pointer"] == "/tensor_parallel/autotp_size"
-    assert found["DS901"]["message"] == "2 stages, and the model has 1 decoder layer"
+    assert found["DS901"]["message"] == "2 pipeline stages, but the model has only 1 decoder layer"
     assert found["DS901"]["hint"] == "use at most 1 stage"
 
 

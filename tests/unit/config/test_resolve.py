@@ -94,7 +94,7 @@ def test_experts_are_spread_over_a_tensor_parallel_group_or_not_at_all():
     off = config | {"expert_parallel": {"enabled": False, "autoep_size": 2}}
     assert resolved(off, world_size=2).expert == 1
     assert resolved(off, world_size=2, expert_parallel_size=2).expert == 2
-    with pytest.raises(ConfigError, match="experts over 2 ranks, and tensor parallelism over 1"):
+    with pytest.raises(ConfigError, match="expert-parallel size 2 differs from tensor-parallel size 1"):
         resolved(config, world_size=2, tensor_parallel_size=1)
 
 
