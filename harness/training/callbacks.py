@@ -7,9 +7,11 @@ done: if one rank's callback asks, all ranks act.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from harness.training import signals
 from harness.training.arguments import TrainingArguments
 
 
@@ -108,6 +110,7 @@ class TrainerCallback:
 
 
 def call(callbacks: Sequence[TrainerCallback], moment: str, trainer: Any, **kwargs: Any) -> None:
-    """Call the method `moment` of every callback, in order."""
+    """Call the method `moment` of every callback, in order; an evaluation that a signal interrupts ends that call."""
     for callback in callbacks:
-        getattr(callback, moment)(trainer.args, trainer.state, trainer.control, trainer=trainer, **kwargs)
+        with suppress(signals.Interrupted):
+            getattr(callback, moment)(trainer.args, trainer.state, trainer.control, trainer=trainer, **kwargs)

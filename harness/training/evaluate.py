@@ -6,16 +6,18 @@ from typing import Any
 
 from torch.utils.data import Subset
 
+from harness.training import signals
 from harness.training.data.collate import Collator
 from harness.training.data.evaluation import evaluation_batches, evaluation_steps
 from harness.training.data.stream import dataset_length
+from harness.training.distributed import any_rank
 from harness.training.engine import Engine
 from harness.training.losses import Loss, RouterLoss
 from harness.training.same_data import require_same_data
 
 ROUTER_BATCH = 8
 """Samples of an evaluation micro-batch of a model with a router loss; transformers' default for every model."""
-CHUNK = 16  # micro-batches that are read before they are evaluated
+CHUNK = 16  # micro-batches that are read before they are evaluated; a signal is seen between two chunks
 
 
 def default_batch(loss: Loss, micro_batch: int) -> int:
@@ -29,7 +31,8 @@ def default_batch(loss: Loss, micro_batch: int) -> int:
 def mean_loss(engine: Engine, dataset: Any, micro_batch: int, collator: Collator) -> float:
     """The mean over what counts in all samples, each seen once; all ranks call it and get the same.
 
-    Every rank runs the same number of micro-batches of one shape, so no rank waits for another.
+    Every rank runs the same number of micro-batches of one shape, so no rank waits for another. Raises
+    `signals.Interrupted`, on all ranks alike, when a signal to any of them asks for the end of the training.
     """
     n = dataset_length(dataset)
     whole = n - n % micro_batch
@@ -49,6 +52,8 @@ def _sums(engine: Engine, dataset: Any, micro_batch: int, collator: Collator) ->
     batches = evaluation_batches(dataset, micro_batch, place, size, data_collator=collator)
     total = counted = 0.0
     for first in range(0, steps, CHUNK):
+        if any_rank(signals.received() != 0, engine.device):
+            raise signals.Interrupted
         count = min(CHUNK, steps - first)
         chunk = [next(batches) for _ in range(count)] if engine.reads_data else []
         if first == 0:

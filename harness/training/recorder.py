@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from harness.training import signals
 from harness.training.callbacks import StepRecord
 from harness.training.metrics import METRICS, MetricsFile, set_aside, write_run
 
@@ -61,8 +63,12 @@ class Recorder:
         names = ("loss", "aux_loss", "grad_norm", "learning_rate", "tokens_per_second")
         self._monitor({f"train/{name}": logs[name] for name in names if logs.get(name) is not None})
 
-    def evaluation(self, metrics: dict[str, float]) -> None:
-        """One line in evaluations.jsonl."""
+    def evaluation(self, evaluate: Callable[[], dict[str, float]]) -> None:
+        """Evaluate, and write one line in evaluations.jsonl; write nothing if a signal interrupts it."""
+        try:
+            metrics = evaluate()
+        except signals.Interrupted:
+            return
         step = self.trainer.state.global_step
         self.trainer.state.log_history.append({"step": step, **metrics})
         if self._evaluations is not None:

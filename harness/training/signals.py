@@ -32,6 +32,10 @@ class Stopped(SystemExit):
         super().__init__(128 + number)
 
 
+class Interrupted(Exception):
+    """A signal asks for the end of the run, so an evaluation is left unfinished; the training loop saves and ends."""
+
+
 class Watch:
     """Receives the signals of this process while it is open.
 

@@ -217,7 +217,7 @@ class Trainer:
         by_cadence = self.eval_dataset is not None and (last or (args.eval_steps and step % args.eval_steps == 0))
         if not stop and (control.should_evaluate or by_cadence):
             control.should_evaluate = False
-            recorder.evaluation(self.evaluate())
+            recorder.evaluation(self.evaluate)
             stop = self._agree_on_control()
         if stop or control.should_save or (args.save_steps and (last or step % args.save_steps == 0)):
             control.should_save = False
@@ -241,7 +241,7 @@ class Trainer:
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """Mean loss over the evaluation data, each sample once: eval_loss, perplexity, eval_samples, eval_seconds.
 
-        Any number of samples, any number of times: every rank runs the same number of micro-batches.
+        Any number of samples, any number of times. A signal during training raises `signals.Interrupted` on all ranks.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:

@@ -34,7 +34,34 @@ class Signal(TrainerCallback):
         self.ended += 1
 
 
-def train(folder: Path, *callbacks: TrainerCallback, **changes: Any) -> list[dict[str, Any]]:
+class Points:
+    """Samples for an evaluation; the reading of one of them sends this process a signal, once."""
+
+    def __init__(self, signal_at: int) -> None:
+        self.signal_at, self.read = signal_at, 0
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        from harness.training import signals
+
+        self.read += 1
+        if self.read == self.signal_at:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            while not signals.received():
+                pass
+        return torch.ones(2) * index, torch.ones(1)
+
+
+class Evaluate(TrainerCallback):
+    """Evaluates in a callback of its own."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["trainer"].evaluate()
+
+
+def train(folder: Path, *callbacks: TrainerCallback, evaluation: Any = None, **changes: Any) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     points = torch.randn(64, 2).tolist()
     arguments = TrainingArguments(
@@ -45,7 +72,7 @@ def train(folder: Path, *callbacks: TrainerCallback, **changes: Any) -> list[dic
     layers = [torch.nn.Linear(2, 8), torch.tanh, torch.nn.Linear(8, 1)]
     data = [(torch.tensor(point), torch.tensor(point[:1])) for point in points]
     loss = torch.nn.functional.mse_loss
-    trainer = Trainer(layers, arguments, data, loss_fn=loss, callbacks=callbacks)
+    trainer = Trainer(layers, arguments, data, evaluation, loss_fn=loss, callbacks=callbacks)
     try:
         trainer.train()
     finally:
@@ -66,3 +93,17 @@ def test_a_run_saves_once_and_goes_on_with_the_same_numbers(number: int, code: i
     assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-2"]
     rest = train(tmp_path / "cut", resume_from_checkpoint="auto")
     assert [(row["step"], row["loss"]) for row in rest] == [(row["step"], row["loss"]) for row in whole]
+
+
+@pytest.mark.parametrize(("callbacks", "changes"), [((), {"eval_steps": 2}), ((Evaluate(),), {})])
+def test_a_signal_does_not_wait_for_a_long_evaluation(callbacks: Any, changes: dict[str, Any], tmp_path: Path) -> None:
+    points = Points(signal_at=2000)
+    with pytest.raises(Stopped) as stopped:
+        train(tmp_path, *callbacks, evaluation=points, **changes)
+    assert stopped.value.code == 138
+    assert points.read < 2000 + 200  # not the 4096 of a whole evaluation
+    saved = [path.name for path in tmp_path.glob("checkpoint-*")]
+    assert len(saved) == 1
+    assert (tmp_path / "evaluations.jsonl").read_text() == ""
+    rest = train(tmp_path, resume_from_checkpoint="auto")
+    assert [row["step"] for row in rest] == [1, 2, 3, 4, 5]
