@@ -20,7 +20,7 @@ def lowest(bounds: SpecifierSet) -> Version:
     return found
 
 
-def tested() -> dict[str, Version]:
+def pinned() -> dict[str, Version]:
     """The versions of constraints.txt."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pairs = (line.split("==") for line in lines if "==" in line and not line.startswith("#"))
@@ -43,12 +43,12 @@ def test_a_lower_bound_is_one_that_the_other_dependencies_take(name: str) -> Non
 
 @pytest.mark.parametrize("name", OURS)
 def test_the_tested_version_lies_in_its_range(name: str) -> None:
-    assert OURS[name].specifier.contains(tested()[name])
+    assert OURS[name].specifier.contains(pinned()[name])
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers", "deepspeed"])
 def test_no_release_before_the_tested_one_is_promised(name: str) -> None:
-    assert lowest(OURS[name].specifier).release[:2] == tested()[name].release[:2]
+    assert lowest(OURS[name].specifier).release[:2] == pinned()[name].release[:2]
 
 
 def test_tools_read_the_lowest_python() -> None:
