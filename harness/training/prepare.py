@@ -125,7 +125,7 @@ def _layer_out(
 
     def lay_out(documents: Any) -> Any:
         if "conversation" in documents.column_names:
-            return make_samples(documents, tokenizer, block_size, packing=args.packing)
+            return make_samples(documents, tokenizer, block_size, packing=args.packing, say=say)
         return make_blocks(documents, tokenizer, block_size, packing=args.packing, say=say)
 
     return lay_out

@@ -3,7 +3,7 @@
 As in HF's run_clm.py a block is its own labels (the loss shifts them: N-1 predictions a block), but the
 corpus is joined as a whole: exactly floor(total / N) blocks, whatever the size of a batch on the way. Packed
 blocks hold the same ids, and position ids that begin again at 0 with each document and each block: attention
-stays within a document. The ids are kept on disk (`shards.py`) and mapped from there, so ranks of a host share the
+stays within a document. The ids are kept on disk (`tokens.py`) and mapped from there, so ranks of a host share the
 pages; blocks of any size are cut out of the same ids when they are read.
 """
 
@@ -21,8 +21,9 @@ from harness.config.errors import UserError
 from harness.config.wording import counted
 from harness.training.data.cache import cache_error, fingerprint, identity, prepared_folder
 from harness.training.data.pieces import PieceEncoder
-from harness.training.data.shards import Corpus, TokenIds, make_shards
+from harness.training.data.shards import make_shards
 from harness.training.data.tokenizer import Tokenizer, largest_id
+from harness.training.data.tokens import Corpus, TokenIds
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -79,7 +80,8 @@ def make_blocks(
     folder = prepared_folder(cache_dir) / fingerprint(_FORMAT, documents._fingerprint, identity(tokenizer))
     try:
         corpus = Corpus.of(documents, PieceEncoder(tokenizer), dtype)
-        ids = TokenIds(make_shards(corpus, folder, say, workers), dtype)
+        folders = make_shards(folder, corpus.shards(), corpus.write, doing="tokenising", say=say, workers=workers)
+        ids = TokenIds(folders, dtype)
     except OSError as error:
         raise cache_error(error, cache_dir) from error
     if len(ids) < block_size:

@@ -9,52 +9,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from harness.config.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.data.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    from datasets import Dataset, Features
     from torch.distributed import Store
 
 T = TypeVar("T")
 
-_ROWS_AT_ONCE = 256
 _PATIENCE_S = 10.0
-
-
-def map_once(
-    documents: Dataset,
-    function: Callable[[dict[str, Any]], Any],
-    features: Features,
-    key: str,
-    *,
-    cache_dir: str | os.PathLike[str] | None,
-    said: str,
-) -> Dataset:
-    """`documents` mapped by `function`, batch by batch in order, kept as `key` in `cache_dir` and read from there.
-
-    A second call with the same key calls nothing. `said`: what the progress bar says. Raises UserError if the cache
-    (default HF_DATASETS_CACHE) cannot be written.
-    """
-    folder = prepared_folder(cache_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return documents.map(
-            function,
-            batched=True,
-            batch_size=_ROWS_AT_ONCE,
-            remove_columns=documents.column_names,
-            features=features,
-            cache_file_name=str(folder / f"{key}.arrow"),
-            load_from_cache_file=True,
-            new_fingerprint=key,
-            desc=said,
-        )
-    except OSError as error:
-        raise cache_error(error, cache_dir) from error
 
 
 def prepared_folder(cache_dir: str | os.PathLike[str] | None) -> Path:

@@ -1,35 +1,107 @@
-"""Best-fit-decreasing bin packing: samples into blocks, none cut (Johnson et al., 1974, SIAM J. Comput. 3(4))."""
+"""Best-fit-decreasing bin packing: samples into blocks, none cut (Johnson et al., 1974, SIAM J. Comput. 3(4)).
+
+Samples of one length are placed together. So packing takes a few numbers a sample, in arrays, and no Python object.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
 
 
-def best_fit_decreasing(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Indices of the samples in each block of `size`; the same for the same lengths, whatever else happens.
+@dataclass(frozen=True)
+class Bins:
+    """Which samples share a block: their indices, block after block, and where the indices of each block end."""
+
+    indices: Indices
+    ends: Indices
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, block: int) -> list[int]:
+        if not -len(self) <= block < len(self):
+            raise IndexError(f"block {block} of {len(self)}")
+        block %= len(self)
+        start = self.ends[block - 1] if block else 0
+        found: list[int] = self.indices[start : self.ends[block]].tolist()
+        return found
+
+
+def best_fit_decreasing(lengths: npt.ArrayLike, size: int) -> Bins:
+    """Return the samples of each block of `size`; the same for the same lengths, whatever else happens.
 
     The longest sample comes first, each into the fullest block that still has room for it. Within a block and
     among blocks the samples' own order is kept. Lengths lie between 1 and `size`.
     """
-    blocks: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(size + 1)]  # free tokens -> blocks that have so many
-    rooms = 0  # bit r is set where with_room[r] holds a block
-    for index in np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist():
-        length = int(lengths[index])
-        enough = rooms >> length
+    lengths = np.asarray(lengths, dtype=np.int32)
+    order = np.argsort(-lengths, kind="stable")
+    block_of = np.empty(len(lengths), dtype=np.int32)
+    blocks = _Blocks(size)
+    placed = 0
+    for length, count in zip(*(found[::-1].tolist() for found in np.unique(lengths, return_counts=True)), strict=True):
+        end = placed + count
+        while placed < end:
+            chosen = blocks.fill(length, end - placed)
+            block_of[order[placed : placed + len(chosen)]] = chosen
+            placed += len(chosen)
+    return _in_order(block_of, blocks.count)
+
+
+class _Blocks:
+    """The blocks so far, by the room that is left in them: of those with the same room the latest is filled first."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.count = 0
+        self._with_room: dict[int, list[npt.NDArray[np.int32]]] = {}
+        self._rooms = 0  # bit r is set where blocks have room for r
+
+    def fill(self, length: int, most: int) -> npt.NDArray[np.int32]:
+        """Return the block of each of the next samples of `length`: at most `most`, in blocks that have the same room.
+
+        The fullest blocks with room for one are filled, or new ones where there are none.
+        """
+        enough = self._rooms >> length
+        room = length + (enough & -enough).bit_length() - 1 if enough else self.size
+        each = room // length
+        wanted = -(-most // each)
         if enough:
-            room = length + (enough & -enough).bit_length() - 1
-            block = with_room[room].pop()
-            if not with_room[room]:
-                rooms &= ~(1 << room)
+            blocks = self._take(room, wanted)
         else:
-            room, block = size, len(blocks)
-            blocks.append([])
-        blocks[block].append(index)
-        left = room - length
-        if left:
-            with_room[left].append(block)
-            rooms |= 1 << left
-    return sorted(sorted(block) for block in blocks)
+            blocks = np.arange(self.count, self.count + wanted, dtype=np.int32)
+            self.count += wanted
+        chosen = np.repeat(blocks, each)[:most]
+        in_last = len(chosen) - each * (len(blocks) - 1)
+        self._put(room - each * length, blocks[:-1])
+        self._put(room - in_last * length, blocks[-1:])
+        return chosen
+
+    def _take(self, room: int, most: int) -> npt.NDArray[np.int32]:
+        """Take the latest run of blocks with this room, at most so many of it, the latest first."""
+        runs = self._with_room[room]
+        run = runs.pop()
+        if len(run) > most:
+            runs.append(run[:-most])
+        if not runs:
+            self._rooms &= ~(1 << room)
+        return run[: -most - 1 : -1]
+
+    def _put(self, room: int, blocks: npt.NDArray[np.int32]) -> None:
+        if room and len(blocks):
+            self._with_room.setdefault(room, []).append(blocks)
+            self._rooms |= 1 << room
+
+
+def _in_order(block_of: npt.NDArray[np.int32], count: int) -> Bins:
+    """Return the samples of each block in their own order, the blocks in the order of their first samples."""
+    first = np.empty(count, dtype=np.int32)
+    first[block_of[::-1]] = np.arange(len(block_of), dtype=np.int32)[::-1]  # of several the last is kept: the first
+    number = np.empty(count, dtype=np.int32)
+    number[np.argsort(first)] = np.arange(count, dtype=np.int32)
+    block_of = number[block_of]
+    return Bins(indices=np.argsort(block_of, kind="stable"), ends=np.cumsum(np.bincount(block_of, minlength=count)))

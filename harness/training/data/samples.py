@@ -2,14 +2,16 @@
 
 Each conversation is encoded once and kept on disk at its own length. Only when a sample is read is it laid out
 on `block_size` tokens: alone and padded on the right, or packed with others, none cut, position ids beginning at 0
-with each. Padding is never looked at by what counts and predicts nothing, so any id serves for it.
+with each. Padding is never looked at by what counts and predicts nothing, so any id serves for it. Which conversations
+are packed together is kept on disk too: a process maps it, as it maps the ids, and holds nothing for each sample.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,57 +20,60 @@ from torch import Tensor
 from harness.config.errors import UserError
 from harness.config.wording import counted
 from harness.training.data.blocks import require_block_size, smallest_dtype
-from harness.training.data.cache import fingerprint, identity, map_once
+from harness.training.data.cache import cache_error, fingerprint, identity, prepared_folder
 from harness.training.data.chat import ConversationEncoder
 from harness.training.data.collate import IGNORED
-from harness.training.data.packing import best_fit_decreasing
+from harness.training.data.conversations import Conversations, EncodedConversations
+from harness.training.data.packing import Bins, best_fit_decreasing
+from harness.training.data.shards import make_shards
 from harness.training.data.tokenizer import Tokenizer, end_of_document_id, largest_id
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 # Part of the cache key: raise it when the same conversations give other samples.
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Samples:
     """A map-style data set of dicts `input_ids`, `labels` and, if packed, `position_ids`: int64 of `block_size`.
 
     Args:
-        rows: `input_ids` and `answers`, each at its own length.
-        bins: the rows of each sample.
+        conversations: each at its own length.
+        bins: the conversations of each sample; None: one a sample, not packed.
         pad: the id that fills up.
-        packed: whether samples have position ids.
         summary: what became of the conversations, one line.
     """
 
     def __init__(
-        self, rows: Dataset, bins: Sequence[Sequence[int]], block_size: int, *, pad: int, packed: bool, summary: str
+        self, conversations: EncodedConversations, bins: Bins | None, block_size: int, *, pad: int, summary: str
     ) -> None:
-        self.rows = rows.with_format("numpy", columns=["input_ids", "answers"])
+        self.conversations = conversations
         self.bins = bins
         self.block_size = block_size
         self.pad = pad
-        self.packed = packed
         self.summary = summary
 
     def __len__(self) -> int:
-        return len(self.bins)
+        return len(self.conversations if self.bins is None else self.bins)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        index %= len(self)
         ids = np.full(self.block_size, self.pad, dtype=np.int64)
         labels = np.full(self.block_size, IGNORED, dtype=np.int64)
         positions = np.empty(self.block_size, dtype=np.int64)
         start = 0
-        for row in map(self.rows.__getitem__, self.bins[index]):
-            stop = start + len(row["input_ids"])
-            ids[start:stop] = row["input_ids"]
-            labels[start:stop] = np.where(row["answers"], row["input_ids"].astype(np.int64), IGNORED)
+        for conversation in map(self.conversations.__getitem__, [index] if self.bins is None else self.bins[index]):
+            stop = start + len(conversation.ids)
+            ids[start:stop] = conversation.ids
+            labels[start:stop] = np.where(conversation.answers, conversation.ids, IGNORED)
             positions[start:stop] = np.arange(stop - start)
             start = stop
         positions[start:] = np.arange(self.block_size - start)
         columns = {"input_ids": ids, "labels": labels}
-        if self.packed:
+        if self.bins is not None:
             columns["position_ids"] = positions
         return {name: torch.from_numpy(values) for name, values in columns.items()}
 
@@ -80,82 +85,59 @@ def make_samples(
     cache_dir: str | os.PathLike[str] | None = None,
     *,
     packing: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+    workers: int | None = None,
 ) -> Samples:
-    """Conversations (`conversation`, `place`) as samples of `block_size`; the ids are kept as `make_blocks` keeps them.
+    """Return conversations (`conversation`, `place`) as samples of `block_size`; kept as `make_blocks` keeps its ids.
 
     What is longer than `block_size` loses its end; where no answer is left the conversation is dropped. Raises
     UserError for a tokenizer without a chat template, a conversation that it cannot write, and if none is left.
     """
-    from datasets import Features, List, Value
-
     require_block_size(block_size)
     encoder = ConversationEncoder(tokenizer)
     dtype = smallest_dtype(largest_id(tokenizer))
-    rows = map_once(
-        documents,
-        _Cutter(encoder, block_size),
-        Features(
-            {
-                "input_ids": List(Value(dtype.name)),
-                "answers": List(Value("bool")),
-                "length": Value("int32"),
-                "cut": Value("int64"),
-            }
-        ),
-        fingerprint("samples", _FORMAT, documents._fingerprint, block_size, identity(tokenizer), encoder.template),
-        cache_dir=cache_dir,
-        said="Encoding conversations",
-    )
-    if not len(rows):
+    key = fingerprint("samples", _FORMAT, documents._fingerprint, block_size, identity(tokenizer), encoder.template)
+    folder = prepared_folder(cache_dir) / key
+    try:
+        source = Conversations.of(documents, encoder, block_size, dtype)
+        folders = make_shards(
+            folder, source.shards(), source.write, doing="encoding conversations", say=say, workers=workers
+        )
+        conversations = EncodedConversations(folders, dtype)
+        bins = _packed(conversations, folder, block_size) if packing and len(conversations) else None
+    except OSError as error:
+        raise cache_error(error, cache_dir) from error
+    if not len(conversations):
         raise UserError(
             f"none of {counted(len(documents), 'conversation')} has an answer within the first "
             f"{counted(block_size, 'token')}: "
             "raise --block_size"
         )
-    lengths = rows["length"][:]
-    bins = best_fit_decreasing(lengths, block_size) if packing else [[index] for index in range(len(rows))]
-    return Samples(
-        rows,
-        bins,
-        block_size,
-        pad=end_of_document_id(tokenizer),
-        packed=packing,
-        summary=_summary(len(documents), lengths, rows["cut"][:], len(bins), block_size, packing),
-    )
+    summary = _summary(len(documents), conversations, bins, block_size)
+    return Samples(conversations, bins, block_size, pad=end_of_document_id(tokenizer), summary=summary)
 
 
-class _Cutter:
-    """Encodes batches of conversations and cuts each to `block_size`; drops those that no answer is left of."""
+def _packed(conversations: EncodedConversations, folder: Path, size: int) -> Bins:
+    """Return which conversations share a block of `size`, mapped from `folder`; found out once."""
 
-    def __init__(self, encoder: ConversationEncoder, block_size: int) -> None:
-        self.encoder = encoder
-        self.block_size = block_size
+    def write(place: Path, _: None) -> None:
+        bins = best_fit_decreasing(conversations.lengths(), size)
+        np.save(place / "indices.npy", bins.indices)
+        np.save(place / "ends.npy", bins.ends)
 
-    def __call__(self, batch: Mapping[str, Sequence[str]]) -> dict[str, list[Any]]:
-        columns: dict[str, list[Any]] = {"input_ids": [], "answers": [], "length": [], "cut": []}
-        for conversation, place in zip(batch["conversation"], batch["place"], strict=True):
-            encoded = self.encoder(conversation, place)
-            answers = encoded.answers[: self.block_size]
-            if not answers[1:].any():  # the first token is never predicted
-                continue
-            columns["input_ids"].append(encoded.ids[: self.block_size])
-            columns["answers"].append(answers)
-            columns["length"].append(len(answers))
-            columns["cut"].append(len(encoded.ids) - len(answers))
-        return columns
+    (place,) = make_shards(folder / "packed", [None], write, doing="packing")
+    return Bins(*(np.load(place / f"{name}.npy", mmap_mode="r") for name in ("indices", "ends")))
 
 
-def _summary(total: int, lengths: Sequence[int], cut: Sequence[int], blocks: int, size: int, packing: bool) -> str:
+def _summary(total: int, conversations: EncodedConversations, bins: Bins | None, size: int) -> str:
     """What became of the conversations, in one line."""
-    said = [f"{counted(total, 'conversation')} of {counted(sum(lengths), 'token')}"]
-    if packing:
-        said.append(
-            f"packed into {counted(blocks, 'block')} of {size}, {1 - sum(lengths) / (blocks * size):.0%} padding"
-        )
-    else:
-        said.append(f"padded to {size}, {1 - sum(lengths) / (blocks * size):.0%} padding")
-    if any(cut):
-        said.append(f"{counted(sum(map(bool, cut)), 'longer one')} lost {counted(sum(cut), 'token')}")
-    if total > len(lengths):
-        said.append(f"{total - len(lengths):,} dropped: no answer within {size} tokens")
-    return "; ".join([", ".join(said[:2]), *said[2:]])
+    tokens, blocks = conversations.tokens(), len(conversations if bins is None else bins)
+    laid_out = f"padded to {size}" if bins is None else f"packed into {counted(blocks, 'block')} of {size}"
+    padding = f"{1 - tokens / (blocks * size):.0%} padding"
+    said = [f"{counted(total, 'conversation')} of {counted(tokens, 'token')}, {laid_out}, {padding}"]
+    cut, lost = conversations.lost()
+    if cut:
+        said.append(f"{counted(cut, 'longer one')} lost {counted(lost, 'token')}")
+    if total > len(conversations):
+        said.append(f"{total - len(conversations):,} dropped: no answer within {size} tokens")
+    return "; ".join(said)

@@ -229,7 +229,7 @@ def test_packed_samples_hold_whole_conversations_and_positions_begin_anew(tmp_pa
             assert positions[start:stop].tolist() == list(range(stop - start))
             if (sample["labels"][start:stop] != IGNORED).any():
                 found.append((sample["input_ids"][start:stop].tolist(), sample["labels"][start:stop].tolist()))
-    lengths = alone.rows.with_format(None, columns=["length"])["length"]
+    lengths = alone.conversations.lengths()
     wanted = [(s["input_ids"][:n].tolist(), s["labels"][:n].tolist()) for s, n in zip(alone, lengths, strict=True)]
     assert sorted(found) == sorted(wanted)
 

@@ -69,7 +69,7 @@ def test_a_worker_that_is_killed_is_an_error_and_no_hang(documents, tmp_path, mo
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(PieceEncoder, "__call__", die)
-    with pytest.raises(UserError, match="a process that tokenises was killed"):
+    with pytest.raises(UserError, match="a process was killed while tokenising"):
         make_blocks(documents, ByteTokenizer(), 16, tmp_path, workers=2)
 
 
