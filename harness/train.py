@@ -98,6 +98,8 @@ def run(
     try:
         trainer.train()
     except signals.Stopped:
+        command = signals.resume_command()
+        console.say(f"go on with: {command or 'the same command and --resume_from_checkpoint auto'}")
         _shut_down(trainer)
         raise
     directory = trainer.save_model()
@@ -112,8 +114,6 @@ def _guarded(
     try:
         run(script, args, lora, env, console)
     except signals.Stopped as stopped:
-        command = signals.resume_command()
-        console.say(f"go on with: {command or 'the same command and --resume_from_checkpoint auto'}")
         sys.stdout.flush()
         os._exit(int(stopped.code or 0))  # all is saved; whoever stops a run does not wait for Python to tidy up
     except BaseException as error:

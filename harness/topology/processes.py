@@ -20,6 +20,15 @@ def parent_of(process: int) -> int:
         return 0
 
 
+def wakes_of(process: int) -> int:
+    """How often a process has waited and gone on; 0 if that cannot be seen."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches")), 0)
+
+
 def command_of(process: int) -> tuple[str, ...]:
     """A process's command line; empty if it cannot be seen."""
     try:

@@ -7,14 +7,16 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.topology.processes import DEEPSPEED_LAUNCH, above, command_of, parent_of
+from harness.topology.processes import DEEPSPEED_LAUNCH, above, command_of, parent_of, wakes_of
 
 RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner")  # its process that the user starts
 RESUME = "--resume_from_checkpoint"
+WAKES_EVERY_S = 0.06  # an interrupted `deepspeed` command sleeps at most 0.05 s at a time, for 0.25 s in all
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,27 @@ class Launcher:
         except OSError:  # it cannot be told now, as where no file can be opened
             return False
 
+    def runner_wakes(self) -> int:
+        """How often the `deepspeed` command has gone on from waiting; it stays the same while all is well."""
+        return wakes_of(self.runner) if self.runner else 0
+
+    def is_interrupted(self, wakes: int) -> bool:
+        """Whether the `deepspeed` command got a SIGINT since `runner_wakes` was `wakes`.
+
+        It then looks for a quarter of a second whether its child ends too, and prints a traceback. Returns False for
+        a command that goes on after a stop, which wakes once.
+        """
+        now = self.runner_wakes()
+        if now in (0, wakes):
+            return False
+        time.sleep(WAKES_EVERY_S)
+        return self.runner_wakes() not in (0, now)
+
     def end_runner(self) -> None:
-        """End the `deepspeed` command, which was interrupted and would print a traceback of its own."""
+        """End the `deepspeed` command before it prints a traceback; its exit code is then 143.
+
+        SIGINT cannot do it, as Python has a handler for it.
+        """
         if self.runner and parent_of(self.links[-1][0]) == self.runner:
             os.kill(self.runner, signal.SIGTERM)
 

@@ -18,11 +18,10 @@ from types import FrameType
 
 from harness.training.launcher import Launcher
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-POLL_S = 0.5  # between two looks at the launcher
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)  # the later count where ranks get several
+POLL_S = 0.1  # between two looks at the launcher, which has 0.25 s from its SIGINT to its traceback
 SAME_S = 0.2  # signals so close are one
 FORWARDED_S = 2.0  # how long after a signal to all the launcher's own SIGTERM may come
-FORWARDING_S = 0.2  # how long after Ctrl-C it usually does
 
 
 class Stopped(SystemExit):
@@ -30,6 +29,7 @@ class Stopped(SystemExit):
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
+        self.number = number
 
 
 class Interrupted(Exception):
@@ -49,8 +49,10 @@ class Watch:
         self.tell = tell
         self.first = 0
         self.saves = False  # whether the main thread will see `first` and save
+        self.promise = ""  # what the user is told at the first signal, if anything
         self.where: str | None = "before the first step"  # of an end at once; None: nothing is said of it
         self._first_at = 0.0
+        self._wakes = launcher.runner_wakes()
         self._open = False
 
     def __enter__(self) -> Watch:
@@ -82,6 +84,8 @@ class Watch:
         while self._open:
             for number in self._next(POLL_S):
                 self._receive(number)
+            if self._runner_is_interrupted() and not self.first:
+                self._receive(signal.SIGINT)
             if not self.first and self.launcher.is_gone():
                 self._receive(signal.SIGTERM)
 
@@ -92,15 +96,24 @@ class Watch:
 
     def _receive(self, number: int) -> None:
         now = time.monotonic()
-        # Ctrl-C reaches all processes, and DeepSpeed's launcher then sends its ranks a SIGTERM besides
-        if number == signal.SIGINT and self.launcher.runner and signal.SIGTERM in self._next(FORWARDING_S):
-            self.launcher.end_runner()
+        if number == signal.SIGINT:  # Ctrl-C reaches the `deepspeed` command too
+            self._runner_is_interrupted()
         if not self.saves:
             self._end(number)
         elif not self.first:
             self.first, self._first_at = number, now
+            if self.promise:
+                self.tell(f"{signal.Signals(number).name}: {self.promise}")
         elif now - self._first_at > self._apart(number):
             self._end(number)
+
+    def _runner_is_interrupted(self) -> bool:
+        """End the `deepspeed` command if it was interrupted; returns whether it was."""
+        wakes, self._wakes = self._wakes, self.launcher.runner_wakes()
+        interrupted = self.launcher.is_interrupted(wakes)
+        if interrupted:
+            self.launcher.end_runner()
+        return interrupted
 
     def _apart(self, number: int) -> float:
         """Seconds after the first signal from which on this one is a second one."""
@@ -114,7 +127,8 @@ class Watch:
         for package in ("multiprocessing", "multiprocess"):  # what they have started would wait for work for ever
             for child in getattr(sys.modules.get(package), "active_children", list)():
                 child.kill()
-        os._exit(128 + number)
+        is_stopping = self.where is None and self.first  # the launcher ends the ranks that are left by SIGTERM
+        os._exit(128 + (self.first if is_stopping else number))
 
 
 @contextmanager
@@ -133,7 +147,12 @@ def watching(tell: Callable[[str], None], parent: str = "") -> Iterator[Watch | 
 
 @contextmanager
 def at_the_end_of_a_step(tell: Callable[[str], None], parent: str = "") -> Iterator[None]:
-    """Keep a signal for `received` instead of ending at once: the caller looks at the end of each step, and saves."""
+    """Keep a signal for `received` instead of ending at once: the caller looks at the end of each step, and saves.
+
+    A signal after the last step lets the script write the model, as all the work is done; without a script around
+    it, that signal is raised again.
+    """
+    is_outer = _active() is None
     with watching(tell, parent) as watch:
         if watch is None:
             yield
@@ -141,18 +160,32 @@ def at_the_end_of_a_step(tell: Callable[[str], None], parent: str = "") -> Itera
         watch.saves, watch.where = True, "again"
         try:
             yield
-        except BaseException:
-            watch.where = None  # whoever raised it says why the run ends
+        except BaseException as error:
+            watch.saves, watch.where = False, None  # whoever raised it says why the run ends
+            watch.first = error.number if isinstance(error, Stopped) else watch.first
             raise
-        finally:
-            watch.saves = False
-        watch.where = "before the model was written"
+        watch.promise = "the training is done, and the run ends when the model is written; a second one ends it at once"
+    if is_outer and watch.first:
+        signal.raise_signal(watch.first)
 
 
 def received() -> int:
     """Number of the signal that asked for the end of the run, 0 if none did."""
     watch = _active()
     return 0 if watch is None else watch.first
+
+
+def precedence(number: int) -> int:
+    """Place of a signal from 1, 0 for none: of what several ranks received the highest is the run's.
+
+    SIGTERM comes last, as it also stands for the end of the launcher, which another signal may have caused.
+    """
+    return SIGNALS.index(signal.Signals(number)) + 1 if number else 0
+
+
+def of_precedence(place: int) -> int:
+    """Number of the signal at a place; 0 for none."""
+    return SIGNALS[place - 1] if place else 0
 
 
 def say_nothing() -> None:

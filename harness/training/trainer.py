@@ -232,9 +232,9 @@ class Trainer:
         """
         control = self.control
         asked = (control.should_training_stop, control.should_save, control.should_evaluate)
-        stop, *flags = largest([signals.received(), *asked], self.engine.device)
+        stop, *flags = largest([signals.precedence(signals.received()), *asked], self.engine.device)
         control.should_training_stop, control.should_save, control.should_evaluate = map(bool, flags)
-        return stop
+        return signals.of_precedence(stop)
 
     # -- evaluation ----------------------------------------------------------------------------------------
 

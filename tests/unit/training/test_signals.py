@@ -19,7 +19,10 @@ PROGRAM = """
 import os, sys, time
 from harness.training import signals
 say = lambda text: print(text, flush=True)
-def steps():
+def train():
+    if sys.argv[1] == "forking" and not os.fork():
+        time.sleep(30)
+    say("ready")
     while not signals.received():
         time.sleep(0.02)
     time.sleep(float(sys.argv[2]))
@@ -29,10 +32,11 @@ with signals.watching(say, sys.argv[3]):
         say("ready")
         time.sleep(30)
     with signals.at_the_end_of_a_step(say):
-        if sys.argv[1] == "forking" and not os.fork():
-            time.sleep(30)
-        say("ready")
-        steps()
+        if sys.argv[1] != "exporting":
+            train()
+    say("ready")
+    time.sleep(float(sys.argv[2]))
+    say("written")
 """
 LAUNCHER = """
 import subprocess, sys
@@ -115,10 +119,23 @@ def test_a_rank_ends_when_its_launcher_is_gone() -> None:
     assert (code, said) == (-signal.SIGKILL, "")
 
 
+def test_a_signal_after_the_last_step_lets_the_model_be_written_and_a_second_one_does_not() -> None:
+    patient, hurried = run("exporting", 1), run("exporting", 60)
+    for process in (patient, hurried):
+        process.process.send_signal(signal.SIGTERM)
+    code, said = patient.end()
+    assert (code, said.splitlines()[1:]) == (0, ["written"])
+    assert said.startswith("SIGTERM: the training is done")
+    hurried.process.send_signal(signal.SIGTERM)
+    code, said = hurried.end()
+    assert (code, said.splitlines()[1:]) == (143, ["SIGTERM again: the run has ended"])
+
+
 @pytest.fixture
 def chain(tmp_path: Path) -> Iterator[list[str]]:
     """Words that start a stand-in of DeepSpeed's two processes above `python -c PROGRAM`, named as they are named."""
-    (tmp_path / "deepspeed").write_text("import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])")
+    starts = "import subprocess, sys; subprocess.Popen([sys.executable, *sys.argv[1:]]).wait()"  # as DeepSpeed's does
+    (tmp_path / "deepspeed").write_text(starts)
     passed = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[2:]])"
     yield [str(tmp_path / "deepspeed"), "-c", passed, "deepspeed.launcher.launch", "-c"]
 
@@ -131,6 +148,22 @@ def test_the_deepspeed_command_is_found_two_processes_above(chain: list[str]) ->
     told = subprocess.check_output([sys.executable, *chain, show, "--resume_from_checkpoint=x"], cwd=ROOT, text=True)
     assert told.startswith("2 True True False ")
     assert told.rstrip().endswith("--resume_from_checkpoint auto") and "=x" not in told
+
+
+@pytest.mark.parametrize("doing", ["preparing", "training"])
+def test_the_deepspeed_command_that_is_interrupted_alone_prints_no_traceback(chain: list[str], doing: str) -> None:
+    start = "import sys; sys.exit(__import__('subprocess').call([sys.executable, *sys.argv[1:]]))"
+    process = Process(start, *chain, PROGRAM, doing, 0, "")
+    runner = int(subprocess.check_output(["pgrep", "-P", str(process.process.pid)], text=True))
+    os.kill(runner, signal.SIGSTOP)  # as Ctrl-Z and `fg`, which are no reason to end
+    os.kill(runner, signal.SIGCONT)
+    time.sleep(0.5)
+    assert process.process.poll() is None
+    os.kill(runner, signal.SIGINT)
+    code, said = process.end()
+    assert "Traceback" not in said
+    assert said == ("SIGINT before the first step: the run has ended\n" if doing == "preparing" else "")
+    assert code == 256 - signal.SIGTERM  # of sys.exit(-15)
 
 
 def test_the_command_that_goes_on() -> None:
