@@ -168,8 +168,7 @@ def _accumulate_in_fp32(run: Resolution, precision: str, stage: int) -> int:
     """Has bf16 gradients accumulated in float32 unless the file says otherwise; the ZeRO stage that this takes."""
     pointer = "/data_types/grad_accum_dtype"
     masters = run.get("/bf16/bf16_master_weights_and_grads") or run.get("/bfloat16/bf16_master_weights_and_grads")
-    muon = str(run.get("/optimizer/type")).lower() == "muon"  # whose matrices DeepSpeed then refuses beside a layout
-    if precision != "bf16" or masters or muon or run.get(pointer) not in (None, AUTO):
+    if precision != "bf16" or masters or run.get(pointer) not in (None, AUTO):
         return stage
     run.fill(pointer, "fp32", "harness: a sum in bf16 loses small gradients")
     if stage == 0:

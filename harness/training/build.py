@@ -34,6 +34,7 @@ from harness.training.distributed import give_timeout, open_groups
 from harness.training.engine import Engine, PipelineStages, WholeModel
 from harness.training.evidence import GuardedLoss, check_every_gradient
 from harness.training.losses import Loss
+from harness.training.muon import find_matrices
 from harness.training.optimizer import own_optimizer, parameter_groups, schedule
 from harness.training.precision import keeping_fp32
 
@@ -113,13 +114,14 @@ def build_engine(
             args=SimpleNamespace() if index is None else SimpleNamespace(device_rank=index),
             model=module,
             model_parameters=groups,
-            optimizer=own_optimizer(config, groups, setting.args),
+            optimizer=own_optimizer(config, module, groups, setting.args),
             lr_scheduler=None if "scheduler" in config else schedule(setting.args, setting.max_steps),
             mpu=grid,
             config=config,
             dist_init_required=False,
         )
     give_timeout(open_groups() - groups_before)
+    find_matrices(engine, setting.groups)
     correct_clipping(engine, setting.groups, skip_nonfinite=acts)
     if acts:
         check_every_gradient(engine.optimizer)
@@ -230,6 +232,8 @@ def deepspeed_config(setting: Setting) -> dict[str, Any]:
     # an optimizer on the CPU that is torch's must not be refused; DeepSpeed's own would have to be compiled first
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     optimizer = config.get("optimizer", {})
+    if optimizer.get("type", "").lower() == "muon":  # the harness brings its own
+        config["zero_force_ds_cpu_optimizer"] = False
     if setting.device.type == "cpu" and optimizer.get("type", "").lower() in ("adam", "adamw"):
         params = {"torch_adam": True, **optimizer.get("params", {})}
         config["optimizer"] = {**optimizer, "params": params}

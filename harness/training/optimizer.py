@@ -14,6 +14,7 @@ from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
 from harness.training.arguments import TrainingArguments
+from harness.training.muon import muon
 
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """Names of parameters that are not decayed; transformers' `Trainer.get_decay_parameter_names` has the same."""
@@ -84,11 +85,18 @@ class LateAdagrad(Optimizer):
         return state
 
 
-def own_optimizer(config: Mapping[str, Any], groups: list[dict[str, Any]], args: TrainingArguments) -> Optimizer | None:
-    """The optimizer that is handed to DeepSpeed; None where DeepSpeed makes the one that `config` names."""
+def own_optimizer(
+    config: Mapping[str, Any], module: nn.Module, groups: list[dict[str, Any]], args: TrainingArguments
+) -> Optimizer | None:
+    """Return the optimizer that is handed to DeepSpeed; None where DeepSpeed makes the one that `config` names.
+
+    `groups` are the trainable parameters of `module`.
+    """
     section = config.get("optimizer")
     if section is None:
         return adamw(groups, args)
+    if section["type"].lower() == "muon":
+        return muon(module, groups, section.get("params", {}))
     zero = config.get("zero_optimization", {})
     offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
     if section["type"].lower() == "adagrad" and zero.get("stage", 0) > 0 and not offloaded:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from harness.config.diagnostic import Severity
 from harness.config.rule import Finding, rule
-from harness.config.rules.optimizer import TYPE, kind
+from harness.config.rules.optimizer import PARAMS, TYPE, about_type, kind
 from harness.config.values import AUTO
 from harness.config.view import RunView
 
@@ -26,20 +26,19 @@ _CANNOT_TRAIN = {
     right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2},'
     ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}',
     world_size=2,
+    target="deepspeed",
 )
 def muon_with_tensor_parallelism(view: RunView) -> Iterator[Finding]:
-    """Muon orthogonalises whole matrices, but a tensor-parallel rank holds only parts of them.
+    """Muon orthogonalises whole matrices, but a tensor-parallel rank of DeepSpeed holds only parts of them.
 
     The parts of an orthogonal matrix are not what one gets by orthogonalising each part, so the training would depend
-    on the number of tensor-parallel ranks.
+    on the number of tensor-parallel ranks. The harness gathers each matrix first, and does not report this.
     """
-    if kind(view) == "muon" and view.tensor > 1:
-        yield Finding(
-            pointer=TYPE,
+    if kind(view) == "muon" and view.tensor > 1 and view.target != "harness":
+        yield about_type(
             message=f"Muon needs whole matrices, but each of {view.tensor} tensor-parallel ranks holds a part",
             hint="use AdamW, or train without tensor parallelism",
             deepspeed="trains, but with different updates than on one rank",
-            on_value=True,
         )
 
 
@@ -52,20 +51,19 @@ def muon_with_tensor_parallelism(view: RunView) -> Iterator[Finding]:
     ' "params": {"lr": 1e-3}}}',
     right='{"train_batch_size": 8, "zero_optimization": {"stage": 0}, "optimizer": {"type": "Muon",'
     ' "params": {"lr": 1e-3}}}',
+    target="deepspeed",
 )
 def muon_norm_of_update(view: RunView) -> Iterator[Finding]:
-    """Under ZeRO the gradient norm is computed from Muon's update, not from the gradient.
+    """Under DeepSpeed's ZeRO the gradient norm is computed from Muon's update, not from the gradient.
 
-    ZeRO orthogonalises gradients before it takes the norm. So they are clipped by another norm than at stage 0, and the
-    norm that is reported says little about them.
+    It orthogonalises gradients before it takes the norm. So they are clipped by another norm than at stage 0, and the
+    norm that is reported says little about them. The harness orthogonalises after clipping, and does not report this.
     """
-    if kind(view) == "muon" and view.zero_stage:
-        yield Finding(
-            pointer=TYPE,
+    if kind(view) == "muon" and view.zero_stage and view.target != "harness":
+        yield about_type(
             message=f"at ZeRO-{view.zero_stage} clipping and metrics use the norm of Muon's update",
             hint="set zero_optimization.stage to 0 to get the norm of the gradient",
             deepspeed="computes the norm after it has orthogonalised the matrices",
-            on_value=True,
         )
 
 
@@ -74,36 +72,38 @@ def muon_norm_of_update(view: RunView) -> Iterator[Finding]:
     "optimizer-cannot-train",
     Severity.ERROR,
     claim="elsewhere",
-    wrong='{"train_batch_size": 8, "bf16": {"enabled": true}, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}',
-    right='{"train_batch_size": 8, "bf16": {"enabled": true}, "zero_optimization": {"stage": 2},'
-    ' "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}',
+    wrong='{"train_batch_size": 8, "optimizer": {"type": "SparseAdam", "params": {"lr": 1e-3}}}',
+    right='{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}',
 )
 def optimizer_cannot_train(view: RunView) -> Iterator[Finding]:
     """DeepSpeed can build this optimizer, but cannot train with it.
 
-    Muon: not in bf16 at ZeRO stage 0 or with gradients accumulated in float32 at stage 1, and at stage 3 only with
-    reduce_scatter false. LBFGS wants to call the model itself, SparseAdam wants sparse gradients.
+    LBFGS calls the model itself, and SparseAdam takes sparse gradients. Muon of DeepSpeed alone needs whole gradients
+    at ZeRO-3; the harness has none that orthogonalises each attention head by itself (`per_head_muon`).
     """
     name = kind(view)
     reason, hint = _CANNOT_TRAIN.get(name or ""), "use AdamW"
-    if name == "muon" and view.target == "harness":
+    if name == "muon":
         reason, hint = _muon_reason(view)
     if reason:
-        yield Finding(
-            pointer=TYPE,
+        yield about_type(
             message=f"{view.get(TYPE)} cannot train here: {reason}",
             hint=hint,
             deepspeed="raises ValueError or RuntimeError when the engine starts, or at the first step",
-            on_value=True,
         )
 
 
 def _muon_reason(view: RunView) -> tuple[str | None, str]:
-    """Why DeepSpeed has no Muon for this precision and stage (None: it has), and what to do."""
-    stage, zero = view.zero_stage, view.section("/zero_optimization")
-    in_fp32 = view.get("/data_types/grad_accum_dtype") not in (None, AUTO, "bf16")
-    if view.precision == "bf16" and (stage == 0 or (stage == 1 and in_fp32)):
-        return "in bf16 it needs ZeRO", "set zero_optimization.stage to 2"
-    if stage == 3 and zero.get("reduce_scatter", True) not in (False, AUTO):
-        return "at ZeRO-3 it needs whole gradients", "set zero_optimization.reduce_scatter to false"
+    """Return why Muon cannot run with this config (None: it can), and what to do."""
+    method = view.get(f"{PARAMS}/ns_method")
+    if method not in (None, "gram", "standard"):
+        return f"ns_method is {method}", 'set ns_method to "gram" or "standard"'
+    if view.target == "harness":
+        if view.on(f"{PARAMS}/per_head_muon"):
+            return "per_head_muon needs a model that is not cut into layers", "remove per_head_muon"
+        if (view.size("/zero_optimization/mics_shard_size") or 0) > 1:
+            return "mics_shard_size spreads each matrix over a group of its own", "remove mics_shard_size"
+        return None, ""
+    if view.zero_stage == 3 and view.section("/zero_optimization").get("reduce_scatter", True) not in (False, AUTO):
+        return "at ZeRO-3 it needs gradients that are whole", "set zero_optimization.reduce_scatter to false"
     return None, ""

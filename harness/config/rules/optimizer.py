@@ -22,6 +22,8 @@ _ENGINE = {
     "adam": ("torch_adam", "adam_w_mode", "fp32_optimizer_states"),
     "adamw": ("torch_adam", "adam_w_mode", "fp32_optimizer_states"),
 }
+_OF_MUON = ("lr", "muon_lr", "adam_lr", "momentum", "betas", "eps", "weight_decay", "ns_method", "per_head_muon",
+            *_ENGINE["adam"])  # fmt: skip
 _ZERO_TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
 
 
@@ -31,6 +33,11 @@ def kind(view: RunView) -> str | None:
     if not isinstance(name, str):
         return None
     return name.lower() if name.lower() in (own.lower() for own in OWN) else name
+
+
+def about_type(*, message: str, hint: str, deepspeed: str) -> Finding:
+    """Return a finding at the optimizer's name."""
+    return Finding(pointer=TYPE, message=message, hint=hint, deepspeed=deepspeed, on_value=True)
 
 
 def _class_name(view: RunView, name: str) -> str | None:
@@ -70,12 +77,10 @@ def unknown_optimizer(view: RunView) -> Iterator[Finding]:
     name = _unknown(view)
     if name is not None and name.lower().replace("_", "") not in _REMOVED:
         close = nearest(name, (*OWN, *signatures()["torch_optimizers"]))
-        yield Finding(
-            pointer=TYPE,
+        yield about_type(
             message=f"unknown optimizer {name}",
             hint=f"did you mean {close}?" if close else f"use {one_of(list(OWN))}, or a class of torch.optim",
             deepspeed="raises AssertionError when the engine starts",
-            on_value=True,
         )
 
 
@@ -92,12 +97,10 @@ def removed_optimizer(view: RunView) -> Iterator[Finding]:
     name = _unknown(view)
     instead = _REMOVED.get(name.lower().replace("_", "")) if name is not None else None
     if instead is not None:
-        yield Finding(
-            pointer=TYPE,
+        yield about_type(
             message=f"{name} is an optimizer that DeepSpeed has removed",
             hint=f"use {instead}, and remove the compression parameters",
             deepspeed="raises AssertionError when the engine starts",
-            on_value=True,
         )
 
 
@@ -116,6 +119,8 @@ def unknown_optimizer_parameter(view: RunView) -> Iterator[Finding]:
     DeepSpeedCPUAdam, and with `"torch_adam": true` torch's own, and they do not take the same arguments.
     """
     name = kind(view)
+    if name == "muon" and view.target == "harness":
+        yield from _unknown_to_muon(view)
     class_name = _class_name(view, name) if name is not None and _unknown(view) is None else None
     known = signatures()["deepspeed_optimizers"].get(class_name or "") or signatures()["torch_optimizers"].get(
         class_name or ""
@@ -135,6 +140,18 @@ def unknown_optimizer_parameter(view: RunView) -> Iterator[Finding]:
             hint=f"did you mean {close}?" if close and close not in view.section(PARAMS) else "remove it",
             deepspeed="raises TypeError when the engine builds the optimizer",
         )
+
+
+def _unknown_to_muon(view: RunView) -> Iterator[Finding]:
+    for param in view.section(PARAMS):
+        if param not in _OF_MUON and param != "max_grad_norm":
+            close = nearest(param, _OF_MUON)
+            yield Finding(
+                pointer=f"{PARAMS}/{param}",
+                message=f"Muon has no parameter {param}",
+                hint=f"did you mean {close}?" if close and close not in view.section(PARAMS) else "remove it",
+                deepspeed="silently ignores it",
+            )
 
 
 @rule(
@@ -183,12 +200,10 @@ def untested_optimizer(view: RunView) -> Iterator[Finding]:
     tested = name is None or _unknown(view) is not None or name in _ZERO_TESTED
     if tested or view.zero_stage in (0, None) or view.get("/zero_allow_untested_optimizer"):
         return
-    yield Finding(
-        pointer=TYPE,
+    yield about_type(
         message=f"DeepSpeed has not tested ZeRO with {view.get(TYPE)}",
         hint="use Adam, AdamW, Adagrad or Lion, or set zero_allow_untested_optimizer to true",
         deepspeed="raises AssertionError when the engine starts",
-        on_value=True,
     )
 
 

@@ -138,6 +138,9 @@ REFUSED = [
     ({"zero_optimization": {"stage": 2, "zenflow": {}}}, "DS108"),
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "DS108"),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "zero_optimization": {"stage": 2}}, "DS404"),
+    ({"optimizer": {"type": "Muon", "params": {"ns_method": "grams"}}}, "DS810"),
+    ({"optimizer": {"type": "Muon", "params": {"per_head_muon": True}}}, "DS810"),
+    ({"optimizer": {"type": "muon", "params": {"momentun": 0.9}}}, "DS803"),
 ]
 
 

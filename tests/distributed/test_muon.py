@@ -1,0 +1,106 @@
+"""Muon gives the numbers of one process in every layout, and reports and clips by the norm of the gradient."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.zero.muon.original_muon import SingleDeviceMuonWithAuxAdam
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from harness import Trainer, TrainingArguments
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Curve, Job, rows, tiny_model, train_all, worst
+
+pytestmark = pytest.mark.ranks
+
+STEPS, CLIP = 4, 0.5
+MUON = {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}}
+ARGUMENTS = {"max_steps": STEPS, "learning_rate": 0.01, "max_grad_norm": CLIP}
+LOSS, NORM = 2e-6, 2e-5
+
+
+def one_process(model_dir: str) -> Curve:
+    """The same training by a plain loop over DeepSpeed's Muon for one device."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+    groups: dict[tuple[bool, bool], list[Any]] = {}
+    for name, parameter in model.named_parameters():
+        by_muon = parameter.ndim >= 2 and "embed" not in name and "lm_head" not in name
+        groups.setdefault((by_muon, "norm" not in name and "bias" not in name), []).append(parameter)
+    optimizer = SingleDeviceMuonWithAuxAdam(
+        [
+            {
+                "params": parameters,
+                "use_muon": by_muon,
+                "weight_decay": 0.1 if decays else 0.0,
+                **({"lr": 0.01, "momentum": 0.9} if by_muon else {"lr": 1e-3}),
+            }
+            for (by_muon, decays), parameters in groups.items()
+        ]
+    )
+    ids = torch.tensor([row["input_ids"] for row in rows()])
+    curve = []
+    for _ in range(STEPS):
+        logits = model(ids).logits
+        loss = cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        with torch.compiler.set_stance("force_eager"):
+            optimizer.step()
+        optimizer.zero_grad()
+        curve.append((loss.item(), norm.item()))
+    return curve
+
+
+def job(model: str, layout: str, **zero: Any) -> Job:
+    config = {"optimizer": MUON}
+    if zero:
+        config["zero_optimization"] = {"stage": int(layout[-1]), **zero}
+    return Job(model, layout, config, ARGUMENTS)
+
+
+def resumed(jobs: list[Job], output_dir: str) -> list[Curve]:
+    """Train each job in two runs, the second of which goes on from the checkpoint of the first; losses and norms."""
+    curves = []
+    for task in jobs:
+        for until, asked in ((STEPS // 2, None), (STEPS, "auto")):
+            arguments = TrainingArguments(
+                deepspeed_config=task.deepspeed_config(),
+                output_dir=f"{output_dir}/{task.layout}",
+                lr_scheduler_type="constant",
+                resume_from_checkpoint=asked,
+                save_steps=STEPS // 2,
+                **{**ARGUMENTS, "max_steps": until},
+            )
+            trainer = Trainer(task.model, arguments, train_dataset=rows())
+            trainer.train()
+            trainer.close()
+        records = [json.loads(line) for line in Path(arguments.output_dir, "metrics.jsonl").read_text().splitlines()]
+        curves.append([(record["loss"], record["grad_norm"]) for record in records if "loss" in record])
+    return curves
+
+
+def all_curves(jobs: list[Job], to_resume: list[Job], output_dir: str) -> list[Curve]:
+    """What each rank does."""
+    return train_all(jobs, output_dir) + resumed(to_resume, f"{output_dir}/resumed")
+
+
+def test_muon_is_the_same_in_every_layout_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model", "llama", False)
+    wanted = one_process(model)
+    assert wanted[0][1] > 2 * CLIP  # so that clipping by another norm shows in the losses
+    layouts = ("dp2z0", "dp2z1", "dp2z2", "dp2z3", "pp2z0", "pp2z1", "tp2z0", "tp2z2", "tp2z3")
+    jobs = [job(model, layout) for layout in layouts]
+    jobs.append(job(model, "dp2z2", offload_optimizer={"device": "cpu"}))
+    jobs.append(job(model, "dp2z3", sub_group_size=20_000))
+    to_resume = [job(model, layout) for layout in ("dp2z1", "dp2z3")]
+    curves = run_ranks(2, all_curves, jobs, to_resume, str(tmp_path), timeout_s=400)[0]
+    off = {
+        f"{index} {task.layout}": worst(curve, wanted)
+        for index, (task, curve) in enumerate(zip(jobs + to_resume, curves, strict=True))
+    }
+    assert {name: pair for name, pair in off.items() if pair[0] > LOSS or pair[1] > NORM} == {}
