@@ -12,7 +12,7 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from harness import Trainer, TrainingArguments
+from harness import Trainer
 from harness.models.adapters import Adaptation, lora_config
 from harness.models.causal import assemble
 from harness.models.skeleton import read_source
@@ -22,7 +22,7 @@ from harness.parallel.staged import build_layers
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_experts import FAMILIES as EXPERTS
 from tests.distributed.test_experts import SPREAD
-from tests.distributed.training import STEPS, Curve, Job, rows, tiny_model, worst
+from tests.distributed.training import STEPS, Curve, Job, arguments_of, by_torch, rows, tiny_model, worst
 
 pytestmark = pytest.mark.ranks
 
@@ -83,9 +83,7 @@ def _train(job: LoraJob, output_dir: str) -> Outcome:
 
 
 def _trainer(job: LoraJob, output_dir: str, **more: Any) -> Trainer:
-    arguments = {"max_steps": STEPS, "learning_rate": RATE, "lr_scheduler_type": "constant", "adam_beta2": 0.95}
-    arguments |= {"save_steps": 0, "seed": SEED, "output_dir": output_dir, **job.arguments, **more}
-    config = TrainingArguments(deepspeed_config=job.deepspeed_config(), **arguments)
+    config = arguments_of(job, output_dir, **{"learning_rate": RATE, "seed": SEED, **job.arguments, **more})
     return Trainer(job.model, config, train_dataset=rows(), peft_config=LoraConfig(**job.peft))
 
 
@@ -115,18 +113,8 @@ def reference(job: LoraJob) -> Curve:
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
                 parameter.copy_(initial[name.removeprefix("base_model.model.")])
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     ids = torch.tensor([row["input_ids"] for row in rows()])
-    curve = []
-    for _ in range(STEPS):
-        loss = cross_entropy(model(ids).logits, ids)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        curve.append((loss.item(), norm.item()))
-    return curve
+    return by_torch(model, lambda: cross_entropy(model(ids).logits, ids), STEPS, RATE)
 
 
 def initial_adapters(job: LoraJob) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from tests.distributed.training import (
     STEPS,
     Curve,
     Job,
+    arguments_of,
     reference,
     rows,
     tiny_model,
@@ -75,13 +76,7 @@ def round_trip(job: Job, folder: str) -> None:
 
 def with_router_loss(job: Job, folder: str) -> tuple[Curve, list[float], float]:
     """Train with the model's router loss: losses and norms, router losses, and the loss of an evaluation before."""
-    arguments = TrainingArguments(
-        deepspeed_config=job.deepspeed_config(),
-        output_dir=folder,
-        max_steps=STEPS,
-        per_device_eval_batch_size=EVAL_BATCH,
-        **{"learning_rate": 1e-3, "lr_scheduler_type": "constant", "adam_beta2": 0.95, **job.arguments},
-    )
+    arguments = arguments_of(job, folder, per_device_eval_batch_size=EVAL_BATCH)
     trainer = Trainer(job.model, arguments, train_dataset=rows(), eval_dataset=rows()[:6])
     evaluation = trainer.evaluate()["eval_loss"]
     records = [trainer.training_step() for _ in range(STEPS)]

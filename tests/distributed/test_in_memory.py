@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments, UserError
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Curve, Job, rows, tiny_model, worst
+from tests.distributed.training import Curve, Job, arguments_of, by_torch, rows, steps_of, tiny_model, worst
 
 pytestmark = pytest.mark.ranks
 
@@ -61,16 +62,7 @@ def in_memory(job: Job, seed: int) -> Any:
 
 
 def trainer_of(job: Job, folder: str, **arguments: Any) -> Trainer:
-    settings = TrainingArguments(
-        deepspeed_config=job.deepspeed_config(),
-        output_dir=f"{folder}/{job.layout}",
-        max_steps=STEPS,
-        learning_rate=1e-3,
-        adam_beta2=0.95,
-        lr_scheduler_type="constant",
-        save_steps=0,
-        **arguments,
-    )
+    settings = arguments_of(replace(job, arguments={}), f"{folder}/{job.layout}", max_steps=STEPS, **arguments)
     return Trainer(in_memory(job, dist.get_rank()), settings, train_dataset=rows())
 
 
@@ -79,11 +71,11 @@ def train_in_memory(jobs: list[Job], folder: str) -> list[tuple[Curve, dict[str,
     found = []
     for job in jobs:
         trainer = trainer_of(job, folder)
-        records = [trainer.training_step() for _ in range(STEPS)]
+        curve = steps_of(trainer, STEPS)
         model = trainer.trained_model()
         assert (model is None) == (dist.get_rank() > 0)
         tensors = {} if model is None else {name: p.detach().clone() for name, p in model.state_dict().items()}
-        found.append(([(record.loss, record.grad_norm or 0.0) for record in records], tensors))
+        found.append((curve, tensors))
         trainer.close()
     return found
 
@@ -92,18 +84,12 @@ def reference(job: Job) -> tuple[Curve, dict[str, Tensor]]:
     """The same by plain torch on rank 0's model."""
     model = in_memory(job, 0).train()
     ids = torch.tensor([row["input_ids"] for row in rows()])
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    curve = []
-    for _ in range(STEPS):
+
+    def loss_of_batch() -> Tensor:
         logits = model(ids).logits[:, :-1].flatten(0, 1)
-        loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        curve.append((loss.item(), norm.item()))
-    return curve, model.state_dict()
+        return nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+
+    return by_torch(model, loss_of_batch, STEPS), model.state_dict()
 
 
 def test_a_model_in_memory_is_one_model_and_stays_what_it_is(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from harness import Trainer, TrainingArguments
+from harness import Trainer
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Curve, Job, rows, tiny_model, worst
+from tests.distributed.training import Curve, Job, arguments_of, by_torch, rows, steps_of, tiny_model, worst
 
 pytestmark = pytest.mark.ranks
 
@@ -34,21 +34,11 @@ def summed(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = Non
 def curves(jobs: list[Job], folder: str) -> list[Curve]:
     found = []
     for job in jobs:
-        arguments = TrainingArguments(
-            deepspeed_config=job.deepspeed_config(),
-            output_dir=f"{folder}/{job.layout}",
-            max_steps=STEPS,
-            learning_rate=1e-3,
-            adam_beta2=0.95,
-            lr_scheduler_type="constant",
-            save_steps=0,
-        )
+        arguments = arguments_of(job, f"{folder}/{job.layout}", max_steps=STEPS)
         data = rows(job.masked)
         loss: Any = {"compute_loss_func": summed} if job.masked else {"loss_fn": smoothed}
         trainer = Trainer(job.model, arguments, train_dataset=data, eval_dataset=data[:5], **loss)
-        records = [trainer.training_step() for _ in range(STEPS)]
-        curve = [(record.loss, record.grad_norm or 0.0) for record in records]
-        found.append([*curve, (trainer.evaluate()["eval_loss"], 1.0)])
+        found.append([*steps_of(trainer, STEPS), (trainer.evaluate()["eval_loss"], 1.0)])
         trainer.close()
     return found
 
@@ -59,7 +49,6 @@ def reference(model_dir: str, masked: bool) -> Curve:
     data = rows(masked)
     ids = torch.tensor([row["input_ids"] for row in data])
     labels = torch.tensor([row.get("labels", row["input_ids"]) for row in data])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
 
     def loss_of(n: int) -> Tensor:
         outputs = model(ids[:n])
@@ -67,14 +56,7 @@ def reference(model_dir: str, masked: bool) -> Curve:
             return smoothed(outputs.logits, labels[:n])
         return summed(outputs, labels[:n], (labels[:n, 1:] != -100).sum())
 
-    curve = []
-    for _ in range(STEPS):
-        loss = loss_of(len(ids))
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        curve.append((loss.item(), norm.item()))
+    curve = by_torch(model, lambda: loss_of(len(ids)), STEPS)
     with torch.no_grad():
         return [*curve, (loss_of(5).item(), 1.0)]
 

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from harness import Trainer, TrainingArguments, UserError
+from harness import Trainer, UserError
 from harness.parallel.experts import run_where_aligned
 from harness.training.console import Console
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import STEPS, Curve, Job, rows, tiny_model, trained, worst
+from tests.distributed.training import STEPS, Curve, Job, arguments_of, rows, tiny_model, trained, worst
 
 pytestmark = pytest.mark.ranks
 
@@ -46,9 +46,7 @@ class Outcome:
 
 def start(job: Job, folder: str, **more: Any) -> tuple[Trainer, str]:
     """A trainer, and what it says of the tiny copy."""
-    settings = {"max_steps": STEPS, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "save_steps": 0}
-    settings |= {"adam_beta2": 0.95, "output_dir": folder, **job.arguments, **more}
-    arguments = TrainingArguments(deepspeed_config=job.deepspeed_config(), **settings)
+    arguments = arguments_of(job, folder, **more)
     said = io.StringIO()
     console = Console(out=said, error=said, speaks=True)
     trainer = Trainer(job.model, arguments, train_dataset=rows(), console=console)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,25 +60,24 @@ def rows(masked: bool = False) -> list[dict[str, list[int]]]:
     return [{"input_ids": row, "labels": [-100] * (3 * i) + row[3 * i :]} for i, row in enumerate(ids)]
 
 
+def arguments_of(job: Job, output_dir: str, **more: Any) -> TrainingArguments:
+    """Return the settings that the tests train with, as `by_torch` does, changed by the job's own and by `more`."""
+    settings = {"max_steps": STEPS, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "adam_beta2": 0.95}
+    settings |= {"save_steps": 0, "output_dir": output_dir, **job.arguments, **more}
+    return TrainingArguments(deepspeed_config=job.deepspeed_config(), **settings)
+
+
+def steps_of(trainer: Trainer, steps: int = STEPS) -> Curve:
+    """Train some steps; return the loss and gradient norm of each."""
+    records = [trainer.training_step() for _ in range(steps)]
+    return [(record.loss, record.grad_norm or 0.0) for record in records]
+
+
 def train(job: Job, output_dir: str) -> Curve:
     """Run a job on these ranks; the loss and gradient norm of each step."""
-    curve: Curve = []
-    arguments = TrainingArguments(
-        deepspeed_config=job.deepspeed_config(),
-        output_dir=f"{output_dir}/{job.layout}",
-        **{
-            "max_steps": STEPS,
-            "learning_rate": 1e-3,
-            "lr_scheduler_type": "constant",
-            "adam_beta2": 0.95,
-            "save_steps": 0,
-            **job.arguments,
-        },
-    )
+    arguments = arguments_of(job, f"{output_dir}/{job.layout}")
     trainer = Trainer(job.model, arguments, train_dataset=rows(job.masked))
-    for _ in range(arguments.max_steps):
-        record = trainer.training_step()
-        curve.append((record.loss, record.grad_norm or 0.0))
+    curve = steps_of(trainer, arguments.max_steps)
     trainer.close()
     return curve
 
@@ -119,19 +119,31 @@ def trained(
     data = rows(masked)
     ids = torch.tensor([row["input_ids"] for row in data])
     labels = torch.tensor([row.get("labels", row["input_ids"]) for row in data])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    curve = []
-    for _ in range(steps):
+
+    def loss_of_batch() -> torch.Tensor:
         with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
             logits = model(ids).logits
         flat = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
-        loss = torch.nn.functional.cross_entropy(flat, labels[:, 1:].reshape(-1))
+        return torch.nn.functional.cross_entropy(flat, labels[:, 1:].reshape(-1))
+
+    return by_torch(model, loss_of_batch, steps), model
+
+
+def by_torch(
+    model: torch.nn.Module, loss_of_batch: Callable[[], torch.Tensor], steps: int = STEPS, rate: float = 1e-3
+) -> Curve:
+    """Train the parameters of `model` that are not frozen by plain torch; the loss and gradient norm of each step."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    curve = []
+    for _ in range(steps):
+        loss = loss_of_batch()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         curve.append((loss.item(), norm.item()))
-    return curve, model
+    return curve
 
 
 def worst(curve: Curve, wanted: Curve) -> tuple[float, float]:
