@@ -49,9 +49,9 @@ def script_datasets(script: ScriptArguments, args: TrainingArguments, env: Launc
     lay_out = _layer_out(tokenizer, source, args, console.say)
 
     def build() -> tuple[Any, Any]:
-        documents, evaluation = read_documents(script.train_file), None
+        documents, evaluation = read_documents(script.train_file, say=console.say), None
         if script.validation_file is not None:
-            evaluation = lay_out(read_documents(script.validation_file))
+            evaluation = lay_out(read_documents(script.validation_file, say=console.say))
         elif args.eval_steps:
             documents, held_out = hold_out(documents)
             evaluation = lay_out(held_out)
@@ -85,7 +85,7 @@ def user_datasets(
 
     def build() -> tuple[Any, Any]:
         return tuple(
-            data if holds_tokens(data) else lay_out(as_documents(data, name))
+            data if holds_tokens(data) else lay_out(as_documents(data, name, console.say))
             for data, name in ((train, "train_dataset"), (evaluation, "eval_dataset"))
         )
 

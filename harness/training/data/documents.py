@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from harness.training.data.cache import fingerprint
+from harness.training.data.cache import cache_error, fingerprint, prepared_folder
+from harness.training.data.copies import copied
 from harness.training.data.pieces import in_pieces
 from harness.training.data.rows import COLUMNS, document, kind_of_row
+from harness.training.data.shards import shard_bytes
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_ROWS_AT_ONCE = 256
+# Part of the cache key: raise it when the documents made from the same rows change.
+_FORMAT = 3
+
+_ROWS_AT_ONCE = 64
 
 
 def holds_tokens(dataset: Any) -> bool:
@@ -25,10 +30,10 @@ def holds_tokens(dataset: Any) -> bool:
     return not any(set(needed) <= set(row) for needed in COLUMNS.values())
 
 
-def as_documents(dataset: Any, name: str) -> Dataset:
+def as_documents(dataset: Any, name: str, say: Callable[[str], None] = lambda line: None) -> Dataset:
     """The documents of a map-style data set whose items are dicts; UserError with `name[i]` for one that is none.
 
-    Those of a `datasets.Dataset` are kept on disk beside its own files, others in memory.
+    Those of a `datasets.Dataset` on disk are kept on disk, in HF_DATASETS_CACHE, others in memory.
     """
     from datasets import Dataset, Features, Value
 
@@ -36,31 +41,32 @@ def as_documents(dataset: Any, name: str) -> Dataset:
     names = list(next(in_pieces(document(dataset[0], kind, f"{name}[0]"))))
     features = Features({column: Value("int32" if column == "part" else "large_string") for column in names})
 
-    def rows(values: Iterable[Mapping[str, Any]], numbers: Iterable[int]) -> dict[str, list[Any]]:
-        made = [
-            piece
-            for row, i in zip(values, numbers, strict=True)
-            for piece in in_pieces(document(row, kind, f"{name}[{i}]"))
-        ]
-        return {column: [row[column] for row in made] for column in names}
+    def documents(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> Iterator[dict[str, str | int]]:
+        for number, row in rows:
+            yield from in_pieces(document(row, kind, f"{name}[{number}]"))
 
-    if isinstance(dataset, Dataset):
-        return dataset.with_format(None).map(
-            lambda batch, numbers: rows(_rows_of(batch), numbers),
-            with_indices=True,
-            batched=True,
-            batch_size=_ROWS_AT_ONCE,
-            writer_batch_size=_ROWS_AT_ONCE,
-            remove_columns=dataset.column_names,
-            features=features,
-            new_fingerprint=fingerprint("documents", 2, dataset._fingerprint, kind, name),
-            desc=f"Reading {name}",
-        )
-    columns = rows((dataset[i] for i in range(len(dataset))), range(len(dataset)))
-    table = Dataset.from_dict(columns, features=features)
-    table._fingerprint = fingerprint(*(value for values in columns.values() for value in values))
+    if isinstance(dataset, Dataset) and dataset.cache_files:
+        folder = prepared_folder(None) / fingerprint("documents", _FORMAT, dataset._fingerprint, kind, name)
+        plain = dataset.with_format(None)
+        try:
+            return copied(folder, _ranges(plain), lambda rows: documents(_rows(plain, rows)), features, say=say)
+        except OSError as error:
+            raise cache_error(error, None) from error
+    made = list(documents((i, dataset[i]) for i in range(len(dataset))))
+    table = Dataset.from_list(made, features=features)
+    table._fingerprint = fingerprint(*(value for row in made for value in row.values()))
     return table
 
 
-def _rows_of(batch: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    return (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+def _ranges(dataset: Dataset) -> list[range]:
+    """Rows in runs of about one size on disk: a function of the data set alone."""
+    total = dataset.data.nbytes
+    rows = max(len(dataset) * shard_bytes(total) // max(total, 1), 1)
+    return [range(start, min(start + rows, len(dataset))) for start in range(0, len(dataset), rows)]
+
+
+def _rows(dataset: Dataset, rows: range) -> Iterator[tuple[int, dict[str, Any]]]:
+    for start in range(rows.start, rows.stop, _ROWS_AT_ONCE):
+        batch = dataset[start : min(start + _ROWS_AT_ONCE, rows.stop)]
+        for number, values in enumerate(zip(*batch.values(), strict=True), start):
+            yield number, dict(zip(batch, values, strict=True))

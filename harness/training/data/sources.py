@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from harness.config.errors import UserError
-from harness.training.data.cache import cache_error
+from harness.training.data.cache import cache_error, fingerprint, prepared_folder
+from harness.training.data.copies import copied
+from harness.training.data.extents import Extent, planned
 from harness.training.data.pieces import parts_of
 from harness.training.data.readers import SUFFIXES, decodes, kind_of_file, read_documents_of
 from harness.training.data.rows import COLUMNS, TEXT
@@ -31,10 +34,7 @@ PYTHON_STDLIB = "python-stdlib"
 _BESIDE_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 
 # Part of the cache key: raise it when the documents made from the same files change.
-_FORMAT = 3
-
-# Rows that are held in memory before they are written: of long texts, which come in pieces, some MB.
-_WRITTEN_AT_ONCE = 256
+_FORMAT = 4
 
 
 def preflight(source: str | os.PathLike[str]) -> str:
@@ -85,41 +85,35 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     return [path]
 
 
-def read_documents(source: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> Dataset:
+def read_documents(
+    source: str | os.PathLike[str],
+    cache_dir: str | os.PathLike[str] | None = None,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+    workers: int | None = None,
+) -> Dataset:
     """Return the documents of a source: a `datasets.Dataset` mapped from disk.
 
     Its columns are `text` and `part`: a long text comes in several rows, its parts, numbered from 0. Of conversations
     they are `conversation` and `place`. A .txt file's text is its bytes decoded as UTF-8 and nothing else: no newline
     is added, dropped or translated. Memory is taken for a few rows at a time. The copy lies in
-    `cache_dir` (default HF_DATASETS_CACHE) and is used again while paths, sizes and modification times of the
-    files stay as they are. Raises UserError as `preflight` does, and for text that cannot be decoded, a line that
-    is not JSON, a row that is not like the others.
+    `cache_dir` (default HF_DATASETS_CACHE), made by processes as `make_shards` says, and is used again while paths,
+    sizes and modification times of the files stay as they are. Raises UserError as `preflight` does, and for text
+    that cannot be decoded, a line that is not JSON, a row that is not like the others.
     """
-    from datasets import Dataset, Features, Value
-    from datasets.exceptions import DatasetGenerationError
+    from datasets import Features, Value
 
     kind = preflight(source)
-    files = find_files(source)
-    # Tuples: `datasets` takes a list among these arguments for shards that may be read in any grouping.
-    stamps = tuple((str(file.absolute()), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat()))
+    files = [file.absolute() for file in find_files(source)]
+    stamps = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
     text = Value("large_string")
     features = {"text": text, "part": Value("int32")} if kind == TEXT else {"conversation": text, "place": text}
+    folder = prepared_folder(cache_dir) / fingerprint("sources", _FORMAT, kind, *stamps)
     try:
-        documents = Dataset.from_generator(
-            _documents,
-            features=Features(features),
-            cache_dir=os.fspath(cache_dir) if cache_dir else None,
-            writer_batch_size=_WRITTEN_AT_ONCE,
-            gen_kwargs={"stamps": stamps, "kind": kind, "version": _FORMAT},
-        )
-    except (DatasetGenerationError, OSError) as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, UserError):
-            raise cause from None
-        if isinstance(cause, OSError):  # the reader tells its own as UserError: what fails here is the writer
-            raise cache_error(cause, cache_dir) from error
-        raise
-    return documents
+        shards, read = planned(files, folder), partial(_documents, kind=kind)
+        return copied(folder, shards, read, Features(features), say=say, workers=workers)
+    except OSError as error:  # the reader raises its own as UserError: this is the writer's
+        raise cache_error(error, cache_dir) from error
 
 
 def hold_out(documents: Dataset, every: int = 20) -> tuple[Dataset, Dataset]:
@@ -135,13 +129,13 @@ def hold_out(documents: Dataset, every: int = 20) -> tuple[Dataset, Dataset]:
     return documents.select(np.flatnonzero(~held_out)), documents.select(np.flatnonzero(held_out))
 
 
-def _documents(stamps: tuple[tuple[str, int, int], ...], kind: str, version: int) -> Iterator[dict[str, str | int]]:
-    """Read one file after the other. Sizes, times and version only mark the cache."""
-    for name, _, _ in stamps:
+def _documents(extents: Sequence[Extent], kind: str) -> Iterator[dict[str, str | int]]:
+    """Read one part of a file after the other."""
+    for extent in extents:
         try:
-            yield from read_documents_of(Path(name), kind)
+            yield from read_documents_of(extent, kind)
         except OSError as error:
-            raise UserError(f"cannot read {name}: {error.strerror or error}") from error
+            raise UserError(f"cannot read {extent.file}: {error.strerror or error}") from error
 
 
 def _walk(top: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:

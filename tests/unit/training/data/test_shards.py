@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 
 from harness.config.errors import UserError
-from harness.training.data import shards, sources
+from harness.training.data import shards
 from harness.training.data.blocks import make_blocks
 from harness.training.data.pieces import PieceEncoder
 from harness.training.data.sources import read_documents
@@ -73,12 +73,13 @@ def test_a_worker_that_is_killed_is_an_error_and_no_hang(documents, tmp_path, mo
         make_blocks(documents, ByteTokenizer(), 16, tmp_path, workers=2)
 
 
-def test_one_large_file_is_never_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_WRITTEN_AT_ONCE", 16)
+def test_one_large_file_is_never_in_memory(tmp_path):
     size = 12_000_000
     (tmp_path / "a.txt").write_text("a line of a book\n" * (size // 17))
     tracemalloc.start()
-    blocks = make_blocks(read_documents(tmp_path / "a.txt", tmp_path), ByteTokenizer(), 1024, tmp_path, workers=1)
+    blocks = make_blocks(
+        read_documents(tmp_path / "a.txt", tmp_path, workers=1), ByteTokenizer(), 1024, tmp_path, workers=1
+    )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(blocks) == size // 17 * 17 // 1024
