@@ -39,7 +39,6 @@ IDLE: dict[str, str] = {
     "/data_parallel_size": "the data-parallel size is ranks / (pipeline stages x tensor-parallel ranks)",
     "/seq_parallel_communication_data_type": "the harness has no sequence parallelism",
     "/use_data_before_expert_parallelism": "the harness distributes experts over tensor-parallel ranks",
-    "/zero_optimization/zero_hpz_partition_size": "the harness partitions parameters without a secondary copy",
     "/zero_optimization/zenflow": "the optimizer steps on all parameters at every step",
     "/zero_optimization/override_module_apply": "the harness initialises the weights before DeepSpeed partitions them",
     "/zero_optimization/allgather_partitions": _NOBODY,
@@ -53,6 +52,7 @@ ACCELERATED: dict[str, tuple[str, ...]] = {
     "/optimizer/type": ("lamb", "lion"),
     "/zero_optimization/zero_quantized_weights": ("true",),
     "/zero_optimization/zero_quantized_nontrainable_weights": ("true",),
+    "/zero_optimization/zero_quantized_gradients": ("true",),
     "/zero_optimization/offload_optimizer/super_offload": ("true",),
     "/aio/use_gds": ("true",),
 }
@@ -70,7 +70,6 @@ _DROPPED = (
     "/fp16/auto_cast",
     "/sequence_parallel_size",
     "/data_parallel_size",
-    "/zero_optimization/zero_hpz_partition_size",
     "/zero_optimization/zenflow",
 )
 

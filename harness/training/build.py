@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +23,7 @@ from harness.models.gathering import leaves_of_sequence
 from harness.parallel.changeable import copy_hooked_inputs
 from harness.parallel.comm import TensorParallel
 from harness.parallel.draws import DrawKeys
-from harness.parallel.flatpart import FlatPart, KeepOwnParts
-from harness.parallel.memory import give_back_freed_memory
 from harness.parallel.staged import Layer, LayerSequence, StagedModule, deepspeed_topology
-from harness.topology.env import run_timeout
 from harness.topology.groups import Groups
 from harness.training.arguments import TrainingArguments
 from harness.training.clipping import correct_clipping
@@ -178,43 +175,6 @@ def _configure_checkpointing(setting: Setting) -> None:
         synchronize=section.get("synchronize_checkpoint_boundary", False),
         profile=section.get("profile", False),
     )
-
-
-def own_part(setting: Setting) -> FlatPart | None:
-    """What this rank keeps of every parameter under ZeRO-3; None otherwise, or where it keeps more (hpZ, MiCS)."""
-    section = setting.resolved.config.get("zero_optimization", {})
-    keeps_more = section.get("zero_hpz_partition_size", 1) > 1 or section.get("mics_shard_size", -1) > 0
-    if setting.resolved.zero_stage < 3 or keeps_more:
-        return None
-    return FlatPart(index=setting.groups.coordinate.data, count=setting.groups.layout.data)
-
-
-def layer_finisher(setting: Setting, part: FlatPart | None) -> Callable[[Any], None]:
-    """What is done with each layer once it has its weights: under ZeRO-3 they are spread over the data group.
-
-    With `part` each rank has its own in place; else the group's first rank sends whole parameters to the others.
-    """
-    if setting.resolved.zero_stage < 3:
-        return lambda layer: None
-    # without the batch sizes, which zero.Init would hold against the world's size instead of the data group's
-    kept = ("zero_optimization", "bf16", "fp16", "aio")
-    config = {name: value for name, value in deepspeed_config(setting).items() if name in kept}
-    config["train_micro_batch_size_per_gpu"] = 1
-    alone = [dist.get_rank()]
-    data_group = setting.groups.data or dist.new_group(alone, timeout=run_timeout(), use_local_synchronization=True)
-
-    def partition(layer: Any) -> None:
-        mark_leaves(layer, layer.leaves())
-        spread = deepspeed.zero.Init if part is None else KeepOwnParts
-        spread(
-            module=layer,
-            data_parallel_group=data_group,
-            config_dict_or_path=config,
-            dtype=setting.dtype,
-        )
-        give_back_freed_memory()
-
-    return partition
 
 
 def mark_leaves(module: nn.Module, names: Iterable[str]) -> None:

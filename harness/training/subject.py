@@ -23,10 +23,11 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.costs import LayerCost
 from harness.parallel.staged import Layer
 from harness.training.arguments import TrainingArguments
-from harness.training.build import Setting, Traits, layer_finisher, own_part
+from harness.training.build import Setting, Traits
 from harness.training.data.collate import MicroBatch
 from harness.training.losses import CausalLoss, LogitsLoss, Loss, MeanLoss, RouterLoss
 from harness.training.precision import can_keep_fp32
+from harness.training.spread import layer_finisher, own_part
 
 Model: TypeAlias = str | ModelSource | PretrainedConfig | PreTrainedModel | nn.Sequential | Sequence[Layer]
 

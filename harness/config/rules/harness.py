@@ -133,6 +133,24 @@ _REFUSED = (
         "marks modules by their size, and fails in their first forward or backward",
     ),
     _Refusal(
+        f"{ZERO}/zero_quantized_gradients",
+        lambda view: _zero_3(view) and view.on(f"{ZERO}/zero_quantized_gradients") and view.tensor > 1,
+        "zero_quantized_gradients would sum gradients over all ranks, tensor-parallel ones included",
+        "remove it, or set tensor_parallel.autotp_size to 1",
+        "reduces quantized gradients over the whole world",
+    ),
+    _Refusal(
+        f"{ZERO}/reduce_scatter",
+        lambda view: (
+            _zero_3(view)
+            and view.on(f"{ZERO}/zero_quantized_gradients")
+            and view.as_read(f"{ZERO}/reduce_scatter") is False
+        ),
+        "zero_quantized_gradients does not work with reduce_scatter false",
+        "remove reduce_scatter, or zero_quantized_gradients",
+        "raises AssertionError when the engine starts",
+    ),
+    _Refusal(
         "/torch_autocast/dtype",
         lambda view: view.on("/torch_autocast/enabled") and view.get("/torch_autocast/dtype") in FLOAT16,
         "torch_autocast in float16 clips by a gradient norm that includes the loss scale",

@@ -101,8 +101,6 @@ def _muon_reason(view: RunView) -> tuple[str | None, str]:
     if view.target == "harness":
         if view.on(f"{PARAMS}/per_head_muon"):
             return "per_head_muon needs a model that is not cut into layers", "remove per_head_muon"
-        if (view.size("/zero_optimization/mics_shard_size") or 0) > 1:
-            return "mics_shard_size spreads each matrix over a group of its own", "remove mics_shard_size"
         return None, ""
     if view.zero_stage == 3 and view.section("/zero_optimization").get("reduce_scatter", True) not in (False, AUTO):
         return "at ZeRO-3 it needs gradients that are whole", "set zero_optimization.reduce_scatter to false"

@@ -180,19 +180,19 @@ def legacy_stage_1(view: RunView) -> Iterator[Finding]:
     wrong='{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}',
     right='{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}',
     world_size=8,
-    target="deepspeed",
 )
 def secondary_partition_does_not_fit(view: RunView) -> Iterator[Finding]:
-    """The number of ranks is not a multiple of zero_hpz_partition_size.
+    """The number of data-parallel ranks is not a multiple of zero_hpz_partition_size.
 
     The secondary copy of the parameters (ZeRO++ hpZ) is partitioned over groups of that many ranks, normally
     the ranks of one host.
     """
     size = view.size(f"{ZERO}/zero_hpz_partition_size") or 1
-    if view.zero_stage == 3 and view.world_size and view.world_size % min(size, view.world_size):
+    ranks = view.data_parallel
+    if view.zero_stage == 3 and ranks and ranks % min(size, ranks):
         yield Finding(
             pointer=f"{ZERO}/zero_hpz_partition_size",
-            message=f"{counted(view.world_size, 'rank')} cannot be divided into groups of {size}",
+            message=f"{counted(ranks, 'data-parallel rank')} cannot be divided into groups of {size}",
             hint="use the number of ranks on a host",
             deepspeed="raises AssertionError when the engine starts",
             on_value=True,

@@ -118,7 +118,7 @@ def test_what_would_break_a_run_is_not_handed_on():
     config = {
         "autotuning": {"enabled": True},
         "checkpoint": {"writer": {}, "tag_validation": "Fail"},
-        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8},
+        "zero_optimization": {"stage": 3, "zenflow": {}},
         "zero_force_ds_cpu_optimizer": True,
     }
     kept = without_idle(config)
@@ -138,6 +138,12 @@ REFUSED = [
     ({"zero_optimization": {"stage": 2, "zenflow": {}}}, "DS108"),
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "DS108"),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "zero_optimization": {"stage": 2}}, "DS404"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True, "reduce_scatter": False}}, "DS108"),
+    (
+        {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}, "tensor_parallel": {"autotp_size": 2}},
+        "DS108",
+    ),
+    ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "DS104"),
     ({"optimizer": {"type": "Muon", "params": {"ns_method": "grams"}}}, "DS810"),
     ({"optimizer": {"type": "Muon", "params": {"per_head_muon": True}}}, "DS810"),
     ({"optimizer": {"type": "muon", "params": {"momentun": 0.9}}}, "DS803"),
