@@ -65,7 +65,7 @@ def lora_config(given: Any) -> Any:
     except ImportError as error:
         raise UserError(INSTALL) from error
     if type(given) is not LoraConfig:
-        raise UserError(f"peft_config is a {type(given).__name__}: only peft's LoraConfig can be trained")
+        raise UserError(f"peft_config is a {type(given).__name__}, but only peft's LoraConfig is supported")
     plain = LoraConfig()
     other = [
         item.name
@@ -73,10 +73,10 @@ def lora_config(given: Any) -> Any:
         if item.name not in SUPPORTED and getattr(given, item.name) != getattr(plain, item.name)
     ]
     if other:
-        raise UserError(f"peft_config: {other[0]} is not supported; leave it at its default")
+        raise UserError(f"peft_config: {other[0]} is not supported: leave it at its default")
     if given.init_lora_weights not in (True, "gaussian"):
         raise UserError(
-            f"peft_config: init_lora_weights {given.init_lora_weights!r} is not supported; use True or 'gaussian'"
+            f"peft_config: init_lora_weights {given.init_lora_weights!r} is not supported: use True or 'gaussian'"
         )
     return copy.deepcopy(given)
 
@@ -93,7 +93,7 @@ def adapted_model(model: Any) -> tuple[ModelSource, Adaptation] | None:
     else:
         return None
     if len(active) != 1:
-        raise UserError(f"the model's active adapters are {', '.join(active) or 'none'}: set_adapter() one to train it")
+        raise UserError(f"active adapters: {', '.join(active) or 'none'}: select the one to train with set_adapter()")
     (name,) = active
     source = ModelSource.of_model(base)
     weights: dict[str, Tensor] = {}
@@ -129,27 +129,27 @@ def inject(model: PreTrainedModel, config: Any, *, keep_ties: bool) -> None:
     except (ValueError, TypeError, re.error) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"model type {model.config.model_type!r} cannot be adapted: {reason} (--lora_target_modules all-linear "
-            "adapts every linear layer but the head)"
+            f"model type {model.config.model_type!r} does not fit these LoRA targets: {reason} "
+            "(--lora_target_modules all-linear selects every linear layer except the head)"
         ) from error
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and type(module) not in (Linear, ParamWrapper):
             kind = type(module.get_base_layer()).__name__
             raise UserError(
-                f"{name} is of {kind}, and adapters stand on linear layers and experts only: take it out of the target "
-                "modules, or name it in modules_to_save to train it whole"
+                f"{name} is a {kind}, but LoRA supports only linear layers and experts: remove it from the target "
+                "modules, or add it to modules_to_save to train it fully"
             )
         if type(module) is Linear and not _is_linear(module.base_layer):
             raise UserError(
-                f"{name} is a {type(module.base_layer).__name__}, whose output is not that of a linear layer: name the "
-                "layers that shall have adapters (--lora_target_modules), and not this one"
+                f"{name} is a {type(module.base_layer).__name__}, whose output is not that of a linear layer: remove "
+                "it from the target modules (--lora_target_modules)"
             )
     _require_found(model, config)
     _train_whole(model)
     for name, other in sorted(tied - _tied(model)) if keep_ties else ():
         raise UserError(
-            f"modules_to_save would part {name} from {other}, to which the model ties it; set "
-            "ensure_weight_tying=True in peft's LoraConfig to train both as one"
+            f"modules_to_save would untie {name} from {other}: set "
+            "ensure_weight_tying=True in peft's LoraConfig to keep them tied"
         )
 
 
@@ -178,12 +178,12 @@ def _require_found(model: PreTrainedModel, config: Any) -> None:
     names = [f".{plain_name(name)}" for name, _ in model.named_modules()]
     for name in sorted(config.modules_to_save or ()):
         if not any(known.endswith(name) for known in names):
-            raise UserError(f"modules_to_save: this {model.config.model_type} model has no module {name}")
+            raise UserError(f"modules_to_save: this {model.config.model_type} model has no module named {name}")
     targets = config.target_modules
     lost = [] if isinstance(targets, str) else [n for n in targets or () if not any(k.endswith(f".{n}") for k in names)]
     if lost:
         warnings.warn(
-            f"adapters: this {model.config.model_type} model has no module {', '.join(sorted(lost))}", stacklevel=4
+            f"LoRA: this {model.config.model_type} model has no module named {', '.join(sorted(lost))}", stacklevel=4
         )
 
 

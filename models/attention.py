@@ -55,8 +55,12 @@ def require_available(config: PretrainedConfig, device: torch.device, dtype: tor
         return
     available = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
     if name not in available:
-        raise UserError(f"attention implementation {name}: of flash-attention only {' and '.join(available)} are used")
+        raise UserError(
+            f"attention implementation {name}: of flash-attention only {' and '.join(available)} are supported"
+        )
     if device.type == "cpu" or not available[name]():
-        raise UserError(f"attention implementation {name}: needs a GPU and its package, one of which is missing here")
+        raise UserError(
+            f"attention implementation {name}: needs a GPU and its Python package, and one of the two is missing here"
+        )
     if dtype == torch.float32:
-        raise UserError(f"attention implementation {name}: computes in bf16 or fp16 alone, this run is in fp32")
+        raise UserError(f"attention implementation {name}: supports bf16 and fp16 only, but this run uses fp32")

@@ -180,7 +180,7 @@ def _require_all_held(frame: Frame, form: WrittenForm) -> None:
     if lost := next((leaf.name for leaf in leaves if isinstance(leaf, Held) and leaf.name not in held), None):
         raise UserError(
             f"{frame.described}: {lost} is saved with the model but belongs to no pipeline layer (it is a buffer "
-            "of a module without parameters), so the model cannot be cut into stages"
+            "of a module without parameters), so the model cannot be split into stages"
         )
 
 

@@ -103,7 +103,7 @@ def open_checkpoint(directory: Path, model: PreTrainedModel) -> Checkpoint:
     _refuse_quantized(directory, found, model)
     if info.unexpected_keys:
         unused = _some(sorted(info.unexpected_keys))
-        warnings.warn(f"{directory}: not used, as the model has no such tensors: {unused}", stacklevel=3)
+        warnings.warn(f"{directory}: ignored, because the model has no such tensors: {unused}", stacklevel=3)
     form = _form_of(stored, loaded, found, present, keep_names=inner is None)
     return Checkpoint(tensors=found, untied=untied, form=form)
 
@@ -206,7 +206,10 @@ def _refuse(directory: Path, stored: Iterable[str], info: Any, model: PreTrained
     misshapen = sorted(info.mismatched_keys)
     if not missing and not misshapen and not info.conversion_errors:
         if buffers := sorted(info.missing_keys):
-            warnings.warn(f"{directory}: not stored, so made as in a new model: {_some(buffers)}", stacklevel=4)
+            warnings.warn(
+                f"{directory}: missing from the checkpoint, so initialised as in a new model: {_some(buffers)}",
+                stacklevel=4,
+            )
         return
     stored, prefix = set(stored), model.base_model_prefix + "."
     concerned = {*missing, *(name for name, *_ in misshapen), *info.conversion_errors}
@@ -221,10 +224,12 @@ def _refuse(directory: Path, stored: Iterable[str], info: Any, model: PreTrained
     if misshapen and (not lacking or misshapen[0][0] in stored):
         name, found, wanted = misshapen[0]
         more = f" (and {len(misshapen) - 1} more)" if len(misshapen) > 1 else ""
-        raise UserError(f"{directory}: {name} has shape {tuple(found)}, the config asks for {tuple(wanted)}{more}")
+        raise UserError(f"{directory}: {name} has shape {tuple(found)}, but the config expects {tuple(wanted)}{more}")
     if lacking:
-        raise UserError(f"{directory}: {_some(lacking)} not in the weights of this {kind} model")
-    raise Unconverted(f"{directory}: {_some(sorted(concerned))} cannot be made of the weights of this {kind} model")
+        raise UserError(f"{directory}: the weights of this {kind} model lack {_some(lacking)}")
+    raise Unconverted(
+        f"{directory}: the weights of this {kind} model cannot be converted to {_some(sorted(concerned))}"
+    )
 
 
 def _refuse_quantized(directory: Path, found: Mapping[str, Lazy], model: PreTrainedModel) -> None:

@@ -218,7 +218,9 @@ def find_ties(frame: Frame) -> list[Tie]:
                 groups.setdefault(tuple(names), {}).setdefault(index, []).append(name)
     tied = [index for group in groups for index in group]
     if len(tied) != len(set(tied)):
-        raise UserError(f"{frame.described} ties a layer's weights to several others, so it cannot be cut into stages")
+        raise UserError(
+            f"{frame.described} ties a layer's weights to several others, so it cannot be split into stages"
+        )
     return [Tie(f"tied{number}", names) for number, names in enumerate(groups.values())]
 
 

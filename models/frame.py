@@ -191,7 +191,7 @@ class Frame:
         """The output of that forward, given `options` too."""
         positions = {} if tokens.positions is None else {"position_ids": tokens.positions}
         if positions and not self.takes_positions:
-            raise UserError(f"{self.described} takes no position_ids: its samples cannot carry them")
+            raise UserError(f"{self.described} takes no position_ids: remove them from the samples")
         self._run = run
         try:
             return self.model(input_ids=tokens.ids, use_cache=False, **positions, **options)

@@ -24,20 +24,20 @@ def model_directory(name: str) -> Path:
     config = directory / "config.json"
     if not config.is_file() and (directory / ADAPTERS).is_file():
         raise UserError(
-            f"--model_name_or_path {name}: holds adapters and no model; give the model that they stand on, or load "
-            "both with peft's AutoPeftModelForCausalLM.from_pretrained and give that to the Trainer"
+            f"--model_name_or_path {name}: contains adapters but no model: give the base model, or load "
+            "both with peft's AutoPeftModelForCausalLM.from_pretrained and pass the result to the Trainer"
         )
     if not config.is_file():
         raise UserError(
-            f"--model_name_or_path {name}: no config.json in a directory of that name; "
+            f"--model_name_or_path {name}: no config.json in a directory of that name: "
             f"give a HuggingFace model directory or a preset: {', '.join(presets())}"
         )
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{config}: cannot be read as JSON: {error}") from error
+        raise UserError(f"{config}: is not valid JSON: {error}") from error
     if not isinstance(content, dict) or not ("model_type" in content or "architectures" in content):
-        raise UserError(f"{config}: names no model_type; save the model with save_pretrained")
+        raise UserError(f"{config}: has no model_type: save the model with save_pretrained")
     return directory
 
 

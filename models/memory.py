@@ -35,21 +35,20 @@ def require_plain(model: PreTrainedModel) -> None:
         where = name or type(model).__name__
         for place, kind in HOOKS.items():
             if any(not _is_harmless(hook) for hook in getattr(module, place).values()):
-                raise UserError(f"{where} has a {kind}, which would not run in the trained layers: remove it")
+                raise UserError(f"{where} has a {kind}, which would not run in training: remove it")
         if "forward" in vars(module):
             raise UserError(
-                f"{where} has a forward of its own, set on the instance: make it a class, and put a module of that "
-                "class there"
+                f"{where} has a forward set on the instance: define a module class with that forward and use it there"
             )
         if is_parametrized(module):
             raise UserError(
-                f"{where} is parametrized: call torch.nn.utils.parametrize.remove_parametrizations on it before"
+                f"{where} is parametrized: call torch.nn.utils.parametrize.remove_parametrizations on it first"
             )
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UserError(f"{name} has a hook on its gradient, which would not run in training: remove it")
         if isinstance(parameter, DTensor):
-            raise UserError(f"{name} is spread over ranks already: give a model that is whole on every rank")
+            raise UserError(f"{name} is already distributed over ranks: give a model that is complete on every rank")
         if parameter.is_meta:
             raise UserError(f"{name} has no values (it is on the meta device): load the model without device_map")
     if getattr(model.config, "quantization_config", None) is not None:

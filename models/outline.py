@@ -107,7 +107,9 @@ def outline_of(name: str, layer: nn.Module, call: Call, hidden: Tensor) -> Outli
     output, seen, before = dry_run(layer, call, hidden, see)
     first = output[0] if isinstance(output, (tuple, list)) else output
     if not isinstance(first, Tensor) or first.shape != hidden.shape:
-        raise UserError(f"{type(layer).__name__} does not return a hidden state first, so it cannot be cut into stages")
+        raise UserError(
+            f"{type(layer).__name__} does not return a hidden state first, so it cannot be split into stages"
+        )
     extras, spec = tree_flatten(tuple(output[1:])) if isinstance(output, (tuple, list)) else (None, None)
     effects = tuple(_effects(name, layer, call, seen, before))
     return Outline(name=name, extras=extras, spec=spec, effects=effects)
@@ -121,7 +123,9 @@ def _effects(name: str, layer: nn.Module, call: Call, seen: Call, before: Mappin
     for place, value in seen.arguments().items():
         given = call.argument(place)
         if isinstance(value, list) and len(value) != len(given):
-            raise UserError(f"{type(layer).__name__} adds to a list of other layers, so it cannot be cut into stages")
+            raise UserError(
+                f"{type(layer).__name__} appends to a list shared with other layers, so it cannot be split into stages"
+            )
         if not isinstance(value, MutableMapping):
             continue
         for key in value:

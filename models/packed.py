@@ -45,8 +45,8 @@ def require_flash_apart(config: PretrainedConfig, rows: int, device: torch.devic
         return
     if rows > 1:
         raise UserError(
-            f"packing with {config._attn_implementation}: transformers keeps documents apart in micro-batches of one "
-            f"sample alone, this one has {rows}: set the (evaluation) batch size per device to 1"
+            f"packing with {config._attn_implementation}: transformers separates documents only in micro-batches of "
+            f"one sample, but this one has {rows}: set the (evaluation) batch size per device to 1"
         )
     worst = _try(config, config._attn_implementation, device, dtype)
     if not worst <= TOLERANCE_OF_HALF:
@@ -55,8 +55,8 @@ def require_flash_apart(config: PretrainedConfig, rows: int, device: torch.devic
 
 def _seen(config: PretrainedConfig, worst: float) -> UserError:
     return UserError(
-        f"model type {config.model_type!r} does not keep packed documents apart: in a tiny copy logits change by "
-        f"{worst:.1%} of the largest where others stand in the row: train it without packing"
+        f"model type {config.model_type!r} does not separate packed documents: in a tiny copy other documents in "
+        f"the row change the logits by {worst:.1%} of the largest: train without packing"
     )
 
 
@@ -70,7 +70,7 @@ def _try(config: PretrainedConfig, attention: str | None, device: torch.device, 
     except (UserError, *CANNOT_RUN) as error:
         reason = " ".join(str(error).split())[:160]
         raise UserError(
-            f"model type {config.model_type!r} does not run on packed documents ({reason}): train it without packing"
+            f"model type {config.model_type!r} does not run on packed documents ({reason}): train without packing"
         ) from error
 
 

@@ -80,8 +80,8 @@ class Probe(Run):
     def _at_layer(self, index: int, call: Call, hidden: Tensor) -> Tensor:
         if index != len(self.calls):
             raise UserError(
-                f"{self.frame.described} does not call its layers once each, one after the other, "
-                "so it cannot be cut into stages"
+                f"{self.frame.described} does not call each of its layers once and in order, "
+                "so it cannot be split into stages"
             )
         self.calls.append((hidden, call.mapped(lambda tensor: tensor)))
         self.outputs.append(self._source(hidden_name(index), index, hidden))
@@ -123,8 +123,8 @@ def examine(frame: Frame) -> Findings:
         other_ids = Probe(frame, drawn, seed=1)
     except CANNOT_RUN as error:
         raise UserError(
-            f"{frame.described}: its forward does not run with its layers lifted out "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:120]}), so it cannot be cut into stages"
+            f"{frame.described}: its forward does not run with its layers replaced by stubs "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:120]}), so it cannot be split into stages"
         ) from error
     depth = len(frame.layers)
     # the last hidden state is what the epilogue is there for
@@ -145,11 +145,13 @@ def _prologue(frame: Frame, base: Probe) -> frozenset[str]:
     if len(base.calls) != depth:
         raise UserError(
             f"{frame.described} calls {len(base.calls) or 'none'} of the {counted(depth, 'layer')} in {frame.stack} "
-            "when it is given token ids alone, so it cannot be cut into stages"
+            "when its input is token ids only, so it cannot be split into stages"
         )
     for name, phases in base.phases.items():
         if len(phases) > 1 or not phases <= {0, depth}:
-            raise UserError(f"{frame.described} calls {name} between its layers, so it cannot be cut into stages")
+            raise UserError(
+                f"{frame.described} calls {name}, not a layer, between its layers, so it cannot be split into stages"
+            )
     return frozenset(name for name, phases in base.phases.items() if phases == {0})
 
 

@@ -71,7 +71,7 @@ class RouterTap:
         with self.taking(layer, taken.append):
             output = call()
         if not taken:
-            raise UserError(f"{type(layer).__name__} gave no router logits: leave --output_router_logits out")
+            raise UserError(f"{type(layer).__name__} returns no router logits: remove --output_router_logits")
         return output, torch.stack(taken)
 
     def finish(self, model: nn.Module, taken: Sequence[Tensor], forward: Callable[..., Any]) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,9 @@ def router_tap(frame: Frame, head: str | None) -> RouterTap | None:
     if not layers:
         return None
     if head is None:
-        raise UserError(f"{frame.described} does not tell what makes its logits: set output_router_logits to false")
+        raise UserError(
+            f"{frame.described} does not show which module computes its logits: set output_router_logits to false"
+        )
     tap = RouterTap(layers=layers, recorders=recorders, base=base)
     coefficient = _coefficient(frame, tap, head)
     return None if coefficient is None else replace(tap, coefficient=coefficient)
@@ -184,7 +186,7 @@ def _coefficient(frame: Frame, tap: RouterTap, head: str) -> float | None:
         return float(f"{(asked.loss - without) / asked.aux_loss:.6g}")
     except CANNOT_RUN as error:
         raise UserError(
-            f"{frame.described}: its router loss cannot be made apart from its layers "
+            f"{frame.described}: its router loss cannot be computed outside its forward "
             f"({type(error).__name__}: {' '.join(str(error).split())[:120]}): set output_router_logits to false"
         ) from error
 

@@ -54,14 +54,14 @@ class ModelSource:
         """
         if is_composite(model.config):
             raise UserError(
-                f"a {type(model).__name__} in memory has several parts: give the directory where it is saved, "
-                "and its text decoder is trained alone"
+                f"a {type(model).__name__} in memory has several parts: save it and give its directory, "
+                "then its text decoder is trained"
             )
         kind, of_config = type(model).__name__, type(model.config).__name__
         if _causal_class(model.config) is not type(model):
             raise UserError(
                 f"a {kind} in memory is not the causal decoder that transformers makes from its {of_config}: "
-                f"if it is one, call AutoModelForCausalLM.register({of_config}, {kind}, exist_ok=True) before"
+                f"if it is one, call AutoModelForCausalLM.register({of_config}, {kind}, exist_ok=True) first"
             )
         require_plain(model)
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
@@ -81,12 +81,14 @@ def read_source(name: str) -> ModelSource:
         reason = _reason(error)
         if "custom code" in reason:
             raise UserError(
-                f"{directory / 'config.json'}: names code of its own (auto_map), which is not run from here: load the "
-                "model yourself, register its class with AutoModelForCausalLM.register, and give it to the Trainer"
+                f"{directory / 'config.json'}: needs custom code (auto_map), which the harness does not run: load the "
+                "model yourself, register its class with AutoModelForCausalLM.register, and pass it to the Trainer"
             ) from error
-        raise UserError(f"{directory / 'config.json'}: not a model that transformers knows: {reason}") from error
+        raise UserError(f"{directory / 'config.json'}: not a model that transformers supports: {reason}") from error
     if getattr(config, "quantization_config", None) is not None:
-        raise UserError(f"{directory / 'config.json'}: the weights are quantized: dequantize them, and save them again")
+        raise UserError(
+            f"{directory / 'config.json'}: the weights are quantized: dequantize them and save the model again"
+        )
     config = text_decoder(config)
     weights = directory if has_tensors(directory) else None
     return ModelSource(name=name, config=config, weights=weights, generation=_read_generation(directory))
@@ -126,11 +128,11 @@ def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
     text = config.text_config
     if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or text.is_encoder_decoder:
         raise UserError(
-            f"model type {config.model_type!r} has several parts, and transformers has no causal decoder for its text "
+            f"model type {config.model_type!r} has several parts, but transformers has no causal decoder for its text "
             f"part ({text.model_type}) alone, so it cannot be trained here"
         )
     warnings.warn(
-        f"of this {config.model_type} model the text decoder ({text.model_type}) is trained and saved alone",
+        f"only the text decoder ({text.model_type}) of this {config.model_type} model is trained and saved",
         stacklevel=3,
     )
     text = copy.deepcopy(text)
@@ -170,7 +172,7 @@ def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
         reason = _reason(error)
         if (wanted := config._attn_implementation) and "attention implementation" in reason:
             raise UserError(
-                f"{reason.partition(' yet.')[0]}: give another --attn_implementation than {wanted}"
+                f"{reason.partition(' yet.')[0]}: use another --attn_implementation than {wanted}"
             ) from error
         raise UserError(f"model type {config.model_type!r} cannot be trained as a causal decoder: {reason}") from error
     return model.train()

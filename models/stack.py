@@ -32,7 +32,7 @@ def find_stack(model: PreTrainedModel) -> str:
             sizes |= {name: size} if size else {}
     if not sizes:
         raise UserError(
-            f"model type {model.config.model_type!r} has no list of decoder layers: it cannot be cut into stages"
+            f"model type {model.config.model_type!r} has no list of decoder layers, so it cannot be split into stages"
         )
     deep = [name for name in sizes if len(list(model.get_submodule(name).children())) == depth] or list(sizes)
     called = _first_called(model, deep) if len(deep) > 1 else None
@@ -80,7 +80,7 @@ def parameter_owners(model: nn.Module, stack: str) -> dict[str, nn.Module]:
         if name == "" or stack.startswith(name + "."):
             parameters = [key for key, _ in module.named_parameters(recurse=False)]
             raise UserError(
-                f"{type(module).__name__} holds {parameters} beside its layers, so it cannot be cut into stages"
+                f"{type(module).__name__} has {parameters} beside its layers, so it cannot be split into stages"
             )
         owners[name] = module
     return owners

@@ -50,7 +50,7 @@ POINTER, ZIP, PICKLE = b"version ", b"PK\x03\x04", b"\x80\x02"
 
 LONGEST_HEADER = 100_000_000  # as the format has it, so that no file makes a reader parse gigabytes
 BLOCK_BYTES = 4 << 20  # the most that is mapped at once, or read into other memory than its final place
-TOO_SHORT = "ends too early: was it changed meanwhile?"
+TOO_SHORT = "ends too early: was it changed while being read?"
 GAP_BYTES = 4 << 10  # where a part of each row is wanted, up to this between two is read too: a page or less
 
 
@@ -106,14 +106,14 @@ def _indexed_files(index: Path) -> list[str]:
         raise UserError(f"{index}: cannot be read: {type(error).__name__}: {error}") from error
     outside = [name for name in files if not isinstance(name, str) or Path(name).name != name]
     if outside or not files:
-        raise UserError(f"{index}: names no files of its own directory: {outside[:1]}")
+        raise UserError(f"{index}: must list files of its own directory, but lists {outside[:1] or 'none'}")
     return sorted(files)
 
 
 def _open(path: Path) -> dict[str, Lazy]:
     try:
         if _start(path) == POINTER:
-            raise ValueError("it is a Git LFS pointer: fetch the file itself with `git lfs pull`")
+            raise ValueError("it is a Git LFS pointer: fetch the file with `git lfs pull`")
         return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickled(path)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -131,14 +131,14 @@ def _start(path: Path) -> bytes:
 def _open_pickled(path: Path) -> dict[str, Lazy]:
     start = _start(path)
     if not start.startswith((ZIP, PICKLE)):
-        raise ValueError("it is no file that torch has saved")
+        raise ValueError("it is not a file saved by torch")
     mapped = start.startswith(ZIP)  # what torch saved before 1.6 can only be read whole
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        raise UserError(f"{path}: holds more than tensors, and is not loaded: save it as safetensors") from error
+        raise UserError(f"{path}: contains more than tensors, so it is not loaded: save it as safetensors") from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise UserError(f"{path}: is no mapping from names to tensors: save the model as safetensors")
+        raise UserError(f"{path}: is not a mapping from names to tensors: save the model as safetensors")
     return {name: Lazy.of(InMemory(tensor, name)) for name, tensor in content.items()}
 
 
@@ -147,7 +147,7 @@ def _open_safetensors(path: Path) -> dict[str, Lazy]:
     file = OpenFile(path)
     length = int.from_bytes(file.bytes(0, 8), "little")
     if length > min(file.size - 8, LONGEST_HEADER):
-        raise ValueError(f"its header would have {length:,} bytes")
+        raise ValueError(f"its header claims {length:,} bytes")
     header = json.loads(file.bytes(8, length))
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
@@ -164,12 +164,12 @@ def _stored(file: OpenFile, first: int, name: str, entry: Any) -> Stored:
     except (TypeError, KeyError, ValueError):
         is_sound = False
     if not is_sound:
-        raise ValueError(f"the entry of {printable(name)} does not give its dtype, shape and data_offsets")
+        raise ValueError(f"the entry of {printable(name)} lacks a valid dtype, shape or data_offsets")
     if code not in DTYPES:
-        raise UserError(f"{file.path}: {name} has dtype {code}, which cannot be trained: dequantize it first")
+        raise UserError(f"{file.path}: {name} has dtype {code}, which cannot be trained: dequantize the weights first")
     dtype = DTYPES[code]
     if stop - start != prod(shape) * dtype.itemsize or first + stop > file.size:
-        raise ValueError(f"{printable(name)} of shape {shape} does not fit into its place: is the file cut off?")
+        raise ValueError(f"{printable(name)} of shape {shape} does not match its data_offsets: is the file truncated?")
     return Stored(file, name, first + start, shape, dtype)
 
 
@@ -187,7 +187,7 @@ class OpenFile:
         self._file.seek(start)
         content = self._file.read(length)
         if len(content) != length:
-            raise ValueError(f"ends within {length} bytes from {start}")
+            raise ValueError(f"ends before byte {start + length}")
         return content
 
     def read_into(self, into: Tensor, start: int) -> None:

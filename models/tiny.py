@@ -94,4 +94,4 @@ def require_running(model: PreTrainedModel) -> None:
     if not torch.isfinite(first).all():
         raise ValueError("its logits are not finite")
     if not torch.equal(first, second):
-        raise ValueError("its forward gives other logits each time")
+        raise ValueError("its forward gives different logits each time")

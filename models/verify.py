@@ -130,10 +130,10 @@ def _reference(model: PreTrainedModel, moved: PreTrainedModel, ids: Tensor) -> t
         for parameter in moved.parameters():
             parameter.mul_(1 + ROUNDING * (torch.randint_like(parameter, 2) * 2 - 1))
     other = _run(moved, ids)
-    least = LEAST * max(gradient.abs().max().item() for gradient in whole.gradients.values())
+    least = LEAST * max(_largest(gradient).item() for gradient in whole.gradients.values())
 
     def allowed(a: Tensor, b: Tensor) -> Tensor:
-        return torch.clamp(RELATIVE * a.abs().max() + NOISE * (a - b).abs().max(), min=least)
+        return torch.clamp(RELATIVE * _largest(a) + NOISE * _largest(a - b), min=least)
 
     return whole, Numbers(
         logits=allowed(whole.logits, other.logits),
@@ -147,6 +147,11 @@ def _run(model: PreTrainedModel, ids: Tensor) -> Numbers:
     (logits * _direction(logits)).sum().backward()
     gradients = {name: _gradient(parameter) for name, parameter in model.named_parameters()}
     return Numbers(logits=logits.detach(), gradients=gradients)
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """Return the largest magnitude in a tensor; 0 for an empty one (a config may ask for layers of no width)."""
+    return tensor.abs().max() if tensor.numel() else tensor.new_zeros(())
 
 
 def _direction(logits: Tensor) -> Tensor:
@@ -202,7 +207,7 @@ def _gradient_differences(
         own[key] = own[key] + _gradient(parameter) if key in own else _gradient(parameter)
         shards[key] = shard_of(parameter)
     missing = [name for name, gradient in whole.gradients.items() if name not in own and gradient.any()]
-    found: list[tuple[str, float] | None] = [(f"{name}, which no layer holds,", float("inf")) for name in missing]
+    found: list[tuple[str, float] | None] = [(f"{name}, which belongs to no layer,", float("inf")) for name in missing]
     for key, gradient in own.items():
         full = whole.gradients[key]
         wanted = full if shards[key] is None else shards[key].take(full)
@@ -213,7 +218,7 @@ def _gradient_differences(
 def _difference(what: str, own: Tensor, wanted: Tensor, allowed: Tensor, full: Tensor) -> tuple[str, float] | None:
     if own.shape != wanted.shape:
         return f"{what} is {tuple(own.shape)} instead of {tuple(wanted.shape)}", float("inf")
-    off = (own - wanted).abs().max() if own.numel() else torch.zeros(())
+    off = _largest(own - wanted)
     if bool(off <= allowed):  # not so for NaN
         return None
-    return what, (off / full.abs().max().clamp(min=1e-30)).nan_to_num(nan=float("inf")).item()
+    return what, (off / _largest(full).clamp(min=1e-30)).nan_to_num(nan=float("inf")).item()

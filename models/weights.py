@@ -201,7 +201,7 @@ def read_by_transformers(directory: Path, told: UserError) -> MemoryReader:
     model, info = loaded
     if set(info["missing_keys"]) - set(model.all_tied_weights_keys) or info["mismatched_keys"]:
         raise told
-    warnings.warn(f"{directory}: cannot be read slice by slice, so each rank reads all of it", stacklevel=2)
+    warnings.warn(f"{directory}: cannot be read in slices, so each rank reads all of it", stacklevel=2)
     return MemoryReader(tensors={**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())})
 
 

@@ -113,8 +113,8 @@ def _follow_layer(wrapper: Any, base: Any, name: str, tensor: TensorParallel) ->
             )
     else:
         raise UserError(
-            f"{name}: adapters cannot follow a {type(base).__name__}: take it out of the target modules, "
-            "or set tensor_parallel.autotp_size to 1"
+            f"{name}: LoRA does not support a {type(base).__name__} under tensor parallelism: remove it "
+            "from the target modules, or set tensor_parallel.autotp_size to 1"
         )
 
 

@@ -104,7 +104,7 @@ def _keep_shared(old: nn.Module, new: nn.Module, shared: dict[int, nn.Parameter]
         local = getattr(new, name)
         first = shared.setdefault(id(param), local)
         if shard_of(first) != shard_of(local):
-            raise ValueError(f"{name} of {type(old).__name__} is shared with a module that is cut otherwise")
+            raise ValueError(f"{name} of {type(old).__name__} is shared with a module that is split differently")
         setattr(new, name, first)
 
 
@@ -154,7 +154,7 @@ def _require_a_cut(module: nn.Module, name: str, plan: Plan) -> None:
         return
     if not any(shard_of(param) for param in module.parameters()):
         raise UserError(
-            f"the tensor-parallel style {rule.style} is for a module that is cut, but {name} is whole: {ADVICE}"
+            f"the tensor-parallel style {rule.style} needs a module that is split, but {name} is whole: {ADVICE}"
         )
 
 

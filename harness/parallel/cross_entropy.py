@@ -47,10 +47,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ignored = labels == ignore_index
         inside = (labels >= 0) & (labels < vocab_size)
-        torch._assert_async((inside | ignored).all(), "a label lies outside of the vocabulary")
+        torch._assert_async((inside | ignored).all(), "a label is outside the vocabulary")
         first, stop = stretch(vocab_size, group_rank(group), group_size(group))
         if logits.shape[-1] != stop - first:
-            raise ValueError(f"{logits.shape[-1]} columns of logits stand where {stop - first} are expected")
+            raise ValueError(f"got {logits.shape[-1]} columns of logits, expected {stop - first}")
         column = labels - first
         here = (column >= 0) & (column < stop - first) & ~ignored
         column = column.masked_fill(~here, 0)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from harness.config.errors import UserError
 from harness.config.shares import Stretch, stretch
+from harness.config.wording import counted
 from harness.parallel.comm import TensorParallel, copy_to_group, reduce_from_group
 from harness.parallel.plan import STYLES, NoPlan, Plan, Rule, plan_for
 from harness.parallel.shard import cut_parameter, share_of
@@ -26,7 +27,7 @@ from harness.parallel.site import Site
 
 EXPERTS, EXPERT_PARAMETER = "ep_dispatch_experts", "grouped_gemm"
 _ROW_BYTES = 16
-_ADVICE = "leave expert_parallel.autoep_size out, so that each expert is cut"
+_ADVICE = "remove expert_parallel.autoep_size, so that each expert is split"
 
 
 def expert_parallel_plan(model: Any, plans: Path | None = None) -> Plan:
@@ -43,8 +44,8 @@ def expert_parallel_plan(model: Any, plans: Path | None = None) -> Plan:
     for name, style in own.items():
         if style not in STYLES | {EXPERTS, EXPERT_PARAMETER}:
             raise UserError(
-                f"the expert-parallel plan of model type {model_type!r} has the style {style!r} for {name}, "
-                f"which is not known: {_ADVICE}"
+                f"the expert-parallel plan of model type {model_type!r} has the unknown style {style!r} "
+                f"for {name}: {_ADVICE}"
             )
     try:
         plan = plan_for(model, plans)
@@ -146,10 +147,10 @@ class _Linked(torch.autograd.Function):
 def _experts(experts: int | None, tensor: TensorParallel, name: str) -> Stretch:
     """This rank's experts. Raises UserError where the module does not count them, or they are fewer than the ranks."""
     if not isinstance(experts, int):
-        raise UserError(f"{name} does not tell how many experts it holds (num_experts): {_ADVICE}")
+        raise UserError(f"{name} does not have its number of experts (num_experts): {_ADVICE}")
     if experts < tensor.size:
         raise UserError(
-            f"expert_parallel.autoep_size {tensor.size} is too much for the {experts} experts of {name}: "
+            f"expert_parallel.autoep_size {tensor.size} does not fit the {counted(experts, 'expert')} of {name}: "
             f"use at most {experts}"
         )
     return stretch(experts, tensor.rank, tensor.size)

@@ -58,11 +58,11 @@ class KeepOwnParts(deepspeed.zero.Init):
         whole = sum(not hasattr(parameter, "ds_id") for parameter in module.parameters())
         super().__init__(module=module, **options)
         if self.parted != whole:
-            raise RuntimeError(f"DeepSpeed {deepspeed.__version__} does not part parameters one by one")
+            raise RuntimeError(f"DeepSpeed {deepspeed.__version__} does not partition parameters one by one")
 
     def _zero_init_param(self, param: Any) -> None:
         self._convert_to_deepspeed_param(param)
         param.partition()
         self.parted += 1
         if param.ds_tensor.ds_numel != -(-param.ds_numel // self.dp_world_size):
-            raise RuntimeError(f"DeepSpeed {deepspeed.__version__} parts parameters otherwise than was read")
+            raise RuntimeError(f"DeepSpeed {deepspeed.__version__} partitions parameters in an unknown way")

@@ -14,7 +14,9 @@ from typing import Any
 from torch import nn
 
 from harness.config.errors import UserError
+from harness.config.reading import one_of
 from harness.config.shares import Heads, Stretch, stretch
+from harness.config.wording import counted
 from harness.parallel.plan import wildcard
 
 
@@ -99,9 +101,8 @@ def deal(
             return _scaled(heads.queries(size), width // heads.query)
     if width // unit < size or width % unit:
         what = f"width {width}" if unit == 1 else f"width {width}, in units of {unit},"
-        raise UserError(
-            f"tensor_parallel.autotp_size {size} is too much for the {what} of {name}: use at most {width // unit}"
-        )
+        most = 1 if width % unit else max(width // unit, 1)
+        raise UserError(f"tensor_parallel.autotp_size {size} does not fit the {what} of {name}: use at most {most}")
     return [(start * unit, stop * unit) for start, stop in (stretch(width // unit, rank, size) for rank in range(size))]
 
 
@@ -115,12 +116,12 @@ def blocks_of(heads: Heads, blocks: int, name: str) -> Heads:
 def _require_fit(heads: Heads, size: int, name: str) -> None:
     if heads.fit(size):
         return
-    kind = f"{heads.query} attention heads"
+    kind = counted(heads.query, "attention head")
     if heads.key_value != heads.query:
-        kind += f" and {heads.key_value} key/value heads"
+        kind += f" and {counted(heads.key_value, 'key/value head')}"
     fits = [n for n in range(1, heads.query + 1) if heads.fit(n)]
-    advice = f"at most {fits[-1]}" if len(fits) == heads.query else _either(fits)
-    raise UserError(f"tensor_parallel.autotp_size {size} is too much for the {kind} of {name}: use {advice}")
+    advice = f"at most {fits[-1]}" if len(fits) == heads.query else one_of(fits)
+    raise UserError(f"tensor_parallel.autotp_size {size} does not fit the {kind} of {name}: use {advice}")
 
 
 def _scaled(stretches: list[Stretch], unit: int) -> list[Stretch]:
@@ -144,8 +145,3 @@ def _is_layer(name: str) -> bool:
 def _own_size(module: nn.Module, *attributes: str) -> int | None:
     sizes = (getattr(module, attribute, None) for attribute in attributes)
     return next((size for size in sizes if isinstance(size, int)), None)
-
-
-def _either(numbers: list[int]) -> str:
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} or {last}" if most else last

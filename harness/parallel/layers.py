@@ -254,7 +254,7 @@ class VocabParallelEmbedding(nn.Embedding):
         if group_size(self.group) == 1:
             return super().forward(ids)
         inside = (ids >= 0) & (ids < self.num_embeddings)
-        torch._assert_async(inside.all(), "an input id lies outside of the vocabulary")
+        torch._assert_async(inside.all(), "an input id is outside the vocabulary")
         local = ids - self.first_row
         elsewhere = (local < 0) | (local >= self.rows)
         vectors = super().forward(local.masked_fill(elsewhere, 0))

@@ -42,7 +42,7 @@ def cut_bare_parameter(site: Site, own_name: str, above: Sequence[nn.Module] = (
         cut_segments(owner, own_name, segments, 0, site.tensor)
         return
     if style not in _STYLES:
-        raise UserError(f"the tensor-parallel style {style} of {name} is not one for a parameter: correct the plan")
+        raise UserError(f"the tensor-parallel style {style} of {name} does not apply to a parameter: correct the plan")
     parts, unit = _parts(owner, own_name, rule)
     dim = rule.dim
     if dim is None:

@@ -76,10 +76,10 @@ def sum_partial_gradients(module: nn.Module, name: str, tensor: TensorParallel, 
         misused = (reached.partial & reached.whole) | reached.bare
         mixed = sorted(names.get(id(param), "a parameter") for param in misused)
         if mixed or reached.input_is_partial:
-            what = f"{', '.join(mixed)} is" if mixed else "what goes in is"
+            what = f"{', '.join(mixed)} is" if mixed else "its input is"
             raise UserError(
                 f"the tensor-parallel plan of {name or type(module).__name__} gives wrong gradients: {what} used by "
-                "split layers and by whole ones: set tensor_parallel.autotp_size to 1, or correct the plan"
+                "split and by whole layers: set tensor_parallel.autotp_size to 1, or correct the plan"
             )
         for param in reached.partial:
             if not sums_gradient(param):

@@ -155,6 +155,6 @@ def _as_integers(costs: Sequence[float]) -> list[int]:
 def _require_enough_layers(n_layers: int, stages: int) -> None:
     if not 1 <= stages <= n_layers:
         raise UserError(
-            f"pipeline.stages: {counted(stages, 'stage')} cannot be cut from {counted(n_layers, 'layer')}; "
+            f"pipeline.stages: {counted(stages, 'stage')} for a model of {counted(n_layers, 'layer')}: "
             + ("use 1" if n_layers == 1 else f"use 1 to {n_layers}")
         )

@@ -150,13 +150,13 @@ def plan_for(model: nn.Module, plans: Path | None = None) -> Plan:
     else:
         raise NoPlan(
             f"model type {config.model_type!r} declares no tensor-parallel plan: {ADVICE}, "
-            f"or describe how to cut it in {path or 'a plan file'}"
+            f"or write a plan in {path or 'a plan file'}"
         )
     for pattern, rule in plan.rules.items():
         if rule.style not in STYLES:
             raise UserError(
-                f"the tensor-parallel plan of model type {plan.model_type!r} has the style "
-                f"{rule.style!r} for {pattern}, which is not known: {ADVICE}, "
+                f"the tensor-parallel plan of model type {plan.model_type!r} has the unknown style "
+                f"{rule.style!r} for {pattern}: {ADVICE}, "
                 f"or give a plan file with one of {', '.join(sorted(STYLES))}"
             )
     return _with_embeddings(plan, model)

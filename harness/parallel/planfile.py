@@ -39,7 +39,7 @@ def read_parts(path: Path, config: Any) -> dict[str, Any]:
     data = json.loads(path.read_text(encoding="utf-8"))
     unknown = set(data) - {*_PARTS, "cases", "note", "extends"}
     if unknown:
-        raise ValueError(f"it has no place for {', '.join(sorted(unknown))}")
+        raise ValueError(f"unknown keys {', '.join(sorted(unknown))}")
     parts: dict[str, Any] = {"styles": dict(data["styles"])}
     parts |= {name: dict(data.get(name, {})) for name in _PARTS[1:]}
     for case in data.get("cases", []):
@@ -62,5 +62,5 @@ def _require_words(name: str, words: dict[str, str]) -> None:
     for attribute, word in words.items():
         if word not in WORDS and not set(word) & set("+*"):
             raise ValueError(
-                f"{name}: attribute {attribute} says {word!r}: give {' or '.join(sorted(WORDS))}, or a sum of products"
+                f"{name}: attribute {attribute} is {word!r}: use {' or '.join(sorted(WORDS))}, or a sum of products"
             )

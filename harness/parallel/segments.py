@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.errors import UserError
+from harness.config.reading import one_of
 from harness.parallel.comm import TensorParallel, copy_to_group, gather_from_group
 from harness.parallel.shard import Shard, cut_parameter
 
@@ -32,6 +33,11 @@ class Segment:
     def is_shared(self, size: int) -> bool:
         """Whether several of `size` ranks use the same unit."""
         return self.units % size != 0
+
+    def fits(self, size: int) -> bool:
+        """Return whether `size` ranks can each use whole units, or share one, and hold equal shares."""
+        whole_units = self.units % size == 0 or size % self.units == 0
+        return whole_units and self.units * self.width % size == 0
 
     def share(self, tensor: TensorParallel) -> tuple[int, int]:
         """The range that a rank holds where every entry is held once."""
@@ -70,15 +76,18 @@ def read_segments(
     for word in words:
         units, *rest = product_of(word, owners)
         start = found[-1].start + found[-1].units * found[-1].width if found else 0
-        segment = Segment(start=start, units=units, width=prod(rest))
-        if (units % tensor.size and tensor.size % units) or units * segment.width % tensor.size:
+        found.append(Segment(start=start, units=units, width=prod(rest)))
+    fits = [n for n in range(1, max(part.units for part in found) + 1) if all(part.fits(n) for part in found)]
+    for word, segment in zip(words, found, strict=True):
+        if not segment.fits(tensor.size):
             raise UserError(
-                f"tensor_parallel.autotp_size {tensor.size}: the {units} {word.split('*')[0].strip()} of {name} cannot "
-                "be shared out: use another size"
+                f"tensor_parallel.autotp_size {tensor.size} does not fit the {segment.units} "
+                f"{word.split('*')[0].strip()} of {name}: use {one_of(fits)}"
             )
-        found.append(segment)
     if sum(segment.units * segment.width for segment in found) != length:
-        raise UserError(f"the {length} outputs of {name} are not {', '.join(words)} side by side: correct the plan")
+        raise UserError(
+            f"the {length} outputs of {name} are not the concatenation of {', '.join(words)}: correct the plan"
+        )
     return found
 
 

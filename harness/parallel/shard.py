@@ -69,7 +69,7 @@ class Shard:
         only the pieces are read. Always a new tensor. Raises ValueError on another shape."""
         shape = tuple(full.get_shape() if hasattr(full, "get_shape") else full.shape)
         if shape != self.full_shape:
-            raise ValueError(f"a tensor of shape {shape} stands where {self.full_shape} is expected")
+            raise ValueError(f"got a tensor of shape {shape}, expected {self.full_shape}")
         parts = []
         for start, stop in self.pieces:
             part = full[self._index(start, stop)]

@@ -66,7 +66,7 @@ class Site:
         if len(set(stretches)) < len(stretches):
             raise UserError(
                 f"{self.name} has fewer key/value heads than tensor_parallel.autotp_size {self.tensor.size}, and they "
-                f"cannot be shared there: use at most {len(set(stretches))}"
+                f"cannot be shared by ranks: use at most {len(set(stretches))}"
             )
         return [stop - start for start, stop in stretches]
 

@@ -215,14 +215,14 @@ def test_what_cannot_be_done_is_refused_in_one_line(run: Any) -> None:
     *_, results = run
     for outcome in results:
         odd, *said, elsewhere = outcome.refusals
-        assert "DS904 4 ranks share the experts, and the model has 3" in odd
+        assert "DS904 4 expert-parallel ranks, but the model has only 3 experts" in odd
         assert said == [
             "model type 'llama' declares no expert-parallel plan: "
-            "leave expert_parallel.autoep_size out, so that each expert is cut",
+            "remove expert_parallel.autoep_size, so that each expert is split",
             "--output_router_logits: model type 'llama' makes no loss of routers",
             "--router_aux_loss_coef is of no use without --output_router_logits",
         ]
-        assert "experts over 2 ranks, and tensor parallelism over 4" in elsewhere
+        assert "expert-parallel size 2 differs from tensor-parallel size 4" in elsewhere
 
 
 def test_a_rank_that_gets_no_token_still_takes_part(run: Any) -> None:

@@ -151,7 +151,7 @@ def test_ranks_without_a_share_are_refused_in_one_line(outcome: Any) -> None:
     _, _, results, _ = outcome
     for result in results:
         heads, width = result.refusals
-        assert "DS902 4 tensor-parallel ranks, and the model has 3 attention heads" in heads
+        assert "DS902 4 tensor-parallel ranks, but the model has only 3 attention heads" in heads
         assert width == (
-            "tensor_parallel.autotp_size 4 is too much for the width 3 of model.layers.0.mlp.gate_proj: use at most 3"
+            "tensor_parallel.autotp_size 4 does not fit the width 3 of model.layers.0.mlp.gate_proj: use at most 3"
         )

@@ -120,7 +120,7 @@ def test_padded_and_packed_conversations_have_one_loss_in_other_layouts(tmp_path
     tiny_model(tmp_path / "model-bloom", "bloom", False)
     losses, said = run_ranks(2, in_memory, model, str(tmp_path), timeout_s=300)[0]
     assert said[0] == "position_ids go up to 503, the model has 128 positions: cut them"
-    assert "'bloom' does not keep packed documents apart" in said[1]
+    assert "'bloom' does not separate packed documents" in said[1]
     first = next(iter(losses.values()))
     assert len(losses) == 4
     assert {name: loss for name, loss in losses.items() if loss != pytest.approx(first, rel=5e-6)} == {}

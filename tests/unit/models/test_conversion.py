@@ -254,7 +254,7 @@ def test_a_misshapen_expert_is_told(tmp_path: Path) -> None:
             content[name] = content[name][:, :10].clone()
 
     rewrite(tmp_path, halve)
-    with pytest.raises(UserError, match=r"down_proj has shape \(4, 64, 10\), the config asks for \(4, 64, 96\)"):
+    with pytest.raises(UserError, match=r"down_proj has shape \(4, 64, 10\), but the config expects \(4, 64, 96\)"):
         opened(tmp_path)
 
 

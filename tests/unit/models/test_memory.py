@@ -32,7 +32,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "forward hook": lambda module: module.register_forward_hook(lambda *_: None),
     "forward pre-hook": lambda module: module.register_forward_pre_hook(lambda *_: None),
     "backward hook": lambda module: module.register_full_backward_hook(lambda *_: None),
-    "forward of its own": own_forward,
+    "forward set on the instance": own_forward,
     "parametrized": lambda module: parametrizations.weight_norm(module.down_proj),  # type: ignore[arg-type]
     "hook on its gradient": lambda module: module.down_proj.weight.register_hook(lambda grad: grad),  # type: ignore
 }

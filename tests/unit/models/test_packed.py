@@ -34,14 +34,14 @@ def test_models_that_read_the_position_ids_keep_documents_apart(family: str, att
     ],
 )
 def test_models_whose_documents_see_each_other_are_refused(family: str, settings: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"'{family}' does not keep packed documents apart: .* train it without"):
+    with pytest.raises(UserError, match=f"'{family}' does not separate packed documents: .* train without"):
         require_documents_apart(CONFIG_MAPPING[family](**settings))
 
 
 def test_flash_attention_takes_one_packed_sample_at_a_time() -> None:
     config = CONFIG_MAPPING["llama"]()
     config._attn_implementation = "flash_attention_2"
-    with pytest.raises(UserError, match="micro-batches of one sample alone, this one has 2"):
+    with pytest.raises(UserError, match="micro-batches of one sample, but this one has 2"):
         require_flash_apart(config, 2, CPU, torch.bfloat16)
     require_flash_apart(CONFIG_MAPPING["llama"](), 2, CPU, torch.float32)  # without flash-attention nothing is asked
 

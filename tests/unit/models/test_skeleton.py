@@ -42,5 +42,5 @@ def test_code_in_a_directory_is_not_run(tmp_path):
     config = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text("raise SystemExit(3)\n")
-    with pytest.raises(UserError, match="names code of its own"):
+    with pytest.raises(UserError, match="needs custom code"):
         read_source(str(tmp_path))

@@ -31,6 +31,12 @@ def test_a_decoder_cut_into_layers_is_the_whole(family):
     assert not looks_ahead(config, CPU)
 
 
+def test_a_layer_of_no_width_is_compared_too():
+    config = tiny_config("deepseek_v3")
+    config.n_shared_experts = 0
+    assert find_difference(config, cut, TensorParallel(), CPU) is None
+
+
 def test_a_single_weight_that_is_off_is_seen():
     def spoil(layer: nn.Module) -> None:
         for name, parameter in layer.named_parameters():

@@ -113,13 +113,13 @@ def test_a_part_of_a_shard_that_is_padded(saved: Path) -> None:
 
 def test_a_missing_tensor_is_named(saved: Path) -> None:
     rewrite(saved, lambda content: content.pop("model.norm.weight"))
-    with pytest.raises(UserError, match=r"model\.norm\.weight not in the weights"):
+    with pytest.raises(UserError, match=r"lack model\.norm\.weight"):
         tensors(read_source(str(saved)))
 
 
 def test_a_misshapen_tensor_is_named_with_both_shapes(saved: Path) -> None:
     rewrite(saved, lambda content: content.update({"model.norm.weight": torch.ones(7)}))
-    with pytest.raises(UserError, match=r"model\.norm\.weight has shape \(7,\), the config asks for \(64,\)"):
+    with pytest.raises(UserError, match=r"model\.norm\.weight has shape \(7,\), but the config expects \(64,\)"):
         tensors(read_source(str(saved)))
 
 
@@ -142,7 +142,7 @@ def test_presets_can_be_read() -> None:
 
 @pytest.mark.parametrize(
     ("content", "wanted"),
-    [(None, "no config.json"), ("{", "cannot be read as JSON"), ("{}", "names no model_type")],
+    [(None, "no config.json"), ("{", "is not valid JSON"), ("{}", "has no model_type")],
 )
 def test_a_directory_that_holds_no_model_is_told(tmp_path: Path, content: str | None, wanted: str) -> None:
     if content is not None:
@@ -153,7 +153,7 @@ def test_a_directory_that_holds_no_model_is_told(tmp_path: Path, content: str | 
 
 def test_a_directory_of_adapters_is_told_from_one_that_holds_nothing(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="holds adapters and no model"):
+    with pytest.raises(UserError, match="contains adapters but no model"):
         model_directory(str(tmp_path))
 
 
@@ -183,5 +183,5 @@ def test_a_broken_generation_config_is_told(saved: Path) -> None:
 
 def test_an_unknown_model_type_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-type"}))
-    with pytest.raises(UserError, match="not a model that transformers knows"):
+    with pytest.raises(UserError, match="not a model that transformers supports"):
         read_source(str(tmp_path))

@@ -142,27 +142,27 @@ def test_an_attention_with_shared_heads_repeats_them_less() -> None:
             "llama",
             {},
             5,
-            "tensor_parallel.autotp_size 5 is too much for the 4 attention heads and 2 key/value heads of "
+            "tensor_parallel.autotp_size 5 does not fit the 4 attention heads and 2 key/value heads of "
             "model.layers.0.self_attn.q_proj: use at most 4",
         ),
         (
             "gpt2",
             {},
             8,
-            "tensor_parallel.autotp_size 8 is too much for the 4 attention heads of "
+            "tensor_parallel.autotp_size 8 does not fit the 4 attention heads of "
             "transformer.h.0.attn.c_attn: use at most 4",
         ),
         (
             "llama",
             {"intermediate_size": 3},
             4,
-            "tensor_parallel.autotp_size 4 is too much for the width 3 of model.layers.0.mlp.gate_proj: use at most 3",
+            "tensor_parallel.autotp_size 4 does not fit the width 3 of model.layers.0.mlp.gate_proj: use at most 3",
         ),
         (
             "falcon",
             {"new_decoder_architecture": True, "num_kv_heads": 2},
             4,
-            "tensor_parallel.autotp_size 4 is too much for the width 2 of "
+            "tensor_parallel.autotp_size 4 does not fit the width 2 of "
             "transformer.h.0.self_attention.num_kv_heads: use at most 2",
         ),
     ],
@@ -230,5 +230,5 @@ def test_cross_entropy_is_torch_s_and_its_gradient_too() -> None:
 
 @pytest.mark.parametrize("label", [7, -1])
 def test_a_label_outside_of_the_vocabulary_is_an_error(label: int) -> None:
-    with pytest.raises(RuntimeError, match="a label lies outside of the vocabulary"):
+    with pytest.raises(RuntimeError, match="a label is outside the vocabulary"):
         vocab_parallel_cross_entropy(torch.randn(1, 7), torch.tensor([label]), None, 7)

@@ -55,7 +55,7 @@ def test_the_first_ranks_take_one_expert_more() -> None:
 
 def test_fewer_experts_than_ranks_are_refused() -> None:
     model = model_of("mixtral", num_local_experts=3)
-    said = "autoep_size 4 is too much for the 3 experts of model.layers.0.mlp.experts: use at most 3"
+    said = "autoep_size 4 does not fit the 3 experts of model.layers.0.mlp.experts: use at most 3"
     with pytest.raises(UserError, match=said):
         cut(model, "", expert_parallel_plan(model), TensorParallel(rank=0, size=4), model.config)
 
@@ -76,5 +76,5 @@ def test_what_the_plan_does_not_say_is_refused() -> None:
         expert_parallel_plan(model_of("llama"))
     model = model_of("mixtral", num_local_experts=4)
     model._ep_plan = {**model.ep_plan, "model.layers.*.mlp.gate": "a new style"}
-    with pytest.raises(UserError, match=r"the style 'a new style' for model.layers"):
+    with pytest.raises(UserError, match=r"the unknown style 'a new style' for model.layers"):
         expert_parallel_plan(model)

@@ -122,7 +122,7 @@ def test_an_unknown_method_is_told_with_the_known_ones(method):
 @pytest.mark.parametrize("method", ["balanced", "measured", "uniform", "parameters", "type:Layer"])
 @pytest.mark.parametrize("stages", [0, 9])
 def test_stages_that_do_not_fit_are_told_with_the_numbers(method, stages):
-    with pytest.raises(UserError, match=f"{stages} stages cannot be cut from 8 layers; use 1 to 8"):
+    with pytest.raises(UserError, match=f"{stages} stages for a model of 8 layers: use 1 to 8"):
         stage_boundaries(method, stages, costs=[1.0] * 8, parameters=[1] * 8, names=NAMES)
 
 

@@ -45,14 +45,16 @@ def test_a_family_without_plan_and_file_is_refused_with_what_to_do(tmp_path: Pat
         plan_for(on_meta("gpt2"), tmp_path)
     assert str(told.value) == (
         "model type 'gpt2' declares no tensor-parallel plan: set tensor_parallel.autotp_size to 1, "
-        f"or describe how to cut it in {tmp_path / 'gpt2.json'}"
+        f"or write a plan in {tmp_path / 'gpt2.json'}"
     )
 
 
 def test_an_unknown_style_is_refused_by_name() -> None:
     model = on_meta("llama")
     model._tp_plan = {**model.tp_plan, "model.layers.*.mlp.up_proj": "diagonal"}
-    with pytest.raises(UserError, match=r"'llama' has the style 'diagonal' for model\.layers\.\*\.mlp\.up_proj"):
+    with pytest.raises(
+        UserError, match=r"'llama' has the unknown style 'diagonal' for model\.layers\.\*\.mlp\.up_proj"
+    ):
         plan_for(model)
 
 
@@ -137,9 +139,9 @@ def test_every_name_in_a_plan_file_is_in_a_model(path: Path) -> None:
     [
         ("[", "JSONDecodeError"),
         ({}, "KeyError: 'styles'"),
-        ({"styles": {}, "style": {}}, "no place for style"),
+        ({"styles": {}, "style": {}}, "unknown keys style"),
         ({"styles": {"a": {"stile": "rowwise"}}}, "TypeError"),
-        ({"styles": {}, "attributes": {"a": {"heads": "halve"}}}, "says 'halve': give divide or share"),
+        ({"styles": {}, "attributes": {"a": {"heads": "halve"}}}, "is 'halve': use divide or share"),
     ],
 )
 def test_a_file_that_is_no_plan_is_told(tmp_path: Path, data: Any, reason: str) -> None:

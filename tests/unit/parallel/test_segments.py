@@ -59,8 +59,8 @@ def test_a_parameter_is_cut_or_where_ranks_share_a_unit_seen_in_part() -> None:
 @pytest.mark.parametrize(
     ("words", "width", "size", "told"),
     [
-        (WORDS, WIDTH, 3, "autotp_size 3: the 4 num_heads of it cannot be shared out: use another size"),
-        (WORDS, WIDTH + 1, 2, "the 33 outputs of it are not .* side by side: correct the plan"),
+        (WORDS, WIDTH, 3, "autotp_size 3 does not fit the 4 num_heads of it: use 1, 2 or 4"),
+        (WORDS, WIDTH + 1, 2, "the 33 outputs of it are not the concatenation of .*: correct the plan"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(words: list[str], width: int, size: int, told: str) -> None:

@@ -91,7 +91,7 @@ def test_only_its_pieces_are_read_from_a_file(tmp_path: Path, dim: int) -> None:
 
 
 def test_another_shape_is_told() -> None:
-    with pytest.raises(ValueError, match=r"shape \(4, 3\) stands where \(4, 2\) is expected"):
+    with pytest.raises(ValueError, match=r"got a tensor of shape \(4, 3\), expected \(4, 2\)"):
         share_of((4, 2), 0, 0, 2).take(torch.zeros(4, 3))
 
 
