@@ -1,0 +1,50 @@
+"""Write docs/flags.md, the list of every flag, from the argument dataclasses: python scripts/write_flags.py [FILE]."""
+
+import argparse
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from harness.training.arguments import LoraArguments, TrainingArguments
+from harness.training.preflight import ScriptArguments
+
+HEAD = """# Every flag
+
+The flags of `scripts/train.py`. Those of the second table are also the fields of `harness.TrainingArguments`. A flag
+that contradicts the DeepSpeed JSON is an error that names both. Written by `python scripts/write_flags.py`.
+"""
+TABLES = (
+    ("Model and data", ScriptArguments),
+    ("Training", TrainingArguments),
+    ("LoRA", LoraArguments),
+)
+
+
+def row(item: Any) -> str:
+    """Return the table row of a field: flag, default, meaning."""
+    default = None if item.default is MISSING else item.default
+    shown = "" if default is None else f"`{default}`"
+    text = item.metadata["help"].replace("|", "\\|")
+    return f"| `--{item.name}` | {shown} | {text} |"
+
+
+def page() -> str:
+    """Return the page in Markdown."""
+    parts = [HEAD]
+    for title, kind in TABLES:
+        parts += [f"## {title}\n", "| flag | default | meaning |\n|---|---|---|", *map(row, fields(kind)), ""]
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", nargs="?", type=Path, default=Path("docs/flags.md"))
+    parser.parse_args().file.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""README and docs: they build, what is generated is current, and what they name exists."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from harness.config import Severity, check, load
+from harness.config.document import from_text
+from harness.config.registry import by_code
+from harness.config.rule import Finding, Rule, rule
+from harness.config.view import RunView
+from harness.training.arguments import LoraArguments, TrainingArguments
+from harness.training.preflight import ScriptArguments
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md"), *DOCS.glob("contributing/*.md")]
+FREE_CODE = "DS111"  # of the rule that docs/contributing/rule.md makes up
+MADE_UP = {"ds_configs/zero1.json", "models/plans/mymodel.json"}
+
+# Flags of other programs that the pages show: deepspeed, torchrun, srun, sbatch, pip, mkdocs, huggingface-cli.
+FLAGS_OF_OTHERS = {
+    *("num_accelerators", "hostfile", "include", "master_port", "module", "nnodes", "nproc_per_node"),
+    *("rdzv_backend", "rdzv_endpoint", "nodes", "signal", "strict"),
+}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """The fenced blocks of a page in a language, without their indentation."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", path.read_text(encoding="utf-8"), re.M | re.S)
+    return [textwrap.dedent(text) for _, text in found]
+
+
+def run_script(name: str, *arguments: object) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The docs, built strictly."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site: Path) -> None:
+    for page in (path for path in WRITTEN if path.is_relative_to(DOCS)):
+        html = site / page.relative_to(DOCS).with_suffix("") / "index.html"
+        assert (html.parent.parent if page.stem == "index" else html.parent).joinpath("index.html").is_file(), page
+    for html in site.rglob("*.html"):
+        loaded = re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"?(https?://[^\s\">]+)", html.read_text())
+        assert loaded == [], html
+    trainer = (site / "trainer/index.html").read_text()
+    for method in ("train", "evaluate", "save_model", "trained_model"):
+        assert f'id="harness.Trainer.{method}"' in trainer
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    def leaves(node: Any) -> Iterator[str]:
+        if isinstance(node, str):
+            yield node
+        for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            yield from leaves(child)
+
+    listed = set(leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    assert pages - listed == {page for page in pages if re.fullmatch(r"rules/DS\d+\.md", page)}
+
+
+def test_generated_pages_and_pictures_are_current(tmp_path: Path) -> None:
+    run_script("write_flags.py", tmp_path / "flags.md")
+    run_script("draw_layouts.py", tmp_path)
+    for name in ("flags.md", "ways.svg", "grid.svg", "schedule.svg"):
+        kept = DOCS / name if name.endswith(".md") else DOCS / "images" / name
+        assert (tmp_path / name).read_text() == kept.read_text(), f"{kept}: run the script that writes it"
+
+
+@cache
+def known_flags() -> set[str]:
+    flags = {item.name for kind in (ScriptArguments, TrainingArguments, LoraArguments) for item in fields(kind)}
+    sources = [path.read_text() for top in ("harness", "scripts") for path in (ROOT / top).rglob("*.py")]
+    parsers = "".join(source for source in sources if "add_argument" in source)
+    return flags | {flag.replace("-", "_") for flag in re.findall(r"\"--([a-z][\w-]*)\"", parsers)}
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=name_of)
+def test_every_flag_rule_and_file_that_a_page_names_exists(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    flags = set(re.findall(r"(?<![\w-])--([a-z][a-z_0-9]*)(?![\w-])", text))
+    assert flags - known_flags() - FLAGS_OF_OTHERS == set()
+    assert [code for code in re.findall(r"DS\d{3}", text) if code != FREE_CODE and by_code(code) is None] == []
+    for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text):
+        assert (path.parent / target).exists(), f"{name_of(path)} links to {target}"
+    for named in re.findall(r"`((?:scripts|docs|tests|harness|models|ds_configs|examples)/[\w./-]+)`", text):
+        assert (ROOT / named).exists() or "NAME" in named or named in MADE_UP, f"{name_of(path)} names {named}"
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=name_of)
+def test_code_and_json_of_a_page_can_be_read(path: Path) -> None:
+    for code in blocks(path, "python"):
+        ast.parse(code)
+    for text in blocks(path, "json"):
+        json.loads(text if text.lstrip().startswith("{") else f"{{{text}}}")
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", DOCS / "layouts.md"], ids=name_of)
+def test_the_table_of_presets_is_the_folder(path: Path) -> None:
+    listed = re.findall(r"^\| `(\w+)` \|.*D\)|^\| `(\w+)` \|.*\| any \|", path.read_text(), re.M)
+    assert {first or second for first, second in listed} == {file.stem for file in (ROOT / "ds_configs").glob("*.json")}
+
+
+def test_readme_is_short_and_begins_with_the_users_own_model_and_file() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert 100 <= len(lines) <= 170
+    first = next(iter(re.findall(r"```\n(.*?)```", "\n".join(lines), re.S)))
+    assert {"--model_name_or_path", "--train_file", "--output_dir"} <= set(first.split())
+
+
+def test_readme_counts_the_families_of_the_table() -> None:
+    readme, table = (ROOT / "README.md").read_text(), (DOCS / "models.md").read_text()
+    (all_in_stages,) = re.findall(r"^\| all \| \*\*(\d+)\*\*", table, re.M)
+    (families,) = re.findall(r"each of the (\d+) families", table)
+    assert f"[{all_in_stages} of {families} families](docs/models.md)" in readme
+
+
+@cache
+def spoken() -> list[str]:
+    """Every text of the product's code; a NUL stands for what an f-string fills in."""
+    texts = []
+    for path in (path for top in ("harness", "models") for path in (ROOT / top).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(p.value if isinstance(p, ast.Constant) else "\0" for p in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return texts
+
+
+@pytest.mark.parametrize("message", blocks(DOCS / "troubleshooting.md", "text"), ids=lambda text: text.strip()[:50])
+def test_a_message_of_the_troubleshooting_page_is_one_that_users_see(message: str) -> None:
+    parts = [part.strip() for part in re.split(r"<.*?>", " ".join(message.split()))]
+    wanted = ".*".join(re.escape(part) for part in parts if part)
+    assert any(re.search(wanted, text, re.S) for text in spoken()), message
+
+
+def test_the_rule_of_the_contributing_page_works() -> None:
+    (source,) = blocks(DOCS / "contributing/rule.md", "python")
+    assert FREE_CODE in source and by_code(FREE_CODE) is None, "give the page another free code"
+    names: dict[str, Any] = {"rule": rule, "Severity": Severity, "Finding": Finding, "RunView": RunView}
+    exec(compile("from __future__ import annotations\n" + source, "rule.md", "exec"), names)
+    made = next(value for value in names.values() if isinstance(value, Rule))
+    assert len(list(made.check(RunView(from_text(made.wrong))))) == 1
+    assert list(made.check(RunView(from_text(made.right)))) == []
+
+
+def test_the_preset_of_the_contributing_page_passes_the_check(tmp_path: Path) -> None:
+    (source,) = blocks(DOCS / "contributing/preset.md", "json")
+    (tmp_path / "zero1.json").write_text(source)
+    assert [str(finding) for finding in check(load(str(tmp_path / "zero1.json")))] == []
