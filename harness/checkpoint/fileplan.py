@@ -18,6 +18,10 @@ from harness.config.errors import UserError
 from harness.models.conversion import WrittenForm
 from harness.models.tensorfiles import SINGLE
 from harness.topology.groups import Groups
+from harness.topology.layout import Axis, Coordinate
+
+PASSED_ALONG: tuple[Axis, ...] = ("pipeline", "tensor", "data")
+"""The axes along which places are passed on from rank 0, one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +91,7 @@ def _shares(entries: list[Entry], groups: Groups) -> list[Share] | None:
     share = Share(host=socket.gethostname(), entries=entries)
     if groups.pipeline is None:
         return [share] if groups.rank == 0 else None
-    if not _is_leader(groups):
+    if not takes_part(groups.coordinate, "pipeline"):
         return None
     shares: list[Any] | None = [None] * groups.layout.pipeline if groups.rank == 0 else None
     dist.gather_object(share, shares, dst=0, group=groups.pipeline)
@@ -97,15 +101,19 @@ def _shares(entries: list[Entry], groups: Groups) -> list[Share] | None:
 def _deal(dealt: list[list[Place]] | None, groups: Groups) -> list[Place]:
     """From rank 0 the first rank of each stage gets what its stage needs, and passes it on."""
     own: list[Any] = [dealt[groups.coordinate.stage] if dealt is not None else None]
-    if _is_leader(groups) and groups.pipeline is not None:
-        dist.scatter_object_list(own, dealt, src=0, group=groups.pipeline)
-    if groups.tensor is not None and groups.coordinate.data == 0:
-        dist.broadcast_object_list(own, src=dist.get_process_group_ranks(groups.tensor)[0], group=groups.tensor)
-    if groups.data is not None:
-        dist.broadcast_object_list(own, src=dist.get_process_group_ranks(groups.data)[0], group=groups.data)
+    for axis in PASSED_ALONG:
+        group = getattr(groups, axis)
+        if group is None or not takes_part(groups.coordinate, axis):
+            continue
+        first = dist.get_process_group_ranks(group)[0]
+        if axis == "pipeline":
+            dist.scatter_object_list(own, dealt, src=first, group=group)
+        else:
+            dist.broadcast_object_list(own, src=first, group=group)
     return own[0]
 
 
-def _is_leader(groups: Groups) -> bool:
-    """Whether this is the first rank of its stage."""
-    return groups.coordinate.data == 0 and groups.coordinate.tensor == 0
+def takes_part(coordinate: Coordinate, axis: Axis) -> bool:
+    """Whether a rank takes part when places are passed along an axis: its group's first rank has them by then."""
+    later = PASSED_ALONG[PASSED_ALONG.index(axis) + 1 :]
+    return all(getattr(coordinate, other) == 0 for other in later)

@@ -69,6 +69,25 @@ def test_columns_are_read_in_few_large_pieces_and_no_others_with_them(tmp_path: 
     assert torch.equal(into, tensor[:, 2500:5000].to(dtype))
 
 
+def test_one_rank_of_64_reads_its_columns_of_as_many_rows_as_a_405b_model_has_in_large_pieces(tmp_path: Path) -> None:
+    shape = (32_768, 8192)
+    entry = {"dtype": "BF16", "shape": shape, "data_offsets": [0, 2 * shape[0] * shape[1]]}
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header({"a": entry}, b""))
+    first = path.stat().st_size
+    os.truncate(path, first + 2 * shape[0] * shape[1])  # zeros, which take no room on the disk
+    last = torch.arange(128, dtype=torch.bfloat16)
+    with path.open("r+b") as file:
+        file.seek(-256, os.SEEK_END)
+        file.write(last.view(torch.uint8).numpy().tobytes())
+    stored = open_tensors(tmp_path).tensors["a"]
+    before = reads()
+    columns = read(stored[:, -128 + 8192 :])
+    calls, count = (after - start for after, start in zip(reads(), before, strict=True))
+    assert calls < 200 and count < 1.1 * 2 * columns.numel()
+    assert torch.equal(columns[-1], last) and not columns[:-1].any()
+
+
 @pytest.mark.parametrize("columns", [slice(0, 10_000), slice(0, 2500), slice(0, 9990)])
 def test_a_file_that_was_cut_off_since_is_an_error_and_no_crash(tmp_path: Path, columns: slice) -> None:
     path = tmp_path / "model.safetensors"

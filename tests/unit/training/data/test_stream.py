@@ -1,6 +1,7 @@
 """Micro-batches: each sample once an epoch, alike in every layout, and the same again after a resume."""
 
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from harness.config.errors import UserError
 from harness.training.data.evaluation import evaluation_batches
+from harness.training.data.order import batch_indices
 from harness.training.data.stream import BatchStream, data_digest
 
 N, BLOCK = 37, 6
@@ -195,3 +197,16 @@ def test_random_samples_are_the_same_on_every_rank_that_reads_them_and_differ_be
     assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(first, again, strict=True))
     assert data_digest(Noise()) == data_digest(Noise())
     assert (random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()) == state
+
+
+def test_1024_ranks_deal_out_a_hundred_million_rows_and_hold_none_of_them():
+    rows, some = Rows(10**8), range(0, 1024, 32)
+    ranks = streams(rows, data_size=1024, accumulation=1024, consumed=10**8 - 1000)  # over the end of an epoch
+    tracemalloc.start()
+    for rank in some:
+        ranks[rank].next_step()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    dealt = batch_indices(10**8 - 1000, 2048, 10**8, seed=7).reshape(1024, 2)[list(some)]
+    assert rows.read == dealt.flatten().tolist()
+    assert most < 1_000_000
