@@ -33,7 +33,7 @@ from harness.training.evidence import GuardedLoss, check_every_gradient
 from harness.training.losses import Loss
 from harness.training.muon import find_matrices
 from harness.training.optimizer import own_optimizer, parameter_groups, schedule
-from harness.training.precision import keeping_fp32
+from harness.training.precision import keeping_fp32, reduce_fp32_gradients
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv": "csv_monitor"}
@@ -118,6 +118,7 @@ def build_engine(
             dist_init_required=False,
         )
     give_timeout(open_groups() - groups_before)
+    reduce_fp32_gradients(engine.optimizer)
     find_matrices(engine, setting.groups)
     correct_clipping(engine, setting.groups, skip_nonfinite=acts)
     if acts:

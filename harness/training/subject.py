@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.config.errors import UserError
+from harness.config.wording import counted
 from harness.models.adapters import Adaptation, adapted_model, lora_config
 from harness.models.attention import require_available, with_attention
 from harness.models.causal import CausalModel, assemble
@@ -26,7 +27,7 @@ from harness.training.arguments import TrainingArguments
 from harness.training.build import Setting, Traits
 from harness.training.data.collate import MicroBatch
 from harness.training.losses import CausalLoss, LogitsLoss, Loss, MeanLoss, RouterLoss
-from harness.training.precision import can_keep_fp32
+from harness.training.precision import can_keep_fp32, keeps_wanted, obstacle
 from harness.training.spread import layer_finisher, own_part
 
 Model: TypeAlias = str | ModelSource | PretrainedConfig | PreTrainedModel | nn.Sequential | Sequence[Layer]
@@ -133,7 +134,7 @@ def decoder_subject(
         whole_logits=own_loss is not None,
         keep_fp32=can_keep_fp32(setting.resolved),
     )
-    _warn_of_lowered(causal.in_fp32, setting)
+    _require_kept(causal.in_fp32, setting)
     _require_gradients(causal, setting)
     if args.output_router_logits and causal.router is None:
         raise UserError(f"--output_router_logits: model type {source.config.model_type!r} makes no loss of routers")
@@ -190,14 +191,19 @@ def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> Pret
     return config
 
 
-def _warn_of_lowered(names: Set[str], setting: Setting) -> None:
-    """Say which parameters transformers keeps in float32 and this run does not."""
-    if names and setting.groups.rank == 0 and not can_keep_fp32(setting.resolved):
-        warnings.warn(
-            f"{len(names)} parameters that transformers keeps in float32 ({min(names)}, ...) are in "
-            f"{setting.resolved.precision}: they stay in float32 in bf16 at ZeRO-0 to 2 without offload",
-            stacklevel=3,
+def _require_kept(names: Set[str], setting: Setting) -> None:
+    """Refuse a bf16 run that cannot keep what transformers keeps in float32, unless the config wants nothing kept."""
+    resolved = setting.resolved
+    if not names or can_keep_fp32(resolved):
+        return
+    what = f"{counted(len(names), 'parameter')} that transformers keeps in float32 ({min(names)}, ...)"
+    if resolved.precision == "bf16" and keeps_wanted(resolved):
+        raise UserError(
+            f"the model has {what}, which DeepSpeed cannot keep so with {obstacle(resolved)}: remove that, or set "
+            "data_types.keep_in_fp32_modules to [] to compute them in bf16"
         )
+    if setting.groups.rank == 0:
+        warnings.warn(f"{what} will be computed in {resolved.precision}", stacklevel=3)
 
 
 def _decoder_loss(causal: CausalModel, setting: Setting, own_loss: LogitsLoss | None) -> Loss:

@@ -77,7 +77,6 @@ def test_what_a_family_keeps_in_float32_stays_so_and_gradients_are_summed_in_it(
     assert exact
     results = run_ranks(2, first_steps, str(tmp_path / "model"), data, str(tmp_path / "out"), timeout_s=300)[0]
     for layout, (got_loss, got_norm, got_exact) in zip(LAYOUTS, results, strict=True):
-        can_keep = not layout.endswith("z3")  # DeepSpeed has one dtype there
-        allowed = 1e-4 if can_keep else 2e-3
-        assert abs(got_loss / loss - 1) < allowed and abs(got_norm / norm - 1) < allowed, (layout, got_norm, norm)
-        assert not can_keep or len(got_exact) == len(exact), layout  # under the names of the checkpoint
+        allowed = 5e-4 if layout.endswith("z3") else 1e-4  # gradients of activations are rounded to bf16 elsewhere
+        assert abs(got_loss / loss - 1) < 1e-6 and abs(got_norm / norm - 1) < allowed, (layout, got_loss, got_norm)
+        assert len(got_exact) == len(exact), layout  # under the names of the checkpoint

@@ -1,0 +1,54 @@
+"""Which configs can keep parameters in float32 beside those in bf16, and flat tensors of two dtypes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.zero import stage3
+
+from harness.config import AutoValues, resolve
+from harness.config.document import from_text
+from harness.training.precision import can_keep_fp32, keeping_fp32, obstacle
+
+CPU = {"device": "cpu"}
+
+
+def resolved(zero: dict[str, Any], types: dict[str, Any]) -> Any:
+    config = {"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": zero, "data_types": types}
+    return resolve(from_text(json.dumps(config)), AutoValues(world_size=1))
+
+
+@pytest.mark.parametrize(
+    ("zero", "types", "reason"),
+    [
+        ({"stage": 0}, {}, None),
+        ({"stage": 2}, {}, None),
+        ({"stage": 3}, {}, None),
+        ({"stage": 3, "offload_optimizer": CPU}, {}, None),
+        ({"stage": 2, "offload_optimizer": CPU}, {}, "offload_optimizer below ZeRO-3"),
+        ({"stage": 3, "offload_param": CPU}, {}, "offload_param"),
+        ({"stage": 2}, {"grad_accum_dtype": "bf16"}, "gradients that are accumulated in bf16"),
+    ],
+)
+def test_where_parameters_can_stay_in_float32(zero: dict[str, Any], types: dict[str, Any], reason: str | None) -> None:
+    run = resolved(zero, types)
+    assert obstacle(run) == reason
+    assert can_keep_fp32(run) is (reason is None)
+
+
+def test_an_empty_list_keeps_nothing_in_any_layout() -> None:
+    assert not can_keep_fp32(resolved({"stage": 2}, {"keep_in_fp32_modules": []}))
+
+
+def test_flat_tensors_of_two_dtypes_are_addressed_as_one() -> None:
+    tensors = [
+        torch.arange(start, start + 3, dtype=dtype) for start, dtype in ((0, torch.bfloat16), (3, torch.float32))
+    ]
+    with keeping_fp32():
+        flat: Any = stage3.defragment([*tensors, torch.arange(6, 9, dtype=torch.bfloat16)])
+    assert [flat.narrow(0, start, 3).tolist() for start in (0, 3, 6)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert flat.narrow(0, 4, 2).dtype is torch.float32
+    assert tensors[1].data_ptr() == flat.narrow(0, 3, 3).data_ptr()
