@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from importlib import import_module
 
 VERBS = {
-    "check": ("harness.config.commands", "say what is wrong with DeepSpeed configs"),
-    "explain": ("harness.config.commands", "the page of a rule"),
-    "schema": ("harness.config.commands", "the JSON Schema of DeepSpeed's config"),
-    "resolve": ("harness.config.commands", 'fill in every "auto", and say from where'),
-    "models": ("harness.training.families.commands", "what holds for which family of models, as run"),
+    "check": ("harness.config.commands", "check DeepSpeed configs"),
+    "explain": ("harness.config.commands", "explain a rule"),
+    "schema": ("harness.config.commands", "print the JSON Schema of DeepSpeed's config"),
+    "resolve": ("harness.config.commands", 'replace every "auto" and show where each value comes from'),
+    "models": ("harness.training.families.commands", "show which model families work in which layout"),
 }
 
 
@@ -57,7 +57,7 @@ def _help(verb: str) -> int:
     parser = argparse.ArgumentParser(
         prog="ds-harness",
         usage="ds-harness VERB ...",
-        description="Tools around DeepSpeed training. `ds-harness VERB --help` says more.",
+        description="Tools for DeepSpeed training. Run `ds-harness VERB --help` for details.",
         epilog=f"verbs:\n{verbs}\n\nexample:\n  ds-harness check ds_configs/zero3.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -30,8 +30,8 @@ EXAMPLE = """example:
       --max_steps 200 --learning_rate 3e-3 --output_dir runs/first"""
 GRACE_S = 6.0  # longer than the launcher takes to see that a rank has ended and to stop the others
 NOTHING_GIVEN = (
-    "no arguments: say how to train and where to, for instance `deepspeed --num_accelerators 2 scripts/train.py "
-    "--deepspeed_config pipeline_checkpointing --max_steps 100 --output_dir runs/first` (--help lists all flags)"
+    "no arguments: give at least --max_steps and --output_dir, for instance `deepspeed --num_accelerators 2 "
+    "scripts/train.py --deepspeed_config pipeline_checkpointing --max_steps 100 --output_dir runs/first` (see --help)"
 )
 LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "ncclremoteerror")
 

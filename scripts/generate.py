@@ -15,15 +15,18 @@ from transformers.utils import logging
 def main() -> int:
     """Print the prompt and its continuation; returns 1, with one line on standard error, if nothing loads."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="directory that a run has left: a model or adapters, and tokenizer files")
+    parser.add_argument("model", help="output directory of a run: a model or adapters, and tokenizer files")
     parser.add_argument("--prompt", default="    def __init__(self, ")
     parser.add_argument("--max_new_tokens", type=int, default=300)
-    parser.add_argument("--temperature", type=float, default=0.5, help="0 takes the likeliest token")
+    parser.add_argument("--temperature", type=float, default=0.5, help="0: always take the most likely token")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
     if not any(Path(args.model, name).is_file() for name in ("config.json", "adapter_config.json")):
-        print(f"generate: {args.model} holds no config.json: name the folder of a finished run", file=sys.stderr)
+        print(
+            f"generate: {args.model} contains no config.json: give the output directory of a finished run",
+            file=sys.stderr,
+        )
         return 1
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -65,7 +65,7 @@ def plan_files(shares: list[Share], form: WrittenForm) -> dict[str, list[Entry]]
         found.setdefault(entry.name, entry)
     scattered = [name for name in form.tensors if name not in found]
     if scattered:
-        raise UserError(f"the model cannot be saved: {scattered[0]} is made of tensors of several pipeline stages")
+        raise UserError(f"the model cannot be saved: {scattered[0]} combines tensors of several pipeline stages")
     if form.files is not None and len({share.host for share in shares}) == 1:
         kept = {file: [found[name] for name in names] for file, names in form.files.items()}
         largest = max(sum(entry.nbytes for entry in entries) for entries in kept.values())

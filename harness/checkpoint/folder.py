@@ -97,11 +97,13 @@ def require_same_run(checkpoint: Path, resolved: Resolved) -> None:
     theirs = f"{saved.layout}, ZeRO-{saved.zero_stage}, {saved.precision}"
     ours = f"{layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}"
     if theirs != ours:
-        raise UserError(f"{checkpoint} was saved by {theirs}, this run is {ours}: resume it as it was saved")
+        raise UserError(
+            f"{checkpoint} was saved with {theirs}, but this run uses {ours}: resume with the saved settings"
+        )
     optimizer = optimizer_name(resolved)
     if saved.optimizer and saved.optimizer.lower() != optimizer.lower():
         raise UserError(
-            f"{checkpoint} holds the state of {saved.optimizer}, this run uses {optimizer}: resume it as it was saved"
+            f"{checkpoint} contains the state of {saved.optimizer}, but this run uses {optimizer}: use the saved one"
         )
 
 
@@ -111,14 +113,18 @@ def require_same_adapters(checkpoint: Path, adapters: str) -> None:
     if saved != adapters:
         theirs, ours = ("adapters" if text else "all weights" for text in (saved, adapters))
         other = " of another config" if saved and adapters else ""
-        raise UserError(f"{checkpoint} holds {theirs}{other}, this run trains {ours}: resume it as it was saved")
+        raise UserError(
+            f"{checkpoint} contains {theirs}{other}, but this run trains {ours}: resume with the saved settings"
+        )
 
 
 def require_same_model(checkpoint: Path, model: str) -> None:
     """Raise UserError if a checkpoint says that it is of a model of other layers or sizes than the run's."""
     saved = read_progress(checkpoint).model
     if saved and saved != model:
-        raise UserError(f"{checkpoint} holds a model of {saved}, this run's has {model}: resume it as it was saved")
+        raise UserError(
+            f"{checkpoint} contains a model of {saved}, but this run's model has {model}: resume with the saved model"
+        )
 
 
 def finish(output_dir: Path, progress: Progress) -> Path:

@@ -31,7 +31,7 @@ def read_values(path: str | Path, map_location: Any = None) -> Any:
             return torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(
-            f"{path} holds more than tensors and plain values, or is damaged: it is not loaded, as it could run code"
+            f"{path} is damaged or contains more than tensors and plain values: not loaded, because it could run code"
         ) from error
 
 
@@ -42,7 +42,7 @@ def values_only(engine: DeepSpeedEngine) -> Iterator[None]:
     DeepSpeed reads the files of a universal checkpoint elsewhere, and unpickles all of them.
     """
     if engine.load_universal_checkpoint():
-        raise UserError("checkpoint.load_universal: its files can run code when they are read; take it out")
+        raise UserError("checkpoint.load_universal: its files can run code when they are read: remove it")
     reader = engine.checkpoint_engine
     reader.load = read_values
     try:

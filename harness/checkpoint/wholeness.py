@@ -38,7 +38,7 @@ def damage(checkpoint: Path) -> str | None:
         return str(error)
     name = NAME.fullmatch(checkpoint.name)
     if name and int(name.group(1)) != progress.step:
-        return f"{STATE} says step {progress.step}"
+        return f"{STATE} is of step {progress.step}"
     return next(filter(None, (_wrong_size(checkpoint, *item) for item in progress.files.items())), None)
 
 
@@ -48,7 +48,7 @@ def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:
     for name, (_, checksum) in sorted(files.items())[share::shares]:
         try:
             if _checksum(checkpoint / name) != checksum:
-                return f"{name} is not what was saved"
+                return f"{name} differs from what was saved"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
     return None
@@ -70,7 +70,7 @@ def find_resume(output_dir: Path, wanted: str | None) -> Path | None:
     if (output_dir / METRICS).exists() or numbered(output_dir):
         raise UserError(
             f"--output_dir {output_dir} already holds a run: give another directory, "
-            "or --resume_from_checkpoint auto to go on with it"
+            "or --resume_from_checkpoint auto to continue it"
         )
     return None if wanted is None else Path(wanted)
 

@@ -101,15 +101,15 @@ class LaunchEnv:
         missing = [name for name, value in given.items() if value is None]
         if rank is None or world_size is None or local_rank is None or address is None or port is None:
             raise UserError(
-                f"{' and '.join(missing)} not set, but other variables of a launcher are: start through "
+                f"{' and '.join(missing)} not set, but other launcher variables are: start through "
                 "`deepspeed` or `torchrun`, or unset RANK and WORLD_SIZE to run one process"
                 if names is PLAIN
-                else f"{names.rank} is set, but what it goes with is not: set {' and '.join(missing)} for all ranks"
+                else f"{names.rank} is set, but not all that belongs to it: set {' and '.join(missing)} for all ranks"
             )
         assert local_size is not None  # world_size else
         for what, index, size in (("RANK", rank, world_size), ("LOCAL_RANK", local_rank, local_size)):
             if not 0 <= index < size:
-                raise UserError(f"{what} is {index}, outside the {size} ranks that the launcher announced")
+                raise UserError(f"{what} is {index}, outside the {size} ranks of the launcher")
         return cls(
             rank=rank,
             world_size=world_size,
@@ -146,7 +146,7 @@ def run_timeout() -> timedelta:
     """
     minutes = _number(os.environ, "DEEPSPEED_TIMEOUT")
     if minutes is not None and minutes < 1:
-        raise UserError(f"DEEPSPEED_TIMEOUT is {minutes}: give a number of minutes from 1")
+        raise UserError(f"DEEPSPEED_TIMEOUT is {minutes}: give a number of minutes of at least 1")
     return timedelta(minutes=minutes or TIMEOUT_MINUTES)
 
 
@@ -163,7 +163,7 @@ def _launcher(environ: Mapping[str, str]) -> Names | None:
     if in_step(environ):
         return SLURM
     if "PMIX_RANK" in environ:
-        raise UserError("PMIX_RANK is set, but not how many ranks there are: set RANK, WORLD_SIZE and LOCAL_RANK")
+        raise UserError("PMIX_RANK is set, but the number of ranks is not: set RANK, WORLD_SIZE and LOCAL_RANK")
     return PLAIN if "WORLD_SIZE" in environ else None
 
 
@@ -172,7 +172,7 @@ def _world_size(environ: Mapping[str, str], names: Names) -> int | None:
     stated, announced = _number(environ, "WORLD_SIZE"), _number(environ, *names.world_size)
     if stated is not None and announced is not None and stated != announced:
         raise UserError(
-            f"WORLD_SIZE is {stated}, but {names.world_size[0]} says {announced}: unset WORLD_SIZE, or start as many"
+            f"WORLD_SIZE is {stated}, but {names.world_size[0]} says {announced}: unset it, or start {stated} ranks"
         )
     return announced if stated is None else stated
 
@@ -222,7 +222,7 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
             try:
                 return int(environ[name])
             except ValueError:
-                raise UserError(f"{name} is {environ[name]!r}: a launcher sets a whole number here") from None
+                raise UserError(f"{name} is {environ[name]!r}: set a whole number") from None
     return None
 
 

@@ -56,10 +56,10 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         if match is None or int(match["slots"]) < 1:
             raise UserError(f"{path}:{number}: {text!r} is not `host slots=N` with N of at least 1")
         if match["name"] in hosts:
-            raise UserError(f"{path}:{number}: host {match['name']} is named twice: join its slots in one line")
+            raise UserError(f"{path}:{number}: host {match['name']} appears twice: add its slots up in one line")
         hosts[match["name"]] = Host(name=match["name"], slots=int(match["slots"]))
     if not hosts:
-        raise UserError(f"hostfile {path} names no host: write one `host slots=N` a line")
+        raise UserError(f"hostfile {path} contains no host: write one `host slots=N` per line")
     return tuple(hosts.values())
 
 
@@ -78,7 +78,7 @@ def host_of_ranks(world_size: int, hosts: Sequence[Host]) -> list[int]:
     if len(places) < world_size:
         raise UserError(
             f"{world_size} ranks need as many slots, but the {len(hosts)} hosts have {len(places)}: "
-            "add hosts, or make the layout smaller"
+            "add hosts, or use fewer ranks"
         )
     return places[:world_size]
 

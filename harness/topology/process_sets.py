@@ -45,7 +45,7 @@ class ProcessSet:
     def rank(self) -> int:
         """This process's rank within the set, from 0. Raises UserError outside it."""
         if not self.included():
-            raise UserError(f"{self!r} does not include rank {self._me}: ask included() first")
+            raise UserError(f"{self!r} does not include rank {self._me}: check included() first")
         return self.ranks.index(self._me)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM) -> torch.Tensor:

@@ -48,7 +48,7 @@ class Admission:
         longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
         if longest is not None and int(positions.max()) >= longest:
             raise UserError(
-                f"position_ids go up to {int(positions.max())}, the model has {counted(longest, 'position')}: cut them"
+                f"position_ids reach {int(positions.max())}, the model has {counted(longest, 'position')}: shorten them"
             )
         require_documents_apart(config)
         require_flash_apart(config, len(ids), device, dtype)

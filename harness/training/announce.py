@@ -41,29 +41,33 @@ def version(console: Console) -> None:
 def beginning(console: Console, args: TrainingArguments, resume_from: Path | None, left_out: Sequence[str]) -> None:
     """Say which checkpoints cannot be gone on from, and that a run which might have gone on begins at step 0."""
     for line in left_out:
-        console.warn(f"{line}: it is left out")
+        console.warn(f"{line}: ignored")
     if args.resume_from_checkpoint == "auto" and resume_from is None:
-        console.say(f"no {'whole ' if left_out else ''}checkpoint in {args.output_dir}: the run starts afresh")
+        console.say(f"no {'whole ' if left_out else ''}checkpoint in {args.output_dir}: starting from scratch")
 
 
 def stopped(console: Console, number: int, step: int) -> None:
     """Say that a signal ended the run."""
     console.say(
-        f'{signal.Signals(number).name}: saved and stopped after step {step}; resume_from_checkpoint "auto" goes on'
+        f'{signal.Signals(number).name}: saved and stopped after step {step}; resume_from_checkpoint "auto" resumes'
     )
 
 
 def origin(console: Console, source: ModelSource, seed: int) -> None:
     """Say that a model begins anew where its directory, which might have held weights, holds none."""
     if source.weights is None and source.name not in presets() and Path(source.name).is_dir():
-        console.say(f"no safetensors or pytorch_model.bin in {source.name}: the weights are drawn from --seed {seed}")
+        console.say(
+            f"no weights found (safetensors or pytorch_model.bin) in {source.name}: initialising from seed {seed}"
+        )
 
 
 def compilation(console: Console, resolved: Resolved, device: torch.device) -> None:
     """Announce the one wait that DeepSpeed may add: its own optimizers are compiled on first use."""
     name = resolved.config.get("optimizer", {}).get("type")
     if name is not None and device.type != "cpu":
-        console.say(f"optimizer {name} is DeepSpeed's own: compiled the first time on a machine, up to some minutes")
+        console.say(
+            f"optimizer {name} is DeepSpeed's own: the first use on a machine compiles it, which can take minutes"
+        )
 
 
 def stages(console: Console, layout: Layout, resolved: Resolved, steps: int, lines: Sequence[StageLine]) -> None:

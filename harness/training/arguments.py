@@ -57,56 +57,54 @@ class TrainingArguments:
         None, "auto: the newest whole checkpoint in output_dir; or a checkpoint's path"
     )
     block_size: int | None = flag(
-        None, "tokens of a sample made of text or conversations; default: the model's length, at most 1024"
+        None, "tokens per sample of text or conversations (default: the model's length, at most 1024)"
     )
-    packing: bool = flag(
-        False, "pack text or conversations into blocks, attention kept within each document, none of a conversation cut"
-    )
-    max_steps: int = flag(-1, "optimizer steps; -1: as many as num_train_epochs take")
+    packing: bool = flag(False, "pack whole documents into blocks; attention stays within each document")
+    max_steps: int = flag(-1, "optimizer steps; -1: as many as num_train_epochs needs")
     num_train_epochs: float = flag(3.0, "passes through the data, unless max_steps is given")
-    per_device_train_batch_size: int = flag(8, "samples of a micro-batch")
+    per_device_train_batch_size: int = flag(8, "samples per micro-batch")
     per_device_eval_batch_size: int | None = flag(
-        None, "samples of an evaluation micro-batch; default: as in training, with a router loss 8"
+        None, "samples per evaluation micro-batch (default: as in training; with a router loss 8)"
     )
-    gradient_accumulation_steps: int = flag(1, "micro-batches a step on each data-parallel rank")
+    gradient_accumulation_steps: int = flag(1, "micro-batches per step on each data-parallel rank")
     global_batch_size: int | None = flag(
-        None, "samples of a step over all ranks, whatever the layout; the accumulation then follows from it"
+        None, "samples per step over all ranks, in every layout; sets the accumulation"
     )
     learning_rate: float = flag(5e-5, "peak learning rate")
     lr_scheduler_type: str = flag("linear", ", ".join(SCHEDULES))
     warmup_steps: float = flag(0, "steps of linear warm-up; below 1: the fraction of all steps")
-    weight_decay: float = flag(0.0, "AdamW's decay of matrices; biases and norms are not decayed")
+    weight_decay: float = flag(0.0, "AdamW's weight decay; not applied to biases and norms")
     adam_beta1: float = flag(0.9, "AdamW's beta1")
     adam_beta2: float = flag(0.999, "AdamW's beta2")
     adam_epsilon: float = flag(1e-8, "AdamW's epsilon")
     output_router_logits: bool | None = flag(
         None, "add the model's router loss (mixture of experts) to the loss; default: as its config says"
     )
-    router_aux_loss_coef: float | None = flag(None, "factor of the router loss; default: the model's own")
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0: not clipped")
+    router_aux_loss_coef: float | None = flag(None, "factor of the router loss (default: the model's own)")
+    max_grad_norm: float = flag(1.0, "clip gradients to this norm; 0: no clipping")
     nonfinite: str = flag(
         "stop",
-        "where a loss or gradient is not finite: stop; skip: leave the step out; or warn: report it and go on",
+        "if a loss or gradient is not finite: stop the run, skip the step, or warn and continue",
     )
     bf16: bool = flag(False, "train in bfloat16")
     fp16: bool = flag(False, "train in float16 with loss scaling")
     attn_implementation: str | None = flag(
         None, "eager, sdpa, flash_attention_2 or flash_attention_3; default: the config.json's, else sdpa or eager"
     )
-    seed: int = flag(42, "of initial weights, sample order and dropout")
+    seed: int = flag(42, "seed of initial weights, sample order and dropout")
     logging_steps: int = flag(500, "steps between log events")
-    eval_steps: int | None = flag(None, "steps between evaluations; absent: none during training")
-    save_steps: int = flag(500, "steps between checkpoints, and one at the end; 0: no checkpoints")
-    save_total_limit: int | None = flag(None, "keep this many newest checkpoints; absent: all")
+    eval_steps: int | None = flag(None, "steps between evaluations (default: no evaluation during training)")
+    save_steps: int = flag(500, "steps between checkpoints; the last step also saves one; 0: no checkpoints")
+    save_total_limit: int | None = flag(None, "number of newest checkpoints to keep (default: all)")
     report_to: str = flag("none", "none, or a comma-separated list of tensorboard, wandb, csv")
-    allow_ignored_keys: bool = flag(False, "run although a key of the JSON looks like a misspelling of a real one")
+    allow_ignored_keys: bool = flag(False, "run even if a key of the JSON looks like a misspelling of a known one")
     pipeline_parallel_size: int | None = flag(None, "pipeline stages; overrides pipeline.stages")
     tensor_parallel_size: int | None = flag(None, "tensor-parallel ranks; overrides tensor_parallel.autotp_size")
     expert_parallel_size: int | None = flag(
-        None, "tensor-parallel ranks that share out whole experts; overrides expert_parallel.autoep_size"
+        None, "tensor-parallel ranks that divide the experts among them; overrides expert_parallel.autoep_size"
     )
     verify_plan: str = flag(
-        "auto", "try the model's cut on a tiny copy first: on, off; auto: if its family is not in the tested matrix"
+        "auto", "test the sharding on a tiny copy first: on, off, or auto (only for families outside the tested matrix)"
     )
 
     def __new__(cls, **given: Any) -> TrainingArguments:
@@ -136,7 +134,7 @@ class TrainingArguments:
         unknown = set(self.reporters()) - {"tensorboard", "wandb", "csv"}
         if unknown:
             raise UserError(
-                f"--report_to {self.report_to}: {sorted(unknown)[0]} is none of tensorboard, wandb, csv, none"
+                f"--report_to {self.report_to}: {sorted(unknown)[0]} is not one of tensorboard, wandb, csv, none"
             )
 
     @property
@@ -172,15 +170,15 @@ def _target_modules(names: tuple[str, ...] | None) -> str | list[str] | None:
 class LoraArguments:
     """Adapters in the place of weights (LoRA, arXiv 2106.09685), by peft; named as in TRL's ModelConfig."""
 
-    use_peft: bool = flag(False, "train LoRA adapters through peft; the model's own weights stay as they are")
+    use_peft: bool = flag(False, "train LoRA adapters with peft; the model's own weights are frozen")
     lora_r: int = flag(16, "rank of the adapters")
-    lora_alpha: int = flag(32, "adapters are scaled by lora_alpha / lora_r")
-    lora_dropout: float = flag(0.0, "dropout of what goes into an adapter")
+    lora_alpha: int = flag(32, "scale the adapters by lora_alpha / lora_r")
+    lora_dropout: float = flag(0.0, "dropout on the input of an adapter")
     lora_target_modules: tuple[str, ...] | None = flag(
         None,
         "names of linear layers, a regular expression of full names, or all-linear; default: peft's for the family",
     )
-    lora_modules_to_save: tuple[str, ...] | None = flag(None, "names of modules that are trained whole")
+    lora_modules_to_save: tuple[str, ...] | None = flag(None, "names of modules to train fully")
     use_rslora: bool = flag(False, "scale by lora_alpha / sqrt(lora_r) (arXiv 2312.03732)")
 
     def __post_init__(self) -> None:
@@ -276,7 +274,7 @@ def _boolean(text: str) -> bool:
         return True
     if text.lower() in ("false", "0", "no"):
         return False
-    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
 
 
 def _converter(hint: Any) -> Any:

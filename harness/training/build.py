@@ -147,8 +147,8 @@ def _nothing_shared_out(config: dict[str, Any]) -> dict[str, Any]:
     """The config without what takes activations for equal on tensor-parallel ranks; UserError where it is asked for."""
     if config.get("activation_checkpointing", {}).get("partition_activations", False):
         raise UserError(
-            "activation_checkpointing.partition_activations: this model's layers hand on tensors that differ between "
-            "tensor-parallel ranks: take it out"
+            "activation_checkpointing.partition_activations: this model's layers pass on tensors that differ between "
+            "tensor-parallel ranks: remove it"
         )
     whole = {"pipe_partitioned": False, "grad_partitioned": False}
     return {**config, "pipeline": {**config.get("pipeline", {}), **whole}}

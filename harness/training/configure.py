@@ -72,6 +72,6 @@ def max_steps(args: TrainingArguments, samples: int | None, global_batch: int) -
     steps = math.ceil(args.num_train_epochs * samples / global_batch)
     if steps < 1:
         raise UserError(
-            f"--num_train_epochs {args.num_train_epochs}: not one step; give a positive number or --max_steps"
+            f"--num_train_epochs {args.num_train_epochs}: gives no step: give a positive number or --max_steps"
         )
     return steps

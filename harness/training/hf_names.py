@@ -12,7 +12,7 @@ from typing import Any
 from harness.config.errors import UserError
 from harness.config.suggest import nearest
 
-OPTIMIZER = "name the optimizer and the scheduler in the DeepSpeed JSON, or leave them to the arguments"
+OPTIMIZER = "set optimizer and scheduler in the DeepSpeed JSON, or use the arguments"
 LOADER = "give train_dataset, eval_dataset and data_collator"
 LOSS = "give Trainer(loss_fn=...), which is called with (logits, labels)"
 EVALUATION = "override evaluate(), or use a TrainerCallback with on_evaluate"
@@ -81,7 +81,9 @@ def _require_own_methods(kind: type, base: type) -> None:
         for name in vars(cls):
             if name in known and (not hasattr(base, name) or _needs_more(getattr(cls, name), getattr(base, name))):
                 remedy = METHODS.get(name, LOOP)
-                raise UserError(f"{cls.__name__}.{name} is HuggingFace's and is not called here: {remedy}")
+                raise UserError(
+                    f"{cls.__name__}.{name} is a method of HuggingFace's Trainer that is not called here: {remedy}"
+                )
 
 
 def refuse_arguments(given: Iterable[str], function: Any, remedies: Mapping[str, str], what: str) -> None:

@@ -207,7 +207,7 @@ class LogitsLoss:
 def logits_loss(loss_fn: Callable[..., Any] | None, compute_loss_func: Callable[..., Any] | None) -> LogitsLoss | None:
     """The loss that a user gives for a HuggingFace model, by one name or by HuggingFace's; None for the model's own."""
     if loss_fn is not None and compute_loss_func is not None:
-        raise UserError("loss_fn and compute_loss_func are both given: give one of them")
+        raise UserError("loss_fn and compute_loss_func are both given: give only one")
     if compute_loss_func is None:
         return None if loss_fn is None else LogitsLoss(loss_fn)
 

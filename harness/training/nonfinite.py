@@ -37,7 +37,7 @@ class NonFinite:
             return
         seen: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(seen, engine.evidence())
-        what = f"the loss is {outcome.loss}" if lost else "the gradient is not finite, though the loss is"
+        what = f"the loss is {outcome.loss}" if lost else "the gradient is not finite, although the loss is"
         text = f"step {step}: {what} ({origin(seen, loss=lost)})"
         if self.policy == "stop":
             raise UserError(

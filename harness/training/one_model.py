@@ -64,7 +64,7 @@ def take_first_ranks(tensors: Mapping[str, Tensor], device: torch.device, consol
             sent = tensor.detach().to(device).contiguous()
             dist.broadcast(sent, src=0)
             tensor.data.copy_(sent)
-    console.say("the model in memory was not the same in all processes: that of rank 0 is trained")
+    console.say("the model in memory differs between processes: training the one of rank 0")
 
 
 def require_one_model(module: nn.Module, groups: Groups, zero_stage: int) -> None:
@@ -94,10 +94,10 @@ def _refuse(own: dict[str, str], axis: str, ranks: Sequence[int]) -> None:
         for name in named[first].keys() & named[rank].keys():
             if named[first][name] != named[rank][name]:
                 raise UserError(
-                    f"rank {rank} holds other values of {name} than rank {first}, and both must hold the same: give "
-                    "every host the same files, and seed what your own layers are made with"
+                    f"rank {rank} has different values of {name} than rank {first}, but they must be equal: give "
+                    "every host the same files, and seed the initialisation of your own layers"
                 )
-    raise UserError(f"ranks {ranks} hold different tensors of one model: give every host the same files")
+    raise UserError(f"ranks {ranks} have different tensors of one model: give every host the same files")
 
 
 def _comparable(module: Any, zero_stage: int) -> dict[str, dict[str, Any]]:

@@ -24,13 +24,15 @@ class ScriptArguments:
     """What to train on what, as in run_clm.py."""
 
     model_name_or_path: str = flag(DEFAULT_MODEL, "a preset's name, or a directory with HuggingFace's config.json")
-    tokenizer_name: str | None = flag(None, "bytes, or a directory; default: the model directory's own, else bytes")
+    tokenizer_name: str | None = flag(
+        None, "bytes, or a directory (default: the model directory's tokenizer, else bytes)"
+    )
     train_file: str = flag(
         PYTHON_STDLIB,
         ".txt; .jsonl, .parquet (column text; messages; or prompt and completion); or a directory of them",
     )
     validation_file: str | None = flag(
-        None, "the same, for evaluation; with eval_steps and without it a part is held out"
+        None, "the same, for evaluation (default: with eval_steps a part of train_file is held out)"
     )
 
 

@@ -95,15 +95,13 @@ def user_datasets(
 def _require_packed(source: ModelSource | None, *datasets: Any) -> None:
     """UserError where --packing could not act: on samples of the user's own, or on tokens that are not packed."""
     if source is None:
-        raise UserError(
-            "--packing is not for layers or a data_collator of your own, which make of samples what they like"
-        )
+        raise UserError("--packing does not work with your own layers or data_collator: remove it")
     for data in datasets:
         row = data[0] if data is not None and holds_tokens(data) and len(data) else None
         if isinstance(row, Mapping) and "input_ids" in row and "position_ids" not in row:
             raise UserError(
-                "--packing packs text and conversations, and this data set holds input_ids: "
-                "give it position_ids that begin at 0 with each document, or leave --packing out"
+                "--packing packs text and conversations, but this data set has input_ids: "
+                "add position_ids that begin at 0 with each document, or remove --packing"
             )
 
 
@@ -147,6 +145,6 @@ def _block_size(args: TrainingArguments, longest: int | None) -> int:
         return min(LONGEST_DEFAULT, longest or LONGEST_DEFAULT)
     if longest is not None and args.block_size > longest:
         raise UserError(
-            f"--block_size {args.block_size}: the model has {counted(longest, 'position')}; use at most {longest}"
+            f"--block_size {args.block_size}: the model has {counted(longest, 'position')}: use at most {longest}"
         )
     return args.block_size

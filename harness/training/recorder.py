@@ -49,7 +49,7 @@ class Recorder:
         first_step = self.trainer.state.global_step + 1
         kept = set_aside(path) if first_step == 1 else None
         if kept is not None:
-            self.trainer.console.warn(f"{path} is of an earlier run: it is kept as {kept.name}")
+            self.trainer.console.warn(f"{path} is of an earlier run: kept as {kept.name}")
         return MetricsFile(path, first_step)
 
     def step(self, record: StepRecord) -> None:

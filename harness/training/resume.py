@@ -115,14 +115,14 @@ def resume(trainer: Trainer, checkpoint: Path) -> None:
         trainer.state.epoch = trainer.stream.epoch
     console.say(f"resumed from {checkpoint} at step {progress.step}")
     if progress.step >= trainer.state.max_steps:
-        console.say(f"all {trainer.state.max_steps} steps are done: nothing is left to train")
+        console.say(f"all {trainer.state.max_steps} steps are done: nothing left to train")
     for line in changes(progress.hyperparameters, trainer.hyperparameters):
         console.warn(line)
     same_data = (progress.seed, progress.data) == (trainer.args.seed, trainer.data_digest)
     if trainer.train_dataset is not None and not same_data:
         console.warn(
             f"{checkpoint} was saved with another seed or other training data: "
-            "the order of samples does not go on where it stopped"
+            "the order of samples does not continue where it stopped"
         )
 
 

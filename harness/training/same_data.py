@@ -37,8 +37,8 @@ def require_same_data(micro_batches: Sequence[Any], groups: Groups) -> None:
         others = [rank for rank, read in ranks.items() if read != ranks[first]]
         if others:
             raise UserError(
-                f"{spell_ranks(others)} got other samples than rank {first} for the same micro-batch: the data set or "
-                "data_collator depends on the rank, or draws from a random generator of its own: make what it gives "
+                f"{spell_ranks(others)} got different samples than rank {first} for the same micro-batch: the data set "
+                "or data_collator depends on the rank, or draws from a random generator of its own: make its output "
                 "a function of the samples, or draw from the global generators of torch, numpy or Python, whose seeds "
                 "are set before each micro-batch"
             )

@@ -66,7 +66,7 @@ def choose_boundaries(subject: Subject, setting: Setting, sample: Any) -> list[i
     boundaries = _boundaries(subject, setting, sample)
     for stage, (start, stop) in enumerate(pairwise(boundaries)):
         if not sum(subject.trained[start:stop]):
-            raise UserError(f"stage {stage} holds nothing to train: choose another pipeline.partition or fewer stages")
+            raise UserError(f"stage {stage} has nothing to train: use another pipeline.partition or fewer stages")
     return boundaries
 
 

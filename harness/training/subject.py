@@ -94,11 +94,11 @@ def model_source(model: Model) -> ModelSource | None:
         return model
     inner = next((name for name in ("module", "_orig_mod") if isinstance(getattr(model, name, None), nn.Module)), None)
     if inner is not None and not isinstance(model, Sequence | nn.Sequential):
-        raise UserError(f"the model is wrapped in a {type(model).__name__}: give what is in it, its .{inner}")
+        raise UserError(f"the model is wrapped in a {type(model).__name__}: give the model inside, its .{inner}")
     if not isinstance(model, Sequence | nn.Sequential):
         raise UserError(
-            f"a {type(model).__name__} is no model: give a HuggingFace decoder, its directory or config, or a list of "
-            "layers with loss_fn"
+            f"a {type(model).__name__} is not a model: give a HuggingFace decoder, its directory or config, or a list "
+            "of layers with loss_fn"
         )
     return None
 
@@ -137,7 +137,7 @@ def decoder_subject(
     _require_kept(causal.in_fp32, setting)
     _require_gradients(causal, setting)
     if args.output_router_logits and causal.router is None:
-        raise UserError(f"--output_router_logits: model type {source.config.model_type!r} makes no loss of routers")
+        raise UserError(f"--output_router_logits: model type {source.config.model_type!r} has no router loss")
     checkpointed = setting.resolved.activation_checkpoint_interval > 0
     return Subject(
         layers=causal.layers,
@@ -156,13 +156,15 @@ def adapted(model: Model, peft_config: Any) -> tuple[ModelSource | None, Adaptat
     found = adapted_model(model)
     if found is not None:
         if peft_config is not None:
-            raise UserError("peft_config is for a model without adapters, but this one has some: give the one or other")
+            raise UserError(
+                "peft_config needs a model without adapters, but this one has some: give only one of the two"
+            )
         return found
     source = model_source(model)
     if peft_config is None:
         return source, None
     if source is None:
-        raise UserError("peft_config is for a HuggingFace model, not for a list of layers")
+        raise UserError("peft_config needs a HuggingFace model, not a list of layers")
     return source, Adaptation(config=lora_config(peft_config))
 
 
@@ -170,7 +172,7 @@ def _require_gradients(causal: CausalModel, setting: Setting) -> None:
     """UserError where nothing is trained, or where what is trained would get no gradient."""
     trained = causal.parameter_counts(trained=True)
     if not any(trained):
-        raise UserError("nothing is trained: every parameter of the model has requires_grad False")
+        raise UserError("nothing to train: every parameter of the model has requires_grad=False")
     if setting.resolved.config.get("pipeline", {}).get("use_reentrant") and not trained[0]:
         raise UserError(
             "pipeline.use_reentrant: true gives what is trained in the first layer no gradient, as what goes in needs "
@@ -185,7 +187,7 @@ def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> Pret
         config.output_router_logits = args.output_router_logits
     if args.router_aux_loss_coef is not None:
         if not getattr(config, "output_router_logits", False):
-            raise UserError("--router_aux_loss_coef is of no use without --output_router_logits")
+            raise UserError("--router_aux_loss_coef has no effect without --output_router_logits")
         config = copy.deepcopy(config)
         config.router_aux_loss_coef = args.router_aux_loss_coef
     return config

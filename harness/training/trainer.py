@@ -312,7 +312,7 @@ class Trainer:
     @property
     def model(self) -> PreTrainedModel:
         """Not there: each rank holds its own part of the model."""
-        raise AttributeError("a Trainer has no .model, as each rank holds a part of it: call trained_model()")
+        raise AttributeError("a Trainer has no .model, because each rank holds a part of it: call trained_model()")
 
     # -- pieces of the start -------------------------------------------------------------------------------
 
@@ -320,7 +320,7 @@ class Trainer:
         """Resolve config, layout and the checkpoint to resume; returns the number of steps. Nothing is built yet."""
         args = self.args
         if args.eval_steps and self.eval_dataset is None:
-            raise UserError(f"--eval_steps {args.eval_steps}: there is no eval_dataset to evaluate on")
+            raise UserError(f"--eval_steps {args.eval_steps}: there is no eval_dataset: give one")
         text_config = None if source is None else source.config.get_text_config(decoder=True)
         require_every_layer(0.0 if text_config is None else layer_drop(vars(text_config)))
         self.resolved, steps = configure(

@@ -46,16 +46,20 @@ def verify_plan(causal: CausalModel, setting: Setting, console: Console) -> None
     if untried is not None and wish == "on":
         raise UserError(f"--verify_plan on: {untried}")
     if untried is not None:
-        console.warn(f"the cut of this {source.config.model_type} model was not verified: {untried}")
+        console.warn(f"the sharding of this {source.config.model_type} model was not verified: {untried}")
     else:
-        console.say(f"the cut model is the whole one on a tiny copy ({time.perf_counter() - begun:.1f} s)")
+        console.say(
+            f"verified: the sharded model matches the whole one (tiny copy, {time.perf_counter() - begun:.1f} s)"
+        )
 
 
 def _refusal(causal: CausalModel, setting: Setting) -> tuple[float, str | None, str | None]:
     source, tensor = causal.source, TensorParallel.of(setting.groups.tensor)
     tiny = shrink(source.config, tensor=tensor.size)
     if looks_ahead(tiny, setting.device):
-        text = f"model type {source.config.model_type!r}: its logits depend on later tokens, so it is no causal decoder"
+        text = (
+            f"model type {source.config.model_type!r}: its logits depend on later tokens, so it is not a causal decoder"
+        )
         hint = "set is_decoder to true in its config.json" if hasattr(source.config, "is_decoder") else "choose another"
         return float("inf"), f"{text}: {hint}", None
     unequal: set[str] = set()
@@ -65,7 +69,7 @@ def _refusal(causal: CausalModel, setting: Setting) -> tuple[float, str | None, 
         difference = find_difference(tiny, cut, tensor, setting.device)
     if difference is None:
         equal = sorted(causal.unequal - unequal)
-        untried = f"of {equal[0]} the ranks hold unequal shares, and equal ones of the tiny copy's" if equal else None
+        untried = f"the ranks hold unequal shares of {equal[0]}, but equal ones in the tiny copy" if equal else None
         return 0.0, None, untried
     return difference.off, _told(source, setting, difference), None
 
@@ -90,11 +94,11 @@ def _told(source: ModelSource, setting: Setting, difference: Difference) -> str:
     if difference.tensor_parallel:
         size = setting.groups.layout.tensor
         return (
-            f"model type {name!r}, split over {size} tensor-parallel ranks, is not the whole model: {difference} "
-            "(tried on a tiny copy): correct its plan, or set tensor_parallel.autotp_size to 1"
+            f"model type {name!r}, split over {size} tensor-parallel ranks, does not match the whole one: {difference} "
+            "(on a tiny copy): correct its plan, or set tensor_parallel.autotp_size to 1"
         )
     return (
-        f"model type {name!r}, cut into its layers, is not the whole model: {difference} (tried on a tiny copy): "
+        f"model type {name!r}, cut into its layers, does not match the whole one: {difference} (on a tiny copy): "
         "it cannot be trained here; please report the family"
     )
 

@@ -26,10 +26,10 @@ def gather_model(trainer: Trainer) -> PreTrainedModel | None:
     causal, engine, groups = trainer.subject.causal, trainer.engine, trainer.groups
     if causal is None:
         raise UserError(
-            "trained_model() is for HuggingFace models: save_model() writes the tensors of a list of layers"
+            "trained_model() supports HuggingFace models only: save_model() writes the tensors of a list of layers"
         )
     if trainer.adaptation is not None:
-        raise UserError("trained_model() is not for adapters: call save_model(), then PeftModel.from_pretrained")
+        raise UserError("trained_model() does not support adapters: call save_model(), then PeftModel.from_pretrained")
     module = engine.deepspeed.module
     model = _target(causal, next(module.parameters()).dtype) if groups.rank == 0 else None
     own = {} if model is None else model.state_dict(keep_vars=True)

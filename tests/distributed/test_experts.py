@@ -219,8 +219,8 @@ def test_what_cannot_be_done_is_refused_in_one_line(run: Any) -> None:
         assert said == [
             "model type 'llama' declares no expert-parallel plan: "
             "remove expert_parallel.autoep_size, so that each expert is split",
-            "--output_router_logits: model type 'llama' makes no loss of routers",
-            "--router_aux_loss_coef is of no use without --output_router_logits",
+            "--output_router_logits: model type 'llama' has no router loss",
+            "--router_aux_loss_coef has no effect without --output_router_logits",
         ]
         assert "expert-parallel size 2 differs from tensor-parallel size 4" in elsewhere
 

@@ -144,4 +144,4 @@ def test_layers_made_without_a_seed_are_one_model_and_a_factory_that_differs_is_
     assert first == second
     losses, message = first
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
-    assert "rank 1 holds other values of 0.weight than rank 0" in message or "0.bias" in message
+    assert "rank 1 has different values of 0.weight than rank 0" in message or "0.bias" in message

@@ -134,12 +134,12 @@ def test_a_parameter_between_split_layers_gets_its_whole_gradient(results: Any, 
 
 
 def test_a_plan_that_would_give_wrong_gradients_is_refused(results: Any) -> None:
-    end = " used by split layers and by whole ones: set tensor_parallel.autotp_size to 1, or correct the plan"
+    end = " used by split and by whole layers: set tensor_parallel.autotp_size to 1, or correct the plan"
     for _, said in results:
         assert said == [
             f"the tensor-parallel plan of Twice gives wrong gradients: scale is{end}",
             f"the tensor-parallel plan of Leaking gives wrong gradients: what goes in is{end}",
             f"the tensor-parallel plan of Bypassed gives wrong gradients: down.weight, up.bias, up.weight is{end}",
-            "the tensor-parallel style all_reduce is for a module that is cut, but 0 is whole: "
+            "the tensor-parallel style all_reduce needs a module that is split, but 0 is whole: "
             "set tensor_parallel.autotp_size to 1",
         ]

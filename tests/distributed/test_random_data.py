@@ -100,7 +100,7 @@ def test_noise_is_the_same_in_every_layout_and_on_all_ranks_that_read_it(tmp_pat
     for found, (training, evaluation, other, start) in ranks:
         for curve in found:
             assert curve == pytest.approx(alone, rel=1e-5)
-        assert training.startswith("rank 1 got other samples than rank 0 for the same micro-batch:")
+        assert training.startswith("rank 1 got different samples than rank 0 for the same micro-batch:")
         assert evaluation == training
         assert "rank 1 has another evaluation data than rank 0" in other and "\n" not in other
         assert "rank 1 has another evaluation data than rank 0" in start

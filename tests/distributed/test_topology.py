@@ -182,7 +182,7 @@ def test_collectives_stay_within_the_set(seen: list[dict[str, Any]]) -> None:
         assert "needs a first dim of 4, got shape [2]" in got["bad_shape"]
     for rank in range(4, 8):
         assert seen[rank]["outsider"] == (
-            f"process set 'stage:0' (ranks 0-3) does not include rank {rank}: ask included() first"
+            f"process set 'stage:0' (ranks 0-3) does not include rank {rank}: check included() first"
         )
 
 

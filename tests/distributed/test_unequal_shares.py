@@ -24,7 +24,7 @@ from tests.distributed.training import STEPS, Curve, Job, arguments_of, rows, ti
 pytestmark = pytest.mark.ranks
 
 LOSS, NORM, LOGITS = 2e-6, 2e-5, 1e-4  # fp32 sums in another order; as for equal shares
-VERIFIED = "the cut model is the whole one on a tiny copy"
+VERIFIED = "verified: the sharded model matches the whole one"
 # as Qwen2-0.5B: seven query heads to each of two key/value heads, which four ranks share as 4, 3, 4 and 3
 QWEN = {"hidden_size": 56, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 37}
 # two ranks share three key/value heads as 2 and 1; four hold one each, of which two are the same

@@ -77,10 +77,10 @@ def start(config: PretrainedConfig, folder: str, name: str) -> str:
 def test_a_wrong_cut_is_refused_on_all_ranks_alike(tmp_path):
     told, other = run_ranks(2, start_all, str(tmp_path), timeout_s=240)
     assert told == other
-    assert told.pop("as declared") == "the cut model is the whole one on a tiny copy"
+    assert told.pop("as declared") == "verified: the sharded model matches the whole one"
     assert "its logits depend on later tokens" in told.pop("no decoder")
     for name, text in told.items():
-        assert "split over 2 tensor-parallel ranks, is not the whole model" in text, name
+        assert "split over 2 tensor-parallel ranks, does not match the whole one" in text, name
         assert "correct its plan" in text, name
     assert "RuntimeError" in told.pop("a rule is missing")
     assert {name for name, text in told.items() if "of its largest entry" in text} == set(told)

@@ -119,7 +119,7 @@ def test_padded_and_packed_conversations_have_one_loss_in_other_layouts(tmp_path
     model = tiny_model(tmp_path / "model", "qwen3", False)
     tiny_model(tmp_path / "model-bloom", "bloom", False)
     losses, said = run_ranks(2, in_memory, model, str(tmp_path), timeout_s=300)[0]
-    assert said[0] == "position_ids go up to 503, the model has 128 positions: cut them"
+    assert said[0] == "position_ids reach 503, the model has 128 positions: shorten them"
     assert "'bloom' does not separate packed documents" in said[1]
     first = next(iter(losses.values()))
     assert len(losses) == 4

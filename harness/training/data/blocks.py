@@ -93,7 +93,7 @@ def make_blocks(
 def require_block_size(block_size: int) -> None:
     """Raise UserError for a block that predicts nothing."""
     if block_size < 2:
-        raise UserError(f"--block_size {block_size}: a block of fewer than 2 tokens predicts nothing")
+        raise UserError(f"--block_size {block_size}: use at least 2: shorter blocks have nothing to predict")
 
 
 def smallest_dtype(largest: int) -> np.dtype[np.integer]:

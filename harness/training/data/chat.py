@@ -74,13 +74,13 @@ class ConversationEncoder:
         name = os.fspath(getattr(self.tokenizer, "name_or_path", "")) or type(self.tokenizer).__name__
         if not self.tokenizer.chat_template:
             raise UserError(
-                f"the tokenizer {name} has no chat template to write `messages` with: "
-                "put a chat_template.jinja beside it, or give a --tokenizer_name that has one"
+                f"the tokenizer {name} has no chat template for `messages`: "
+                "add a chat_template.jinja to its directory, or give a --tokenizer_name that has one"
             )
         if not self.tokenizer.is_fast:
             raise UserError(
-                f"the tokenizer {name} does not tell which characters a token stands for, so answers cannot be "
-                "told from questions: give one with a tokenizer.json"
+                f"the tokenizer {name} gives no character offsets, so answers cannot be "
+                "located: give one with a tokenizer.json"
             )
 
     def _completion(self, prompt: str, completion: str) -> Encoded:
@@ -96,7 +96,7 @@ class ConversationEncoder:
         for start, end in spans:
             answers |= (ends > start) & (starts < end)
         if not answers.any():
-            raise UserError(f"{place}: the chat template writes no answer that could be learnt")
+            raise UserError(f"{place}: the chat template writes no answer to learn")
         return Encoded(ids=np.asarray(tokens["input_ids"], dtype=np.int64), answers=answers)
 
     def _ids(self, text: str, **more: Any) -> Mapping[str, Any]:
@@ -178,8 +178,8 @@ class _Renderer:
         for start in _occurrences(text, said + closing, after) if said and found and before else ():
             return (start if begin is None or begin > start else begin), start + len(said + closing)
         raise UserError(
-            f"{self.place}, message {index + 1}: the chat template writes this answer in a way in which it is not "
-            "found again: mark the answers in the template with {% generation %}"
+            f"{self.place}, message {index + 1}: this answer cannot be found in the output of the chat "
+            "template: mark the answers in the template with {% generation %}"
         )
 
     def _begin(self, text: str, index: int, after: int) -> int | None:
@@ -192,7 +192,7 @@ class _Renderer:
 
     def _refused(self, error: Exception) -> UserError:
         reason = " ".join(str(error).split()) or type(error).__name__
-        return UserError(f"{self.place}: the chat template refuses it: {reason[:200]}")
+        return UserError(f"{self.place}: the chat template rejects it: {reason[:200]}")
 
 
 def _common(a: str, b: str) -> int:

@@ -42,7 +42,7 @@ def as_micro_batch(collated: Any) -> MicroBatch:
     """What a collator returned, as (inputs, labels): a dict with input_ids and labels, or the pair itself."""
     if isinstance(collated, Mapping):
         if "input_ids" not in collated:
-            raise UserError(f"the data_collator gave {', '.join(collated) or 'nothing'}: it must give input_ids")
+            raise UserError(f"the data_collator gave {', '.join(collated) or 'nothing'}: it must return input_ids")
         return _with_labels(collated)
     if isinstance(collated, Sequence) and len(collated) == 2:
         return collated[0], collated[1]
@@ -73,7 +73,7 @@ def _with_labels(batch: Mapping[str, torch.Tensor]) -> MicroBatch:
     """Inputs and labels: labels default to the ids; padding, which must stand at the right, is not counted."""
     for name in _NOT_CARRIED:
         if name in batch:
-            raise UserError(f"samples carry {name}, which is not handed to the model: remove the column")
+            raise UserError(f"samples contain {name}, which is not passed to the model: remove the column")
     ids = batch["input_ids"].long()
     labels = batch.get("labels")
     labels = ids.clone() if labels is None else labels.long()
@@ -100,4 +100,4 @@ def document_starts(positions: torch.Tensor) -> torch.Tensor:
 
 def _require_shape(name: str, tensor: torch.Tensor, ids: torch.Tensor) -> None:
     if tensor.shape != ids.shape:
-        raise UserError(f"{name} of {tuple(tensor.shape)} beside input_ids of {tuple(ids.shape)}: they must agree")
+        raise UserError(f"{name} of {tuple(tensor.shape)} with input_ids of {tuple(ids.shape)}: the shapes must agree")

@@ -57,7 +57,7 @@ def evaluation_batches(
     """
     n = dataset_length(dataset)
     if n == 0:
-        raise UserError("the data set for evaluation is empty")
+        raise UserError("the evaluation data set is empty")
     return _batches(dataset, n, micro_batch, data_rank, data_size, multiple_of, data_collator)
 
 

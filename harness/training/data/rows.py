@@ -47,7 +47,7 @@ def document(row: Mapping[str, Any], kind: str, place: str) -> dict[str, str]:
     if missing:
         raise UserError(
             f"{place} has no column `{missing[0]}` (it has: {', '.join(map(str, row)) or 'none'}), "
-            "as the rows before it have: keep rows of one kind in a file"
+            "unlike earlier rows: keep rows of one kind in a file"
         )
     if kind == TEXT:
         return {"text": checked_text(row["text"], f"{place}: `text`")}
@@ -57,7 +57,7 @@ def document(row: Mapping[str, Any], kind: str, place: str) -> dict[str, str]:
     try:
         written = json.dumps(conversation, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{place} holds what is not JSON ({error}): keep text, numbers and lists") from error
+        raise UserError(f"{place} contains a value that is not JSON ({error}): use text, numbers and lists") from error
     return {"conversation": checked_text(written, place), "place": place}
 
 
@@ -82,7 +82,7 @@ def _completion(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
-            raise UserError(f"{place}: `completion` is empty: leave the row out")
+            raise UserError(f"{place}: `completion` is empty: remove the row")
         return {"prompt": prompt, "completion": completion}
     asked = _checked_messages(prompt, f"{place}: `prompt`")
     answered = _checked_messages(completion, f"{place}: `completion`")
@@ -95,7 +95,7 @@ def _checked_messages(messages: object, place: str) -> list[dict[str, Any]]:
         kind = "missing" if messages is None else type(messages).__name__
         raise UserError(f"{place} is {kind}, not a list of {{role, content}}")
     if not messages:
-        raise UserError(f"{place} is empty: leave the row out")
+        raise UserError(f"{place} is empty: remove the row")
     return [_checked_message(message, f"{place}, message {i}") for i, message in enumerate(messages, start=1)]
 
 
@@ -107,12 +107,12 @@ def _checked_message(message: object, place: str) -> dict[str, Any]:
     if role is None:
         raise UserError(f"{place} has no `role` (it has: {', '.join(kept) or 'nothing'}): give role and content")
     if role not in ROLES:
-        raise UserError(f"{place}: role {role!r} is none of {', '.join(ROLES)}")
+        raise UserError(f"{place}: role {role!r} is not one of {', '.join(ROLES)}")
     calls_tools = role == ASSISTANT and kept.get("tool_calls")
     if "content" in kept or not calls_tools:
         kept["content"] = _content(kept.get("content"), place)
     if role == ASSISTANT and not calls_tools and not kept["content"].strip():
-        raise UserError(f"{place} is an empty answer: leave it out")
+        raise UserError(f"{place} is an empty answer: remove it")
     return kept
 
 
@@ -122,7 +122,7 @@ def _content(content: object, place: str) -> str:
         return checked_text(content, f"{place}: `content`")
     texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
     if len(texts) < len(content):
-        raise UserError(f"{place}: `content` has parts that are not text: only text can be learnt here")
+        raise UserError(f"{place}: `content` has parts that are not text: only text is supported")
     return "".join(checked_text(text, f"{place}: `content`") for text in texts)
 
 

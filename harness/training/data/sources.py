@@ -76,12 +76,12 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     if path.is_dir():
         files = [file for file in _walk(path) if file.suffix in SUFFIXES]
         if not files:
-            raise UserError(f"{path} holds no file with one of the suffixes {suffixes}")
+            raise UserError(f"{path} contains no file with one of the suffixes {suffixes}")
         return files
     if not path.exists():
         raise UserError(f"{path} does not exist: give a {suffixes} file, a directory of them, or {PYTHON_STDLIB}")
     if path.suffix not in SUFFIXES:
-        raise UserError(f"{path} is none of {suffixes}: convert it, or rename it if it is plain text")
+        raise UserError(f"{path} is not one of {suffixes}: convert it, or rename it if it is plain text")
     return [path]
 
 

@@ -127,7 +127,7 @@ def load_tokenizer(name: str | None = None, model_dir: str | os.PathLike[str] | 
     if not Path(name).is_dir():
         raise UserError(f'tokenizer {name} is not a directory: give one, or "{BYTES}"')
     if not has_tokenizer(name):
-        raise UserError(f'{name} holds no tokenizer ({", ".join(_FILES)}): give another directory, or "{BYTES}"')
+        raise UserError(f'{name} contains no tokenizer ({", ".join(_FILES)}): give another directory, or "{BYTES}"')
     return ByteTokenizer() if _is_marked(name) else _from_directory(name)
 
 

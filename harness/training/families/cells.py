@@ -114,7 +114,7 @@ def _trial(family: str, work: Path) -> Trial:
         tiny_model(config).save_pretrained(directory)
     dist.barrier()
     if looks_ahead(config, CPU):
-        raise ValueError("its logits depend on later tokens: no decoder")
+        raise ValueError("its logits depend on later tokens, so it is not a decoder")
     curve = reference(directory)
     return Trial(family=family, config=config, directory=directory, curve=curve)
 
@@ -196,7 +196,7 @@ def _loads(trial: Trial, exported: Path) -> None:
             logits.append(model.eval()(input_ids=ids, use_cache=False).logits)
     before, after = logits
     if not torch.allclose(after, before, rtol=1e-5, atol=1e-5):
-        raise Wrong("from_pretrained of what was written gives other logits")
+        raise Wrong("from_pretrained of the export gives different logits")
 
 
 def _trainer(trial: Trial, name: str, layout: dict[str, Any]) -> Trainer:

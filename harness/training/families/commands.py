@@ -38,18 +38,18 @@ def models(argv: Sequence[str]) -> int:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help="model types; all of them if none is given")
-    parser.add_argument("--run", action="store_true", help="run the cells now instead of printing what is stored")
-    parser.add_argument("--compare", action="store_true", help="with --run: say what differs from what is stored")
-    parser.add_argument("--write", action="store_true", help=f"with --run: store the rows, and write {PAGE}")
-    parser.add_argument("--results", type=Path, help="with --run: a file of rows; those it holds are not run again")
-    parser.add_argument("--limit_s", type=float, default=120.0, help="seconds that a family may take (default: 120)")
-    parser.add_argument("--format", choices=FORMATS, default="text", help="how the matrix is printed")
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="model types (default: all)")
+    parser.add_argument("--run", action="store_true", help="run the cells now instead of printing the stored matrix")
+    parser.add_argument("--compare", action="store_true", help="with --run: show what differs from the stored matrix")
+    parser.add_argument("--write", action="store_true", help=f"with --run: store the rows and write {PAGE}")
+    parser.add_argument("--results", type=Path, help="with --run: a file of rows; rows in it are not run again")
+    parser.add_argument("--limit_s", type=float, default=120.0, help="time limit per family in seconds (default: 120)")
+    parser.add_argument("--format", choices=FORMATS, default="text", help="output format")
     args = parser.parse_args(argv)
     stored = read_matrix()
     if not args.run:
         if args.compare or args.write or args.results:
-            raise UserError("--compare, --write and --results go with --run")
+            raise UserError("--compare, --write and --results need --run")
         print(render(_some(stored, args.families), args.format))
         return 0
     rows = _run(args.families, args.results, args.limit_s)
@@ -67,7 +67,7 @@ def models(argv: Sequence[str]) -> int:
 
 def _some(matrix: Matrix, families: Sequence[str]) -> Matrix:
     if unknown := [name for name in families if name not in matrix.families]:
-        raise UserError(f"{unknown[0]}: not in the matrix of transformers {matrix.transformers}; --run tries it now")
+        raise UserError(f"{unknown[0]}: not in the matrix of transformers {matrix.transformers}: test it with --run")
     rows = {name: matrix.families[name] for name in families or sorted(matrix.families)}
     return Matrix(transformers=matrix.transformers, families=rows)
 
@@ -115,7 +115,7 @@ def differences(stored: Matrix, rows: Rows, *, everything: bool) -> list[str]:
                 word = "came" if row.get(cell) == YES else "gone"
                 lines.append(f"{word}: {family} {cell}: {before.get(cell)} -> {row.get(cell)}")
     if everything:
-        lines += [f"gone: {family} is no family any more" for family in stored.families if family not in rows]
+        lines += [f"gone: {family} is no longer a family" for family in stored.families if family not in rows]
     return lines
 
 

@@ -15,7 +15,7 @@ def stored_difference(wanted: Path, found: Path) -> str | None:
     if missing := sorted(set(a) - set(b)):
         return f"{missing[0]} is missing ({len(missing)} in all)"
     if extra := sorted(set(b) - set(a)):
-        return f"{extra[0]} is too much ({len(extra)} in all)"
+        return f"{extra[0]} is unexpected ({len(extra)} in all)"
     for name, tensor in a.items():
         if tensor.shape != b[name].shape or tensor.dtype != b[name].dtype:
             return f"{name} is {b[name].dtype} {tuple(b[name].shape)} instead of {tensor.dtype} {tuple(tensor.shape)}"

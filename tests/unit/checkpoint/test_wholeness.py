@@ -39,7 +39,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file missing": (lambda path: (path / "deep" / "random.pt").unlink(), "deep/random.pt is missing"),
     "its list missing": (lambda path: (path / STATE).unlink(), "trainer_state.json is missing"),
     "its list empty": (empty, "cannot be read"),
-    "another step": (earlier_step, "trainer_state.json says step 1"),
+    "another step": (earlier_step, "trainer_state.json is of step 1"),
 }
 
 
@@ -68,7 +68,7 @@ def test_changed_content_is_found_by_the_rank_whose_share_it_is(tmp_path: Path) 
     assert damage(newer) is None
     assert sorted(map(str, (changed_file(newer, share, 2) for share in (0, 1)))) == [
         "None",
-        "weights.pt is not what was saved",
+        "weights.pt differs from what was saved",
     ]
     assert newest_whole(tmp_path, before=newer) == older
     assert newest_whole(tmp_path, before=older) is None

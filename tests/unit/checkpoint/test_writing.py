@@ -76,7 +76,7 @@ def test_files_that_would_grow_are_split() -> None:
 
 
 def test_what_no_stage_holds_as_a_whole_is_told() -> None:
-    with pytest.raises(UserError, match="b is made of tensors of several pipeline stages"):
+    with pytest.raises(UserError, match="b combines tensors of several pipeline stages"):
         plan_files([Share(host="one", entries=[entry("a", 4)])], form(entry("a", 4), entry("b", 4)))
 
 

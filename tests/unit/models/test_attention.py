@@ -36,7 +36,7 @@ def test_what_cannot_be_had_is_one_line() -> None:
     with pytest.raises(UserError, match="flash_attention_2: needs a GPU and its package"):
         require_available(with_attention(LlamaConfig(**SIZES), "flash_attention_2"), CPU, torch.bfloat16)
     with pytest.raises(
-        UserError, match=r"does not support an attention .*: give another --attn_implementation than sdpa"
+        UserError, match=r"does not support an attention .*: use another --attn_implementation than sdpa"
     ):
         built(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=99), "sdpa")
     with pytest.raises(UserError, match="--attn_implementation paged: not one of eager, sdpa"):

@@ -146,7 +146,7 @@ def test_launchers_of_mpi_are_read_and_go_before_slurm_that_they_run_under() -> 
     [
         ({**HYDRA, "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}, "^PMI_RANK is set.*MASTER_ADDR and MASTER_PORT"),
         ({"PMI_RANK": "0"}, "^PMI_RANK is set.*set WORLD_SIZE and LOCAL_RANK"),
-        ({"PMIX_RANK": "0"}, "^PMIX_RANK is set, but not how many"),
+        ({"PMIX_RANK": "0"}, "^PMIX_RANK is set, but the number of ranks"),
         ({**SRUN, "WORLD_SIZE": "8"}, "^WORLD_SIZE is 8, but SLURM_STEP_NUM_TASKS says 4"),
         ({**SRUN, "SLURM_PROCID": "x"}, "^SLURM_PROCID is 'x'"),
     ],

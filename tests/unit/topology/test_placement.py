@@ -44,9 +44,9 @@ def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a slots=2\nb 4\n", "hostfile:2: 'b 4' is not `host slots=N`"),
-        ("a slots=2\na slots=4\n", "hostfile:2: host a is named twice"),
+        ("a slots=2\na slots=4\n", "hostfile:2: host a appears twice"),
         ("a slots=0\n", "hostfile:1: 'a slots=0' is not `host slots=N` with N of at least 1"),
-        ("# nothing\n\n", "names no host"),
+        ("# nothing\n\n", "contains no host"),
         (None, "cannot read hostfile .*No such file"),
         (b"\xff\xfe slots=2", "cannot read hostfile"),
     ],

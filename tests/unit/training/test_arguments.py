@@ -63,7 +63,7 @@ def test_the_launchers_own_flag_is_taken_and_booleans_need_no_value() -> None:
         (("--eval_steps", "0"), "must be at least 1"),
         (("--tensor_parallel_size", "0"), "must be at least 1"),
         (("--report_to", "carrier_pigeon"), "carrier_pigeon"),
-        (("--bf16", "maybe"), "neither true nor false"),
+        (("--bf16", "maybe"), "is not true or false"),
     ],
 )
 def test_a_wrong_flag_is_told_in_one_line(flags: tuple[str, ...], words: str) -> None:
@@ -75,7 +75,7 @@ def test_a_wrong_flag_is_told_in_one_line(flags: tuple[str, ...], words: str) ->
 def test_epochs_become_steps() -> None:
     assert max_steps(TrainingArguments(num_train_epochs=2), 33, 8) == 9
     assert max_steps(TrainingArguments(max_steps=5), 33, 8) == 5
-    with pytest.raises(UserError, match="not one step"):
+    with pytest.raises(UserError, match="gives no step"):
         max_steps(TrainingArguments(num_train_epochs=0), 33, 8)
 
 

@@ -41,7 +41,7 @@ def test_what_came_and_went_is_told():
     assert differences(MATRIX, rows, everything=True) == [
         "came: half tensor: refused: no plan | at all -> yes",
         "came: new is new: pipeline, tensor, zero3, import; export wrong: other logits",
-        "gone: good is no family any more",
+        "gone: good is no longer a family",
     ]
     assert differences(MATRIX, {"good": {**GOOD, "zero3": "refused: x"}}, everything=False) == [
         "gone: good zero3: yes -> refused: x"
@@ -57,7 +57,7 @@ def test_rows_of_an_interrupted_run_are_read_but_for_the_one_cut_off(tmp_path):
 
 @pytest.mark.parametrize(
     ("argv", "text"),
-    [(["models", "nothing-of-the-kind"], "not in the matrix"), (["models", "--compare"], "go with --run")],
+    [(["models", "nothing-of-the-kind"], "not in the matrix"), (["models", "--compare"], "need --run")],
 )
 def test_a_misuse_is_one_line(argv, text, capsys):
     assert main(argv) == 1
@@ -69,7 +69,7 @@ def test_directories_are_compared_to_the_bit(tmp_path):
     cases = {
         "same": (wanted, None),
         "less": ({"a": torch.ones(2)}, "b is missing (1 in all)"),
-        "more": ({**wanted, "c": torch.ones(1)}, "c is too much (1 in all)"),
+        "more": ({**wanted, "c": torch.ones(1)}, "c is unexpected (1 in all)"),
         "other": ({**wanted, "a": torch.ones(2).nextafter(torch.zeros(2))}, "a has other values"),
         "half": ({**wanted, "a": torch.ones(2).half()}, "a is torch.float16 (2,) instead of torch.float32 (2,)"),
     }

@@ -40,8 +40,8 @@ def test_tokens_and_pairs_are_left_alone() -> None:
     [
         (CHATS, {}, "needs processing_class, the tokenizer"),
         (CHATS, {"tokenizer": ByteTokenizer(), "block_size": 4096}, "the model has 512 positions"),
-        (TOKENS, {"packing": True}, "give it position_ids that begin at 0 with each document"),
-        (CHATS, {"packing": True, "model": None}, "not for layers or a data_collator of your own"),
+        (TOKENS, {"packing": True}, "add position_ids that begin at 0 with each document"),
+        (CHATS, {"packing": True, "model": None}, "does not work with your own layers or data_collator"),
     ],
 )
 def test_what_cannot_be_prepared_is_told(train: Any, arguments: dict[str, Any], words: str) -> None:

@@ -91,7 +91,7 @@ def test_another_model_is_refused_with_both_named(tmp_path: Path) -> None:
     (tmp_path / partial_name(1)).mkdir()
     saved = finish(tmp_path, replace(progress(1), model="3 layers"))
     require_same_model(saved, "3 layers")
-    with pytest.raises(UserError, match=r"holds a model of 3 layers, this run's has 4 layers"):
+    with pytest.raises(UserError, match=r"contains a model of 3 layers, but this run's model has 4 layers"):
         require_same_model(saved, "4 layers")
 
 
@@ -119,7 +119,7 @@ def test_a_directory_without_weights_is_told(tmp_path: Path, capsys: pytest.Capt
     announce.origin(plain_console(0), read_source("tiny-llama"), 7)  # a preset has none, and nobody expects any
     announce.origin(plain_console(0), read_source(str(tmp_path)), 7)
     assert capsys.readouterr().out.splitlines() == [
-        f"no safetensors or pytorch_model.bin in {tmp_path}: the weights are drawn from --seed 7"
+        f"no weights found (safetensors or pytorch_model.bin) in {tmp_path}: initialising from seed 7"
     ]
 
 

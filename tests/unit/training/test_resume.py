@@ -99,7 +99,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     assert optimizer_name(plain) == "AdamW"
     config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     other, _ = configure(TrainingArguments(deepspeed_config=config, learning_rate=0.1), world_size=1)
-    with pytest.raises(UserError, match="holds the state of AdamW, this run uses SGD"):
+    with pytest.raises(UserError, match="contains the state of AdamW, but this run uses SGD"):
         require_same_run(saved, other)
 
 

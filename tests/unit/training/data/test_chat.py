@@ -114,9 +114,9 @@ def test_a_conversation_that_begins_with_an_answer_and_one_that_calls_tools():
 def test_templates_and_tokenizers_that_do_not_serve_are_told_with_the_place(trained_tokenizer):
     with pytest.raises(UserError, match="has no chat template"):
         learnt(chat(TURNS), encoder=ConversationEncoder(load_tokenizer(str(trained_tokenizer))))
-    with pytest.raises(UserError, match="file:1: the chat template refuses it: roles must alternate"):
+    with pytest.raises(UserError, match="file:1: the chat template rejects it: roles must alternate"):
         learnt(chat(TURNS), "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(UserError, match=r"file:1, message 3: .* not found again"):
+    with pytest.raises(UserError, match=r"file:1, message 3: .* cannot be found"):
         learnt(chat(TURNS), "{% for m in messages %}{{ m.content | upper }}{{ messages | length }}{% endfor %}")
     with pytest.raises(UserError, match="file:1: the chat template writes no answer"):
         learnt(
@@ -140,7 +140,7 @@ BAD = {
     ),
     "wrong role": (
         GOOD + row(messages=[{"role": "gpt", "content": "x"}]),
-        "a.jsonl:2: .*message 1: role 'gpt' is none of",
+        "a.jsonl:2: .*message 1: role 'gpt' is not one of",
     ),
     "empty answer": (
         row(messages=[TURNS[1], {"role": "assistant", "content": " "}]),

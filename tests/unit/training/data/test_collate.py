@@ -46,10 +46,10 @@ def test_position_ids_travel_and_no_document_is_predicted_from_another():
         ([{"input_ids": [1, 2], "attention_mask": [0, 1]}], "pad on the right"),
         (
             [{"input_ids": [1, 2], "token_type_ids": [0, 0]}],
-            "carry token_type_ids, which is not handed to the model",
+            "contain token_type_ids, which is not passed to the model",
         ),
-        ([{"input_ids": [1, 2], "position_ids": [0]}], r"position_ids of \(1, 1\) beside input_ids of \(1, 2\)"),
-        ([{"input_ids": [1, 2], "labels": [1]}], r"labels of \(1, 1\) beside input_ids of \(1, 2\)"),
+        ([{"input_ids": [1, 2], "position_ids": [0]}], r"position_ids of \(1, 1\) with input_ids of \(1, 2\)"),
+        ([{"input_ids": [1, 2], "labels": [1]}], r"labels of \(1, 1\) with input_ids of \(1, 2\)"),
         ([{"text": "x"}], r"no input_ids \(it has: text\)"),
         ([3], "a sample is int"),
     ],

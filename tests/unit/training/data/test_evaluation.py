@@ -75,5 +75,5 @@ def test_an_abandoned_evaluation_can_be_repeated():
 
 
 def test_nothing_to_evaluate_is_told_at_the_call():
-    with pytest.raises(UserError, match="for evaluation is empty"):
+    with pytest.raises(UserError, match="evaluation data set is empty"):
         evaluation_batches([], 2)

@@ -125,7 +125,7 @@ def test_every_twentieth_document_is_held_out(tmp_path, cache):
 
 BAD = {
     "missing": ("gone.txt", None, "gone.txt does not exist"),
-    "suffix": ("a.csv", b"text\nx\n", r"a\.csv is none of \.txt, \.jsonl, \.parquet"),
+    "suffix": ("a.csv", b"text\nx\n", r"a\.csv is not one of \.txt, \.jsonl, \.parquet"),
     "empty": ("a.txt", b"", "a.txt is empty"),
     "no line is JSON": ("a.jsonl", b"{text: 1}\n", r"a.jsonl:1 is not JSON \(.*column 2\)"),
     "no column": (
@@ -177,7 +177,7 @@ def test_rows_and_columns_of_parquet_are_checked(tmp_path, cache):
 
 
 def test_a_directory_without_text_is_told(tmp_path):
-    with pytest.raises(UserError, match="holds no file with one of the suffixes"):
+    with pytest.raises(UserError, match="contains no file with one of the suffixes"):
         preflight(tmp_path)
     (tmp_path / "a.txt").touch()
     with pytest.raises(UserError, match="is empty"):
