@@ -248,4 +248,4 @@ def test_fewer_heads_than_ranks_are_refused_by_every_rank(tmp_path: Path) -> Non
     model = tiny_model(tmp_path / "m", "llama", False, num_attention_heads=2, hidden_size=32)
     config = {"train_batch_size": 8, "tensor_parallel": {"autotp_size": 3}}
     for text in run_ranks(3, refused, config, model, str(tmp_path)):
-        assert "3 tensor-parallel ranks, and the model has 2 attention heads" in text
+        assert "3 tensor-parallel ranks, but the model has only 2 attention heads" in text

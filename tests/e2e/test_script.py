@@ -155,7 +155,7 @@ BAD = {
     "pipeline with ZeRO-3": (("--deepspeed_config", "{tmp}/pipe3.json"), "pipeline"),
     "more ranks than heads": (
         ("--deepspeed_config", "{tmp}/tp3.json", "--model_name_or_path", "{tmp}/two-heads"),
-        "3 tensor-parallel ranks, and the model has 2 attention heads",
+        "3 tensor-parallel ranks, but the model has only 2 attention heads",
     ),
     "data smaller than a batch": (
         ("--train_file", "{tmp}/short.txt", "--block_size", "8"),
