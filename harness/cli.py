@@ -19,6 +19,7 @@ VERBS = {
     "schema": ("harness.config.commands", "print the JSON Schema of DeepSpeed's config"),
     "resolve": ("harness.config.commands", 'replace every "auto" and show where each value comes from'),
     "models": ("harness.training.families.commands", "show which model families work in which layout"),
+    "launch": ("harness.training.launch", "run deepspeed, with the usual signals and exit codes"),
 }
 
 

@@ -20,6 +20,14 @@ def parent_of(process: int) -> int:
         return 0
 
 
+def children_of(process: int) -> list[int]:
+    """The processes that a process's main thread has started; empty if they cannot be seen."""
+    try:
+        return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except OSError:
+        return []
+
+
 def wakes_of(process: int) -> int:
     """How often a process has waited and gone on; 0 if that cannot be seen."""
     try:

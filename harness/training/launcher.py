@@ -15,6 +15,7 @@ from pathlib import Path
 from harness.topology.processes import DEEPSPEED_LAUNCH, above, command_of, parent_of, wakes_of
 
 RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner")  # its process that the user starts
+WRAPPER = ("ds-harness", "launch")  # which may stand above it
 RESUME = "--resume_from_checkpoint"
 WAKES_EVERY_S = 0.06  # an interrupted `deepspeed` command sleeps at most 0.05 s at a time, for 0.25 s in all
 
@@ -56,7 +57,11 @@ class Launcher:
         command = command_of(runner)
         if not any(Path(word).name in RUNNERS for word in command[:3]):  # started by ssh, or by hand
             return cls(links=tuple(links), is_deepspeed=True)
-        return cls(links=(*links, (launch, runner)), command=command, runner=runner, is_deepspeed=True)
+        links = [*links, (launch, runner)]
+        outer = command_of(parent_of(runner))
+        if any(words == WRAPPER for words in zip((Path(word).name for word in outer[:3]), outer[1:4], strict=False)):
+            links, command = [*links, (runner, parent_of(runner))], outer
+        return cls(links=tuple(links), command=command, runner=runner, is_deepspeed=True)
 
     def is_gone(self) -> bool:
         """Whether a process of the launch above this one has ended."""
@@ -86,7 +91,7 @@ class Launcher:
 
         SIGINT cannot do it, as Python has a handler for it.
         """
-        if self.runner and parent_of(self.links[-1][0]) == self.runner:
+        if any(parent == self.runner == parent_of(process) for process, parent in self.links):
             os.kill(self.runner, signal.SIGTERM)
 
     def resume_command(self) -> str | None:

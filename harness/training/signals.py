@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from harness.training.builds import abandon_builds
 from harness.training.launcher import Launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)  # the later count where ranks get several
@@ -127,6 +128,7 @@ class Watch:
         for package in ("multiprocessing", "multiprocess"):  # what they have started would wait for work for ever
             for child in getattr(sys.modules.get(package), "active_children", list)():
                 child.kill()
+        abandon_builds()
         is_stopping = self.where is None and self.first  # the launcher ends the ranks that are left by SIGTERM
         os._exit(128 + (self.first if is_stopping else number))
 

@@ -26,7 +26,13 @@ class Run:
         self.folder, self.said = folder, folder.with_suffix(".out")
         with self.said.open("w") as out:
             self.launcher = subprocess.Popen(
-                command, cwd=ROOT, env=environment(), stdout=out, stderr=out, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=environment(),
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                preexec_fn=not_ignoring,
             )
         until = time.monotonic() + 120
         while self.steps() < steps:
@@ -55,6 +61,12 @@ class Run:
         return saved == [f"checkpoint-{self.steps()}"]
 
 
+def not_ignoring() -> None:
+    """Undo what `nohup` and a shell's `&` set, which a run respects."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
 
@@ -69,18 +81,21 @@ def test_a_run_stops_and_goes_on_whoever_is_signalled(tmp_path: Path) -> None:
     text, folder = tmp_path / "fox.txt", tmp_path / "run"
     text.write_text("The quick brown fox jumps over the lazy dog; 0123456789. " * 60)
     first = Run(command(text, folder), folder, steps=1)
-    first.launcher.terminate()  # the `deepspeed` process alone
-    first.end()
+    first.launcher.send_signal(signal.SIGINT)  # the `deepspeed` process alone
+    assert first.end() == -signal.SIGTERM
     assert first.saved_once()
     begun = first.steps()
     said = first.said.read_text()
-    assert f"SIGTERM: saved and stopped after step {begun}" in said
+    assert f"SIGINT: saved and stopped after step {begun}" in said
+    assert "Traceback" not in said
     goes_on = next(line for line in said.splitlines() if line.startswith("go on with: "))
 
     words = shlex.split(goes_on.removeprefix("go on with: "))
+    words[:1] = ["ds-harness", "launch"]
     again = Run([*words, "--save_total_limit", "1"], folder, steps=begun + 1)
-    os.killpg(again.launcher.pid, signal.SIGUSR1)  # as Slurm's --signal
-    again.end()
+    os.killpg(again.launcher.pid, signal.SIGINT)  # as Ctrl-C
+    assert again.end() == 128 + signal.SIGINT
+    assert again.said.read_text().count("go on with: ds-harness launch --num_accelerators 2 scripts/train.py") == 1
     assert f"resumed from {folder}/checkpoint-{begun} at step {begun}" in again.said.read_text()
     assert again.saved_once() and "Traceback" not in again.said.read_text()
     rows = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

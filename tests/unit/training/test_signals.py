@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +38,13 @@ with signals.watching(say, sys.argv[3]):
     say("ready")
     time.sleep(float(sys.argv[2]))
     say("written")
+"""
+BUILDING = """
+import sys
+from harness.training import signals
+with signals.watching(print):
+    from torch.utils.cpp_extension import load_inline
+    load_inline("waits", ["#include <torch/extension.h>"], build_directory=sys.argv[1])
 """
 LAUNCHER = """
 import subprocess, sys
@@ -110,6 +118,22 @@ def test_a_forked_child_ends_by_its_own_signal_and_leaves_the_parent_alone() -> 
     assert parent.process.poll() is None
     parent.process.send_signal(signal.SIGUSR1)
     assert parent.end()[0] == 138
+
+
+@pytest.mark.skipif(not all(map(shutil.which, ("c++", "ninja"))), reason="no compiler")
+def test_a_signal_while_an_operator_is_compiled_leaves_no_lock_and_no_compiler(tmp_path: Path) -> None:
+    building = subprocess.Popen([sys.executable, "-c", BUILDING, tmp_path], cwd=ROOT, start_new_session=True)
+    until = time.monotonic() + 60
+    while not (listed := subprocess.run(["pgrep", "-s", str(building.pid), "cc1plus"], capture_output=True).stdout):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert (tmp_path / "lock").exists()
+    building.terminate()
+    assert building.wait(30) == 143
+    assert not (tmp_path / "lock").exists()
+    while subprocess.run(["ps", "-o", "pid=", "-p", listed.decode().split()[0]], capture_output=True).stdout:
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 def test_a_rank_ends_when_its_launcher_is_gone() -> None:
