@@ -1,7 +1,7 @@
 """Run a function on n real ranks and bring back what each of them returned.
 
-`run_ranks(4, worker, *args)` starts one launcher process, which imports the worker's module once and forks
-the ranks from there: a rank costs a fork, not another import of torch. Every rank has the launcher's
+`run_ranks(4, worker, *args)` starts one launcher process, forked from a server that has imported torch already. It
+imports the worker's module once and forks the ranks from there: a rank costs a fork. Every rank has the launcher's
 environment (RANK, WORLD_SIZE, ...), one thread, the CPU, and, unless `process_group=False`, gloo
 initialised. A worker is a function at the top of an importable module; arguments and results are pickled;
 asserts belong into the test. A rank that fails or hangs fails the test with the last lines of all ranks,
@@ -14,7 +14,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,10 +24,15 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.forkserver import ForkServer
+
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 120  # for the launcher's imports, on top of the ranks' own time
 GRACE_S = 3.0  # how long the other ranks may go on after one has failed, to print what they have to say
 TAIL_LINES = 30
+
+SERVERS: list[ForkServer] = []
+"""The one that runs, if one does."""
 
 
 def run_ranks(
@@ -47,25 +51,20 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         job = Path(folder)
         (job / "args").write_bytes(pickle.dumps((n, timeout_s, process_group, args)))
-        with (job / "launcher.log").open("wb") as log:
-            launcher = subprocess.Popen(
-                [sys.executable, "-m", "tests.distributed.ranks", name, folder],
-                cwd=ROOT,
-                env=_environment(n, env or {}),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # one process group: launcher and ranks are killed together
-            )
-            try:
-                code: int | None = launcher.wait(timeout_s + START_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                _kill_group(launcher)
+        environment = _environment(n, env or {})
+        code = _server(environment).launch(name, job, environment, timeout_s + START_LIMIT_S)
         if code != 0:
             pytest.fail(_report(name, n, job, code), pytrace=False)
         return [pickle.loads((job / f"rank_{rank}.result").read_bytes()) for rank in range(n)]
+
+
+def _server(environment: Mapping[str, str]) -> ForkServer:
+    """The server for this environment: the last one, if it is for the same."""
+    if not SERVERS or not SERVERS[-1].serves(environment):
+        while SERVERS:
+            SERVERS.pop().close()
+        SERVERS.append(ForkServer(environment))
+    return SERVERS[-1]
 
 
 def _environment(n: int, extra: Mapping[str, str]) -> dict[str, str]:
@@ -87,14 +86,6 @@ def _environment(n: int, extra: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _kill_group(launcher: "subprocess.Popen[bytes]") -> None:
-    try:
-        os.killpg(launcher.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    launcher.wait()
-
-
 def _report(name: str, n: int, job: Path, code: int | None) -> str:
     """Tell what each rank said last, the first failed rank on top."""
     first = job / "first_failed"
@@ -111,7 +102,7 @@ def _tail(who: str, log: Path) -> list[str]:
     return [f"--- {who}: last lines ---" if said else f"--- {who}: silent ---", *said]
 
 
-def _launch(name: str, job: Path) -> int:
+def launch_ranks(name: str, job: Path) -> int:
     """Fork the ranks and wait for them; after the first failure give the others a moment, then kill them."""
     module, _, function = name.partition(":")
     n, timeout_s, process_group, args = pickle.loads((job / "args").read_bytes())
@@ -171,7 +162,3 @@ def _call(worker: Callable[..., Any], args: tuple[Any, ...], process_group: bool
     dist.barrier()  # no rank tears its sockets down while another still computes
     dist.destroy_process_group()
     return result
-
-
-if __name__ == "__main__":
-    sys.exit(_launch(sys.argv[1], Path(sys.argv[2])))
