@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.training.data.order import batch_indices, sample_order
@@ -83,6 +83,7 @@ def test_no_place_prefers_a_sample():
     assert np.abs(np.bincount(first, minlength=10) - 100).max() < 48
 
 
+@settings(max_examples=30)
 @given(
     n=st.integers(1, 40),
     seed=SEEDS,
