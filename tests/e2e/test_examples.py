@@ -1,0 +1,93 @@
+"""The scripts of examples/, as their docstrings start them, on two ranks where they need two."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+# DeepSpeed compiles an operator for ranks on a CPU, half a minute that one rank does not need.
+WITHOUT_COMPILING = """import deepspeed, runpy
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+runpy.run_path("examples/hf_trainer.py", run_name="__main__")
+"""
+
+pytestmark = pytest.mark.ranks
+
+
+def start(name: str, *flags: object, script: Path | None = None) -> str:
+    """Run an example, or `script` in its place, as its docstring starts it, and return what it printed."""
+    (command,) = re.findall(rf"^ *(.*) examples/{name}\.py", (ROOT / "examples" / f"{name}.py").read_text(), re.M)
+    launcher = [sys.executable] if command == "python" else [str(BIN / command.split()[0]), *command.split()[1:]]
+    if command.startswith("torchrun"):
+        launcher.insert(1, "--standalone")  # a free port
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*launcher, str(script or f"examples/{name}.py"), *map(str, flags)],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short_tested_and_says_how_to_start_it(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 60
+    assert f"examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
+    assert f'start("{path.stem}"' in Path(__file__).read_text(encoding="utf-8")
+
+
+def test_lora_on_conversations(tmp_path: Path) -> None:
+    said = start("lora_chat", "--output_dir", tmp_path, "--max_steps", 6)
+    assert "pp2" in said and "adapters" in said
+    seen = losses(tmp_path)
+    assert len(seen) == 6 and seen[-1] < seen[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert any("lora_A" in name for name, _ in model.named_parameters())
+
+
+def test_a_list_of_layers_learns(tmp_path: Path) -> None:
+    said = start("own_layers", "--output_dir", tmp_path)
+    assert "stage 1 on rank 1" in said
+    (last,) = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert last["eval_loss"] < 0.05 < losses(tmp_path)[0]
+
+
+def test_a_callback_saves_and_stops(tmp_path: Path) -> None:
+    said = start("callback", "--output_dir", tmp_path, "--enough", 5.0)
+    steps = len(losses(tmp_path))
+    assert 1 < steps < 60
+    assert (tmp_path / f"checkpoint-{steps}").is_dir() and f"after step {steps}: saved" in said
+
+
+def test_the_hf_trainer_takes_the_same_json(tmp_path: Path) -> None:
+    script = tmp_path / "hf_trainer.py"
+    script.write_text(WITHOUT_COMPILING)
+    said = start("hf_trainer", "--output_dir", tmp_path, "--max_steps", 3, script=script)
+    seen = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", said)]
+    assert len(seen) == 3 and seen[-1] < seen[0]
+
+
+def test_tensor_parallel_layers_alone() -> None:
+    said = start("tensor_parallel_layers")
+    assert "rank 0 holds 50 of 99" in said and "rank 1 holds 49 of 99" in said
