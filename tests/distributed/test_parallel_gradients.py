@@ -138,7 +138,7 @@ def test_a_plan_that_would_give_wrong_gradients_is_refused(results: Any) -> None
     for _, said in results:
         assert said == [
             f"the tensor-parallel plan of Twice gives wrong gradients: scale is{end}",
-            f"the tensor-parallel plan of Leaking gives wrong gradients: what goes in is{end}",
+            f"the tensor-parallel plan of Leaking gives wrong gradients: its input is{end}",
             f"the tensor-parallel plan of Bypassed gives wrong gradients: down.weight, up.bias, up.weight is{end}",
             "the tensor-parallel style all_reduce needs a module that is split, but 0 is whole: "
             "set tensor_parallel.autotp_size to 1",
