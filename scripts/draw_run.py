@@ -5,6 +5,7 @@ Reads what the run has left: metrics.jsonl, evaluations.jsonl and run.json.
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from svg import COLOURS, GREY, PALE, RULE, Drawing
 
 WIDTH, LEFT, RIGHT = 720.0, 56.0, 20.0
 TOP, CURVE = 56.0, 200.0
-STAGE = 34.0
+LAYER, WORDS = 34.0, 20.0
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -24,7 +25,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def draw(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], run: dict[str, Any]) -> Drawing:
     """Return the picture of a run: loss over steps above, layers and parameters of each stage below."""
     stages = run["stages"]
-    picture = Drawing(WIDTH, TOP + CURVE + 70 + STAGE * len(stages) + 16, "Loss and pipeline stages of a run")
+    picture = Drawing(
+        WIDTH, TOP + CURVE + 62 + 14 + LAYER + 20 + WORDS * len(stages), "Loss and pipeline stages of a run"
+    )
     last = metrics[-1]
     tokens = sum(row["tokens_per_second"] * row["step_seconds"] for row in metrics)
     seconds = sum(row["step_seconds"] for row in metrics)
@@ -38,8 +41,9 @@ def draw(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], run: 
 
 
 def _curve(picture: Drawing, metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
-    losses = [row["loss"] for row in metrics]
-    low, high = int(min(losses)), int(max(losses)) + 1
+    finite = [row for row in metrics if math.isfinite(row["loss"])]
+    losses = [row["loss"] for row in finite] or [0.0]
+    low, high = math.floor(min(losses)), math.floor(max(losses)) + 1
     steps = metrics[-1]["step"]
 
     def place(step: float, loss: float) -> tuple[float, float]:
@@ -52,29 +56,33 @@ def _curve(picture: Drawing, metrics: list[dict[str, Any]], evaluations: list[di
         picture.words(LEFT - 8, y + 4, str(tick), size=11, fill=GREY, anchor="end")
     for step in sorted({1, *(round(steps * part / 4) for part in (1, 2, 3, 4))} - {0}):
         picture.words(place(step, low)[0], TOP + CURVE + 18, str(step), size=11, fill=GREY, anchor="middle")
-    picture.line([place(row["step"], row["loss"]) for row in metrics], COLOURS[0], width=2)
-    for row in evaluations:
+    picture.line([place(row["step"], row["loss"]) for row in finite], COLOURS[0], width=2)
+    for row in (row for row in evaluations if math.isfinite(row["eval_loss"])):
         x, y = place(row["step"], min(max(row["eval_loss"], low), high))
         picture.dot(x, y, 4, COLOURS[1])
-        picture.words(x - 6, y - 9, f"{row['eval_loss']:.2f}", size=11, fill=COLOURS[1], anchor="end")
+        picture.words(x - 2, y - 26, f"{row['eval_loss']:.2f}", size=11, fill=COLOURS[1], anchor="end")
     picture.words(WIDTH - RIGHT, 24, "line: training, dots: evaluation", size=11, fill=GREY, anchor="end")
 
 
 def _stages(picture: Drawing, stages: list[dict[str, Any]], top: float) -> None:
+    """Draw a box for each pipeline layer in the colour of its stage, and a line of words for each stage."""
     picture.words(20, top, "Pipeline stages", size=14, bold=True)
-    layers = stages[-1]["last"] + 1
-    wide = WIDTH - LEFT - RIGHT - 40
-    for index, stage in enumerate(stages):
-        y, colour, pale = top + 12 + index * STAGE, COLOURS[index % len(COLOURS)], PALE[index % len(PALE)]
-        start, end = LEFT + 40 + wide * stage["first"] / layers, LEFT + 40 + wide * (stage["last"] + 1) / layers
-        picture.words(20, y + 17, f"stage {stage['stage']}", size=12)
-        picture.box(start, y, end - start, STAGE - 8, pale, stroke=colour)
-        kinds = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in stage["kinds"].items())
-        ranks = ", ".join(map(str, stage["ranks"]))
-        text = f"layers {stage['first']}-{stage['last']} on rank {ranks}: {kinds}; {stage['parameters']:,} parameters"
-        fits = len(text) * 5.6 < end - start
-        x, anchor = (start + 8, "start") if fits or start < WIDTH / 2 else (end - 8, "end")
-        picture.words(x, y + 17, text, size=11, anchor=anchor)
+    wide = (WIDTH - 20 - RIGHT) / (stages[-1]["last"] + 1)
+    for row, stage in enumerate(stages):
+        colour, pale = COLOURS[row % len(COLOURS)], PALE[row % len(PALE)]
+        names = [name for name, count in stage["kinds"].items() for _ in range(count)]
+        for index, name in enumerate(names, start=stage["first"]):
+            x = 20 + wide * index
+            picture.box(x + 1, top + 14, max(wide - 2, 1), LAYER, pale, stroke=colour)
+            label = name if len(name) * 5.6 < wide else str(index) if wide > 18 else ""
+            picture.words(x + wide / 2, top + 14 + LAYER / 2 + 4, label, size=10, anchor="middle")
+        ranks = ("rank " if len(stage["ranks"]) == 1 else "ranks ") + ", ".join(map(str, stage["ranks"]))
+        layers = f"layers {stage['first']} to {stage['last']}"
+        y = top + 14 + LAYER + 20 + row * WORDS
+        picture.box(20, y - 10, 12, 12, pale, stroke=colour)
+        picture.words(
+            38, y, f"stage {stage['stage']} on {ranks}: {layers}, {stage['parameters']:,} parameters a rank", size=12
+        )
 
 
 def main() -> int:
@@ -83,14 +91,14 @@ def main() -> int:
     parser.add_argument("run", type=Path, help="output_dir of a run")
     parser.add_argument("--out", type=Path, help="where the picture goes; default: RUN/run.svg")
     args = parser.parse_args()
-    metrics = read_lines(args.run / "metrics.jsonl")
-    if not metrics or not (args.run / "run.json").is_file():
-        print(
-            f"draw_run: {args.run} holds no metrics.jsonl and run.json of a run: name its output_dir", file=sys.stderr
-        )
+    try:
+        metrics = read_lines(args.run / "metrics.jsonl")
+        run = json.loads((args.run / "run.json").read_text(encoding="utf-8"))
+        picture = draw(metrics, read_lines(args.run / "evaluations.jsonl"), run)
+    except (OSError, ValueError, LookupError):
+        problem = "holds no metrics.jsonl and run.json of a run that has made a step: name its output_dir"
+        print(f"draw_run: {args.run} {problem}", file=sys.stderr)
         return 1
-    run = json.loads((args.run / "run.json").read_text(encoding="utf-8"))
-    picture = draw(metrics, read_lines(args.run / "evaluations.jsonl"), run)
     out = args.out or args.run / "run.svg"
     out.write_text(picture.text(), encoding="utf-8")
     print(f"the picture is {out}")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -95,6 +96,17 @@ def test_evaluations_and_monitors_are_written(finished: Any) -> None:
     assert rows[-1]["eval_loss"] < rows[0]["eval_loss"]
     assert list(folder.glob("csv/**/*.csv"))
     assert list(folder.glob("tensorboard/**/events.*"))
+
+
+def test_the_run_can_be_drawn(finished: Any) -> None:
+    folder = finished[0]
+    command = [sys.executable, str(ROOT / "scripts/draw_run.py"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and f"the picture is {folder / 'run.svg'}" in done.stdout, done.stderr
+    shapes = [element.tag.split("}")[1] for element in ElementTree.parse(folder / "run.svg").iter()]
+    assert shapes.count("circle") == 3  # evaluations
+    words = (folder / "run.svg").read_text()
+    assert "6 steps" in words and "stage 1 on rank 1: layers 3 to 5" in words
 
 
 def test_the_exported_model_gives_the_losses_that_the_run_saw(finished: Any, text: Path) -> None:
