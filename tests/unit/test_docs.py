@@ -12,12 +12,14 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from harness.cli import VERBS
 from harness.config import Severity, check, load
 from harness.config.document import from_text
 from harness.config.registry import by_code
@@ -32,7 +34,7 @@ WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md"), *DO
 FREE_CODE = "DS111"  # of the rule that docs/contributing/rule.md makes up
 MADE_UP = {"ds_configs/zero1.json", "models/plans/mymodel.json"}
 
-# Flags of other programs that the pages show: deepspeed, torchrun, srun, sbatch, pip, mkdocs, huggingface-cli.
+# Flags of other programs that the pages show: deepspeed, torchrun, srun, sbatch, pip, mkdocs, hf.
 FLAGS_OF_OTHERS = {
     *("num_accelerators", "hostfile", "include", "master_port", "module", "nnodes", "nproc_per_node"),
     *("rdzv_backend", "rdzv_endpoint", "nodes", "signal", "strict"),
@@ -119,6 +121,14 @@ def test_every_flag_rule_and_file_that_a_page_names_exists(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=name_of)
+def test_every_command_that_a_page_names_exists(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert set(re.findall(r"(?:^|`|\$ )ds-harness (\w+)", text, re.M)) <= set(VERBS)
+    for module in re.findall(r"python -m ([\w.]+)", text):
+        assert find_spec(module) is not None, f"{name_of(path)} names {module}"
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=name_of)
 def test_code_and_json_of_a_page_can_be_read(path: Path) -> None:
     for code in blocks(path, "python"):
         ast.parse(code)
@@ -180,3 +190,8 @@ def test_the_preset_of_the_contributing_page_passes_the_check(tmp_path: Path) ->
     (source,) = blocks(DOCS / "contributing/preset.md", "json")
     (tmp_path / "zero1.json").write_text(source)
     assert [str(finding) for finding in check(load(str(tmp_path / "zero1.json")))] == []
+
+
+def test_the_plan_of_the_contributing_page_is_a_tested_one() -> None:
+    (source,) = blocks(DOCS / "contributing/plan.md", "json")
+    assert json.loads(source) == json.loads((ROOT / "models/plans/gpt2.json").read_text())
