@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from harness.config.errors import UserError as UserError
+    from harness.errors import UserError as UserError
     from harness.training.arguments import TrainingArguments as TrainingArguments
     from harness.training.callbacks import TrainerCallback as TrainerCallback
     from harness.training.trainer import Trainer as Trainer
@@ -16,7 +16,7 @@ _HOMES = {
     "Trainer": "harness.training.trainer",
     "TrainerCallback": "harness.training.callbacks",
     "TrainingArguments": "harness.training.arguments",
-    "UserError": "harness.config.errors",
+    "UserError": "harness.errors",
 }
 
 __all__ = ["Trainer", "TrainerCallback", "TrainingArguments", "UserError"]

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from importlib import import_module
 
 VERBS = {
-    "check": ("harness.config.commands", "check DeepSpeed configs"),
-    "explain": ("harness.config.commands", "explain a rule"),
-    "schema": ("harness.config.commands", "print the JSON Schema of DeepSpeed's config"),
-    "resolve": ("harness.config.commands", 'replace every "auto" and show where each value comes from'),
-    "models": ("harness.training.families.commands", "show which model families work in which layout"),
-    "launch": ("harness.training.launch", "run deepspeed, with the usual signals and exit codes"),
+    "check": ("harness.config.cli.verbs", "check DeepSpeed configs"),
+    "explain": ("harness.config.cli.verbs", "explain a rule"),
+    "schema": ("harness.config.cli.verbs", "print the JSON Schema of DeepSpeed's config"),
+    "resolve": ("harness.config.cli.verbs", 'replace every "auto" and show where each value comes from'),
+    "models": ("harness.compat.commands", "show which model families work in which layout"),
+    "launch": ("harness.training.process.launch", "run deepspeed, with the usual signals and exit codes"),
 }
 
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = args[0] if args else ""
     if verb not in VERBS:
         return _help(verb)
-    from harness.config.errors import UserError
+    from harness.errors import UserError
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file may hold what the terminal cannot show

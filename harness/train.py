@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.config.errors import ConfigError, UserError
+from harness.config.diagnostic import ConfigError
+from harness.errors import UserError
 from harness.topology.env import LaunchEnv
-from harness.training import signals
 from harness.training.arguments import LoraArguments, TrainingArguments, parse
 from harness.training.console import Console, plain_console, quiet
-from harness.training.preflight import ScriptArguments, check_before_start, limit_trial
+from harness.training.prepare.preflight import ScriptArguments, check_before_start, limit_trial
+from harness.training.process import signals
 
 if TYPE_CHECKING:
     from harness.training.trainer import Trainer
@@ -79,7 +80,7 @@ def run(
     script: ScriptArguments, args: TrainingArguments, lora: LoraArguments, env: LaunchEnv, console: Console
 ) -> None:
     """Read the data, train, evaluate, export."""
-    from harness.training.prepare import script_datasets
+    from harness.training.prepare.datasets import script_datasets
     from harness.training.trainer import Trainer
 
     console.say(f"preparing {script.model_name_or_path} and {script.train_file}")

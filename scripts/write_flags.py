@@ -9,7 +9,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness.training.arguments import LoraArguments, TrainingArguments
-from harness.training.preflight import ScriptArguments
+from harness.training.prepare.preflight import ScriptArguments
 
 HEAD = """# Every flag
 

@@ -16,21 +16,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from harness.checkpoint.fileplan import Share, dealt_places, plan_files
-from harness.checkpoint.gather import gathered, joined
-from harness.checkpoint.modelfiles import replace_model, settle_model, unfinished_name
-from harness.checkpoint.replace import replaced_files
-from harness.checkpoint.writing import Entry, OpenFiles, Place, create, index_content, places_in
-from harness.models.conversion import Held, WrittenForm
-from harness.models.lazy import Computed, InMemory, Lazy, realised
-from harness.models.patches import Patch
-from harness.models.skeleton import ModelSource
-from harness.parallel.shard import Shard, shard_of
+from harness.checkpoint.atomic import replaced_files
+from harness.checkpoint.file_plan import Share, dealt_places, plan_files
+from harness.checkpoint.gather import gather_tp, gather_zero3
+from harness.checkpoint.model_files import replace_model, settle_model, unfinished_name
+from harness.checkpoint.tensor_writer import Entry, OpenFiles, Place, create, index_content, places_in
+from harness.hf.skeleton import ModelSource
+from harness.hf.weights.conversion import CheckpointFormat, ParameterRef
+from harness.hf.weights.lazy_tensor import Computed, InMemory, LazyTensor, realised
+from harness.hf.weights.slices import TensorSlice
+from harness.parallel.tensor.shard import Shard, shard_of
 from harness.topology.groups import Groups
 
 
 def export_weights(
-    module: nn.Module, groups: Groups, directory: Path, *, rename: Callable[[str], str], form: WrittenForm | None
+    module: nn.Module, groups: Groups, directory: Path, *, rename: Callable[[str], str], form: CheckpointFormat | None
 ) -> None:
     """Write the model's tensors as safetensors; all ranks call it.
 
@@ -44,7 +44,9 @@ def export_weights(
     """
     local = {rename(name): tensor for name, tensor in _saved_tensors(module, each_name=form is not None)}
     if form is None:
-        form = WrittenForm(tensors={name: Lazy.of(Held(name, _shape(t), t.dtype)) for name, t in local.items()})
+        form = CheckpointFormat(
+            tensors={name: LazyTensor.of(ParameterRef(name, _shape(t), t.dtype)) for name, t in local.items()}
+        )
     mine = {name: lazy for name, lazy in form.tensors.items() if _held(lazy) <= local.keys()}
     files: dict[str, list[Entry]] = {}  # on rank 0 alone
 
@@ -87,11 +89,11 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return shard.full_shape if shard is not None else tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def _held(lazy: Lazy) -> set[str]:
-    return {leaf.name for leaf in lazy.leaves() if isinstance(leaf, Held)}
+def _held(lazy: LazyTensor) -> set[str]:
+    return {leaf.name for leaf in lazy.leaves() if isinstance(leaf, ParameterRef)}
 
 
-def _entries(mine: Mapping[str, Lazy], local: Mapping[str, Tensor]) -> list[Entry]:
+def _entries(mine: Mapping[str, LazyTensor], local: Mapping[str, Tensor]) -> list[Entry]:
     """What this rank's stage writes: the tensors all of whose values it holds."""
     entries = []
     for name, lazy in mine.items():
@@ -115,28 +117,28 @@ def _create_files(directory: Path, files: Mapping[str, list[Entry]]) -> dict[str
 
 def _write_patches(
     local: Mapping[str, Tensor],
-    mine: Mapping[str, Lazy],
+    mine: Mapping[str, LazyTensor],
     places: Mapping[str, Place],
     groups: Groups,
     opened: OpenFiles,
 ) -> None:
     """Write what is but an arrangement of this rank's tensors, one of them after the other."""
-    uses: dict[str, list[tuple[Place, Patch]]] = {name: [] for name in local}
+    uses: dict[str, list[tuple[Place, TensorSlice]]] = {name: [] for name in local}
     for name, lazy in mine.items():
         for patch in lazy.patches:
-            if isinstance(patch.leaf, Held):
+            if isinstance(patch.leaf, ParameterRef):
                 uses[patch.leaf.name].append((places[name], patch))
     for name, tensor in local.items():
         if not uses[name]:
             continue
-        with gathered([tensor]):
+        with gather_zero3([tensor]):
             if _writes(tensor, groups):
                 for place, patch in uses[name]:
                     for part, values in _parts(patch, tensor):
                         opened.write(place, part.start, part.lazy_view(values))
 
 
-def _parts(patch: Patch, tensor: Tensor) -> Iterator[tuple[Patch, Tensor]]:
+def _parts(patch: TensorSlice, tensor: Tensor) -> Iterator[tuple[TensorSlice, Tensor]]:
     """What of a patch lies in this rank's tensor, with its values."""
     shard = shard_of(tensor) or _all_of(tensor)
     tensor = tensor.detach()
@@ -157,7 +159,7 @@ def _all_of(tensor: Tensor) -> Shard:
 
 def _write_computed(
     local: Mapping[str, Tensor],
-    mine: Mapping[str, Lazy],
+    mine: Mapping[str, LazyTensor],
     places: Mapping[str, Place],
     groups: Groups,
     opened: OpenFiles,
@@ -168,9 +170,9 @@ def _write_computed(
         if not patches:
             continue
         needed = sorted(_held(lazy))
-        with gathered([local[source] for source in needed]):
-            whole = {source: InMemory(joined(local[source], groups).cpu()) for source in needed}
-            if groups.coordinate.data == 0 and groups.coordinate.tensor == 0:
+        with gather_zero3([local[source] for source in needed]):
+            whole = {source: InMemory(gather_tp(local[source], groups).cpu()) for source in needed}
+            if groups.coordinate.dp_rank == 0 and groups.coordinate.tp_rank == 0:
                 values = realised(lazy.with_leaves(whole.__getitem__))
                 opened.write(places[name], (0,) * values.dim(), values.to(places[name].entry.dtype))
 
@@ -178,5 +180,5 @@ def _write_computed(
 def _writes(tensor: Tensor, groups: Groups) -> bool:
     """Whether this rank writes its part of a tensor: of several ranks that hold the same, the first does."""
     shard = shard_of(tensor)
-    owner = groups.coordinate.tensor == 0 if shard is None else shard.owner
-    return owner and groups.coordinate.data == 0
+    owner = groups.coordinate.tp_rank == 0 if shard is None else shard.owner
+    return owner and groups.coordinate.dp_rank == 0

@@ -13,37 +13,37 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from harness.parallel.memory import give_back_freed_memory
-from harness.parallel.shard import shard_of
+from harness.parallel.memory import malloc_trim
+from harness.parallel.tensor.shard import shard_of
 from harness.topology.groups import Groups
 
 MANY = 100_000  # values; what fewer of them leave behind when they are freed is not worth a call
 
 
-def gathered(tensors: Sequence[Tensor]) -> ExitStack:
+def gather_zero3(tensors: Sequence[Tensor]) -> ExitStack:
     """Under ZeRO-3 the whole of parameters that are spread over the data group, while the context lasts."""
     stack = ExitStack()
     spread: list[Any] = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if spread:
         if sum(tensor.ds_numel for tensor in spread) >= MANY:
-            stack.callback(give_back_freed_memory)
+            stack.callback(malloc_trim)
         stack.enter_context(deepspeed.zero.GatheredParameters(spread))
     return stack
 
 
-def joined(local: Tensor, groups: Groups) -> Tensor:
+def gather_tp(local: Tensor, groups: Groups) -> Tensor:
     """The whole tensor, on the first rank of the tensor-parallel group (elsewhere the shard); all of them call it."""
     shard, local = shard_of(local), local.detach()
-    if shard is None or groups.tensor is None:
+    if shard is None or groups.tp_group is None:
         return local
-    ranks = dist.get_process_group_ranks(groups.tensor)
+    ranks = dist.get_process_group_ranks(groups.tp_group)
     first = groups.rank == ranks[0]
     shards: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(shards, shard, group=groups.tensor)
+    dist.all_gather_object(shards, shard, group=groups.tp_group)
     sizes = [prod(piece.local_shape) for piece in shards]
     flat = functional.pad(local.flatten(), (0, max(sizes) - local.numel()))  # a gather wants one size on all ranks
     parts = [torch.empty_like(flat) for _ in ranks] if first else None
-    dist.gather(flat, parts, dst=ranks[0], group=groups.tensor)
+    dist.gather(flat, parts, dst=ranks[0], group=groups.tp_group)
     if parts is None:
         return local
     whole = local.new_empty(shard.full_shape)
@@ -58,9 +58,9 @@ def trained_tensors(module: nn.Module, groups: Groups) -> Iterator[tuple[str, Te
 
     All ranks of a data and of a tensor group iterate together.
     """
-    writes = groups.coordinate.data == 0 and groups.coordinate.tensor == 0
+    writes = groups.coordinate.dp_rank == 0 and groups.coordinate.tp_rank == 0
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
-            with gathered([parameter]):
-                whole = joined(parameter, groups)
+            with gather_zero3([parameter]):
+                whole = gather_tp(parameter, groups)
                 yield name, whole.cpu().contiguous().clone() if writes else None

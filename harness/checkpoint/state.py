@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from harness.checkpoint.folder import Progress, finish, partial_name, prune, read_progress
-from harness.checkpoint.reading import read_values, values_only
-from harness.checkpoint.wholeness import Files, changed_file, contents, newest, newest_whole
-from harness.config.errors import UserError
+from harness.checkpoint.directories import Progress, finish, partial_name, prune, read_progress
+from harness.checkpoint.integrity import Files, changed_file, contents, newest, newest_whole
+from harness.checkpoint.safe_loading import read_values, values_only
+from harness.errors import UserError
 
 RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # DeepSpeed lays them beside the model on every save
 

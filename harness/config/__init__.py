@@ -5,11 +5,11 @@ here imports torch or deepspeed: a config is judged in milliseconds, before any 
 """
 
 from harness.config.check import check, refusals
-from harness.config.diagnostic import Diagnostic, Severity
-from harness.config.document import Document, load
-from harness.config.errors import ConfigError, UserError
-from harness.config.resolve import resolve
-from harness.config.values import AutoValues, Filled, Resolved
+from harness.config.diagnostic import ConfigError, Diagnostic, Severity
+from harness.config.resolving.auto_values import AutoValues, Filled, Resolved
+from harness.config.resolving.resolve import resolve
+from harness.config.text.document import Document, load
+from harness.errors import UserError
 
 __all__ = [
     "AutoValues",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from harness.config.diagnostic import Diagnostic, Severity
-from harness.config.document import Document
-from harness.config.registry import RULES
-from harness.config.rule import Finding, Rule
-from harness.config.shape import read_shape, require_every_layer
+from harness.config.model.shape import read_shape, require_every_layer
+from harness.config.rules.registry import RULES
+from harness.config.rules.rule import Finding, Rule
+from harness.config.text.document import Document
 from harness.config.view import RunView, Target
 
 

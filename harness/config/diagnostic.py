@@ -5,8 +5,11 @@ A finding is a plain value. Who prints it (text, JSON, annotations) is decided e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+
+from harness.errors import UserError
 
 
 class Severity(StrEnum):
@@ -52,3 +55,11 @@ class Diagnostic:
         """`file:line:column: code message; hint`, the form of a finding that stands alone on a line."""
         place = f"{self.file}:{self.line}:{self.column}: " if self.file else ""
         return f"{place}{self.code} {self.message}" + (f"; {self.hint}" if self.hint else "")
+
+
+class ConfigError(UserError):
+    """A config that cannot be used; `str()` is one line a finding."""
+
+    def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
+        self.diagnostics = list(diagnostics)
+        super().__init__("\n".join(str(diagnostic) for diagnostic in self.diagnostics))

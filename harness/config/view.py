@@ -10,12 +10,12 @@ from functools import cached_property
 from typing import Any, Literal
 
 from harness.config import schema
-from harness.config.document import Document
-from harness.config.normal import as_read
-from harness.config.reading import as_bool, as_int
+from harness.config.model.shape import ModelShape
+from harness.config.resolving.auto_values import AUTO, lookup, whole
 from harness.config.schema import Key
-from harness.config.shape import ModelShape
-from harness.config.values import AUTO, lookup, whole
+from harness.config.schema.coercion import as_bool, as_int
+from harness.config.schema.normalize import as_read
+from harness.config.text.document import Document
 
 Target = Literal["harness", "hf", "deepspeed"]
 TARGETS: tuple[Target, ...] = ("harness", "hf", "deepspeed")
@@ -23,7 +23,7 @@ COMMENT_MARKS = ("_", "$", "//", "#")
 
 
 @dataclass(frozen=True)
-class Visit:
+class KeyOccurrence:
     """A key as it stands in the file: its value, its schema (None if unknown), and the section it stands
     in.
     """
@@ -85,7 +85,7 @@ class RunView:
         return value if isinstance(value, dict) else {}
 
     @cached_property
-    def visits(self) -> tuple[Visit, ...]:
+    def visits(self) -> tuple[KeyOccurrence, ...]:
         """Every key of the file, parents first."""
         visits = _walk(self.data, schema.root(), "")
         shadowed = self.data.get("bf16") is not None  # then DeepSpeed does not look at the old name
@@ -144,11 +144,11 @@ def is_comment(name: str) -> bool:
     return name.startswith(COMMENT_MARKS) or "comment" in name.lower()
 
 
-def _walk(values: dict[str, Any], section: Key, pointer: str) -> Iterator[Visit]:
+def _walk(values: dict[str, Any], section: Key, pointer: str) -> Iterator[KeyOccurrence]:
     keys = section.keys
     for name, value in values.items():
         key = keys.get(name)
         here = f"{pointer}/{name.replace('~', '~0').replace('/', '~1')}"
-        yield Visit(here, name, value, key, section)
+        yield KeyOccurrence(here, name, value, key, section)
         if key is not None and key.is_section and isinstance(value, dict):
             yield from _walk(value, key, here)

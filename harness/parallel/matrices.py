@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from torch.nn import functional
 
-from harness.parallel.shard import Shard, shard_of
+from harness.parallel.tensor.shard import Shard, shard_of
 
 Group = dist.ProcessGroup
 

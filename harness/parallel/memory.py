@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 
 
-def give_back_freed_memory() -> None:
+def malloc_trim() -> None:
     """Return all pages that hold nothing; does nothing where the C library has no such call."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -11,7 +11,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.topology.layout import Layout
 
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -44,7 +43,7 @@ def check_agreement(
     if not dist.is_initialized():
         return
     code = code_version() if code is None else code
-    require_alike({"config": config, "layout": asdict(layout), "code": code, **(others or {})}, device)
+    require_alike({"config": config, "layout": layout.sizes(), "code": code, **(others or {})}, device)
 
 
 def require_alike(subjects: Mapping[str, Any], device: torch.device | str = "cpu") -> None:

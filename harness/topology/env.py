@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.topology.processes import DEEPSPEED_LAUNCH, ancestor
 from harness.topology.slurm import first_host, in_step, tasks_on_node
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from harness.config.errors import UserError
-from harness.config.wording import counted
+from harness.errors import UserError
 from harness.topology.env import run_timeout
 from harness.topology.layout import AXES, Axis, Coordinate, Layout
+from harness.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +23,14 @@ class Groups:
     layout: Layout
     rank: int
     coordinate: Coordinate
-    world: ProcessGroup | None
-    pipeline: ProcessGroup | None  # the stages of one replica, in order
-    data: ProcessGroup | None  # the replicas of this rank's shard
-    tensor: ProcessGroup | None  # the shards of this rank's layers
+    world_group: ProcessGroup | None
+    pp_group: ProcessGroup | None  # the stages of one replica, in order
+    dp_group: ProcessGroup | None  # the replicas of this rank's shard
+    tp_group: ProcessGroup | None  # the shards of this rank's layers
+
+    def along(self, axis: Axis) -> ProcessGroup | None:
+        """This rank's group along `axis`."""
+        return {"pipeline": self.pp_group, "data": self.dp_group, "tensor": self.tp_group}[axis]
 
     @property
     def is_first_stage(self) -> bool:
@@ -36,7 +40,7 @@ class Groups:
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank reads the labels and computes the loss."""
-        return self.coordinate.stage == self.layout.pipeline - 1
+        return self.coordinate.stage == self.layout.pp_size - 1
 
 
 def build_groups(layout: Layout) -> Groups:
@@ -52,13 +56,15 @@ def build_groups(layout: Layout) -> Groups:
             "start as many processes, or change the pipeline and tensor parallel sizes"
         )
     rank = dist.get_rank() if dist.is_initialized() else 0
-    groups = {axis: _build_axis(layout, axis, rank) for axis in AXES}
+    groups = {axis: _build_axis(layout, axis, rank) for axis in AXES}  # all ranks in the same order
     return Groups(
         layout=layout,
         rank=rank,
         coordinate=layout.coordinate(rank),
-        world=dist.group.WORLD if layout.world_size > 1 else None,
-        **groups,
+        world_group=dist.group.WORLD if layout.world_size > 1 else None,
+        pp_group=groups["pipeline"],
+        dp_group=groups["data"],
+        tp_group=groups["tensor"],
     )
 
 

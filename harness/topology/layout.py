@@ -1,7 +1,7 @@
 """Who sits where: the arithmetic between a global rank and its place in the three axes of parallelism.
 
 A `Layout` is three sizes. Ranks are numbered with the tensor axis innermost and the pipeline axis outermost,
-rank = (stage * data + data_rank) * tensor + tp_rank, the numbering of DeepSpeed's
+rank = (stage * dp_size + dp_rank) * tp_size + tp_rank, the numbering of DeepSpeed's
 PipeModelDataParallelTopology (axes pipe, data, model), so that neighbouring ranks, which usually share a
 host, share a tensor-parallel group. Nothing here needs torch or a running process group.
 """
@@ -9,11 +9,12 @@ host, share a tensor-parallel group. Nothing here needs torch or a running proce
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.config.errors import UserError
-from harness.config.wording import counted
+from harness.errors import UserError
+from harness.wording import counted
 
 Axis = Literal["pipeline", "data", "tensor"]
 AXES: tuple[Axis, ...] = ("pipeline", "data", "tensor")  # outermost first
+AXIS_SIZES = {"pipeline": "pp_size", "data": "dp_size", "tensor": "tp_size", "expert": "ep_size"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,67 +22,71 @@ class Coordinate:
     """One rank's place in the layout, counted from 0: pipeline stage, data rank, tensor rank."""
 
     stage: int
-    data: int
-    tensor: int
+    dp_rank: int
+    tp_rank: int
 
     def __str__(self) -> str:
-        return f"stage {self.stage}, data {self.data}, tensor {self.tensor}"
+        return f"stage {self.stage}, data {self.dp_rank}, tensor {self.tp_rank}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """The sizes of the three axes; their product is the number of ranks. UserError for a size below 1.
 
-    `expert` is no axis of its own: 1, or the size of the tensor axis where its ranks share out whole experts.
+    `ep_size` is no axis of its own: 1, or the size of the tensor axis where its ranks share out whole experts.
     """
 
-    pipeline: int = 1
-    tensor: int = 1
-    data: int = 1
-    expert: int = 1
+    pp_size: int = 1
+    tp_size: int = 1
+    dp_size: int = 1
+    ep_size: int = 1
 
     def __post_init__(self) -> None:
-        for axis in (*AXES, "expert"):
-            size = getattr(self, axis)
+        for axis, size in self.sizes().items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise UserError(f"{axis} parallel size is {size!r}: set it to a whole number of at least 1")
 
     @classmethod
-    def from_world(cls, world_size: int, *, pipeline: int = 1, tensor: int = 1, expert: int = 1) -> "Layout":
+    def from_world(cls, world_size: int, *, pp_size: int = 1, tp_size: int = 1, ep_size: int = 1) -> "Layout":
         """Give to the data axis what pipeline and tensor leave of `world_size` ranks.
 
         Raises UserError if pipeline x tensor does not divide the world.
         """
-        model = cls(pipeline=pipeline, tensor=tensor)
-        data, left_over = divmod(world_size, model.world_size)
-        if world_size < 1 or left_over or not data:
+        model = cls(pp_size=pp_size, tp_size=tp_size)
+        dp_size, left_over = divmod(world_size, model.world_size)
+        if world_size < 1 or left_over or not dp_size:
             raise UserError(_does_not_fit(world_size, model))
-        return cls(pipeline=pipeline, tensor=tensor, data=data, expert=expert)
+        return cls(pp_size=pp_size, tp_size=tp_size, dp_size=dp_size, ep_size=ep_size)
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return self.pipeline * self.data * self.tensor
+        return self.pp_size * self.dp_size * self.tp_size
+
+    def sizes(self) -> dict[str, int]:
+        """The sizes by the names of their axes, as `run.json` holds them."""
+        return {axis: getattr(self, name) for axis, name in AXIS_SIZES.items()}
 
     def coordinate(self, rank: int) -> Coordinate:
         """The place of a global rank. Raises IndexError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is outside the {self.world_size} ranks of {self}")
-        rest, tensor = divmod(rank, self.tensor)
-        stage, data = divmod(rest, self.data)
-        return Coordinate(stage=stage, data=data, tensor=tensor)
+        rest, tp_rank = divmod(rank, self.tp_size)
+        stage, dp_rank = divmod(rest, self.dp_size)
+        return Coordinate(stage=stage, dp_rank=dp_rank, tp_rank=tp_rank)
 
-    def rank(self, *, stage: int, data: int, tensor: int) -> int:
+    def rank(self, *, stage: int, dp_rank: int, tp_rank: int) -> int:
         """The global rank at a place. Raises IndexError for a place outside the layout."""
-        for axis, index, size in zip(AXES, (stage, data, tensor), (self.pipeline, self.data, self.tensor), strict=True):
+        for axis, index in zip(AXES, (stage, dp_rank, tp_rank), strict=True):
+            size = self.sizes()[axis]
             if not 0 <= index < size:
                 raise IndexError(f"{axis} index {index} is outside 0..{size - 1} of {self}")
-        return (stage * self.data + data) * self.tensor + tensor
+        return (stage * self.dp_size + dp_rank) * self.tp_size + tp_rank
 
     def ranks_along(self, axis: Axis, rank: int) -> list[int]:
         """The ranks that differ from `rank` along `axis` alone, with `rank` itself, in order of that axis."""
         stride = self._stride(axis)
-        size: int = getattr(self, axis)
+        size = self.sizes()[axis]
         first = rank - (rank // stride % size) * stride
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is outside the {self.world_size} ranks of {self}")
@@ -89,13 +94,13 @@ class Layout:
 
     def groups(self, axis: Axis) -> list[list[int]]:
         """All groups of ranks along `axis`; together they hold every rank once. Ordered by first rank."""
-        stride, size = self._stride(axis), getattr(self, axis)
+        stride, size = self._stride(axis), self.sizes()[axis]
         return [self.ranks_along(axis, rank) for rank in range(self.world_size) if rank // stride % size == 0]
 
     def stage_ranks(self, stage: int) -> list[int]:
         """The ranks of one pipeline stage, in order. Raises IndexError for a stage outside the layout."""
-        first = self.rank(stage=stage, data=0, tensor=0)
-        return list(range(first, first + self.data * self.tensor))
+        first = self.rank(stage=stage, dp_rank=0, tp_rank=0)
+        return list(range(first, first + self.dp_size * self.tp_size))
 
     def bubble(self, micro_batches: int) -> float:
         """The fraction of a step in which a stage waits: (p - 1) / (m + p - 1) for p stages, m micro-batches.
@@ -106,29 +111,29 @@ class Layout:
         """
         if micro_batches < 1:
             raise UserError(f"{micro_batches} micro-batches a step: set gradient_accumulation_steps to 1 or more")
-        return (self.pipeline - 1) / (micro_batches + self.pipeline - 1)
+        return (self.pp_size - 1) / (micro_batches + self.pp_size - 1)
 
     def _stride(self, axis: Axis) -> int:
         """The distance in global rank between two neighbours along `axis`."""
-        strides = {"tensor": 1, "data": self.tensor, "pipeline": self.data * self.tensor}
+        strides = {"tensor": 1, "data": self.tp_size, "pipeline": self.dp_size * self.tp_size}
         return strides[axis]
 
     def __str__(self) -> str:
-        experts = f" (ep{self.expert})" if self.expert > 1 else ""
-        return f"pp{self.pipeline} x dp{self.data} x tp{self.tensor}{experts}"
+        experts = f" (ep{self.ep_size})" if self.ep_size > 1 else ""
+        return f"pp{self.pp_size} x dp{self.dp_size} x tp{self.tp_size}{experts}"
 
 
 def _does_not_fit(world_size: int, model: Layout) -> str:
     """Say which pipeline and tensor sizes near the wanted ones would fit the world."""
     product = model.world_size
-    wanted = f"pipeline {model.pipeline} x tensor {model.tensor} = {counted(product, 'rank')}"
+    wanted = f"pipeline {model.pp_size} x tensor {model.tp_size} = {counted(product, 'rank')}"
     text = f"{wanted} do not divide the world of {counted(world_size, 'rank')}"
     if world_size < 1:
         processes = counted(product, "process", "processes")
         return f"a world of {counted(world_size, 'rank')} cannot hold {wanted}: start at least {processes}"
     remedies = []
     for change, kept in (("pipeline", "tensor"), ("tensor", "pipeline")):
-        kept_size: int = getattr(model, kept)
+        kept_size = model.sizes()[kept]
         if fits := [size for size in _divisors(world_size) if world_size % (size * kept_size) == 0]:
             remedies.append(f"set {change} to {' or '.join(map(str, fits))} with {kept} {kept_size}")
     remedies.append(f"start a multiple of {product} processes")

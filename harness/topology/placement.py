@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 
@@ -106,7 +106,7 @@ def place(layout: Layout, hosts: Sequence[Host]) -> tuple[Host, ...] | None:
     used = []
     left = layout.world_size
     for host in hosts:
-        slots = min(left, host.slots // layout.tensor * layout.tensor)
+        slots = min(left, host.slots // layout.tp_size * layout.tp_size)
         left -= slots
         if slots:
             used.append(replace(host, slots=slots))
@@ -134,12 +134,12 @@ def _remedy(layout: Layout, hosts: Sequence[Host]) -> str:
         chosen = "@".join(f"{host.name}:{','.join(map(str, range(host.slots)))}" for host in used)
         return f"start with --include {chosen!r}, which fills each host with whole groups"
     smaller = (
-        Layout.from_world(layout.world_size, pipeline=layout.pipeline, tensor=tensor)
-        for tensor in range(layout.tensor - 1, 0, -1)
-        if layout.world_size % (layout.pipeline * tensor) == 0
+        Layout.from_world(layout.world_size, pp_size=layout.pp_size, tp_size=tensor)
+        for tensor in range(layout.tp_size - 1, 0, -1)
+        if layout.world_size % (layout.pp_size * tensor) == 0
     )
     fits = next(other for other in smaller if not _torn(other, hosts))  # groups of one always do
-    return f"set the tensor parallel size to {fits.tensor} ({fits})"
+    return f"set the tensor parallel size to {fits.tp_size} ({fits})"
 
 
 def _torn(layout: Layout, hosts: Sequence[Host]) -> list[Crossing]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.topology.agreement import disagreement, spell_ranks
 from harness.topology.env import run_timeout
 from harness.topology.groups import Groups
@@ -112,10 +112,10 @@ class ProcessSets:
         self._control = None if self._alone else dist.new_group(backend="gloo", timeout=patience)
         self._sets: dict[str, ProcessSet] = {}
         layout, rank = groups.layout, groups.rank
-        self._keep("world", range(layout.world_size), groups.world)
+        self._keep("world", range(layout.world_size), groups.world_group)
         for axis in AXES:
-            self._keep(axis, layout.ranks_along(axis, rank), getattr(groups, axis))
-        for stage in range(layout.pipeline):
+            self._keep(axis, layout.ranks_along(axis, rank), groups.along(axis))
+        for stage in range(layout.pp_size):
             self._keep_stage(stage)
         self._predefined = frozenset(self._sets)
 
@@ -190,12 +190,12 @@ class ProcessSets:
         """The set of one stage's ranks, by a group that the layout already has where there is one."""
         layout, mine = self._groups.layout, self._groups.coordinate.stage
         ranks = layout.stage_ranks(stage)
-        if layout.pipeline == 1:
-            group = self._groups.world
-        elif layout.tensor == 1:
-            group = self._groups.data if stage == mine else None
-        elif layout.data == 1:
-            group = self._groups.tensor if stage == mine else None
+        if layout.pp_size == 1:
+            group = self._groups.world_group
+        elif layout.tp_size == 1:
+            group = self._groups.dp_group if stage == mine else None
+        elif layout.dp_size == 1:
+            group = self._groups.tp_group if stage == mine else None
         else:
             group = self._new_group(ranks)
         self._keep(f"stage:{stage}", ranks, group)

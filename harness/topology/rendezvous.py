@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.topology.slurm import address_of
 

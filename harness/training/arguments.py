@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, NoReturn, get_type_hints
 
 from harness.config import AutoValues
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.training.hf_names import SETTINGS, refuse_arguments
 
 # transformers' schedules that need nothing but the number of steps and of warm-up steps

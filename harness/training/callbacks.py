@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from harness.training import signals
 from harness.training.arguments import TrainingArguments
+from harness.training.process import signals
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,14 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from harness.training import signals
-from harness.training.data.collate import Collator
-from harness.training.data.evaluation import evaluation_batches, evaluation_steps
-from harness.training.data.stream import dataset_length
-from harness.training.distributed import any_rank
-from harness.training.engine import Engine
-from harness.training.losses import Loss, RouterLoss
-from harness.training.same_data import require_same_data
+from harness.training.batches.collate import Collator
+from harness.training.batches.evaluation import evaluation_batches, evaluation_steps
+from harness.training.batches.same_data import require_same_data
+from harness.training.batches.stream import dataset_length
+from harness.training.engine.engine import Engine
+from harness.training.engine.losses import Loss, RouterLoss
+from harness.training.process import signals
+from harness.training.process.distributed import any_rank
 
 ROUTER_BATCH = 8
 """Samples of an evaluation micro-batch of a model with a router loss; transformers' default for every model."""
@@ -47,7 +47,7 @@ def mean_loss(engine: Engine, dataset: Any, micro_batch: int, collator: Collator
 
 def _sums(engine: Engine, dataset: Any, micro_batch: int, collator: Collator) -> tuple[float, float]:
     """Sum of the losses of all samples, and number of what counts."""
-    place, size = engine.groups.coordinate.data, engine.groups.layout.data
+    place, size = engine.groups.coordinate.dp_rank, engine.groups.layout.dp_size
     steps = evaluation_steps(dataset_length(dataset), micro_batch, size)
     batches = evaluation_batches(dataset, micro_batch, place, size, data_collator=collator)
     total = counted = 0.0

@@ -9,8 +9,8 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from harness.config.errors import UserError
-from harness.config.suggest import nearest
+from harness.config.schema.suggest import nearest
+from harness.errors import UserError
 
 OPTIMIZER = "set optimizer and scheduler in the DeepSpeed JSON, or use the arguments"
 LOADER = "give train_dataset, eval_dataset and data_collator"

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.training.console import Console
-from harness.training.distributed import any_rank
-from harness.training.engine import Engine, StepOutcome
-from harness.training.evidence import origin
+from harness.training.engine.engine import Engine, StepOutcome
+from harness.training.engine.evidence import origin
+from harness.training.process.distributed import any_rank
 
 
 class NonFinite:

@@ -18,11 +18,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from harness.checkpoint import state
-from harness.checkpoint.folder import require_same_adapters, require_same_run
-from harness.checkpoint.wholeness import damaged
+from harness.checkpoint.directories import require_same_adapters, require_same_run
+from harness.checkpoint.integrity import damaged
 from harness.config import Resolved
-from harness.training import announce
 from harness.training.arguments import TrainingArguments
+from harness.training.prepare import startup_report
 
 if TYPE_CHECKING:
     from harness.training.trainer import Trainer
@@ -96,7 +96,7 @@ def intact(checkpoint: Path | None, trainer: Trainer) -> Path | None:
     if chosen is not None and chosen != checkpoint:
         require_same_run(chosen, trainer.resolved)
         require_same_adapters(chosen, trainer.adapters)
-    announce.beginning(trainer.console, args, chosen, [*incomplete, *changed])
+    startup_report.beginning(trainer.console, args, chosen, [*incomplete, *changed])
     return chosen
 
 

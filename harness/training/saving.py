@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from harness.checkpoint.adapters import export_adapter_config, export_adapters
 from harness.checkpoint.export import export_config, export_weights
-from harness.models.adapters import plain_name, saved_name, sorted_config
+from harness.checkpoint.lora import export_adapter_config, export_adapters
+from harness.hf.lora import plain_name, saved_name, sorted_config
 
 if TYPE_CHECKING:
     from harness.training.trainer import Trainer
@@ -28,15 +28,15 @@ def write_model(trainer: Trainer, directory: Path) -> None:
         _write_whole(trainer, directory)
     else:
         _write_adapters(trainer, trainer.adaptation.config, directory)
-    if trainer.state.is_world_process_zero and trainer.subject.causal and trainer.processing_class is not None:
+    if trainer.state.is_world_process_zero and trainer.trainable.causal and trainer.processing_class is not None:
         trainer.processing_class.save_pretrained(directory)
     dist.barrier()
 
 
 def _write_adapters(trainer: Trainer, config: Any, directory: Path) -> None:
-    causal = trainer.subject.causal
+    causal = trainer.trainable.causal
     assert causal is not None  # adapters stand on a HuggingFace model
-    name = trainer.subject.saved_name
+    name = trainer.trainable.saved_name
     base = causal.source.weights
     if not isinstance(base, Path):
         base = directory / BASE
@@ -50,7 +50,7 @@ def _write_adapters(trainer: Trainer, config: Any, directory: Path) -> None:
 
 def _write_whole(trainer: Trainer, directory: Path) -> None:
     """The model without its adapters."""
-    causal, name = trainer.subject.causal, trainer.subject.saved_name
+    causal, name = trainer.trainable.causal, trainer.trainable.saved_name
     module = trainer.engine.deepspeed.module
     export_weights(
         module,

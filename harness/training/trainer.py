@@ -20,41 +20,49 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from harness.checkpoint import folder, state
-from harness.checkpoint.wholeness import find_resume
-from harness.config.errors import UserError
-from harness.config.shape import layer_drop, require_every_layer
-from harness.models.adapters import fingerprint
-from harness.models.skeleton import ModelSource
+from harness.checkpoint import directories, state
+from harness.checkpoint.integrity import find_resume
+from harness.config.model.shape import layer_drop, require_every_layer
+from harness.errors import UserError
+from harness.hf.lora import fingerprint
+from harness.hf.skeleton import ModelSource
 from harness.topology.agreement import check_agreement, require_alike
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
-from harness.training import announce, signals
-from harness.training.admit import Admission, sample_length
 from harness.training.arguments import TrainingArguments
-from harness.training.build import Setting, build_engine
+from harness.training.batches.collate import Collator, MicroBatch, collate
+from harness.training.batches.stream import BatchStream, data_digest, dataset_length
 from harness.training.callbacks import StepRecord, TrainerCallback, TrainerControl, TrainerState, call
-from harness.training.configure import configure
 from harness.training.console import Console, plain_console
-from harness.training.data.collate import Collator, MicroBatch, collate
-from harness.training.data.stream import BatchStream, data_digest, dataset_length
-from harness.training.distributed import close_groups, largest, open_groups, require_device, require_precision, start
+from harness.training.engine.build import RunContext, build_engine
+from harness.training.engine.losses import AUX_LOSS, logits_loss
+from harness.training.engine.profiling import communication_summary
 from harness.training.evaluate import default_batch, mean_loss
+from harness.training.gathered_model import gather_model
 from harness.training.hf_names import require_ours
-from harness.training.losses import AUX_LOSS, logits_loss
 from harness.training.nonfinite import NonFinite
-from harness.training.one_model import require_one_model, take_first_ranks, tensors_in_memory
-from harness.training.prepare import user_datasets
-from harness.training.profiling import communication_summary
-from harness.training.progress import ProgressCallback
-from harness.training.recorder import Recorder
+from harness.training.prepare import startup_report
+from harness.training.prepare.configure import configure
+from harness.training.prepare.dataset_check import DatasetCheck, sample_length
+from harness.training.prepare.datasets import user_datasets
+from harness.training.prepare.one_model import require_one_model, take_first_ranks, tensors_in_memory
+from harness.training.prepare.stages import choose_boundaries, stage_lines
+from harness.training.prepare.trainable import Model, adapted, trainable_decoder, trainable_layers
+from harness.training.prepare.verification import verify_plan
+from harness.training.process import signals
+from harness.training.process.distributed import (
+    close_groups,
+    largest,
+    open_groups,
+    require_device,
+    require_precision,
+    start,
+)
+from harness.training.report.progress import ProgressCallback
+from harness.training.report.recorder import Recorder
 from harness.training.resume import hyperparameters, intact, resume
 from harness.training.saving import write_model
-from harness.training.stages import choose_boundaries, stage_lines
-from harness.training.subject import Model, adapted, decoder_subject, layers_subject
-from harness.training.verify import verify_plan
-from harness.training.whole import gather_model
 
 
 class Trainer:
@@ -108,27 +116,29 @@ class Trainer:
         data = user_datasets(train_dataset, eval_dataset, processing_class, prepared_for, args, env, self.console)
         self.train_dataset, self.eval_dataset, self.processing_class = data.train, data.evaluation, data.tokenizer
         steps = self._configure(env, source, model if isinstance(model, str) else None)
-        setting = self._join(env, steps)
-        take_first_ranks(tensors_in_memory(model, source, self.adaptation), setting.device, self.console)
+        context = self._join(env, steps)
+        take_first_ranks(tensors_in_memory(model, source, self.adaptation), context.device, self.console)
         self.stream = self._stream()
-        self.admission = Admission(source=source, setting=setting, collator=data_collator)
+        self.admission = DatasetCheck(source=source, context=context, collator=data_collator)
         sample = self._first_samples()
         if source is not None:
-            announce.origin(self.console, source, args.seed)
+            startup_report.origin(self.console, source, args.seed)
             own_loss = logits_loss(loss_fn, compute_loss_func)
-            self.subject = subject = decoder_subject(source, setting, sample_length(sample), self.adaptation, own_loss)
+            self.trainable = trainable = trainable_decoder(
+                source, context, sample_length(sample), self.adaptation, own_loss
+            )
         else:
-            self.subject = subject = layers_subject(model, loss_fn, sample)  # type: ignore[arg-type]
-        if self.subject.causal is not None:
-            verify_plan(self.subject.causal, setting, self.console)
+            self.trainable = trainable = trainable_layers(model, loss_fn, sample)  # type: ignore[arg-type]
+        if self.trainable.causal is not None:
+            verify_plan(self.trainable.causal, context, self.console)
         if self.resume_from is not None:
-            folder.require_same_model(self.resume_from, self.subject.outline)
-        self.boundaries = choose_boundaries(self.subject, setting, sample)
-        announce.compilation(self.console, self.resolved, setting.device)
-        self.engine = build_engine(setting, subject.layers, self.boundaries, subject.loss, subject.traits)
-        self.stages = stage_lines(self.subject, self.boundaries, self.engine.deepspeed.module, self.groups)
-        announce.stages(self.console, self.layout, self.resolved, steps, self.stages)
-        announce.adapters(self.console, self.adaptation, self.subject)
+            directories.require_same_model(self.resume_from, self.trainable.outline)
+        self.boundaries = choose_boundaries(self.trainable, context, sample)
+        startup_report.compilation(self.console, self.resolved, context.device)
+        self.engine = build_engine(context, trainable.layers, self.boundaries, trainable.loss, trainable.traits)
+        self.stages = stage_lines(self.trainable, self.boundaries, self.engine.deepspeed.module, self.groups)
+        startup_report.stages(self.console, self.layout, self.resolved, steps, self.stages)
+        startup_report.adapters(self.console, self.adaptation, self.trainable)
         self.hyperparameters = hyperparameters(args, self.resolved, steps)
         self.state, self.control = TrainerState(max_steps=steps, is_world_process_zero=env.rank == 0), TrainerControl()
         self.nonfinite = NonFinite(args.nonfinite, self.console)
@@ -168,7 +178,7 @@ class Trainer:
             self.nonfinite.summary(self.state.global_step)
             call(self.callbacks, "on_train_end", self)
             if stop:
-                announce.stopped(self.console, stop, self.state.global_step)
+                startup_report.stopped(self.console, stop, self.state.global_step)
                 raise signals.Stopped(stop)
         communication_summary(self.resolved.config)
         return self.state
@@ -183,7 +193,7 @@ class Trainer:
         outcome = self.engine.train_step(micro_batches, self.state.consumed_samples)  # forward, backward, update
         seconds = time.perf_counter() - begun
         self.nonfinite.judge(self.state.global_step + 1, outcome, self.engine)
-        units = sum(self.subject.loss.units(inputs) for inputs, _ in micro_batches) * self.layout.data
+        units = sum(self.trainable.loss.units(inputs) for inputs, _ in micro_batches) * self.layout.dp_size
         self.state.global_step += 1
         self.state.consumed_samples, self.state.epoch = self.stream.consumed, self.stream.epoch
         return StepRecord(
@@ -264,7 +274,7 @@ class Trainer:
     @property
     def eval_batch(self) -> int:
         """Samples of an evaluation micro-batch."""
-        default = default_batch(self.subject.loss, self.resolved.micro_batch)
+        default = default_batch(self.trainable.loss, self.resolved.micro_batch)
         return self.args.per_device_eval_batch_size or default
 
     # -- saving --------------------------------------------------------------------------------------------
@@ -272,7 +282,7 @@ class Trainer:
     def save_checkpoint(self) -> Path:
         """Write `output_dir/checkpoint-STEP`, from which the run can go on; all ranks call it."""
         self.nonfinite.judge_weights(self.engine, f"checkpoint-{self.state.global_step}")
-        progress = folder.Progress(
+        progress = directories.Progress(
             step=self.state.global_step,
             consumed_samples=self.state.consumed_samples,
             layout=str(self.layout),
@@ -281,8 +291,8 @@ class Trainer:
             seed=self.args.seed,
             data=self.data_digest,
             adapters=self.adapters,
-            model=self.subject.outline,
-            optimizer=folder.optimizer_name(self.resolved),
+            model=self.trainable.outline,
+            optimizer=directories.optimizer_name(self.resolved),
             hyperparameters=self.hyperparameters,
         )
         path = state.save(self.engine.deepspeed, self.output_dir, progress, self.args.save_total_limit)
@@ -332,18 +342,18 @@ class Trainer:
         )
         self.layout = Layout.from_world(
             env.world_size,
-            pipeline=self.resolved.pipeline,
-            tensor=self.resolved.tensor,
-            expert=self.resolved.expert,
+            pp_size=self.resolved.pp_size,
+            tp_size=self.resolved.tp_size,
+            ep_size=self.resolved.ep_size,
         )
         self.resume_from = find_resume(self.output_dir, args.resume_from_checkpoint)
         if self.resume_from is not None:
-            folder.require_same_run(self.resume_from, self.resolved)
-            folder.require_same_adapters(self.resume_from, self.adapters)
+            directories.require_same_run(self.resume_from, self.resolved)
+            directories.require_same_adapters(self.resume_from, self.adapters)
         self.data_digest = "" if self.train_dataset is None else data_digest(self.train_dataset)
         return steps
 
-    def _join(self, env: LaunchEnv, steps: int) -> Setting:
+    def _join(self, env: LaunchEnv, steps: int) -> RunContext:
         """Meet the other ranks, and make sure that all are about to do the same."""
         device = start(env)
         require_precision(self.resolved.precision)
@@ -362,10 +372,10 @@ class Trainer:
         )
         self._groups_of_others = open_groups()
         self.groups = build_groups(self.layout)
-        announce.version(self.console)
+        startup_report.version(self.console)
         self.resume_from = intact(self.resume_from, self)
-        announce.placement(self.console, self.layout, env)
-        return Setting(args=self.args, resolved=self.resolved, groups=self.groups, device=device, max_steps=steps)
+        startup_report.placement(self.console, self.layout, env)
+        return RunContext(args=self.args, resolved=self.resolved, groups=self.groups, device=device, max_steps=steps)
 
     def _first_samples(self) -> MicroBatch | None:
         """A micro-batch of the training data, after a look at both data sets."""
@@ -380,7 +390,7 @@ class Trainer:
             seed=self.args.seed,
             micro_batch=self.resolved.micro_batch,
             accumulation=self.resolved.accumulation,
-            data_rank=self.groups.coordinate.data,
-            data_size=self.layout.data,
+            data_rank=self.groups.coordinate.dp_rank,
+            data_size=self.layout.dp_size,
             data_collator=self.data_collator,
         )

@@ -33,15 +33,15 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
 
 from harness import TrainingArguments  # noqa: E402
 from harness.checkpoint.export import export_weights  # noqa: E402
-from harness.models.skeleton import read_source  # noqa: E402
-from harness.parallel.staged import build_layers  # noqa: E402
+from harness.hf.skeleton import read_source  # noqa: E402
+from harness.parallel.pipeline.staged_module import build_layers  # noqa: E402
 from harness.topology.groups import build_groups  # noqa: E402
 from harness.topology.layout import Layout  # noqa: E402
-from harness.training.build import Setting  # noqa: E402
-from harness.training.configure import configure  # noqa: E402
-from harness.training.metrics import versions  # noqa: E402
-from harness.training.stages import choose_boundaries  # noqa: E402
-from harness.training.subject import decoder_subject  # noqa: E402
+from harness.training.engine.build import RunContext  # noqa: E402
+from harness.training.prepare.configure import configure  # noqa: E402
+from harness.training.prepare.stages import choose_boundaries  # noqa: E402
+from harness.training.prepare.trainable import trainable_decoder  # noqa: E402
+from harness.training.report.metrics import versions  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
@@ -175,12 +175,12 @@ def load_and_write(model: str, out: str, pipeline: int, tensor: int, zero: int) 
     }
     args = TrainingArguments(deepspeed_config=config, output_dir=out, max_steps=1, save_steps=0)
     resolved, steps = configure(args, world_size=4, model=None, samples=None, hidden_size=SHAPE["hidden_size"])
-    groups = build_groups(Layout.from_world(4, pipeline=pipeline, tensor=tensor))
-    setting = Setting(args=args, resolved=resolved, groups=groups, device=torch.device("cpu"), max_steps=steps)
+    groups = build_groups(Layout.from_world(4, pp_size=pipeline, tp_size=tensor))
+    setting = RunContext(args=args, resolved=resolved, groups=groups, device=torch.device("cpu"), max_steps=steps)
     gc.collect()  # touches what is shared with the parent since the fork, so that it does not count as growth
     before = bytes_read()
     with Peak() as loading:
-        subject = decoder_subject(read_source(model), setting, sequence_length=128)
+        subject = trainable_decoder(read_source(model), setting, sequence_length=128)
         bounds, stage = choose_boundaries(subject, setting, None), groups.coordinate.stage
         built = build_layers(subject.layers, bounds[stage], bounds[stage + 1], seed=0)
         dist.barrier()

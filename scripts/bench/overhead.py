@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from harness import Trainer, TrainingArguments
-from harness.training.data.evaluation import EvaluationBatch
-from harness.training.metrics import versions
+from harness.training.batches.evaluation import EvaluationBatch
+from harness.training.report.metrics import versions
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.parallel.shard import shard_of
+from harness.parallel.tensor.shard import shard_of
 
 
 def whole_grads(model: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor]:

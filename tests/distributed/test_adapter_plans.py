@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 
-from harness.config.errors import UserError
-from harness.parallel.adapters import cut_with_adapters
+from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
-from harness.parallel.plan import plan_for
+from harness.parallel.plans.lora import cut_with_adapters
+from harness.parallel.plans.plan import plan_for
 from tests.distributed.comparing import differences
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parallel_models import CASES, VOCABULARY, tiny

@@ -13,12 +13,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer
-from harness.models.adapters import Adaptation, lora_config
-from harness.models.causal import assemble
-from harness.models.skeleton import read_source
+from harness.hf.causal import assemble
+from harness.hf.lora import Adaptation, lora_config
+from harness.hf.skeleton import read_source
 from harness.parallel.comm import TensorParallel
-from harness.parallel.shard import shard_of
-from harness.parallel.staged import build_layers
+from harness.parallel.pipeline.staged_module import build_layers
+from harness.parallel.tensor.shard import shard_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_experts import FAMILIES as EXPERTS
 from tests.distributed.test_experts import SPREAD
@@ -77,7 +77,7 @@ def _train(job: LoraJob, output_dir: str) -> Outcome:
     trained = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters() if p.requires_grad)
     state = _state_elements(trainer.engine.deepspeed.basic_optimizer)
     final = trainer.evaluate(rows())["eval_loss"]
-    outcome = Outcome(curve, final, output_dir, trained, state, _ranks_agree(module, trainer.groups.tensor))
+    outcome = Outcome(curve, final, output_dir, trained, state, _ranks_agree(module, trainer.groups.tp_group))
     trainer.close()
     return outcome
 

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments
-from harness.models.tiny import tiny_config
-from harness.models.tiny import tiny_model as tiny_copy
+from harness.hf.verify.tiny_copy import tiny_config
+from harness.hf.verify.tiny_copy import tiny_model as tiny_copy
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import BATCH, Curve, Job, reference, rows, tiny_model, train_all, worst
 

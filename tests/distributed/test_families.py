@@ -6,9 +6,9 @@ from datetime import date
 
 import pytest
 
-from harness.models.matrix import CELLS, YES, installed_transformers, read_matrix
-from harness.training.families.commands import spell
-from harness.training.families.launch import run_families
+from harness.compat.commands import spell
+from harness.compat.launch import run_families
+from harness.hf.matrix import CELLS, YES, installed_transformers, read_matrix
 
 pytestmark = pytest.mark.ranks
 

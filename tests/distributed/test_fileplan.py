@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint.fileplan import Share, dealt_places
-from harness.checkpoint.writing import Entry, Place
-from harness.config.errors import UserError
+from harness.checkpoint.file_plan import Share, dealt_places
+from harness.checkpoint.tensor_writer import Entry, Place
+from harness.errors import UserError
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
 from tests.distributed.ranks import run_ranks
@@ -41,7 +41,7 @@ def deal() -> list[tuple[bool, str]]:
     """Of each layout: whether the places of the own stage came and no others, and what a refusal said."""
     found = []
     for pipeline, tensor in LAYOUTS:
-        groups = build_groups(Layout.from_world(4, pipeline=pipeline, tensor=tensor))
+        groups = build_groups(Layout.from_world(4, pp_size=pipeline, tp_size=tensor))
         stage = groups.coordinate.stage
         own = entries(stage)
         places = dealt_places(own, groups, plan)

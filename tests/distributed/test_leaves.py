@@ -12,7 +12,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments
-from harness.parallel.staged import build_layers
+from harness.parallel.pipeline.staged_module import build_layers
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Curve, Job, reference, train, worst
 from tests.experts import WIDTH, ByRow, Listed, ReadByParent, Residual, Stacked

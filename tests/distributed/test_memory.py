@@ -16,12 +16,12 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from harness.checkpoint.export import export_weights
-from harness.checkpoint.writing import WINDOW_BYTES
-from harness.models.causal import assemble
-from harness.models.initial import PIECE_BYTES
-from harness.models.skeleton import ModelSource, read_source
+from harness.checkpoint.tensor_writer import WINDOW_BYTES
+from harness.hf.causal import assemble
+from harness.hf.skeleton import ModelSource, read_source
+from harness.hf.weights.initialization import PIECE_BYTES
 from harness.parallel.comm import TensorParallel
-from harness.parallel.staged import build_layers
+from harness.parallel.pipeline.staged_module import build_layers
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
 from tests.distributed.ranks import run_ranks
@@ -42,11 +42,11 @@ def resident_bytes(which: str) -> int:
 
 def build(model_dir: str | None, out: str | None = None) -> tuple[int, int, int, int]:
     """Peak bytes above the start while building, bytes kept, bytes of the whole model, peak bytes while writing it."""
-    groups = build_groups(Layout(pipeline=2, tensor=2))
+    groups = build_groups(Layout(pp_size=2, tp_size=2))
     source = read_source(model_dir) if model_dir else ModelSource(name="llama", config=config(), weights=None)
     causal = assemble(
         source,
-        tensor=TensorParallel.of(groups.tensor),
+        tensor=TensorParallel.of(groups.tp_group),
         device=torch.device("cpu"),
         dtype=torch.float32,
         seed=0,

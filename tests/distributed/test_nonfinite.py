@@ -15,7 +15,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from harness import Trainer, TrainingArguments, UserError
-from harness.checkpoint.gather import gathered
+from harness.checkpoint.gather import gather_zero3
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.distributed.training import tiny_model
 
@@ -80,7 +80,7 @@ class Case:
 
 def weights(trainer: Trainer) -> list[Tensor]:
     parameters = list(trainer.engine.deepspeed.module.parameters())
-    with gathered(parameters):
+    with gather_zero3(parameters):
         return [p.detach().clone() for p in parameters]
 
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.config.errors import UserError
-from harness.parallel.apply import cut
+from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
-from harness.parallel.plan import Plan, Rule, wildcard
+from harness.parallel.plans.apply import cut
+from harness.parallel.plans.plan import Plan, PlanRule, wildcard
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parallel_layers import IN, OUT, TOKENS, TOLERANCE, Errors, compare
 
@@ -46,7 +46,7 @@ class Checkpointed(nn.Module):
 
 
 def forgotten_parameter(group: dist.ProcessGroup, wrap: Callable[[nn.Module], nn.Module]) -> Errors:
-    plan = Plan(model_type="any", rules={"up": Rule(style="colwise"), "down": Rule(style="rowwise")})
+    plan = Plan(model_type="any", rules={"up": PlanRule(style="colwise"), "down": PlanRule(style="rowwise")})
     whole = Scaled()
     part = copy.deepcopy(whole)
     cut(part, "", plan, TensorParallel.of(group), None)
@@ -96,7 +96,7 @@ def refusals(group: dist.ProcessGroup) -> list[str]:
         (Bypassed(), {"up": "colwise", "down": "rowwise"}),
         (nn.Sequential(nn.Linear(IN, OUT)), {"0": "all_reduce"}),
     ):
-        plan = Plan(model_type="any", rules={wildcard(name): Rule(style=style) for name, style in styles.items()})
+        plan = Plan(model_type="any", rules={wildcard(name): PlanRule(style=style) for name, style in styles.items()})
         try:
             cut(module, "", plan, TensorParallel.of(group), None)
             module(torch.randn(*TOKENS, IN, requires_grad=True))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from harness.config.shares import stretch
+from harness.config.model.shares import stretch
 from harness.parallel.comm import (
     copy_tail_to_group,
     copy_to_group,
@@ -24,9 +24,9 @@ from harness.parallel.comm import (
     reduce_from_group,
     split_to_group,
 )
-from harness.parallel.cross_entropy import vocab_parallel_cross_entropy
-from harness.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from harness.parallel.shard import shard_of
+from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from harness.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from harness.parallel.tensor.shard import shard_of
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -16,13 +16,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.config.shares import stretch
-from harness.parallel.apply import cut
+from harness.config.model.shares import stretch
 from harness.parallel.comm import TensorParallel
-from harness.parallel.cross_entropy import vocab_parallel_cross_entropy
-from harness.parallel.experts import run_where_aligned
-from harness.parallel.plan import plan_for
-from harness.parallel.shard import shard_of
+from harness.parallel.plans.apply import cut
+from harness.parallel.plans.experts import run_where_aligned
+from harness.parallel.plans.plan import plan_for
+from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from harness.parallel.tensor.shard import shard_of
 from tests.distributed.comparing import whole_grads
 from tests.distributed.ranks import run_ranks
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.config.errors import UserError
-from harness.parallel.apply import cut
+from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
-from harness.parallel.experts import run_where_aligned
-from harness.parallel.plan import plan_for
+from harness.parallel.plans.apply import cut
+from harness.parallel.plans.experts import run_where_aligned
+from harness.parallel.plans.plan import plan_for
 from tests.distributed.comparing import differences
 from tests.distributed.ranks import run_ranks
 from tests.plan_models import (

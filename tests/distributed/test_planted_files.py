@@ -13,7 +13,7 @@ import torch
 
 from harness import Trainer, TrainingArguments
 from harness.checkpoint import state
-from harness.config.errors import UserError
+from harness.errors import UserError
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import rows
 

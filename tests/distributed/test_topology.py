@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.topology.agreement import check_agreement
 from harness.topology.groups import build_groups
 from harness.topology.layout import AXES, Layout
@@ -18,7 +18,7 @@ from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-LAYOUT = Layout(pipeline=2, tensor=2, data=2)
+LAYOUT = Layout(pp_size=2, tp_size=2, dp_size=2)
 WORLD = LAYOUT.world_size
 
 
@@ -34,11 +34,12 @@ def told(call: Callable[[], Any]) -> str | None:
 def tour() -> dict[str, Any]:
     """Everything that one launch can show."""
     groups = build_groups(LAYOUT)
-    members = {axis: dist.get_process_group_ranks(getattr(groups, axis)) for axis in (*AXES, "world")}
+    members = {axis: dist.get_process_group_ranks(groups.along(axis)) for axis in AXES}
+    members |= {"world": dist.get_process_group_ranks(groups.world_group)}
     sums = {}
     for axis in AXES:
         number = torch.tensor(2.0**groups.rank)  # a sum of powers of two names its addends
-        dist.all_reduce(number, group=getattr(groups, axis))
+        dist.all_reduce(number, group=groups.along(axis))
         sums[axis] = float(number)
     sets = ProcessSets(groups, timeout_s=20)
     return {
@@ -57,7 +58,7 @@ def tour() -> dict[str, Any]:
 
 def agreement_of(rank: int) -> dict[str, str | None]:
     config, other = {"train_batch_size": 8}, {"train_batch_size": 8, "gradient_clipping": 0.3}
-    layout = LAYOUT if rank != 3 else dataclasses.replace(LAYOUT, tensor=4, data=1)
+    layout = LAYOUT if rank != 3 else dataclasses.replace(LAYOUT, tp_size=4, dp_size=1)
     return {
         "same": told(lambda: check_agreement(config, LAYOUT)),
         "config": told(lambda: check_agreement(other if rank == 5 else config, LAYOUT)),
@@ -123,12 +124,12 @@ def mismatch(sets: ProcessSets, rank: int) -> dict[str, Any]:
 
 
 def forget(silent: int) -> str | None:
-    sets = ProcessSets(build_groups(Layout(data=3)), timeout_s=1)
+    sets = ProcessSets(build_groups(Layout(dp_size=3)), timeout_s=1)
     return None if dist.get_rank() == silent else told(lambda: sets.add("some", [0, 1]))
 
 
 def wrong_world() -> str | None:
-    return told(lambda: build_groups(Layout(data=4)))
+    return told(lambda: build_groups(Layout(dp_size=4)))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from harness import Trainer, TrainingArguments
-from harness.parallel.experts import run_where_aligned
+from harness.parallel.plans.experts import run_where_aligned
 
 BLOCK, BATCH, STEPS = 32, 8, 5
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from harness.config.registry import RULES
+from harness.config.rules.registry import RULES
 
 
 def environment() -> None:

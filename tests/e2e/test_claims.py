@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.registry import RULES
+from harness.config.rules.registry import RULES
 from tests.unit.config.test_rules import findings
 
 ROOT = Path(__file__).resolve().parents[2]

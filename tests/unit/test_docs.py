@@ -21,12 +21,12 @@ import yaml
 
 from harness.cli import VERBS
 from harness.config import Severity, check, load
-from harness.config.document import from_text
-from harness.config.registry import by_code
-from harness.config.rule import Finding, Rule, rule
+from harness.config.rules.registry import by_code
+from harness.config.rules.rule import Finding, Rule, rule
+from harness.config.text.document import from_text
 from harness.config.view import RunView
 from harness.training.arguments import LoraArguments, TrainingArguments
-from harness.training.preflight import ScriptArguments
+from harness.training.prepare.preflight import ScriptArguments
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

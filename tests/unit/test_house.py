@@ -32,12 +32,12 @@ LAYERS = ("config", "topology", "parallel", "models", "checkpoint", "training", 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
 
 # Who reads the environment, besides harness/topology/env.py, and why.
-ENVIRONMENT_READERS = {"harness/config/commands.py": "NO_COLOR, the terminal's word on colours"}
+ENVIRONMENT_READERS = {"harness/config/cli/verbs.py": "NO_COLOR, the terminal's word on colours"}
 
 # Who seeds the global random generators, besides harness/parallel/generators.py, which puts them back, and why.
 SEEDERS = {
-    "harness/parallel/staged.py": "initial weights of a user's own layers, before training",
-    "harness/training/build.py": "the generators that training starts with",
+    "harness/parallel/pipeline/staged_module.py": "initial weights of a user's own layers, before training",
+    "harness/training/engine/build.py": "the generators that training starts with",
 }
 
 # Names of families that are words of their own as well.
@@ -50,7 +50,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def module_name(path: Path) -> str:
-    """models/decoder.py is harness.models.decoder: the folder at the top is the package's, by a link."""
+    """harness/hf/decoder.py is harness.hf.decoder: the folder at the top is the package's, by a link."""
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
     parts = ["harness", *parts] if parts[0] == "models" else parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -97,7 +97,7 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def test_the_sources_are_found():
-    assert {"harness.parallel.partition", "harness.config.errors", "harness.models"} <= set(MODULES)
+    assert {"harness.parallel.pipeline.partition", "harness.errors", "harness.models"} <= set(MODULES)
 
 
 def test_the_folders_at_the_top_are_the_packages():

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config.errors import UserError
-from harness.config.wording import counted
+from harness.errors import UserError
 from harness.training.data.cache import cache_error, fingerprint, identity, prepared_folder
 from harness.training.data.pieces import PieceEncoder
 from harness.training.data.shards import make_shards
 from harness.training.data.tokenizer import Tokenizer, largest_id
 from harness.training.data.tokens import Corpus, TokenIds
+from harness.wording import counted
 
 if TYPE_CHECKING:
     from datasets import Dataset

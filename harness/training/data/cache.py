@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeVar
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.data.tokenizer import ByteTokenizer, Tokenizer
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from harness.config.errors import UserError
-from harness.training.data.rows import ASSISTANT
+from harness.errors import UserError
+from harness.training.data.files.rows import ASSISTANT
 from harness.training.data.tokenizer import ByteTokenizer, Tokenizer, end_of_document_id
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.topology.env import use_one_core_for_tokenizers
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

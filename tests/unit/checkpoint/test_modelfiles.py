@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from harness.checkpoint.modelfiles import replace_model, settle_model, unfinished_name
-from harness.checkpoint.replace import replace_text
-from harness.models.lazy import realised
-from harness.models.tensorfiles import INDEX, SINGLE, open_tensors
+from harness.checkpoint.atomic import replace_text
+from harness.checkpoint.model_files import replace_model, settle_model, unfinished_name
+from harness.hf.weights.lazy_tensor import realised
+from harness.hf.weights.tensor_files import INDEX, SINGLE, open_tensors
 
 ONE = {SINGLE: ["a", "b", "c"]}
 TWO = {"model-00001-of-00002.safetensors": ["a"], "model-00002-of-00002.safetensors": ["b", "c"]}

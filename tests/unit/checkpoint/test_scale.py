@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint.fileplan import PASSED_ALONG, Share, plan_files, takes_part
-from harness.checkpoint.writing import Entry, Place, places_in
-from harness.models.conversion import Held, WrittenForm
-from harness.models.lazy import Lazy
+from harness.checkpoint.file_plan import PASSED_ALONG, Share, plan_files, takes_part
+from harness.checkpoint.tensor_writer import Entry, Place, places_in
+from harness.hf.weights.conversion import CheckpointFormat, ParameterRef
+from harness.hf.weights.lazy_tensor import LazyTensor
 from harness.topology.layout import Layout
 
 LAYERS, EXPERTS = 32, 16
@@ -32,13 +32,17 @@ def entries() -> list[list[Entry]]:
 
 def dealt(entries: list[list[Entry]], layout: Layout) -> list[list[Place]]:
     """The places of each stage's tensors, by the plan of files."""
-    layers = LAYERS // layout.pipeline
+    layers = LAYERS // layout.pp_size
     shares = [
         Share(host=f"host{stage}", entries=list(chain(*entries[stage * layers : (stage + 1) * layers])))
-        for stage in range(layout.pipeline)
+        for stage in range(layout.pp_size)
     ]
-    tensors = {entry.name: Lazy.of(Held(entry.name, entry.shape, entry.dtype)) for layer in entries for entry in layer}
-    files = plan_files(shares, WrittenForm(tensors=tensors))
+    tensors = {
+        entry.name: LazyTensor.of(ParameterRef(entry.name, entry.shape, entry.dtype))
+        for layer in entries
+        for entry in layer
+    }
+    files = plan_files(shares, CheckpointFormat(tensors=tensors))
     places = {place.entry.name: place for name, content in files.items() for place in places_in(Path(name), content)[1]}
     assert len(places) == sum(map(len, entries))
     return [[places[entry.name] for entry in share.entries] for share in shares]
@@ -62,15 +66,15 @@ def passed_on(layout: Layout) -> tuple[dict[int, int], dict[int, int]]:
 
 @pytest.mark.parametrize(("pipeline", "tensor"), [(1, 1), (16, 1), (16, 8), (32, 32)])
 def test_each_of_1024_ranks_hears_of_its_own_stage_alone_and_once(pipeline: int, tensor: int) -> None:
-    layout = Layout.from_world(1024, pipeline=pipeline, tensor=tensor)
+    layout = Layout.from_world(1024, pp_size=pipeline, tp_size=tensor)
     holds, sent = passed_on(layout)
     assert holds == {rank: layout.coordinate(rank).stage for rank in range(1024)}
     assert sum(sent.values()) == 1023
-    assert max(sent.values()) <= layout.pipeline + layout.tensor + layout.data
+    assert max(sent.values()) <= layout.pp_size + layout.tp_size + layout.dp_size
 
 
 def test_what_a_rank_holds_of_the_plan_is_its_stage_whatever_the_number_of_ranks(entries: list[list[Entry]]) -> None:
-    few, many = (dealt(entries, Layout(pipeline=16, tensor=8, data=data)) for data in (1, 8))
+    few, many = (dealt(entries, Layout(pp_size=16, tp_size=8, dp_size=data)) for data in (1, 8))
     assert few == many
     sizes = [len(pickle.dumps(stage)) for stage in few]
     whole = len(pickle.dumps(dealt(entries, Layout())))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.folder import STATE, Progress, finish, partial_name, read_progress
-from harness.checkpoint.wholeness import changed_file, contents, damage, damaged, find_resume, newest, newest_whole
-from harness.config.errors import UserError
+from harness.checkpoint.directories import STATE, Progress, finish, partial_name, read_progress
+from harness.checkpoint.integrity import changed_file, contents, damage, damaged, find_resume, newest, newest_whole
+from harness.errors import UserError
 
 
 def save(folder: Path, step: int) -> Path:

@@ -8,26 +8,26 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from harness.checkpoint.fileplan import Share, plan_files
-from harness.checkpoint.writing import Entry, OpenFiles, create, places_in, split_by_size
-from harness.config.errors import UserError
-from harness.models.conversion import Held, WrittenForm
-from harness.models.lazy import Lazy
+from harness.checkpoint.file_plan import Share, plan_files
+from harness.checkpoint.tensor_writer import Entry, OpenFiles, create, places_in, split_by_size
+from harness.errors import UserError
+from harness.hf.weights.conversion import CheckpointFormat, ParameterRef
+from harness.hf.weights.lazy_tensor import LazyTensor
 
 
 def entry(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Entry:
     return Entry(name=name, shape=shape, dtype=dtype, trained=True)
 
 
-def form(*entries: Entry, **settings: object) -> WrittenForm:
-    tensors = {e.name: Lazy.of(Held(e.name, e.shape, e.dtype)) for e in entries}
-    return WrittenForm(tensors=tensors, **settings)  # type: ignore[arg-type]
+def form(*entries: Entry, **settings: object) -> CheckpointFormat:
+    tensors = {e.name: LazyTensor.of(ParameterRef(e.name, e.shape, e.dtype)) for e in entries}
+    return CheckpointFormat(tensors=tensors, **settings)  # type: ignore[arg-type]
 
 
 def test_a_file_written_in_pieces_is_the_one_that_safetensors_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.checkpoint.writing.WINDOW_BYTES", 5000)  # several windows for the larger ones
+    monkeypatch.setattr("harness.checkpoint.tensor_writer.WINDOW_BYTES", 5000)  # several windows for the larger ones
     tensors = {
         "switches": torch.arange(7) % 2 == 0,
         "cube": torch.randn(5, 50, 20),

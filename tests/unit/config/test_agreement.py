@@ -8,10 +8,10 @@ import logging
 import pytest
 
 from harness.config import ConfigError, Severity, check
-from harness.config.document import from_text
-from harness.config.pages import LENIENT, STRICTER
-from harness.config.registry import by_code
+from harness.config.cli.pages import LENIENT, STRICTER
+from harness.config.rules.registry import by_code
 from harness.config.schema import every_key
+from harness.config.text.document import from_text
 
 VALUES = [None, True, 0, 2, -1, 0.5, 5e8, 1e12, "auto", "", "x", "8", "cpu", [], [1], {}, {"x": 1}]
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config import AutoValues, Severity, check, resolve
-from harness.config.document import from_text
-from harness.config.handed import IDLE, without_idle
+from harness.config.resolving.auto_values import LEAST, put
+from harness.config.resolving.handed import IDLE, without_idle
 from harness.config.schema import Key, every_key
-from harness.config.values import LEAST, put
+from harness.config.text.document import from_text
 
 ACTS = {
     "/$schema": "editors",

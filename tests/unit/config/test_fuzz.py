@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from harness.config import AutoValues, ConfigError, check, resolve
-from harness.config.document import from_bytes
-from harness.config.fix import fix
-from harness.config.registry import RULES
-from harness.config.render import FORMATS, render
+from harness.config.cli.fix import fix
+from harness.config.cli.render import FORMATS, render
+from harness.config.rules.registry import RULES
 from harness.config.schema import every_key
+from harness.config.text.document import from_bytes
 from harness.config.view import TARGETS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,6 +79,6 @@ def test_nothing_but_findings_comes_out(raw, target, world_size):
     assert again.text == fixed.text
     try:
         resolved = resolve(document, AutoValues(world_size=world_size or 1, hidden_size=64))
-        assert resolved.train_batch == resolved.micro_batch * resolved.accumulation * resolved.data
+        assert resolved.train_batch == resolved.micro_batch * resolved.accumulation * resolved.dp_size
     except ConfigError as error:
         assert error.diagnostics

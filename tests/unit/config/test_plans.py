@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from harness.cli import main
-from harness.config.plans import plan_refusal
-from harness.config.wording import counted
+from harness.config.model.plans import plan_refusal
+from harness.wording import counted
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from harness.config import AutoValues, ConfigError, Diagnostic, Severity, check, resolve
-from harness.config.document import from_text
-from harness.config.pages import pages
-from harness.config.registry import RULES, by_code
-from harness.config.rule import Rule
+from harness.config.cli.pages import pages
+from harness.config.rules.registry import RULES, by_code
+from harness.config.rules.rule import Rule
+from harness.config.text.document import from_text
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -64,7 +64,7 @@ def test_every_page_says_something():
 def test_the_documentation_is_the_one_that_the_rules_make():
     folder = ROOT / "docs" / "rules"
     written = {path.name: path.read_text("utf-8") for path in folder.glob("*.md")}
-    assert written == pages(), "run `python -m harness.config.pages`"
+    assert written == pages(), "run `python -m harness.config.cli.pages`"
 
 
 def test_resolving_raises_documented_codes_only():

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config import ConfigError, load
-from harness.config.document import MAX_BYTES, from_text
-from harness.config.jsontext import MAX_DEPTH, TextError, parse
+from harness.config.text.document import MAX_BYTES, from_text
+from harness.config.text.parser import MAX_DEPTH, TextError, parse
 
 TEXTS = [
     '{"a": 1, "b": [1, 2, {"c": null}]}',

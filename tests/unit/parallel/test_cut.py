@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness.config.errors import UserError
-from harness.parallel.apply import cut, own_part
+from harness.errors import UserError
 from harness.parallel.comm import (
     TensorParallel,
     copy_to_group,
@@ -20,10 +19,11 @@ from harness.parallel.comm import (
     reduce_from_group,
     split_to_group,
 )
-from harness.parallel.cross_entropy import vocab_parallel_cross_entropy
-from harness.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from harness.parallel.plan import InputRule, Plan, Rule, plan_for
-from harness.parallel.shard import shard_of
+from harness.parallel.plans.apply import cut, own_part
+from harness.parallel.plans.plan import InputRule, Plan, PlanRule, plan_for
+from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from harness.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from harness.parallel.tensor.shard import shard_of
 
 PLANS = Path(__file__).resolve().parents[3] / "models" / "plans"
 TINY = {
@@ -206,7 +206,7 @@ def test_an_attention_keeps_its_ratio_of_heads_on_every_rank(size: int) -> None:
     ],
 )
 def test_a_style_that_does_not_fit_its_module_is_told(style: str, module: nn.Module, told: str) -> None:
-    plan = Plan(model_type="any", rules={"it": Rule(style=style)})
+    plan = Plan(model_type="any", rules={"it": PlanRule(style=style)})
     with pytest.raises(UserError, match=told):
         cut(nn.ModuleDict({"it": module}), "", plan, TensorParallel(size=2), None)
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from harness.config.errors import UserError
-from harness.parallel.apply import cut
+from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
-from harness.parallel.experts import expert_parallel_plan
-from harness.parallel.plan import plan_for
-from harness.parallel.shard import shard_of
+from harness.parallel.plans.apply import cut
+from harness.parallel.plans.experts import expert_parallel_plan
+from harness.parallel.plans.plan import plan_for
+from harness.parallel.tensor.shard import shard_of
 from tests.plan_models import PLANS
 
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)

@@ -7,7 +7,7 @@ from math import prod
 import pytest
 import torch
 
-from harness.parallel.flatpart import FlatPart
+from harness.parallel.zero.zero3_partition import Zero3Partition
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
@@ -16,7 +16,7 @@ def test_a_part_is_a_run_of_elements(shape, count):
     size = -(-prod(shape) // count)
     for index in range(count):
         taken = torch.zeros(shape)
-        for box in FlatPart(index=index, count=count).boxes(shape):
+        for box in Zero3Partition(index=index, count=count).boxes(shape):
             taken[box] += 1
         wanted = torch.zeros(prod(shape))
         wanted[index * size : (index + 1) * size] = 1
@@ -26,4 +26,4 @@ def test_a_part_is_a_run_of_elements(shape, count):
 def test_a_part_is_few_boxes():
     row_ends, rows = [(2, 666, slice(7, 10)), (2, slice(667, 1000))], [(slice(3, 5),)]
     row_starts = [(5, slice(0, 333)), (5, 333, slice(0, 4))]
-    assert list(FlatPart(index=1, count=3).boxes((8, 1000, 10))) == row_ends + rows + row_starts
+    assert list(Zero3Partition(index=1, count=3).boxes((8, 1000, 10))) == row_ends + rows + row_starts

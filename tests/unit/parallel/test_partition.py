@@ -7,8 +7,8 @@ from deepspeed.runtime.utils import partition_balanced, partition_uniform
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.config.errors import UserError
-from harness.parallel.partition import METHODS, balanced, by_type, narrowest, stage_boundaries, uniform
+from harness.errors import UserError
+from harness.parallel.pipeline.partition import METHODS, balanced, by_type, narrowest, stage_boundaries, uniform
 
 NAMES = ["Prologue", *["DecoderLayer"] * 6, "Epilogue"]
 

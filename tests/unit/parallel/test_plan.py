@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness.config.errors import UserError
-from harness.parallel.plan import STYLES, Plan, Rule, patterns, plan_for, read_plan_file, wildcard
-from harness.parallel.styles import STYLE_FUNCTIONS
+from harness.errors import UserError
+from harness.parallel.plans.plan import STYLES, Plan, PlanRule, patterns, plan_for, read_plan_file, wildcard
+from harness.parallel.plans.styles import STYLE_FUNCTIONS
 from tests.plan_models import PLANS, SHAPES, plan_model
 
 
@@ -29,14 +29,14 @@ def test_a_number_becomes_a_wildcard_and_a_digit_in_a_name_does_not() -> None:
 
 def test_a_family_s_own_plan_is_taken_with_its_embeddings() -> None:
     plan = plan_for(on_meta("llama"), PLANS)
-    assert plan.rules["model.layers.*.self_attn.o_proj"] == Rule(style="rowwise")
+    assert plan.rules["model.layers.*.self_attn.o_proj"] == PlanRule(style="rowwise")
     assert (plan.head, plan.embedding, plan.splits_head) == ("lm_head", "model.embed_tokens", True)
     assert plan.rules["model.embed_tokens"].style == "embedding_rowwise"
 
 
 def test_a_family_without_a_plan_is_served_by_a_file() -> None:
     plan = plan_for(on_meta("gpt2"), PLANS)
-    assert plan.rules["transformer.h.*.attn.c_attn"] == Rule(style="packed_colwise", parts=3)
+    assert plan.rules["transformer.h.*.attn.c_attn"] == PlanRule(style="packed_colwise", parts=3)
     assert plan.attributes["transformer.h.*.attn"] == {"num_heads": "divide", "split_size": "divide"}
 
 
@@ -99,9 +99,9 @@ def test_a_case_may_refuse_a_config() -> None:
 def test_a_number_that_a_plan_names_comes_before_any_number() -> None:
     plan = plan_for(on_meta("ctrl"), PLANS)
     assert [plan.rule_of(f"transformer.h.3.ffn.{place}") for place in range(3)] == [
-        Rule(style="colwise"),
+        PlanRule(style="colwise"),
         None,
-        Rule(style="rowwise"),
+        PlanRule(style="rowwise"),
     ]
 
 

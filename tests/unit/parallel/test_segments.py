@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
-from harness.parallel.segments import cut_segments, read_segments, shard_of_segments, sum_of
-from harness.parallel.shard import shard_of
+from harness.parallel.tensor.segments import cut_segments, read_segments, shard_of_segments, sum_of
+from harness.parallel.tensor.shard import shard_of
 
 OWNER = SimpleNamespace(num_heads=4, kv_heads=2, head_dim=4)
 WORDS = ["num_heads * head_dim", "kv_heads * head_dim", "kv_heads * head_dim"]

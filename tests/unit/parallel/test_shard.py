@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from harness.config.shares import Heads, stretch
-from harness.parallel.shard import Shard, cut_parameter, mark, shard_of, share_of
+from harness.config.model.shares import Heads, stretch
+from harness.parallel.tensor.shard import Shard, cut_parameter, mark, shard_of, share_of
 
 SIZES = st.integers(1, 5)
 COPIES = [(0, 2), (0, 2), (2, 4), (2, 4)]

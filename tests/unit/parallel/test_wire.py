@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from harness.parallel.wire import Unpacker, pack
+from harness.parallel.pipeline.stage_transport import Unpacker, pack_payload
 
 
 def test_a_tuple_of_many_kinds_arrives_as_it_was_and_its_gradients_go_back() -> None:
     hidden = torch.randn(2, 3, 4, dtype=torch.bfloat16, requires_grad=True)
     state = torch.randn(5, requires_grad=True)
     mask, numbers, few = torch.tensor([True, False]), torch.arange(6).view(2, 3), torch.arange(2, dtype=torch.int32)
-    sent = pack((hidden, mask, state, numbers, few))
+    sent = pack_payload((hidden, mask, state, numbers, few))
     assert [tensor.is_floating_point() for tensor in sent] == [True] + [False] * 4
     assert {tensor.dtype for tensor in sent[1:]} == {torch.int64}
     arrived = Unpacker()(sent)
@@ -26,16 +26,16 @@ def test_what_is_sent_as_it_is_is_not_touched() -> None:
     hidden, ids = torch.randn(2, 3, 4), torch.arange(6).view(2, 3)
     unpack = Unpacker()
     for value in (hidden, (hidden, ids), (hidden, ids, ids)):
-        assert pack(value) is value and unpack(value) is value
+        assert pack_payload(value) is value and unpack(value) is value
 
 
 def test_one_unpacker_serves_several_shapes() -> None:
     unpack = Unpacker()
     for rows in (2, 5, 2):
         first, second = torch.randn(rows, 3), torch.randn(rows)
-        assert all(map(torch.equal, unpack(pack((first, second))), (first, second)))
+        assert all(map(torch.equal, unpack(pack_payload((first, second))), (first, second)))
 
 
 def test_a_first_tensor_of_one_dimension_is_packed_too() -> None:
     value = (torch.randn(4), torch.arange(3))
-    assert all(map(torch.equal, Unpacker()(pack(value)), value))
+    assert all(map(torch.equal, Unpacker()(pack_payload(value)), value))

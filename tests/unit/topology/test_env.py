@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.topology.env import LaunchEnv, free_port
 from harness.topology.slurm import first_host, tasks_on_node
 

@@ -7,25 +7,25 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.config.errors import UserError
-from harness.topology.layout import AXES, Layout
+from harness.errors import UserError
+from harness.topology.layout import AXES, AXIS_SIZES, Layout
 
 SIZES = st.integers(1, 5)
-LAYOUTS = st.builds(lambda p, t, d: Layout(pipeline=p, tensor=t, data=d), SIZES, SIZES, SIZES)
+LAYOUTS = st.builds(lambda p, t, d: Layout(pp_size=p, tp_size=t, dp_size=d), SIZES, SIZES, SIZES)
 DEEPSPEED_AXIS = {"pipeline": "pipe", "data": "data", "tensor": "model"}
 
 
 @given(LAYOUTS)
 def test_ranks_and_groups_are_those_of_deepspeed(layout: Layout) -> None:
-    theirs = PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data)
+    theirs = PipeModelDataParallelTopology(num_pp=layout.pp_size, num_mp=layout.tp_size, num_dp=layout.dp_size)
     for rank in range(layout.world_size):
         place, expected = layout.coordinate(rank), theirs.get_coord(rank)
-        assert (place.stage, place.data, place.tensor) == (expected.pipe, expected.data, expected.model)
-        assert layout.rank(stage=place.stage, data=place.data, tensor=place.tensor) == rank
+        assert (place.stage, place.dp_rank, place.tp_rank) == (expected.pipe, expected.data, expected.model)
+        assert layout.rank(stage=place.stage, dp_rank=place.dp_rank, tp_rank=place.tp_rank) == rank
     for axis in AXES:
-        if getattr(layout, axis) > 1:  # DeepSpeed lists no groups of one
+        if layout.sizes()[axis] > 1:  # DeepSpeed lists no groups of one
             assert sorted(layout.groups(axis)) == sorted(theirs.get_axis_comm_lists(DEEPSPEED_AXIS[axis]))
-    for stage in range(layout.pipeline):
+    for stage in range(layout.pp_size):
         assert layout.stage_ranks(stage) == sorted(theirs.get_axis_list("pipe", stage))
 
 
@@ -39,7 +39,7 @@ def test_the_groups_of_an_axis_hold_every_rank_once(layout: Layout) -> None:
 
 
 def test_neighbouring_ranks_share_a_tensor_group() -> None:
-    layout = Layout(pipeline=2, tensor=2, data=2)
+    layout = Layout(pp_size=2, tp_size=2, dp_size=2)
     assert layout.groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert layout.groups("data") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert layout.groups("pipeline") == [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -60,11 +60,11 @@ def test_neighbouring_ranks_share_a_tensor_group() -> None:
 )
 def test_a_size_that_is_no_count_is_refused(sizes: dict, text: str) -> None:
     with pytest.raises(UserError, match=text):
-        Layout(**sizes)
+        Layout(**{AXIS_SIZES[axis]: size for axis, size in sizes.items()})
 
 
 def test_data_takes_what_pipeline_and_tensor_leave() -> None:
-    assert Layout.from_world(8, pipeline=2, tensor=2) == Layout(pipeline=2, tensor=2, data=2)
+    assert Layout.from_world(8, pp_size=2, tp_size=2) == Layout(pp_size=2, tp_size=2, dp_size=2)
     assert Layout.from_world(1) == Layout()
 
 
@@ -94,14 +94,14 @@ def test_data_takes_what_pipeline_and_tensor_leave() -> None:
 )
 def test_a_world_that_does_not_fit_is_told_what_would(world: int, pipeline: int, tensor: int, text: str) -> None:
     with pytest.raises(UserError) as error:
-        Layout.from_world(world, pipeline=pipeline, tensor=tensor)
+        Layout.from_world(world, pp_size=pipeline, tp_size=tensor)
     assert str(error.value) == text
 
 
 @given(st.integers(1, 64), SIZES, SIZES)
 def test_every_size_that_is_advised_fits(world: int, pipeline: int, tensor: int) -> None:
     try:
-        Layout.from_world(world, pipeline=pipeline, tensor=tensor)
+        Layout.from_world(world, pp_size=pipeline, tp_size=tensor)
     except UserError as error:
         sizes = {"pipeline": pipeline, "tensor": tensor}
         for axis, advised in re.findall(r"set (\w+) to ([\d or]+) with", str(error)):
@@ -110,23 +110,23 @@ def test_every_size_that_is_advised_fits(world: int, pipeline: int, tensor: int)
 
 
 def test_places_and_ranks_outside_the_layout_are_index_errors() -> None:
-    layout = Layout(pipeline=2, data=2)
+    layout = Layout(pp_size=2, dp_size=2)
     for outside in (-1, 4):
         with pytest.raises(IndexError):
             layout.coordinate(outside)
         with pytest.raises(IndexError):
             layout.ranks_along("data", outside)
     with pytest.raises(IndexError, match="pipeline index 2"):
-        layout.rank(stage=2, data=0, tensor=0)
+        layout.rank(stage=2, dp_rank=0, tp_rank=0)
     with pytest.raises(IndexError, match="tensor index 1"):
-        layout.rank(stage=0, data=0, tensor=1)
+        layout.rank(stage=0, dp_rank=0, tp_rank=1)
 
 
 @pytest.mark.parametrize(
     ("pipeline", "micro_batches", "bubble"), [(1, 1, 0.0), (2, 8, 1 / 9), (4, 4, 3 / 7), (4, 1, 3 / 4)]
 )
 def test_bubble_is_the_share_of_the_step_spent_waiting(pipeline: int, micro_batches: int, bubble: float) -> None:
-    assert Layout(pipeline=pipeline).bubble(micro_batches) == pytest.approx(bubble)
+    assert Layout(pp_size=pipeline).bubble(micro_batches) == pytest.approx(bubble)
 
 
 def test_bubble_matches_the_slots_of_deepspeeds_schedule() -> None:
@@ -135,9 +135,9 @@ def test_bubble_matches_the_slots_of_deepspeeds_schedule() -> None:
     for stages, micro_batches in [(2, 8), (4, 4), (4, 12)]:
         steps = list(TrainSchedule(micro_batches=micro_batches, stages=stages, stage_id=0).steps())
         busy = sum(any(isinstance(c, (ForwardPass, BackwardPass)) for c in commands) for commands in steps)
-        assert 1 - busy / len(steps) == pytest.approx(Layout(pipeline=stages).bubble(micro_batches))
+        assert 1 - busy / len(steps) == pytest.approx(Layout(pp_size=stages).bubble(micro_batches))
 
 
 def test_a_step_without_micro_batches_is_refused() -> None:
     with pytest.raises(UserError, match="0 micro-batches"):
-        Layout(pipeline=2).bubble(0)
+        Layout(pp_size=2).bubble(0)

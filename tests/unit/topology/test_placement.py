@@ -10,7 +10,7 @@ from deepspeed.launcher.runner import _parse_hostfile, parse_resource_filter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.topology.placement import (
@@ -72,7 +72,7 @@ def test_ranks_fill_the_hosts_in_order() -> None:
 
 
 def test_groups_inside_a_host_do_not_cross_but_a_pipeline_over_two_does() -> None:
-    layout = Layout(pipeline=2, tensor=2, data=2)
+    layout = Layout(pp_size=2, tp_size=2, dp_size=2)
     assert crossings(layout, hosts(8)) == []
     found = crossings(layout, hosts(4, 4))
     assert [crossing.ranks for crossing in found] == [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -81,7 +81,7 @@ def test_groups_inside_a_host_do_not_cross_but_a_pipeline_over_two_does() -> Non
 
 
 def test_a_group_over_the_edge_of_a_host_is_told_with_a_remedy() -> None:
-    layout = Layout(tensor=4, data=2)
+    layout = Layout(tp_size=4, dp_size=2)
     assert tensor_crossings(layout, hosts(6, 2)) == [Crossing(axis="tensor", ranks=(4, 5, 6, 7), hosts=(0, 0, 1, 1))]
     assert advise(layout, hosts(6, 2)) == (
         "1 of 2 tensor-parallel groups of pp1 x dp2 x tp4 cross hosts "
@@ -91,18 +91,18 @@ def test_a_group_over_the_edge_of_a_host_is_told_with_a_remedy() -> None:
 
 
 def test_spare_slots_are_left_unused_where_that_keeps_groups_whole() -> None:
-    layout, machines = Layout(tensor=4, data=2), hosts(6, 6)
+    layout, machines = Layout(tp_size=4, dp_size=2), hosts(6, 6)
     assert place(layout, machines) == hosts(4, 4)
     assert "start with --include 'worker-0:0,1,2,3@worker-1:0,1,2,3'" in str(advise(layout, machines))
 
 
 def test_a_host_too_small_for_a_group_is_passed_over() -> None:
-    assert place(Layout(tensor=4), hosts(2, 4)) == (Host(name="worker-1", slots=4),)
-    assert place(Layout(tensor=4), hosts(3, 3)) is None
+    assert place(Layout(tp_size=4), hosts(2, 4)) == (Host(name="worker-1", slots=4),)
+    assert place(Layout(tp_size=4), hosts(3, 3)) is None
 
 
 @given(
-    st.builds(lambda p, t, d: Layout(pipeline=p, tensor=t, data=d), *[st.integers(1, 4)] * 3),
+    st.builds(lambda p, t, d: Layout(pp_size=p, tp_size=t, dp_size=d), *[st.integers(1, 4)] * 3),
     st.lists(st.integers(1, 9), min_size=1, max_size=5),
 )
 def test_every_advice_ends_the_crossing(layout: Layout, slots: list[int]) -> None:
@@ -118,5 +118,5 @@ def test_every_advice_ends_the_crossing(layout: Layout, slots: list[int]) -> Non
         assert tensor_crossings(layout, used) == []
     elif told:
         size = int(told.split("parallel size to ")[1].split()[0])
-        smaller = Layout.from_world(layout.world_size, pipeline=layout.pipeline, tensor=size)
+        smaller = Layout.from_world(layout.world_size, pp_size=layout.pp_size, tp_size=size)
         assert tensor_crossings(smaller, machines) == []

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.topology.env import LaunchEnv, free_port
 from harness.topology.rendezvous import open_store
 

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from harness.cli import main
-from harness.models.matrix import CELLS, Matrix, read_matrix
-from harness.models.tiny import tiny_config, tiny_model
-from harness.training.families.commands import differences, render, spell
-from harness.training.families.launch import read_rows
-from harness.training.families.reference import ALLOWED, allowance, reference, worst
-from harness.training.families.stored import stored_difference
+from harness.compat.commands import differences, render, spell
+from harness.compat.launch import read_rows
+from harness.compat.reference import ALLOWED, allowance, reference, worst
+from harness.compat.stored import stored_difference
+from harness.hf.matrix import CELLS, Matrix, read_matrix
+from harness.hf.verify.tiny_copy import tiny_config, tiny_model
 
 GOOD = dict.fromkeys(CELLS, "yes")
 ROWS = {"good": GOOD, "half": {**GOOD, "tensor": "refused: no plan | at all"}}

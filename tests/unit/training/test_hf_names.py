@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness import Trainer, TrainingArguments, UserError
-from harness.training.losses import LogitsLoss, logits_loss, targets
+from harness.training.engine.losses import LogitsLoss, logits_loss, targets
 
 
 def overrides(name: str) -> type[Trainer]:

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, Trainer
 
-from harness.models.adapters import Adaptation
-from harness.models.skeleton import ModelSource, build_skeleton
-from harness.models.tiny import tiny_config
-from harness.training.clipping import square_sum
-from harness.training.optimizer import LateAdagrad, parameter_groups
-from tests.unit.models.test_decoder import build, prepare
+from harness.hf.lora import Adaptation
+from harness.hf.skeleton import ModelSource, build_skeleton
+from harness.hf.verify.tiny_copy import tiny_config
+from harness.training.engine.clipping import square_sum
+from harness.training.engine.optimizer import LateAdagrad, parameter_groups
+from tests.unit.hf.test_decoder import build, prepare
 
 # biases of experts in two dimensions, vectors that are no bias, norms of many names, layers of several kinds
 FAMILIES = ("gpt_oss", "llama", "gpt2", "olmoe", "mamba", "jamba", "bloom", "falcon_h1", "qwen3_next", "mpt", "bamba")

@@ -10,8 +10,8 @@ import torch
 from deepspeed.runtime.zero import stage3
 
 from harness.config import AutoValues, resolve
-from harness.config.document import from_text
-from harness.training.precision import can_keep_fp32, keeping_fp32, obstacle
+from harness.config.text.document import from_text
+from harness.training.engine.precision import can_keep_fp32, keeping_fp32, obstacle
 
 CPU = {"device": "cpu"}
 

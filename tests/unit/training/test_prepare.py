@@ -9,11 +9,11 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from harness import TrainingArguments, UserError
-from harness.models.skeleton import ModelSource, read_source
+from harness.hf.skeleton import ModelSource, read_source
 from harness.topology.env import LaunchEnv
 from harness.training.console import plain_console
 from harness.training.data.tokenizer import ByteTokenizer
-from harness.training.prepare import Prepared, _layer_out, _require_cut, user_datasets
+from harness.training.prepare.datasets import Datasets, _layer_out, _require_cut, user_datasets
 
 LAYOUT = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
 TOKENS = [{"input_ids": [1, 2, 3]}]
@@ -21,7 +21,7 @@ PACKED = [{"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}]
 CHATS = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
 
 
-def prepare(train: Any, tokenizer: Any = None, model: str | None = "tiny-llama", **arguments: Any) -> Prepared:
+def prepare(train: Any, tokenizer: Any = None, model: str | None = "tiny-llama", **arguments: Any) -> Datasets:
     source = read_source(model) if model else None
     args = TrainingArguments(**arguments)
     return user_datasets(train, None, tokenizer, source, args, LaunchEnv(), plain_console(0))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness import TrainingArguments, UserError
-from harness.checkpoint.folder import (
+from harness.checkpoint.directories import (
     Progress,
     finish,
     numbered,
@@ -21,12 +21,12 @@ from harness.checkpoint.folder import (
     require_same_model,
     require_same_run,
 )
-from harness.checkpoint.wholeness import find_resume, newest
-from harness.models.skeleton import read_source
-from harness.training import announce
-from harness.training.configure import configure
+from harness.checkpoint.integrity import find_resume, newest
+from harness.hf.skeleton import read_source
 from harness.training.console import plain_console, quiet
-from harness.training.metrics import MetricsFile
+from harness.training.prepare import startup_report
+from harness.training.prepare.configure import configure
+from harness.training.report.metrics import MetricsFile
 
 
 def progress(step: int, layout: str = "pp1 x dp1 x tp1") -> Progress:
@@ -116,8 +116,8 @@ def test_chatter_goes_to_the_log_and_rank_0_still_speaks(tmp_path: Path, capfd: 
 
 def test_a_directory_without_weights_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     read_source("tiny-llama").config.save_pretrained(tmp_path)
-    announce.origin(plain_console(0), read_source("tiny-llama"), 7)  # a preset has none, and nobody expects any
-    announce.origin(plain_console(0), read_source(str(tmp_path)), 7)
+    startup_report.origin(plain_console(0), read_source("tiny-llama"), 7)  # a preset has none, and nobody expects any
+    startup_report.origin(plain_console(0), read_source(str(tmp_path)), 7)
     assert capsys.readouterr().out.splitlines() == [
         f"no weights found (safetensors or pytorch_model.bin) in {tmp_path}: initialising from seed 7"
     ]

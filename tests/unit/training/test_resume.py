@@ -14,10 +14,10 @@ from torch.optim import lr_scheduler as of_torch
 from transformers import get_scheduler
 
 from harness import TrainingArguments, UserError
-from harness.checkpoint.folder import Progress, finish, optimizer_name, partial_name, require_same_run
-from harness.checkpoint.wholeness import find_resume
-from harness.training.configure import configure
-from harness.training.metrics import set_aside
+from harness.checkpoint.directories import Progress, finish, optimizer_name, partial_name, require_same_run
+from harness.checkpoint.integrity import find_resume
+from harness.training.prepare.configure import configure
+from harness.training.report.metrics import set_aside
 from harness.training.resume import _advance, changes, hyperparameters
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.training.launcher import Launcher, _as_typed, with_resume
+from harness.training.process.launcher import Launcher, _as_typed, with_resume
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import os, sys, time
-from harness.training import signals
+from harness.training.process import signals
 say = lambda text: print(text, flush=True)
 def train():
     if sys.argv[1] == "forking" and not os.fork():
@@ -41,7 +41,7 @@ with signals.watching(say, sys.argv[3]):
 """
 BUILDING = """
 import sys
-from harness.training import signals
+from harness.training.process import signals
 with signals.watching(print):
     from torch.utils.cpp_extension import load_inline
     load_inline("waits", ["#include <torch/extension.h>"], build_directory=sys.argv[1])
@@ -166,7 +166,7 @@ def chain(tmp_path: Path) -> Iterator[list[str]]:
 
 def test_the_deepspeed_command_is_found_two_processes_above(chain: list[str]) -> None:
     show = (
-        "from harness.training.launcher import Launcher; l = Launcher.find(); "
+        "from harness.training.process.launcher import Launcher; l = Launcher.find(); "
         "print(len(l.links), l.is_deepspeed, l.runner > 1, l.is_gone(), l.resume_command())"
     )
     told = subprocess.check_output([sys.executable, *chain, show, "--resume_from_checkpoint=x"], cwd=ROOT, text=True)

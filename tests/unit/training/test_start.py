@@ -11,9 +11,9 @@ from harness import TrainingArguments
 from harness.config import AutoValues, resolve
 from harness.topology.layout import Layout
 from harness.train import main
-from harness.training import announce
 from harness.training.console import Console
-from harness.training.preflight import TRIAL_STEPS, ScriptArguments, limit_trial
+from harness.training.prepare import startup_report
+from harness.training.prepare.preflight import TRIAL_STEPS, ScriptArguments, limit_trial
 
 
 @pytest.mark.parametrize("argv", [[], ["--local_rank=0"]])
@@ -39,8 +39,8 @@ def said(stages: int, accumulation: int) -> str:
     """What the start of a run says of its layout and batch."""
     values = AutoValues(world_size=stages, pipeline_parallel_size=stages, gradient_accumulation_steps=accumulation)
     out = io.StringIO()
-    layout = Layout.from_world(stages, pipeline=stages, tensor=1)
-    announce.stages(Console(out=out, error=out, speaks=True), layout, resolve({}, values), 1, [])
+    layout = Layout.from_world(stages, pp_size=stages, tp_size=1)
+    startup_report.stages(Console(out=out, error=out, speaks=True), layout, resolve({}, values), 1, [])
     return out.getvalue()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness import Trainer, TrainerCallback, TrainingArguments
-from harness.training.signals import Stopped
+from harness.training.process.signals import Stopped
 
 
 class Signal(TrainerCallback):
@@ -23,7 +23,7 @@ class Signal(TrainerCallback):
         self.ended = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        from harness.training import signals
+        from harness.training.process import signals
 
         if state.global_step + 1 == self.step:
             os.kill(os.getpid(), self.number)
@@ -44,7 +44,7 @@ class Points:
         return 4096
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        from harness.training import signals
+        from harness.training.process import signals
 
         self.read += 1
         if self.read == self.signal_at:

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 from transformers import ByT5Tokenizer
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.data import shards
 from harness.training.data.blocks import make_blocks
 from harness.training.data.cache import once_per_host
+from harness.training.data.files.sources import read_documents
 from harness.training.data.pieces import PieceEncoder
-from harness.training.data.sources import read_documents
 from harness.training.data.tokenizer import ByteTokenizer, encode, load_tokenizer
 from tests.unit.training.data.conftest import TEXTS
 
@@ -123,7 +123,7 @@ import sys
 from harness.training.data.blocks import make_blocks
 from harness.training.data.pieces import PieceEncoder
 from harness.training.data.pieces import PieceEncoder
-from harness.training.data.sources import read_documents
+from harness.training.data.files.sources import read_documents
 from harness.training.data.tokenizer import ByteTokenizer
 PieceEncoder.__call__ = None
 print(len(make_blocks(read_documents(sys.argv[1], sys.argv[2]), ByteTokenizer(), 8, sys.argv[2])))

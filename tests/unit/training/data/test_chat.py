@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from harness.config.errors import UserError
+from harness.errors import UserError
+from harness.training.batches.collate import IGNORED
 from harness.training.data.chat import ConversationEncoder
-from harness.training.data.collate import IGNORED
-from harness.training.data.documents import as_documents, holds_tokens
+from harness.training.data.files.documents import as_documents, holds_tokens
+from harness.training.data.files.sources import preflight, read_documents
 from harness.training.data.packing import best_fit_decreasing
 from harness.training.data.samples import make_samples
-from harness.training.data.sources import preflight, read_documents
 from harness.training.data.tokenizer import ByteTokenizer, load_tokenizer
 
 END = "<|end-of-document|>"

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from harness.config.errors import UserError
-from harness.training.data.collate import IGNORED, as_micro_batch, collate
+from harness.errors import UserError
+from harness.training.batches.collate import IGNORED, as_micro_batch, collate
 
 IDS = [[1, 2, 3], [4, 5, 6]]
 

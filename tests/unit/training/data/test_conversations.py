@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.training.data import shards
 from harness.training.data.chat import ConversationEncoder
 from harness.training.data.packing import best_fit_decreasing

@@ -9,10 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, load_from_disk
 
-from harness.config.errors import UserError
-from harness.training.data import extents, pieces, readers, shards
-from harness.training.data.documents import as_documents
-from harness.training.data.sources import read_documents
+from harness.errors import UserError
+from harness.training.data import pieces, shards
+from harness.training.data.files import extents, readers
+from harness.training.data.files.documents import as_documents
+from harness.training.data.files.sources import read_documents
 
 PIECE = 64
 

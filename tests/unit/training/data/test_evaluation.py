@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from harness.config.errors import UserError
-from harness.training.data.evaluation import evaluation_batches, evaluation_steps
+from harness.errors import UserError
+from harness.training.batches.evaluation import evaluation_batches, evaluation_steps
 
 SIZES = {
     "n": st.integers(1, 30),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.training.data.order import batch_indices, sample_order
+from harness.training.batches.order import batch_indices, sample_order
 
 SEEDS = st.integers(0, 2**40)
 

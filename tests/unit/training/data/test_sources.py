@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.training.data.blocks import make_blocks
+from harness.training.data.files.sources import find_files, hold_out, preflight, read_documents
 from harness.training.data.pieces import PIECE_CHARACTERS, parts_of
-from harness.training.data.sources import find_files, hold_out, preflight, read_documents
 from harness.training.data.tokenizer import ByteTokenizer
 
 
@@ -187,7 +187,7 @@ def test_a_directory_without_text_is_told(tmp_path):
 def test_the_early_checks_load_nothing_heavy(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     code = (
-        "import sys; from harness.training.data.sources import preflight; "
+        "import sys; from harness.training.data.files.sources import preflight; "
         f"preflight('python-stdlib'); preflight({str(tmp_path)!r}); "
         "print(sorted({'torch', 'datasets', 'transformers', 'deepspeed'} & set(sys.modules)))"
     )

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, TensorDataset
 
-from harness.config.errors import UserError
-from harness.training.data.evaluation import evaluation_batches
-from harness.training.data.order import batch_indices
-from harness.training.data.stream import BatchStream, data_digest
+from harness.errors import UserError
+from harness.training.batches.evaluation import evaluation_batches
+from harness.training.batches.order import batch_indices
+from harness.training.batches.stream import BatchStream, data_digest
 
 N, BLOCK = 37, 6
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from harness.config.errors import UserError
+from harness.errors import UserError
 from harness.training.data.tokenizer import (
     ByteTokenizer,
     check_vocabulary,

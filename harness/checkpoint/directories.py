@@ -1,0 +1,162 @@
+"""The checkpoints of a run as folders: `output_dir/checkpoint-STEP`, whole as soon as they have that name.
+
+A checkpoint is written under another name and renamed at the end, so a process that is killed half-way leaves no
+folder that looks like a checkpoint. Importing this needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from harness.checkpoint.atomic import sync_file, sync_folder
+from harness.config import Resolved
+from harness.errors import UserError
+from harness.topology.layout import Layout
+
+NAME = re.compile(r"checkpoint-(\d+)")
+STATE = "trainer_state.json"
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a run stood when it was saved.
+
+    Attributes:
+        step: optimizer steps done.
+        consumed_samples: samples seen by all ranks together.
+        layout: as `Layout` prints it.
+        zero_stage: 0 to 3.
+        precision: fp32, bf16 or fp16.
+        seed: of the order of samples.
+        data: digest of the training data.
+        adapters: what shapes the adapters that are trained; empty where the weights themselves are.
+        model: its layers and their size; empty in a checkpoint that does not say.
+        optimizer: its name; empty in a checkpoint that does not say.
+        hyperparameters: learning rate, schedule and what else the run was given that may change from here on.
+        files: size and CRC-32 of each file; empty in a checkpoint that does not say.
+    """
+
+    step: int
+    consumed_samples: int
+    layout: str
+    zero_stage: int
+    precision: str
+    seed: int
+    data: str
+    adapters: str = ""
+    model: str = ""
+    optimizer: str = ""
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, list[int]] = field(default_factory=dict)
+
+
+def partial_name(step: int) -> str:
+    """The folder's name while it is written."""
+    return f"writing-checkpoint-{step}"
+
+
+def finished_name(step: int) -> str:
+    """The folder's name once it is whole."""
+    return f"checkpoint-{step}"
+
+
+def numbered(output_dir: Path) -> list[tuple[int, Path]]:
+    """The folders of a run that bear a checkpoint's name, whole or not, with their steps, oldest first."""
+    matches = ((NAME.fullmatch(path.name), path) for path in output_dir.glob("checkpoint-*"))
+    return sorted((int(match.group(1)), path) for match, path in matches if match and path.is_dir())
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """What a checkpoint says of itself; UserError if it cannot be read."""
+    path = checkpoint / STATE
+    try:
+        stated = json.loads(path.read_text(encoding="utf-8"))
+        known = {item.name for item in fields(Progress)}  # a later version may say more
+        return Progress(**{name: value for name, value in stated.items() if name in known})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+
+
+def optimizer_name(resolved: Resolved) -> str:
+    """The optimizer of a run; where the JSON has none, the arguments make it AdamW."""
+    return str(resolved.config.get("optimizer", {}).get("type", "AdamW"))
+
+
+def require_same_run(checkpoint: Path, resolved: Resolved) -> None:
+    """Raise UserError if a checkpoint was saved in another layout, ZeRO stage or precision than the run's, or by
+    another optimizer, whose state means something else."""
+    saved = read_progress(checkpoint)
+    layout = Layout(
+        pp_size=resolved.pp_size, dp_size=resolved.dp_size, tp_size=resolved.tp_size, ep_size=resolved.ep_size
+    )
+    theirs = f"{saved.layout}, ZeRO-{saved.zero_stage}, {saved.precision}"
+    ours = f"{layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}"
+    if theirs != ours:
+        raise UserError(
+            f"{checkpoint} was saved with {theirs}, but this run uses {ours}: resume with the saved settings"
+        )
+    optimizer = optimizer_name(resolved)
+    if saved.optimizer and saved.optimizer.lower() != optimizer.lower():
+        raise UserError(
+            f"{checkpoint} contains the state of {saved.optimizer}, but this run uses {optimizer}: use the saved one"
+        )
+
+
+def require_same_adapters(checkpoint: Path, adapters: str) -> None:
+    """Raise UserError if a checkpoint holds other adapters than the run's, or one of both has none."""
+    saved = read_progress(checkpoint).adapters
+    if saved != adapters:
+        theirs, ours = ("adapters" if text else "all weights" for text in (saved, adapters))
+        other = " of another config" if saved and adapters else ""
+        raise UserError(
+            f"{checkpoint} contains {theirs}{other}, but this run trains {ours}: resume with the saved settings"
+        )
+
+
+def require_same_model(checkpoint: Path, model: str) -> None:
+    """Raise UserError if a checkpoint says that it is of a model of other layers or sizes than the run's."""
+    saved = read_progress(checkpoint).model
+    if saved and saved != model:
+        raise UserError(
+            f"{checkpoint} contains a model of {saved}, but this run's model has {model}: resume with the saved model"
+        )
+
+
+def finish(output_dir: Path, progress: Progress) -> Path:
+    """Give a checkpoint whose files are all written its name; called by one rank, after the others are done."""
+    partial = output_dir / partial_name(progress.step)
+    final = output_dir / finished_name(progress.step)
+    (partial / STATE).write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
+    _sync(partial)
+    replaced = output_dir / f"writing-replaced-{progress.step}"
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+    sync_folder(output_dir)
+    return final
+
+
+def prune(output_dir: Path, kept: Sequence[Path] | None) -> None:
+    """Remove the checkpoints that are older than all of `kept` (None: none), and what unfinished saves have left."""
+    for _, path in numbered(output_dir) if kept else []:
+        if kept and path in kept:
+            break
+        shutil.rmtree(path, ignore_errors=True)
+    for path in output_dir.glob("writing-*-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the files of a folder are on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            sync_file(path)
+    sync_folder(folder)

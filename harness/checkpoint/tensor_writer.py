@@ -1,0 +1,142 @@
+"""safetensors files that many ranks write together, each its own part of each tensor.
+
+The layout of a file follows from the names, shapes and dtypes in it, so that no values are needed to make it: one rank
+creates the files at their full size, then every rank copies what it holds to its place in them, a few MB at a time.
+A file should be written by the ranks of one host alone: two hosts may each have their own state of the page between
+two tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.errors import UserError
+from harness.hf.weights.tensor_files import DTYPES
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+WINDOW_BYTES = 32 << 20  # how much of a file is mapped at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A tensor that is to be written; `trained` tells a parameter from a buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a tensor begins: a file and a byte in it."""
+
+    path: Path
+    start: int
+    entry: Entry
+
+
+def split_by_size(entries: Iterable[Entry], most: int) -> list[list[Entry]]:
+    """The tensors in order, in files of at most `most` bytes, or of one larger tensor."""
+    files: list[list[Entry]] = []
+    size = 0
+    for entry in entries:
+        if not files or size + entry.nbytes > most:
+            files.append([])
+            size = 0
+        files[-1].append(entry)
+        size += entry.nbytes
+    return files
+
+
+def places_in(path: Path, entries: Sequence[Entry]) -> tuple[bytes, list[Place]]:
+    """The header of the file `path`, and the places of its tensors: wider ones first, so that each is aligned."""
+    ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for entry in ordered:
+        offsets = [at, at + entry.nbytes]
+        header[entry.name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        at += entry.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    starts = {name: 8 + len(text) + item["data_offsets"][0] for name, item in header.items() if "shape" in item}
+    places = [Place(path=path, start=starts[entry.name], entry=entry) for entry in ordered]
+    return len(text).to_bytes(8, "little") + text, places
+
+
+def create(path: Path, header: bytes, places: Sequence[Place]) -> None:
+    """Make the file at its full size, with its header; UserError if there is no room for it."""
+    size = len(header) + sum(place.entry.nbytes for place in places)
+    try:
+        with path.open("wb") as file:
+            file.write(header)
+            file.truncate(size)
+            if hasattr(os, "posix_fallocate"):  # else a full disk would show as a signal, while a map is written to
+                os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise UserError(f"{path}: {size:,} bytes cannot be written: {error.strerror}") from error
+
+
+class OpenFiles:
+    """The files that a rank writes to, each opened once."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def write(self, place: Place, start: Sequence[int], values: Tensor) -> None:
+        """Write `values` to the part of the tensor at `place` that begins at index `start`."""
+        if values.numel() == 0:
+            return
+        if place.path not in self._descriptors:
+            self._descriptors[place.path] = os.open(place.path, os.O_RDWR)
+        self._write(self._descriptors[place.path], place, tuple(start), values)
+
+    def _write(self, descriptor: int, place: Place, start: tuple[int, ...], values: Tensor) -> None:
+        strides = [prod(place.entry.shape[dim + 1 :]) for dim in range(len(place.entry.shape))]
+        first = sum(at * stride for at, stride in zip(start, strides, strict=True))
+        count = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, strides, strict=True))
+        wide = next((dim for dim, size in enumerate(values.shape) if size > 1), None)
+        if wide is not None and count * place.entry.dtype.itemsize > WINDOW_BYTES:
+            half = values.shape[wide] // 2
+            rest = (*start[:wide], start[wide] + half, *start[wide + 1 :])
+            self._write(descriptor, place, start, values.narrow(wide, 0, half))
+            self._write(descriptor, place, rest, values.narrow(wide, half, values.shape[wide] - half))
+            return
+        at = place.start + first * place.entry.dtype.itemsize
+        page = at - at % mmap.ALLOCATIONGRANULARITY
+        length = at - page + count * place.entry.dtype.itemsize
+        with_map = mmap.mmap(descriptor, length, offset=page)
+        target = torch.frombuffer(with_map, dtype=place.entry.dtype, count=count, offset=at - page)
+        target.as_strided(values.shape, strides).copy_(values)
+
+
+def index_content(files: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
+    """Return HuggingFace's index, which says which file holds which tensor."""
+    total = sum(entry.nbytes for entries in files.values() for entry in entries)
+    count = sum(prod(entry.shape) for entries in files.values() for entry in entries if entry.trained)
+    weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
+    return {"metadata": {"total_parameters": count, "total_size": total}, "weight_map": weight_map}

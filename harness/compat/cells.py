@@ -1,0 +1,247 @@
+"""One family's row of the matrix, run by two ranks on a tiny random model.
+
+    python -m harness.compat.cells RESULTS FAMILY...     # RANK and so on as a launcher sets them
+
+Every cell trains three steps through the Trainer, in its layout, and compares losses and gradient norms with the same
+training of the HuggingFace model in one process. What rounding may change is measured: that training is done again
+with weights moved by rounding errors. A row is written as soon as it is known, so that nothing is lost when a family
+hangs.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+
+from harness.compat.reference import BATCH, MICRO, STEPS, Curve, allowance, reference, samples, worst
+from harness.compat.stored import stored_difference
+from harness.errors import UserError
+from harness.hf.causal import CausalModel, assemble
+from harness.hf.locate import PLANS
+from harness.hf.matrix import CELLS, PLAN, YES, plan_digest
+from harness.hf.skeleton import ModelSource, read_source
+from harness.hf.verify.comparison import find_difference, looks_ahead
+from harness.hf.verify.tiny_copy import tiny_config, tiny_model
+from harness.parallel.comm import TensorParallel
+from harness.training.arguments import TrainingArguments
+from harness.training.console import Console
+from harness.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+class Wrong(Exception):
+    """A cell was not refused and is not right."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyCase:
+    """A tiny model of a family in a directory, and its training in one process.
+
+    Attributes:
+        curve: loss and gradient norm of each step.
+    """
+
+    family: str
+    config: PretrainedConfig
+    directory: Path
+    curve: Curve
+
+
+def run_family(family: str, work: Path) -> dict[str, str]:
+    """The row of a family; both ranks call it, and get the same."""
+    row: dict[str, str] = {}
+    if (digest := plan_digest(CONFIG_MAPPING[family])) is not None:
+        row[PLAN] = digest
+    try:
+        trial = _trial(family, work)
+    except Exception as error:  # a family that transformers itself cannot run, for whatever reason
+        return {**row, **dict.fromkeys(CELLS, f"not tried: {_short(error)}")}
+    exported = work / "exported"
+    row["pipeline"] = _verdict(partial(_pipeline, trial, exported))
+    row["tensor"] = _verdict(partial(_tensor, trial))
+    row["zero3"] = _verdict(partial(_zero3, trial, None if exported.exists() else exported))
+    row["import"] = _verdict(partial(_same_tensors, trial, exported)) if exported.exists() else row["zero3"]
+    row["export"] = _verdict(partial(_loads, trial, exported)) if exported.exists() else row["zero3"]
+    return {name: row[name] for name in (*CELLS, PLAN) if name in row}
+
+
+def _verdict(cell: Callable[[], None]) -> str:
+    """What a cell says on these ranks: the worst of both."""
+    try:
+        cell()
+        own = YES
+    except UserError as error:
+        own = f"refused: {_short(error)}"
+    except Exception as error:  # whatever a family's code raises under a cut is a wrong cut
+        traceback.print_exc()  # into the log: if the other rank goes on, nothing else will tell
+        own = f"wrong: {_short(error)}"
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, own)
+    return max(said, key=lambda text: ("yes", "refused", "wrong").index(text.split(":")[0]))
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(str(error).split()).replace(f"{PLANS.parents[1]}/", "").replace(f"{tempfile.gettempdir()}/", "")
+    kind = "" if isinstance(error, (UserError, Wrong)) else f"{type(error).__name__}: "
+    return (kind + text)[:160]
+
+
+# -- the model and its training in one process -------------------------------------------------------------
+
+
+def _trial(family: str, work: Path) -> FamilyCase:
+    directory = work / "model"
+    config = tiny_config(family, tensor=2)
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+        tiny_model(config).save_pretrained(directory)
+    dist.barrier()
+    if looks_ahead(config, CPU):
+        raise ValueError("its logits depend on later tokens, so it is not a decoder")
+    curve = reference(directory)
+    return FamilyCase(family=family, config=config, directory=directory, curve=curve)
+
+
+# -- cells -------------------------------------------------------------------------------------------------
+
+
+def _pipeline(trial: FamilyCase, exported: Path) -> None:
+    _compare_cut(trial, TensorParallel())
+    _steps(trial, "pipeline", {"pipeline": {"stages": 2}}, exported)
+
+
+def _tensor(trial: FamilyCase) -> None:
+    _compare_cut(trial, TensorParallel.of(dist.group.WORLD))
+    _steps(trial, "tensor", {"tensor_parallel": {"autotp_size": 2}})
+
+
+def _zero3(trial: FamilyCase, exported: Path | None) -> None:
+    _steps(trial, "zero3", {"zero_optimization": {"stage": 3}}, exported)
+
+
+def _trained(trial: FamilyCase) -> PretrainedConfig:
+    """What of the directory is trained: of a model of several parts its text decoder."""
+    return read_source(str(trial.directory)).config
+
+
+def _compare_cut(trial: FamilyCase, place: TensorParallel) -> None:
+    found = find_difference(_trained(trial), _cut, place, CPU)
+    if found is not None:
+        raise Wrong(str(found))
+
+
+def _cut(source: ModelSource, place: TensorParallel) -> CausalModel:
+    return assemble(source, tensor=place, device=CPU, dtype=torch.float32, seed=0, finish=lambda layer: None)
+
+
+def _steps(trial: FamilyCase, name: str, layout: dict[str, Any], exported: Path | None = None) -> None:
+    """Write the model to `exported`, untrained; train in a layout, and hold the curve to that of one process."""
+    trainer = _trainer(trial, name, layout)
+    curve: Curve = []
+    try:
+        if exported is not None:
+            trainer.save_model(exported)
+        for _ in range(STEPS):
+            record = trainer.training_step()
+            curve.append((record.loss, record.grad_norm or 0.0))
+    finally:
+        trainer.close()
+    apart = worst(curve, trial.curve)
+    # one trial of rounding nearly always tells; where a rare choice flips (of experts, of keys), it takes several
+    if not any(_within(apart, allowance(trial.directory, trial.curve, seeds)) for seeds in (range(1), range(1, 12))):
+        loss, first, later = apart
+        raise Wrong(f"losses are off by {loss:.0e}, the first gradient norm by {first:.0e}, later ones by {later:.0e}")
+
+
+def _within(apart: Iterable[float], allowed: Iterable[float]) -> bool:
+    return all(off <= limit for off, limit in zip(apart, allowed, strict=True))
+
+
+def _same_tensors(trial: FamilyCase, exported: Path) -> None:
+    if _trained(trial).model_type != trial.config.model_type:
+        return  # a part is written alone, under its own names: its logits tell
+    if (difference := stored_difference(trial.directory, exported)) is not None:
+        raise Wrong(difference)
+
+
+def _loads(trial: FamilyCase, exported: Path) -> None:
+    """What was written is a model to transformers, with the logits of the one that was read."""
+    ids = torch.tensor([sample["input_ids"] for sample in samples()])
+    logits = []
+    for directory in (trial.directory, exported):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+        model, info = loaded
+        if directory == exported and (info["missing_keys"] or info["unexpected_keys"]):
+            raise Wrong(f"from_pretrained misses or does not know {sorted(map(str, info['missing_keys']))[:2]}")
+        with torch.no_grad():
+            logits.append(model.eval()(input_ids=ids, use_cache=False).logits)
+    before, after = logits
+    if not torch.allclose(after, before, rtol=1e-5, atol=1e-5):
+        raise Wrong("from_pretrained of the export gives different logits")
+
+
+def _trainer(trial: FamilyCase, name: str, layout: dict[str, Any]) -> Trainer:
+    config = {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": BATCH // MICRO // (2 if "zero_optimization" in layout else 1),
+        "zero_optimization": {"stage": 0},
+        **layout,
+    }
+    arguments = TrainingArguments(
+        deepspeed_config=config,
+        output_dir=str(trial.directory.parent / name),
+        max_steps=STEPS,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        save_steps=0,
+        verify_plan="off",
+    )
+    nowhere = io.StringIO()
+    console = Console(out=nowhere, error=nowhere, speaks=False)
+    return Trainer(str(trial.directory), arguments, train_dataset=samples(), console=console)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write a row for each family, as a line of JSON, by rank 0."""
+    results, families = Path(argv[0]), argv[1:]
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for family in families:
+        folder: list[Any] = [tempfile.mkdtemp(prefix="family_") if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(folder)
+        row = run_family(family, Path(folder[0]))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder[0], ignore_errors=True)
+            with results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"family": family, **row}) + "\n")
+    dist.barrier()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,213 @@
+"""The verbs of `ds-harness` that concern configs: check, explain, schema, resolve."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from harness.config.check import check as check_document
+from harness.config.cli.fix import diff, fix
+from harness.config.cli.render import FORMATS, render, text_block
+from harness.config.diagnostic import ConfigError, Diagnostic, Severity
+from harness.config.resolving.auto_values import AutoValues, Resolved
+from harness.config.resolving.resolve import resolve as resolve_document
+from harness.config.rules.registry import RULES, by_code
+from harness.config.schema.support import version_warning
+from harness.config.text.document import MAX_BYTES, Document, from_bytes, from_text, load
+from harness.config.view import TARGETS
+from harness.errors import UserError
+
+
+def _parser(verb: str, description: str, example: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"ds-harness {verb}",
+        description=description,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def check(argv: Sequence[str]) -> int:
+    """Checks files; 0 without errors, 1 with."""
+    example = "ds-harness check ds_configs --world_size 8 --strict"
+    parser = _parser("check", "Check DeepSpeed configs and report every problem, before any process starts.", example)
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="files, directories, globs or presets; - is standard input"
+    )
+    parser.add_argument("--world_size", type=_positive, help="number of ranks that the run will have")
+    parser.add_argument(
+        "--model", help="a preset, a directory with config.json, or a model type: check that the layout fits it"
+    )
+    parser.add_argument("--target", choices=TARGETS, default="harness", help="program that will read the file")
+    parser.add_argument("--format", choices=FORMATS, default="text", help="output format")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 on warnings too")
+    parser.add_argument("--fix", action="store_true", help="apply the fixes that do not change the training")
+    unsafe = "with --fix: also apply fixes that change the training, such as renaming an ignored key"
+    parser.add_argument("--unsafe-fixes", "--unsafe_fixes", action="store_true", help=unsafe)
+    args = parser.parse_args(argv)
+    findings: list[Diagnostic] = []
+    texts: dict[str, str] = {}
+    sources = _sources(args.files)
+    for source in sources:
+        try:
+            document = _read(source)
+            document = _fix(document, args) if args.fix else document
+        except ConfigError as error:
+            findings += error.diagnostics
+            continue
+        texts[document.path] = document.text
+        findings += check_document(document, world_size=args.world_size, model=args.model, target=args.target)
+    if (warning := version_warning()) is not None:
+        print(f"ds-harness check: {warning}", file=sys.stderr)
+    colour = args.format == "text" and _colour()
+    print(render(findings, args.format, texts, colour=colour, files=len(sources)))
+    failing = {Severity.ERROR, Severity.WARNING} if args.strict else {Severity.ERROR}
+    return int(any(finding.severity in failing for finding in findings))
+
+
+def _colour() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def _read(source: str) -> Document:
+    return from_bytes(sys.stdin.buffer.read(MAX_BYTES + 1), "<stdin>") if source == "-" else load(source)
+
+
+def _sources(arguments: Sequence[str]) -> list[str]:
+    """Every file that the arguments name: a directory stands for the .json files below it, a glob for its
+    matches.
+    """
+    sources: list[str] = []
+    for argument in arguments:
+        if Path(argument).is_dir():
+            below = sorted(str(path) for path in Path(argument).rglob("*.json") if path.is_file())
+            if not below:
+                raise UserError(f"{argument}: no .json file in this directory")
+            sources += below
+        elif glob.has_magic(argument) and not os.path.lexists(argument):
+            matches = sorted(path for path in glob.glob(argument, recursive=True) if Path(path).is_file())  # noqa: PTH207
+            if not matches:
+                raise UserError(f"{argument}: no file matches")
+            sources += matches
+        else:
+            sources.append(argument)
+    return list(dict.fromkeys(sources))
+
+
+def _fix(document: Document, args: argparse.Namespace) -> Document:
+    """Write the fixed text back and shows what changed; text from standard input is only shown."""
+    fixed = fix(document, world_size=args.world_size, target=args.target, unsafe=args.unsafe_fixes)
+    if fixed.text == document.text:
+        return document
+    print(diff(document.path, document.text, fixed.text, colour=sys.stderr.isatty()), file=sys.stderr)
+    if document.path != "<stdin>":
+        try:
+            Path(document.path).write_bytes(fixed.text.encode("utf-8"))
+        except OSError as error:
+            raise UserError(f"{document.path}: cannot be written: {(error.strerror or '').lower()}") from None
+    return from_text(fixed.text, document.path)
+
+
+def explain(argv: Sequence[str]) -> int:
+    """Prints a rule's page, or the list of all rules."""
+    parser = _parser("explain", "Print the page of a rule, or list all rules.", "ds-harness explain DS101")
+    parser.add_argument("code", nargs="?", help="a rule's code or name")
+    args = parser.parse_args(argv)
+    if args.code is None:
+        for rule in RULES:
+            print(f"{rule.code}  {rule.severity.value:<7}  {rule.name}")
+        return 0
+    found = by_code(args.code)
+    if found is None:
+        raise UserError(f"no rule {args.code!r}; `ds-harness explain` lists them")
+    from harness.config.cli.pages import page
+
+    print(page(found).rstrip())
+    return 0
+
+
+def schema(argv: Sequence[str]) -> int:
+    """Prints the schema, whole or one section."""
+    from harness.config.schema import ROOT, bundle, files
+
+    sections = sorted(name.removesuffix(".json") for name in files() if name != ROOT)
+    parser = _parser("schema", "Print the JSON Schema of DeepSpeed's config.", "ds-harness schema > deepspeed.json")
+    parser.add_argument("section", nargs="?", choices=sections, metavar="SECTION", help=", ".join(sections))
+    args = parser.parse_args(argv)
+    found = bundle() if args.section is None else files()[f"{args.section}.json"]
+    print(json.dumps(found, indent=2, ensure_ascii=False))
+    return 0
+
+
+def resolve(argv: Sequence[str]) -> int:
+    """Print the config with every "auto" replaced, as DeepSpeed alone takes it, and where each value comes from."""
+    example = "ds-harness resolve zero3 --world_size 8 --learning_rate 1e-4 --hidden_size 4096"
+    parser = _parser("resolve", 'Replace every "auto" with its value and show where the value comes from.', example)
+    parser.add_argument("file", metavar="FILE", help="a config or a preset")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
+    named = [item for item in fields(AutoValues) if item.name != "given"]
+    for argument in named:
+        kind: Callable[[str], Any] = _KINDS.get(str(argument.type), int)
+        kind = _positive if argument.name.endswith("_size") else kind
+        parser.add_argument(f"--{argument.name}", type=kind, help=f"as in a run (default: {argument.default})")
+    args = parser.parse_args(argv)
+    stated = {name: value for item in named if (value := getattr(args, name := item.name)) is not None}
+    document = load(args.file)
+    found = check_document(
+        document,
+        world_size=stated.get("world_size"),
+        pipeline_parallel_size=stated.get("pipeline_parallel_size"),
+        tensor_parallel_size=stated.get("tensor_parallel_size"),
+        expert_parallel_size=stated.get("expert_parallel_size"),
+    )
+    errors = [finding for finding in found if finding.severity is Severity.ERROR]
+    try:
+        if errors:
+            raise ConfigError(errors)
+        resolved = resolve_document(document, AutoValues(**stated, given=frozenset(stated)))
+    except ConfigError as error:
+        for finding in error.diagnostics:
+            print(text_block(finding, document.text, colour=sys.stderr.isatty()), file=sys.stderr)
+        return 1
+    if args.format == "text":
+        _print_filled(resolved)
+    print(json.dumps(resolved.alone, indent=2))
+    return 0
+
+
+def _print_filled(resolved: Resolved) -> None:
+    """A table of the values that were not in the file, as comments above the config."""
+    width = max((len(item.pointer) for item in resolved.filled), default=0)
+    for item in resolved.filled:
+        value = "-" if item.value is None else json.dumps(item.value)
+        print(f"# {item.pointer.strip('/').replace('/', '.'):<{width}} {value:<14} {item.source}")
+    print(
+        f"# pipeline {resolved.pp_size} x tensor {resolved.tp_size} x data {resolved.dp_size}:"
+        f" {resolved.train_batch} samples a step"
+    )
+    if "train_batch_size" not in resolved.alone:
+        print("# without train_batch_size, for which DeepSpeed alone counts every rank as data-parallel")
+
+
+def _truth(text: str) -> bool:
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if text.lower() not in words:
+        raise argparse.ArgumentTypeError("must be true or false")
+    return words[text.lower()]
+
+
+_KINDS: dict[str, Callable[[str], Any]] = {"bool": _truth, "float": float, "str": str}

@@ -1,0 +1,75 @@
+"""Whether a model can be cut for tensor parallelism, as its config.json alone tells. No torch, no transformers.
+
+Which families declare a plan is known from the stored matrix, so only for the transformers that it was made with; what
+a packaged plan file refuses stands in the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
+
+
+def plan_refusal(config: Mapping[str, Any]) -> str | None:
+    """Return why a model with this config.json cannot be cut for tensor parallelism; None where that is not known.
+
+    Of a model of several parts the text decoder is cut, which has a plan where it or the whole has one.
+    """
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    families = [part.get("model_type") for part in parts]
+    if any(key.startswith("base_model_") for part in parts for key in part):  # a plan of its own
+        return None
+    rows = families_of_matrix()
+    if all(str(family) in rows and _is_planless(str(family), rows) for family in families):
+        return f"model type {families[-1]!r} has no tensor-parallel plan"
+    return _refused_case(parts[-1])
+
+
+def planless_family() -> str:
+    """Return a model type without a plan, for an example."""
+    rows = _matrix()["families"]
+    return min(family for family in rows if _is_planless(family, rows))
+
+
+@cache
+def _matrix() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((MODELS / "matrix.json").read_text(encoding="utf-8"))
+    return content
+
+
+def families_of_matrix() -> dict[str, dict[str, str]]:
+    """Return the rows of the stored matrix; none where it was made with another transformers than the installed."""
+    matrix = _matrix()
+    try:
+        installed = version("transformers")
+    except PackageNotFoundError:
+        installed = matrix["transformers"]
+    rows: dict[str, dict[str, str]] = matrix["families"] if installed == matrix["transformers"] else {}
+    return rows
+
+
+def _is_planless(family: str, rows: Mapping[str, Mapping[str, str]]) -> bool:
+    return "plan" not in rows[family] and _plan_file(family) is None
+
+
+def _plan_file(family: Any) -> Path | None:
+    path = MODELS / "plans" / f"{family}.json"
+    return path if path.is_file() else None
+
+
+def _refused_case(config: Mapping[str, Any]) -> str | None:
+    """Return what a plan file says of a case that this config.json spells out; a field left out has its default."""
+    path = _plan_file(config.get("model_type"))
+    if path is None:
+        return None
+    for case in json.loads(path.read_text(encoding="utf-8")).get("cases", []):
+        if "refuse" in case and all(config.get(field, ...) == value for field, value in case["if"].items()):
+            stated = " and ".join(f"{field} {value}" for field, value in case["if"].items())
+            return f"model type {config['model_type']!r} with {stated} has no tensor-parallel plan: {case['refuse']}"
+    return None

@@ -1,0 +1,100 @@
+"""The sizes of a model that decide whether a layout fits it, read from its config.json alone.
+
+Nothing is built and no model family is named: the usual names of each size are tried in turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.config.model.plans import MODELS, families_of_matrix, plan_refusal
+from harness.errors import UserError
+
+PRESETS = MODELS / "presets"
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_INTERMEDIATE = (
+    "moe_intermediate_size",
+    "intermediate_size",
+    "ffn_dim",
+    "decoder_ffn_dim",
+    "ffn_hidden_size",
+    "n_inner",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder; None where its config does not say. `plan_refusal`: why it cannot be cut for tensor
+    parallelism, if that is known."""
+
+    name: str
+    layers: int | None
+    heads: int | None
+    kv_heads: int | None
+    hidden: int | None
+    intermediate: int | None
+    experts: int | None
+    vocabulary: int | None
+    plan_refusal: str | None = None
+    layerdrop: float = 0.0  # probability of a layer to be skipped in training
+
+
+def read_shape(source: str) -> ModelShape:
+    """Read the shape of a preset, a directory with config.json, or such a file; or what is known of a model type.
+
+    Raises UserError if there is none.
+    """
+    preset = PRESETS / source / "config.json"
+    path = preset if preset.is_file() else Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    known_type = not path.exists() and source in families_of_matrix()
+    try:
+        config = {"model_type": source} if known_type else json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        names = ", ".join(sorted(p.parent.name for p in PRESETS.glob("*/config.json"))) or "none"
+        hint = f"name a directory with config.json, a model type, or one of the presets: {names}"
+        raise UserError(f"--model {source}: no readable config.json; {hint}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"--model {source}: config.json is not an object")
+    refusal = plan_refusal(config)
+    text = config.get("text_config", config)
+    config = config | text if isinstance(text, dict) else config
+    return ModelShape(
+        name=source,
+        layers=_first(config, _LAYERS),
+        heads=_first(config, _HEADS),
+        kv_heads=_first(config, _KV_HEADS),
+        hidden=_first(config, _HIDDEN),
+        intermediate=_first(config, _INTERMEDIATE),
+        experts=_first(config, _EXPERTS),
+        vocabulary=_first(config, ("vocab_size",)),
+        plan_refusal=refusal,
+        layerdrop=layer_drop(config),
+    )
+
+
+def layer_drop(config: Mapping[str, Any]) -> float:
+    """The probability with which a decoder's config has its layers skipped in training."""
+    rates = [config.get(name) for name in ("layerdrop", "decoder_layerdrop")]
+    return max((float(rate) for rate in rates if isinstance(rate, (int, float))), default=0.0)
+
+
+def require_every_layer(rate: float) -> None:
+    """Raise UserError for a model that skips layers at random (LayerDrop): cut layers are all called, every time."""
+    if rate > 0:
+        raise UserError(
+            f"layerdrop {rate}: this model skips layers at random in training, which pipeline stages cannot do: "
+            "set it to 0 in the model's config.json"
+        )
+
+
+def _first(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((config[name] for name in names if isinstance(config.get(name), int)), None)

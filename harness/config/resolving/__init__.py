@@ -1,0 +1,1 @@
+"""From "auto" to the config that DeepSpeed gets."""

@@ -1,0 +1,88 @@
+"""The arithmetic of the batch: train_batch_size = micro-batch x accumulation x data-parallel size.
+
+DeepSpeed's rule fills in what is not said. One home for it: `check` and `resolve` both ask here. With
+pipeline or tensor parallelism only the data-parallel size counts, not the number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.config.schema.coercion import one_of
+from harness.wording import counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Samples: `train` a step, `micro` at a time on a data-parallel rank, `accumulation` times a step."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+    def fits(self, data_parallel: int) -> bool:
+        """Whether the three agree, each at least 1."""
+        sizes_are_positive = min(self.train, self.micro, self.accumulation) > 0
+        return sizes_are_positive and self.train == self.micro * self.accumulation * data_parallel
+
+
+def complete(train: int | None, micro: int | None, accumulation: int | None, data_parallel: int) -> Batch | None:
+    """The batch that DeepSpeed makes of what is given; None where it has too little. It need not fit.
+
+    Source: DeepSpeedConfig._set_batch_related_parameters.
+    """
+    if train is not None:
+        if micro is not None and accumulation is None:
+            accumulation = train // micro // data_parallel if micro else 0
+        elif micro is None and accumulation is not None:
+            micro = train // data_parallel // accumulation if accumulation else 0
+        elif micro is None or accumulation is None:
+            micro, accumulation = train // data_parallel, 1
+    elif micro is not None:
+        accumulation = 1 if accumulation is None else accumulation
+        train = micro * accumulation * data_parallel
+    if train is None or micro is None or accumulation is None:
+        return None
+    return Batch(train=train, micro=micro, accumulation=accumulation)
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """The idle share of a pipeline step, (p - 1) / (m + p - 1). GPipe, arXiv 1811.06965, section 2.3."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def idle(stages: int, micro_batches: int) -> str:
+    """`2 stages with 1 micro-batch are idle for 50% of a step`."""
+    batches = counted(micro_batches, "micro-batch", "micro-batches")
+    return f"{stages} stages with {batches} are idle for {bubble(stages, micro_batches):.0%} of a step"
+
+
+def micro_batches_wanted(stages: int) -> int:
+    """The fewest micro-batches a step at which the stages of a pipeline idle for no more than a fifth of it."""
+    return 4 * (stages - 1)
+
+
+def misfit(
+    name: str, train: int | None, micro: int | None, accumulation: int | None, data_parallel: int
+) -> tuple[str, str]:
+    """What is wrong with three sizes that do not multiply, and the sizes that would.
+
+    `name` is what the user calls the size of the global batch.
+    """
+    ranks = counted(data_parallel, "data-parallel rank")
+    factors = {"micro-batch": micro, "accumulation": accumulation}
+    known = [f"{words} {size}" for words, size in factors.items() if size is not None]
+    message = f"{name} {train} is not {'a multiple of ' if len(known) < 2 else ''}{' x '.join([*known, ranks])}"
+    unit = data_parallel * (micro or 1) * (accumulation or 1)
+    if train is None or unit < 1 or train < 1:
+        return message, "use sizes of at least 1"
+    if len(known) == 2:
+        return message, f"use {name} {unit}, or leave one of the three sizes out"
+    near = sorted({max(1, train // unit) * unit, (train // unit + 1) * unit})
+    hint = f"use {name} {one_of(near)}"
+    if micro is not None and train % data_parallel == 0:
+        share = train // data_parallel
+        fits = [size for size in range(1, min(share, 8 * micro) + 1) if share % size == 0]
+        closest = sorted(sorted(fits, key=lambda size: abs(size - micro))[:3])
+        hint += f", or a micro-batch of {one_of(closest)} (--per_device_train_batch_size)"
+    return message, hint

@@ -1,0 +1,99 @@
+"""What of a config does nothing in a run of the harness, and is not handed on to DeepSpeed.
+
+The harness reads the data, cuts the model, builds the optimizer and writes the model itself; keys that steer
+DeepSpeed's own way of doing so have nothing to act on. Some of them would even break a run (`autotuning` ends it after
+a few steps, `hybrid_engine` puts another engine in its place).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from harness.config.resolving.auto_values import lookup
+
+_DATA = "the harness reads the data itself, in an order that depends on the seed"
+_COMPILE = "the harness does not compile the model through DeepSpeed"
+_WRITES = "the harness chooses how checkpoints are written and read"
+_NOBODY = "DeepSpeed reads it and does nothing with it"
+
+IDLE: dict[str, str] = {
+    "/dataloader_drop_last": _DATA,
+    "/data_efficiency/enabled": _DATA,
+    "/data_efficiency/data_sampling/enabled": _DATA,
+    "/data_efficiency/data_sampling/curriculum_learning/enabled": _DATA,
+    "/data_efficiency/data_sampling/dynamic_batching/enabled": _DATA,
+    "/data_efficiency/data_routing/enabled": "random layer token dropping needs a model written for it",
+    "/data_efficiency/data_routing/random_ltd/enabled": "random layer token dropping needs a model written for it",
+    "/compile/deepcompile": _COMPILE,
+    "/compile/passes": _COMPILE,
+    "/hybrid_engine/enabled": "the harness does not generate text during training",
+    "/autotuning/enabled": "only `deepspeed --autotuning` tunes; inside a run it would end the training",
+    "/weight_quantization": "it quantizes a model for inference",
+    "/datastates_ckpt": _WRITES,
+    "/checkpoint/writer": _WRITES,
+    "/checkpoint/load_universal": _WRITES,
+    "/pipeline/seed_layers": "the harness seeds every layer separately",
+    "/fp16/auto_cast": "the harness casts the inputs itself",
+    "/data_parallel_size": "the data-parallel size is ranks / (pipeline stages x tensor-parallel ranks)",
+    "/seq_parallel_communication_data_type": "the harness has no sequence parallelism",
+    "/use_data_before_expert_parallelism": "the harness distributes experts over tensor-parallel ranks",
+    "/zero_optimization/zenflow": "the optimizer steps on all parameters at every step",
+    "/zero_optimization/override_module_apply": "the harness initialises the weights before DeepSpeed partitions them",
+    "/zero_optimization/allgather_partitions": _NOBODY,
+    "/disable_allgather": _NOBODY,
+    "/vocabulary_size": _NOBODY,
+    "/allgather_size": _NOBODY,
+}
+
+# kernels that DeepSpeed has for accelerators alone, by where the config asks for them
+ACCELERATED: dict[str, tuple[str, ...]] = {
+    "/optimizer/type": ("lamb", "lion"),
+    "/zero_optimization/zero_quantized_weights": ("true",),
+    "/zero_optimization/zero_quantized_nontrainable_weights": ("true",),
+    "/zero_optimization/zero_quantized_gradients": ("true",),
+    "/zero_optimization/offload_optimizer/super_offload": ("true",),
+    "/aio/use_gds": ("true",),
+}
+
+_DROPPED = (
+    "/dataloader_drop_last",
+    "/data_efficiency",
+    "/compile",
+    "/hybrid_engine",
+    "/autotuning",
+    "/weight_quantization",
+    "/datastates_ckpt",
+    "/checkpoint/writer",
+    "/checkpoint/load_universal",
+    "/fp16/auto_cast",
+    "/sequence_parallel_size",
+    "/data_parallel_size",
+    "/zero_optimization/zenflow",
+)
+
+
+def accelerated(config: Mapping[str, Any]) -> dict[str, str]:
+    """What needs an accelerator, in words, by its pointer. Lion has a kernel for the CPU where it is offloaded."""
+    offloaded = lookup(config, "/zero_optimization/offload_optimizer/device") == "cpu"
+    found = {}
+    for pointer, names in ACCELERATED.items():
+        value = lookup(config, pointer)
+        if str(value).lower() in names and not (offloaded and str(value).lower() == "lion"):
+            shown = value if isinstance(value, str) else pointer.rsplit("/", 1)[1]
+            found[pointer] = f"{shown}: DeepSpeed supports it on accelerators only, not on a CPU"
+    return found
+
+
+def without_idle(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without the keys that would break a run in which they have nothing to do."""
+    kept = copy.deepcopy(dict(config))
+    for pointer in _DROPPED:
+        parent, name = pointer.rsplit("/", 1)
+        section = lookup(kept, parent) if parent else kept
+        if isinstance(section, dict):
+            section.pop(name, None)
+    if "optimizer" not in kept:
+        kept["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW serves offloaded parameters too
+    return kept

@@ -1,0 +1,1 @@
+"""Rules about what DeepSpeed does with a section."""

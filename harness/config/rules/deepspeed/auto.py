@@ -1,0 +1,133 @@
+"""Rules about "auto": who resolves it, and what it means where nobody does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.diagnostic import Severity
+from harness.config.resolving.auto_values import AUTO
+from harness.config.rules.rule import Finding, rule
+from harness.config.rules.syntax.keys import dotted
+from harness.config.rules.syntax.values import show
+from harness.config.view import KeyOccurrence, RunView
+
+# what transformers' HfTrainerDeepSpeedConfig fills in; the harness fills the same
+_FILLED = frozenset(
+    {
+        "/train_batch_size",
+        "/train_micro_batch_size_per_gpu",
+        "/gradient_accumulation_steps",
+        "/gradient_clipping",
+        "/fp16/enabled",
+        "/bf16/enabled",
+        "/optimizer/params/lr",
+        "/optimizer/params/betas",
+        "/optimizer/params/eps",
+        "/optimizer/params/weight_decay",
+        "/scheduler/params/warmup_min_lr",
+        "/scheduler/params/warmup_max_lr",
+        "/scheduler/params/warmup_num_steps",
+        "/scheduler/params/total_num_steps",
+        "/zero_optimization/reduce_bucket_size",
+        "/zero_optimization/stage3_prefetch_bucket_size",
+        "/zero_optimization/stage3_param_persistence_threshold",
+    }
+)
+_HARNESS_FILLS = frozenset(
+    {"/pipeline/stages", "/pipeline/partition", "/tensor_parallel/autotp_size", "/bfloat16/enabled"}
+)
+_ITS_OWN = frozenset({"/data_types/keep_in_fp32_modules"})  # DeepSpeed itself knows "auto" here
+_USED_AT_ONCE = frozenset({"/train_batch_size", "/train_micro_batch_size_per_gpu", "/gradient_accumulation_steps"})
+
+
+def _autos(view: RunView) -> Iterator[KeyOccurrence]:
+    """Every "auto" that nobody will resolve."""
+    filled = {"harness": _FILLED | _HARNESS_FILLS, "hf": _FILLED, "deepspeed": frozenset[str]()}[view.target]
+    for visit in view.visits:
+        known = visit.key is not None and "expert_parallel" not in visit.pointer and "zenflow" not in visit.pointer
+        if visit.value == AUTO and known and visit.pointer not in filled | _ITS_OWN:
+            yield visit
+
+
+@rule(
+    "DS303",
+    "auto-that-nobody-resolves",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}',
+    right='{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8}',
+    target="deepspeed",
+)
+def auto_that_nobody_resolves(view: RunView) -> Iterator[Finding]:
+    """ "auto" where nobody replaces it with a value.
+
+    DeepSpeed itself gives "auto" no meaning; the harness and the HuggingFace Trainer replace it before
+    DeepSpeed sees it, in the places that they know. In an unchecked section what is left is a string among
+    numbers: the batch sizes end in a TypeError at once, an optimizer's argument when the optimizer is
+    built, other keys when they are first used.
+    """
+    for visit in _autos(view):
+        if visit.section.is_pydantic or view.target == "harness":
+            continue
+        at_once = visit.pointer in _USED_AT_ONCE or visit.pointer.startswith(("/optimizer/params", "/scheduler/params"))
+        fatal = at_once or visit.pointer == "/gradient_clipping"
+        reader = "DeepSpeed" if view.target == "deepspeed" else "the HuggingFace Trainer"
+        yield Finding(
+            pointer=visit.pointer,
+            message=f'{dotted(visit.pointer)} is "auto", which {reader} does not replace here',
+            hint="write a value, or remove the key",
+            severity=None if fatal and view.target == "deepspeed" else Severity.WARNING,
+            deepspeed='takes "auto" as a string, and fails when the value is used',
+            on_value=True,
+        )
+
+
+@rule(
+    "DS304",
+    "auto-that-means-the-default",
+    Severity.INFO,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": "auto"}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": true}}',
+)
+def auto_that_means_the_default(view: RunView) -> Iterator[Finding]:
+    """ "auto" where neither the harness nor the HuggingFace Trainer has a value for it.
+
+    In a section that DeepSpeed checks the key is dropped, and elsewhere the harness leaves it out: the
+    default applies, and the message gives it.
+    """
+    for visit in _autos(view):
+        dropped = visit.section.is_pydantic or view.target == "harness"
+        if not dropped or visit.pointer == "/zero_optimization/stage" or visit.key is None:
+            continue
+        default = visit.key.spec.get("default")
+        yield Finding(
+            pointer=visit.pointer,
+            message=f'{dotted(visit.pointer)} is "auto": DeepSpeed\'s default {show(default)} applies',
+            hint="write the value, or remove the key",
+            deepspeed="drops the key" if visit.section.is_pydantic else "never sees it: the harness leaves the key out",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS305",
+    "auto-zero-stage",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": "auto"}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2}}',
+)
+def auto_zero_stage(view: RunView) -> Iterator[Finding]:
+    """The ZeRO stage is "auto", which means stage 0.
+
+    DeepSpeed drops every "auto" in this section, so the default applies: nothing is partitioned.
+    """
+    if view.section("/zero_optimization").get("stage") == AUTO:
+        yield Finding(
+            pointer="/zero_optimization/stage",
+            message='the ZeRO stage is "auto", which means stage 0',
+            hint="write 1, 2 or 3",
+            deepspeed="drops the key and runs stage 0",
+            on_value=True,
+        )

@@ -1,0 +1,107 @@
+"""Rules about Muon, which orthogonalises whole matrices, and about optimizers that cannot train a model here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.diagnostic import Severity
+from harness.config.resolving.auto_values import AUTO
+from harness.config.rules.deepspeed.optimizer import PARAMS, TYPE, about_type, kind
+from harness.config.rules.rule import Finding, rule
+from harness.config.view import RunView
+
+_CANNOT_TRAIN = {
+    "LBFGS": "it needs a closure that calls the model, which DeepSpeed does not give it",
+    "SparseAdam": "it needs sparse gradients, but the model's are dense",
+}
+
+
+@rule(
+    "DS808",
+    "muon-with-tensor-parallelism",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2},'
+    ' "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2},'
+    ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}',
+    world_size=2,
+    target="deepspeed",
+)
+def muon_with_tensor_parallelism(view: RunView) -> Iterator[Finding]:
+    """Muon orthogonalises whole matrices, but a tensor-parallel rank of DeepSpeed holds only parts of them.
+
+    The parts of an orthogonal matrix are not what one gets by orthogonalising each part, so the training would depend
+    on the number of tensor-parallel ranks. The harness gathers each matrix first, and does not report this.
+    """
+    if kind(view) == "muon" and view.tensor > 1 and view.target != "harness":
+        yield about_type(
+            message=f"Muon needs whole matrices, but each of {view.tensor} tensor-parallel ranks holds a part",
+            hint="use AdamW, or train without tensor parallelism",
+            deepspeed="trains, but with different updates than on one rank",
+        )
+
+
+@rule(
+    "DS809",
+    "muon-norm-of-update",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": {"type": "Muon",'
+    ' "params": {"lr": 1e-3}}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 0}, "optimizer": {"type": "Muon",'
+    ' "params": {"lr": 1e-3}}}',
+    target="deepspeed",
+)
+def muon_norm_of_update(view: RunView) -> Iterator[Finding]:
+    """Under DeepSpeed's ZeRO the gradient norm is computed from Muon's update, not from the gradient.
+
+    It orthogonalises gradients before it takes the norm. So they are clipped by another norm than at stage 0, and the
+    norm that is reported says little about them. The harness orthogonalises after clipping, and does not report this.
+    """
+    if kind(view) == "muon" and view.zero_stage and view.target != "harness":
+        yield about_type(
+            message=f"at ZeRO-{view.zero_stage} clipping and metrics use the norm of Muon's update",
+            hint="set zero_optimization.stage to 0 to get the norm of the gradient",
+            deepspeed="computes the norm after it has orthogonalised the matrices",
+        )
+
+
+@rule(
+    "DS810",
+    "optimizer-cannot-train",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_batch_size": 8, "optimizer": {"type": "SparseAdam", "params": {"lr": 1e-3}}}',
+    right='{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}',
+)
+def optimizer_cannot_train(view: RunView) -> Iterator[Finding]:
+    """DeepSpeed can build this optimizer, but cannot train with it.
+
+    LBFGS calls the model itself, and SparseAdam takes sparse gradients. Muon of DeepSpeed alone needs whole gradients
+    at ZeRO-3; the harness has none that orthogonalises each attention head by itself (`per_head_muon`).
+    """
+    name = kind(view)
+    reason, hint = _CANNOT_TRAIN.get(name or ""), "use AdamW"
+    if name == "muon":
+        reason, hint = _muon_reason(view)
+    if reason:
+        yield about_type(
+            message=f"{view.get(TYPE)} cannot train here: {reason}",
+            hint=hint,
+            deepspeed="raises ValueError or RuntimeError when the engine starts, or at the first step",
+        )
+
+
+def _muon_reason(view: RunView) -> tuple[str | None, str]:
+    """Return why Muon cannot run with this config (None: it can), and what to do."""
+    method = view.get(f"{PARAMS}/ns_method")
+    if method not in (None, "gram", "standard"):
+        return f"ns_method is {method}", 'set ns_method to "gram" or "standard"'
+    if view.target == "harness":
+        if view.on(f"{PARAMS}/per_head_muon"):
+            return "per_head_muon needs a model that is not cut into layers", "remove per_head_muon"
+        return None, ""
+    if view.zero_stage == 3 and view.section("/zero_optimization").get("reduce_scatter", True) not in (False, AUTO):
+        return "at ZeRO-3 it needs gradients that are whole", "set zero_optimization.reduce_scatter to false"
+    return None, ""

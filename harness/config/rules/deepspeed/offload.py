@@ -1,0 +1,145 @@
+"""Rules about offloading: what ZeRO keeps in CPU memory or on NVMe, and at which stage it can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.diagnostic import Severity
+from harness.config.resolving.auto_values import AUTO
+from harness.config.rules.rule import Finding, rule
+from harness.config.schema.coercion import as_float
+from harness.config.view import RunView
+
+ZERO = "/zero_optimization"
+
+
+def offloads(view: RunView, section: str) -> bool:
+    """Whether a section moves something off the accelerator."""
+    return view.as_read(f"{ZERO}/{section}/device") in ("cpu", "nvme")
+
+
+@rule(
+    "DS501",
+    "offload-param-below-stage-3",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
+)
+def offload_param_below_stage_3(view: RunView) -> Iterator[Finding]:
+    """Parameters are to be offloaded at a stage that does not partition them.
+
+    DeepSpeed accepts that and keeps them where they are. The harness refuses it: the memory that you
+    counted on would not be free.
+    """
+    if offloads(view, "offload_param") and view.zero_stage in (0, 1, 2):
+        yield Finding(
+            pointer=f"{ZERO}/offload_param",
+            message=f"offload_param works at ZeRO-3 only, but the stage is {view.zero_stage}",
+            hint="set stage to 3, or remove offload_param",
+            severity=Severity.ERROR if view.target == "harness" else None,
+            deepspeed="ignores it: the parameters stay on the accelerator",
+        )
+
+
+@rule(
+    "DS502",
+    "nvme-without-path",
+    Severity.ERROR,
+    claim="engine",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}},'
+    ' "optimizer": {"type": "AdamW", "params": {"torch_adam": true}}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme",'
+    ' "nvme_path": "/local_nvme"}}, "optimizer": {"type": "AdamW", "params": {"torch_adam": true}}}',
+)
+def nvme_without_path(view: RunView) -> Iterator[Finding]:
+    """Offloading to NVMe, without the folder to write to."""
+    for section in ("offload_param", "offload_optimizer"):
+        here = f"{ZERO}/{section}"
+        path = view.get(f"{here}/nvme_path")
+        if view.get(f"{here}/device") == "nvme" and path in (None, AUTO) and view.zero_stage == 3:
+            yield Finding(
+                pointer=f"{here}/device",
+                message=f"{section} uses NVMe, but nvme_path is missing",
+                hint="add nvme_path, a folder on the NVMe device",
+                deepspeed="ends with an error when the engine starts",
+                on_value=True,
+            )
+
+
+@rule(
+    "DS504",
+    "partial-offload-below-stage-3",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2,'
+    ' "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 3,'
+    ' "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}',
+    target="deepspeed",
+)
+def partial_offload_below_stage_3(view: RunView) -> Iterator[Finding]:
+    """Only a part of the optimizer state is to be offloaded, which works at stage 3 only."""
+    ratio = as_float(view.section(f"{ZERO}/offload_optimizer").get("ratio", 1.0))
+    if ratio is not None and ratio < 1 and view.zero_stage in (0, 1, 2):
+        yield Finding(
+            pointer=f"{ZERO}/offload_optimizer/ratio",
+            message=f"offload_optimizer.ratio {ratio} works at ZeRO-3 only, but the stage is {view.zero_stage}",
+            hint="set stage to 3, or remove ratio",
+            deepspeed="refuses the config",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS509",
+    "contiguous-gradients-forced",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "contiguous_gradients": false,'
+    ' "offload_optimizer": {"device": "cpu"}}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "contiguous_gradients": true,'
+    ' "offload_optimizer": {"device": "cpu"}}}',
+)
+def contiguous_gradients_forced(view: RunView) -> Iterator[Finding]:
+    """contiguous_gradients is off, but offloading turns it on again.
+
+    At stages 1 and 2 gradients travel to the CPU through the contiguous buffer, so it is always there, with
+    the memory that it takes.
+    """
+    off = view.get(f"{ZERO}/contiguous_gradients") is False
+    if off and view.zero_stage in (1, 2) and offloads(view, "offload_optimizer"):
+        yield Finding(
+            pointer=f"{ZERO}/contiguous_gradients",
+            message="contiguous_gradients false has no effect with an offloaded optimizer",
+            hint="remove it",
+            deepspeed="switches contiguous_gradients on",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS512",
+    "offload-optimizer-without-effect",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}},'
+    ' "zero_force_ds_cpu_optimizer": false}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 0}}',
+)
+def offload_optimizer_without_effect(view: RunView) -> Iterator[Finding]:
+    """The optimizer state is to be offloaded at a stage that does not offload it there.
+
+    Stages 1 to 3 offload it to the CPU, stage 3 alone to NVMe. At other stages DeepSpeed keeps the state where
+    the parameters are.
+    """
+    device = view.as_read(f"{ZERO}/offload_optimizer/device")
+    stages = {"cpu": "1 to 3", "nvme": "3"}.get(device) if isinstance(device, str) else None
+    idle = view.zero_stage == 0 or (device == "nvme" and view.zero_stage in (1, 2))
+    if stages is not None and idle:
+        yield Finding(
+            pointer=f"{ZERO}/offload_optimizer",
+            message=f"offload_optimizer to {device} works at ZeRO stage {stages}, but the stage is {view.zero_stage}",
+            hint="change the stage" + (', or set the device to "cpu"' if device == "nvme" and view.zero_stage else ""),
+            deepspeed="ignores it: the optimizer state stays on the accelerator",
+        )

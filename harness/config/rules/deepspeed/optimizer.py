@@ -1,0 +1,257 @@
+"""Rules about the optimizer: its name, its arguments, and what ZeRO and fp16 ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.diagnostic import Severity
+from harness.config.resolving.auto_values import AUTO
+from harness.config.rules.deepspeed.offload import offloads
+from harness.config.rules.rule import Finding, rule
+from harness.config.schema import signatures
+from harness.config.schema.coercion import as_float, one_of
+from harness.config.schema.suggest import nearest
+from harness.config.text import edits
+from harness.config.view import RunView
+
+TYPE, PARAMS = "/optimizer/type", "/optimizer/params"
+OWN = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
+_REMOVED = {"onebitadam": "AdamW", "onebitlamb": "Lamb", "zerooneadam": "AdamW"}
+# read by the engine before the class sees the rest
+_ENGINE = {
+    "adam": ("torch_adam", "adam_w_mode", "fp32_optimizer_states"),
+    "adamw": ("torch_adam", "adam_w_mode", "fp32_optimizer_states"),
+}
+_OF_MUON = ("lr", "muon_lr", "adam_lr", "momentum", "betas", "eps", "weight_decay", "ns_method", "per_head_muon",
+            *_ENGINE["adam"])  # fmt: skip
+_ZERO_TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
+
+
+def kind(view: RunView) -> str | None:
+    """DeepSpeed's own optimizer in lower case, or the name of a torch class as it is written."""
+    name = view.get(TYPE)
+    if not isinstance(name, str):
+        return None
+    return name.lower() if name.lower() in (own.lower() for own in OWN) else name
+
+
+def about_type(*, message: str, hint: str, deepspeed: str) -> Finding:
+    """Return a finding at the optimizer's name."""
+    return Finding(pointer=TYPE, message=message, hint=hint, deepspeed=deepspeed, on_value=True)
+
+
+def _class_name(view: RunView, name: str) -> str | None:
+    """The class that the engine builds, by the name of its signature; None where nothing is known of it."""
+    cpu = offloads(view, "offload_optimizer")
+    if name in ("adam", "adamw"):
+        if view.on(f"{PARAMS}/torch_adam"):
+            return "AdamW" if name == "adamw" or view.section(PARAMS).get("adam_w_mode", True) else "Adam"
+        return "DeepSpeedCPUAdam" if cpu else "FusedAdam"
+    if name == "adagrad":
+        return "DeepSpeedCPUAdagrad" if cpu else "Adagrad"
+    if name == "lion":
+        return "DeepSpeedCPULion" if cpu else "FusedLion"
+    return "FusedLamb" if name == "lamb" else name
+
+
+def _unknown(view: RunView) -> str | None:
+    """The name of an optimizer that exists nowhere."""
+    name = kind(view)
+    known = name is None or name in (own.lower() for own in OWN) or name in signatures()["torch_optimizers"]
+    return None if known else name
+
+
+@rule(
+    "DS801",
+    "unknown-optimizer",
+    Severity.ERROR,
+    claim="engine",
+    wrong='{"train_batch_size": 8, "optimizer": {"type": "AdamWW"}}',
+    right='{"train_batch_size": 8, "optimizer": {"type": "AdamW"}}',
+)
+def unknown_optimizer(view: RunView) -> Iterator[Finding]:
+    """The optimizer is neither DeepSpeed's own nor a class of torch.optim.
+
+    DeepSpeed's own names are taken in any case; those of torch.optim as torch writes them.
+    """
+    name = _unknown(view)
+    if name is not None and name.lower().replace("_", "") not in _REMOVED:
+        close = nearest(name, (*OWN, *signatures()["torch_optimizers"]))
+        yield about_type(
+            message=f"unknown optimizer {name}",
+            hint=f"did you mean {close}?" if close else f"use {one_of(list(OWN))}, or a class of torch.optim",
+            deepspeed="raises AssertionError when the engine starts",
+        )
+
+
+@rule(
+    "DS802",
+    "removed-optimizer",
+    Severity.ERROR,
+    claim="engine",
+    wrong='{"train_batch_size": 8, "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4}}}',
+    right='{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}',
+)
+def removed_optimizer(view: RunView) -> Iterator[Finding]:
+    """OneBitAdam, OneBitLamb and ZeroOneAdam are no longer part of DeepSpeed."""
+    name = _unknown(view)
+    instead = _REMOVED.get(name.lower().replace("_", "")) if name is not None else None
+    if instead is not None:
+        yield about_type(
+            message=f"{name} is an optimizer that DeepSpeed has removed",
+            hint=f"use {instead}, and remove the compression parameters",
+            deepspeed="raises AssertionError when the engine starts",
+        )
+
+
+@rule(
+    "DS803",
+    "unknown-optimizer-parameter",
+    Severity.ERROR,
+    claim="engine",
+    wrong='{"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "betas": [0.9, 0.99]}}}',
+    right='{"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}',
+)
+def unknown_optimizer_parameter(view: RunView) -> Iterator[Finding]:
+    """The optimizer's class has no argument of this name.
+
+    Which class is built depends on the config: Adam is FusedAdam, with an offloaded optimizer
+    DeepSpeedCPUAdam, and with `"torch_adam": true` torch's own, and they do not take the same arguments.
+    """
+    name = kind(view)
+    if name == "muon" and view.target == "harness":
+        yield from _unknown_to_muon(view)
+    class_name = _class_name(view, name) if name is not None and _unknown(view) is None else None
+    known = signatures()["deepspeed_optimizers"].get(class_name or "") or signatures()["torch_optimizers"].get(
+        class_name or ""
+    )
+    if known is None or name is None or name.startswith("mu"):
+        return
+    allowed = {*known["params"], *_ENGINE.get(name, ())}
+    own_mode = {"FusedAdam": "adam_w_mode", "DeepSpeedCPUAdam": "adamw_mode"}.get(class_name or "")
+    for param in view.section(PARAMS):
+        twice = param == own_mode and param != "adam_w_mode"
+        if (param in allowed and not twice) or param == "max_grad_norm":
+            continue
+        close = nearest(param, allowed)
+        yield Finding(
+            pointer=f"{PARAMS}/{param}",
+            message=f"{class_name} has no parameter {param}" if not twice else f"the engine sets {param} itself",
+            hint=f"did you mean {close}?" if close and close not in view.section(PARAMS) else "remove it",
+            deepspeed="raises TypeError when the engine builds the optimizer",
+        )
+
+
+def _unknown_to_muon(view: RunView) -> Iterator[Finding]:
+    for param in view.section(PARAMS):
+        if param not in _OF_MUON and param != "max_grad_norm":
+            close = nearest(param, _OF_MUON)
+            yield Finding(
+                pointer=f"{PARAMS}/{param}",
+                message=f"Muon has no parameter {param}",
+                hint=f"did you mean {close}?" if close and close not in view.section(PARAMS) else "remove it",
+                deepspeed="silently ignores it",
+            )
+
+
+@rule(
+    "DS804",
+    "max-grad-norm-in-optimizer",
+    Severity.ERROR,
+    claim="engine",
+    wrong='{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "max_grad_norm": 1.0}}}',
+    right='{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "gradient_clipping": 1.0}',
+)
+def max_grad_norm_in_optimizer(view: RunView) -> Iterator[Finding]:
+    """The clipping norm is set among the optimizer's parameters.
+
+    Gradients are clipped by the engine: the key is gradient_clipping, at the top level.
+    """
+    pointer = f"{PARAMS}/max_grad_norm"
+    if view.has(pointer):
+        clash = view.has("/gradient_clipping")
+        yield Finding(
+            pointer=pointer,
+            message="max_grad_norm is not a parameter of the optimizer",
+            hint="remove it; gradient_clipping is set as well" if clash else "move it to gradient_clipping",
+            deepspeed="raises ValueError when the engine builds the optimizer",
+            edits=edits.move(view.document, pointer, "/gradient_clipping"),
+        )
+
+
+@rule(
+    "DS805",
+    "untested-optimizer",
+    Severity.ERROR,
+    claim="engine",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD",'
+    ' "params": {"lr": 0.1}}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD",'
+    ' "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": true}',
+)
+def untested_optimizer(view: RunView) -> Iterator[Finding]:
+    """ZeRO with an optimizer that DeepSpeed has not tested it with.
+
+    ZeRO flattens the parameters, which is right for optimizers that treat each element alone (Adam,
+    Adagrad, Lion) and wrong for those that look at a whole tensor (Lamb, Adafactor). DeepSpeed therefore
+    wants zero_allow_untested_optimizer for all others.
+    """
+    name = kind(view)
+    tested = name is None or _unknown(view) is not None or name in _ZERO_TESTED
+    if tested or view.zero_stage in (0, None) or view.get("/zero_allow_untested_optimizer"):
+        return
+    yield about_type(
+        message=f"DeepSpeed has not tested ZeRO with {view.get(TYPE)}",
+        hint="use Adam, AdamW, Adagrad or Lion, or set zero_allow_untested_optimizer to true",
+        deepspeed="raises AssertionError when the engine starts",
+    )
+
+
+@rule(
+    "DS806",
+    "lamb-with-fixed-loss-scale",
+    Severity.ERROR,
+    claim="engine",
+    wrong='{"train_batch_size": 8, "optimizer": {"type": "Lamb"}, "fp16": {"loss_scale": 128}}',
+    right='{"train_batch_size": 8, "optimizer": {"type": "Lamb"}, "fp16": {"loss_scale": 0}}',
+)
+def lamb_with_fixed_loss_scale(view: RunView) -> Iterator[Finding]:
+    """Lamb with a fixed loss scale; it works with an adaptive one only, whether fp16 is on or not."""
+    scale = view.get("/fp16/loss_scale")
+    if kind(view) == "lamb" and scale != AUTO and as_float(scale) not in (None, 0.0):
+        yield Finding(
+            pointer="/fp16/loss_scale",
+            message=f"Lamb needs an adaptive loss scale, but fp16.loss_scale is {scale}",
+            hint="set fp16.loss_scale to 0",
+            deepspeed="raises AssertionError when the engine starts",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS807",
+    "offload-without-cpu-optimizer",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"torch_adam": true}},'
+    ' "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}',
+    right='{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {}},'
+    ' "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}',
+)
+def offload_without_cpu_optimizer(view: RunView) -> Iterator[Finding]:
+    """The optimizer is offloaded, but DeepSpeed has no CPU version of it.
+
+    DeepSpeed has CPU versions of Adam, Adagrad and Lion. Another optimizer steps in PyTorch on the CPU, and
+    every rank waits for it.
+    """
+    name = kind(view)
+    if name is None or _unknown(view) is not None or not offloads(view, "offload_optimizer") or not view.zero_stage:
+        return
+    by_torch = name in ("adam", "adamw") and view.on(f"{PARAMS}/torch_adam")
+    if by_torch or name not in _ZERO_TESTED:
+        yield Finding(
+            pointer=f"{PARAMS}/torch_adam" if by_torch else TYPE,
+            message=f"the offloaded step of {'torch.optim.AdamW' if by_torch else name} runs in PyTorch on the CPU",
+            hint="remove torch_adam" if by_torch else "use Adam, AdamW, Adagrad or Lion",
+            deepspeed="runs it without its vectorised CPU step",
+        )

@@ -1,0 +1,189 @@
+"""Rules about precision: fp16, bf16, loss scaling, and the types of what is kept beside the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.diagnostic import Severity
+from harness.config.resolving.auto_values import AUTO
+from harness.config.rules.deepspeed.offload import offloads
+from harness.config.rules.rule import Finding, rule
+from harness.config.schema.coercion import as_float, as_int
+from harness.config.text import edits
+from harness.config.view import RunView
+
+FLOAT16 = ("torch.float16", "fp16", "float16", "half")
+_KINDS = {
+    "fp16": FLOAT16,
+    "bf16": ("torch.bfloat16", "bf16", "bfloat16"),
+    "fp32": ("torch.float32", "fp32", "float32", "float"),
+}
+
+
+def _kind(name: object) -> str | None:
+    """fp16, bf16 or fp32 for any of their names."""
+    return next((kind for kind, names in _KINDS.items() if name in names), None)
+
+
+@rule(
+    "DS401",
+    "fp16-and-bf16",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": 8, "fp16": {"enabled": true}, "bf16": {"enabled": true}}',
+    right='{"train_batch_size": 8, "fp16": {"enabled": false}, "bf16": {"enabled": true}}',
+)
+def fp16_and_bf16(view: RunView) -> Iterator[Finding]:
+    """fp16 and bf16 are both enabled; a model has one precision."""
+    bf16 = "/bf16" if view.get("/bf16") is not None else "/bfloat16"
+    if view.on("/fp16/enabled") and view.on(f"{bf16}/enabled"):
+        yield Finding(
+            pointer="/fp16/enabled",
+            message="fp16 and bf16 are both enabled",
+            hint="keep bf16 if the device supports it: it needs no loss scaling",
+            deepspeed="raises AssertionError",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS402",
+    "loss-scale-in-bf16",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": 8, "bf16": {"enabled": true, "loss_scale": 0}}',
+    right='{"train_batch_size": 8, "bf16": {"enabled": true}}',
+)
+def loss_scale_in_bf16(view: RunView) -> Iterator[Finding]:
+    """A loss scale is set for bf16.
+
+    bfloat16 has the range of float32, so no loss is scaled; the section refuses the key.
+    """
+    for section in ("/bf16", "/bfloat16"):
+        if view.get(f"{section}/loss_scale") not in (None, AUTO):
+            yield Finding(
+                pointer=f"{section}/loss_scale",
+                message="bf16 has no loss scale",
+                hint="remove it",
+                deepspeed="refuses the config: extra inputs are not permitted",
+                edits=edits.remove(view.document, f"{section}/loss_scale"),
+            )
+
+
+@rule(
+    "DS403",
+    "impossible-loss-scaling",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": 8, "fp16": {"enabled": true, "min_loss_scale": 0}}',
+    right='{"train_batch_size": 8, "fp16": {"enabled": true, "min_loss_scale": 1}}',
+)
+def impossible_loss_scaling(view: RunView) -> Iterator[Finding]:
+    """Adaptive loss scaling with a window or a floor of 0 or less, or a loss scale that is a switch.
+
+    The window divides the number of steps, and a scale that may fall to 0 makes every gradient 0. With a
+    fixed loss_scale the two are not used, and any number passes.
+    """
+    fp16 = view.section("/fp16")
+    adaptive = view.on("/fp16/enabled") and (as_float(fp16.get("loss_scale", 0)) or 0) == 0
+    for name in ("loss_scale_window", "min_loss_scale", "loss_scale"):
+        value = fp16.get(name)
+        number = as_int(value) if name != "loss_scale" and value not in (None, AUTO) else None
+        if isinstance(value, bool) or (adaptive and number is not None and number <= 0):
+            yield Finding(
+                pointer=f"/fp16/{name}",
+                message=f"fp16.{name} is {str(value).lower()}",
+                hint="use a whole number of at least 1" if name != "loss_scale" else "use 0 for an adaptive loss scale",
+                deepspeed="refuses the config",
+                on_value=True,
+            )
+
+
+@rule(
+    "DS404",
+    "low-precision-masters-without-zero",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": 8, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}',
+    right='{"train_batch_size": 8, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true,'
+    ' "bf16_optimizer_states": true}, "zero_optimization": {"stage": 1}}',
+)
+def low_precision_masters_without_zero(view: RunView) -> Iterator[Finding]:
+    """Master weights or optimizer states in 16 bits, without ZeRO or without its CPU Adam.
+
+    Only ZeRO's optimizers can keep them so; master weights alone only with an offloaded optimizer state.
+    bf16_optimizer_states also needs bf16_master_weights_and_grads.
+    """
+    bf16 = "/bf16" if view.get("/bf16") is not None else "/bfloat16"
+    masters = f"{bf16}/bf16_master_weights_and_grads"
+    states = f"{bf16}/bf16_optimizer_states"
+    for pointer in ("/fp16/fp16_master_weights_and_grads", masters, states):
+        if view.on(pointer) and view.zero_stage == 0:
+            yield Finding(
+                pointer=pointer,
+                message=f"{pointer.rsplit('/', 1)[1]} needs ZeRO, but the stage is 0",
+                hint="set zero_optimization.stage to 1, 2 or 3",
+                deepspeed="raises AssertionError",
+            )
+        elif pointer != states and view.on(pointer) and not view.on(states) and not offloads(view, "offload_optimizer"):
+            yield Finding(
+                pointer=pointer,
+                message=f"{pointer.rsplit('/', 1)[1]} needs offload_optimizer and DeepSpeed's CPU Adam",
+                hint='set offload_optimizer.device to "cpu" and name the optimizer AdamW, or remove it',
+                deepspeed="raises AssertionError when the engine starts",
+            )
+        elif pointer == states and view.on(states) and not view.on(masters):
+            yield Finding(
+                pointer=states,
+                message="bf16_optimizer_states needs bf16_master_weights_and_grads",
+                hint="enable bf16_master_weights_and_grads too",
+                deepspeed="raises AssertionError",
+            )
+
+
+@rule(
+    "DS405",
+    "param-dtype-conflict",
+    Severity.ERROR,
+    claim="engine",
+    wrong='{"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"param_dtype": "fp32"}}',
+    right='{"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"param_dtype": "bf16"}}',
+)
+def param_dtype_conflict(view: RunView) -> Iterator[Finding]:
+    """data_types.param_dtype says one precision, and fp16 or bf16 another."""
+    wanted = _kind(view.get("/data_types/param_dtype"))
+    undecided = AUTO in (view.get("/bf16/enabled"), view.get("/fp16/enabled"))
+    if wanted is not None and wanted != view.precision and not undecided:
+        yield Finding(
+            pointer="/data_types/param_dtype",
+            message=f"param_dtype is {wanted}, but the model's precision is {view.precision}",
+            hint=f"write {view.precision}, or remove it",
+            deepspeed="raises AssertionError when the engine starts",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS406",
+    "accumulation-in-another-type",
+    Severity.ERROR,
+    claim="engine",
+    wrong='{"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}',
+    right='{"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"},'
+    ' "zero_optimization": {"stage": 1}}',
+)
+def accumulation_in_another_type(view: RunView) -> Iterator[Finding]:
+    """Gradients are to be accumulated in another type than the model's, without ZeRO.
+
+    Without ZeRO there is no buffer of another type to accumulate in.
+    """
+    wanted = _kind(view.get("/data_types/grad_accum_dtype"))
+    undecided = AUTO in (view.get("/bf16/enabled"), view.get("/fp16/enabled"))
+    if wanted is not None and wanted != view.precision and view.zero_stage == 0 and not undecided:
+        yield Finding(
+            pointer="/data_types/grad_accum_dtype",
+            message=f"gradients in {wanted} for a model in {view.precision} need ZeRO",
+            hint="set zero_optimization.stage to 1, or remove it",
+            deepspeed="raises NotImplementedError when the engine starts",
+            on_value=True,
+        )

@@ -1,0 +1,220 @@
+"""Rules about ZeRO: what works at which stage, and what excludes what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from harness.config.diagnostic import Severity
+from harness.config.resolving.auto_values import AUTO
+from harness.config.rules.rule import Finding, rule
+from harness.config.text import edits
+from harness.config.view import RunView
+from harness.wording import counted
+
+ZERO = "/zero_optimization"
+
+
+def _acts(value: Any, default: Any) -> bool:
+    """Whether a value would do something if its key were read."""
+    return value is not None and value is not False and value != AUTO and (value != default or value is not True)
+
+
+@rule(
+    "DS503",
+    "key-of-another-stage",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9}}',
+)
+def key_of_another_stage(view: RunView) -> Iterator[Finding]:
+    """A key that has no effect at this ZeRO stage.
+
+    It is accepted and does nothing: `stage3_*` keys, sub_group_size, ZeRO++ (zero_hpz_partition_size,
+    zero_quantized_*) act at stage 3, round_robin_gradients and parameter_alignment at stages 1 and 2.
+    """
+    stage = view.zero_stage
+    if stage is None or isinstance(view.get(ZERO), bool):
+        return
+    for visit in view.visits:
+        if not visit.pointer.startswith(f"{ZERO}/") or visit.key is None:
+            continue
+        stages = visit.key.spec.get("x-stages")
+        if stages and stage not in stages and _acts(visit.value, visit.key.spec.get("default")):
+            where = " and ".join(str(number) for number in stages)
+            yield Finding(
+                pointer=visit.pointer,
+                message=f"{visit.name} has an effect at ZeRO stage {where} only, but the stage is {stage}",
+                hint="remove it, or change the stage",
+                deepspeed="ignores it",
+                edits=edits.remove(view.document, visit.pointer),
+            )
+
+
+@rule(
+    "DS505",
+    "no-gradient-norm",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "compute_grad_norm": false}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "compute_grad_norm": false},'
+    ' "gradient_clipping": 0}',
+)
+def no_gradient_norm(view: RunView) -> Iterator[Finding]:
+    """The gradient norm is disabled where DeepSpeed needs it.
+
+    It can be left out at stages 1 and 2, and only if nothing is clipped; an absent gradient_clipping clips
+    at 1.0.
+    """
+    value = view.section(ZERO).get("compute_grad_norm", True)
+    if value == AUTO or view.on(f"{ZERO}/compute_grad_norm") or value is True:
+        return
+    clipping = view.data.get("gradient_clipping", 1.0)
+    clips = isinstance(clipping, (int, float)) and clipping > 0
+    if view.zero_stage in (0, 3):
+        message = f"compute_grad_norm is false at ZeRO stage {view.zero_stage}"
+        hint, deepspeed = "use stage 1 or 2, or remove it", "refuses the config"
+    elif clips:
+        shown = "absent, which clips at 1.0" if "gradient_clipping" not in view.data else str(clipping)
+        message = f"compute_grad_norm is false and gradient_clipping is {shown}"
+        hint, deepspeed = "set gradient_clipping to 0", "raises ValueError when the engine starts"
+    else:
+        return
+    yield Finding(pointer=f"{ZERO}/compute_grad_norm", message=message, hint=hint, deepspeed=deepspeed)
+
+
+@rule(
+    "DS506",
+    "summed-gradients",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": 8, "gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}',
+    right='{"train_batch_size": 8, "gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}}',
+)
+def summed_gradients(view: RunView) -> Iterator[Finding]:
+    """Gradients are to be summed over the ranks, with something that averages them.
+
+    ZeRO-3, ZenFlow and DeepCompile know the mean only.
+    """
+    if str(view.get("/gradient_allreduce_op")).lower() != "sum":
+        return
+    zenflow = view.get(f"{ZERO}/zenflow") not in (None, AUTO)
+    reasons = (
+        ("ZeRO-3", view.zero_stage == 3),
+        ("ZenFlow", zenflow),
+        ("DeepCompile", view.on("/compile/deepcompile")),
+    )
+    for name, holds in reasons:
+        if holds:
+            yield Finding(
+                pointer="/gradient_allreduce_op",
+                message=f"gradient_allreduce_op sum does not work with {name}",
+                hint='use "mean"',
+                deepspeed="raises ValueError",
+                on_value=True,
+            )
+            return
+
+
+@rule(
+    "DS507",
+    "prescaled-gradients",
+    Severity.ERROR,
+    claim="engine",
+    wrong='{"train_batch_size": 8, "prescale_gradients": true, "optimizer": {"type": "Adam", "params":'
+    ' {"torch_adam": true}}, "zero_optimization": {"stage": 2}}',
+    right='{"train_batch_size": 8, "prescale_gradients": true, "optimizer": {"type": "Adam", "params":'
+    ' {"torch_adam": true}}, "zero_optimization": {"stage": 2, "reduce_scatter": false}}',
+)
+def prescaled_gradients(view: RunView) -> Iterator[Finding]:
+    """Gradients are to be scaled before they are reduced, and reduce-scatter cannot do that.
+
+    prescale_gradients and a gradient_predivide_factor other than 1 exclude reduce_scatter, which is on by
+    default, at stages 2 and 3.
+    """
+    scatters = view.section(ZERO).get("reduce_scatter", True)
+    if view.zero_stage not in (2, 3) or not (scatters == AUTO or view.on(f"{ZERO}/reduce_scatter") or scatters is True):
+        return
+    factor = view.get("/gradient_predivide_factor")
+    for name, holds in (
+        ("prescale_gradients", view.get("/prescale_gradients") is True),
+        ("gradient_predivide_factor", isinstance(factor, (int, float)) and factor != 1),
+    ):
+        if holds:
+            yield Finding(
+                pointer=f"/{name}",
+                message=f"{name} does not work with reduce_scatter at ZeRO stage {view.zero_stage}",
+                hint=f"remove {name}, or set zero_optimization.reduce_scatter to false",
+                deepspeed="raises AssertionError when the engine starts",
+            )
+
+
+@rule(
+    "DS508",
+    "legacy-stage-1",
+    Severity.ERROR,
+    claim="engine",
+    wrong='{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"torch_adam": true}},'
+    ' "zero_optimization": {"stage": 1, "legacy_stage1": true}}',
+    right='{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"torch_adam": true}},'
+    ' "zero_optimization": {"stage": 1}}',
+)
+def legacy_stage_1(view: RunView) -> Iterator[Finding]:
+    """The first implementation of ZeRO-1 is selected, which DeepSpeed has removed."""
+    if view.on(f"{ZERO}/legacy_stage1") and view.zero_stage in (1, 2, 3):
+        yield Finding(
+            pointer=f"{ZERO}/legacy_stage1",
+            message="legacy_stage1 selects an implementation that DeepSpeed has removed",
+            hint="remove it",
+            deepspeed="raises an exception when the engine starts",
+            edits=edits.remove(view.document, f"{ZERO}/legacy_stage1"),
+        )
+
+
+@rule(
+    "DS510",
+    "secondary-partition-does-not-fit",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}',
+    world_size=8,
+)
+def secondary_partition_does_not_fit(view: RunView) -> Iterator[Finding]:
+    """The number of data-parallel ranks is not a multiple of zero_hpz_partition_size.
+
+    The secondary copy of the parameters (ZeRO++ hpZ) is partitioned over groups of that many ranks, normally
+    the ranks of one host.
+    """
+    size = view.size(f"{ZERO}/zero_hpz_partition_size") or 1
+    ranks = view.data_parallel
+    if view.zero_stage == 3 and ranks and ranks % min(size, ranks):
+        yield Finding(
+            pointer=f"{ZERO}/zero_hpz_partition_size",
+            message=f"{counted(ranks, 'data-parallel rank')} cannot be divided into groups of {size}",
+            hint="use the number of ranks on a host",
+            deepspeed="raises AssertionError when the engine starts",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS511",
+    "quantized-weights-under-autocast",
+    Severity.ERROR,
+    claim="engine",
+    wrong='{"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "bfloat16"}, "optimizer": {"type":'
+    ' "Adam", "params": {"torch_adam": true}}, "zero_optimization": {"stage": 3, "zero_quantized_weights": true}}',
+    right='{"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "bfloat16"}, "optimizer": {"type":'
+    ' "Adam", "params": {"torch_adam": true}}, "zero_optimization": {"stage": 3}}',
+)
+def quantized_weights_under_autocast(view: RunView) -> Iterator[Finding]:
+    """torch_autocast and quantized weights (ZeRO++ qwZ) are both on, and exclude each other."""
+    if view.on("/torch_autocast/enabled") and view.on(f"{ZERO}/zero_quantized_weights"):
+        yield Finding(
+            pointer=f"{ZERO}/zero_quantized_weights",
+            message="zero_quantized_weights does not work under torch_autocast",
+            hint="replace torch_autocast with bf16, or remove zero_quantized_weights",
+            deepspeed="raises AssertionError when the engine starts",
+        )

@@ -1,0 +1,1 @@
+"""Rules about stages, tensor parallelism and the model."""

@@ -1,0 +1,208 @@
+"""Rules about what the harness does otherwise than DeepSpeed alone: keys without effect, and keys that it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from harness.config.diagnostic import Severity
+from harness.config.resolving.auto_values import AUTO
+from harness.config.resolving.handed import IDLE, accelerated
+from harness.config.rules.deepspeed.offload import ZERO, offloads
+from harness.config.rules.deepspeed.precision import FLOAT16
+from harness.config.rules.rule import Finding, rule
+from harness.config.rules.syntax.keys import dotted
+from harness.config.schema import find
+from harness.config.schema.coercion import as_float
+from harness.config.view import RunView
+
+
+def _asks(view: RunView, pointer: str) -> bool:
+    """Whether a key holds something else than its default."""
+    key, value = find(pointer), view.as_read(pointer)
+    default: Any = key.spec.get("default") if key is not None else None
+    return view.has(pointer) and value not in (None, AUTO, default) and not (value is False and default is None)
+
+
+@rule(
+    "DS107",
+    "no-effect-in-the-harness",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "dataloader_drop_last": true}',
+    right='{"train_batch_size": 8}',
+)
+def no_effect_in_the_harness(view: RunView) -> Iterator[Finding]:
+    """A key configures something that the harness does itself, or does not do.
+
+    The harness reads the data, cuts the model and writes checkpoints and model on its own, and does not compile
+    or tune: `data_efficiency`, `compile.deepcompile`, `hybrid_engine`, `autotuning`, `checkpoint.writer` and
+    others have nothing to act on, and most are not handed on to DeepSpeed. With `--target deepspeed` or `hf`
+    this is not reported.
+    """
+    reported: set[str] = set()
+    for pointer, why in IDLE.items() if view.target == "harness" else ():
+        section = pointer.split("/")[1]
+        if section in ("data_efficiency", "compile") and section in reported:
+            continue
+        if _asks(view, pointer):
+            reported.add(section)
+            yield Finding(
+                pointer=pointer,
+                message=f"{dotted(pointer)} has no effect in the harness: {why}",
+                hint="remove it",
+                deepspeed="never reads it in a run of the harness",
+            )
+    if view.target == "harness" and view.tensor == 1:
+        for name in ("partition_activations", "contiguous_memory_optimization"):
+            if view.on(f"/activation_checkpointing/{name}"):
+                yield Finding(
+                    pointer=f"/activation_checkpointing/{name}",
+                    message=f"{name} has no effect: it distributes activations over tensor-parallel ranks, and"
+                    " there is only one",
+                    hint="remove it, or set tensor_parallel.autotp_size",
+                    deepspeed="never reads it in a run of the harness",
+                )
+    forced = view.on("/zero_force_ds_cpu_optimizer") and not view.has("/optimizer")
+    if view.target == "harness" and forced and offloads(view, "offload_optimizer"):
+        yield Finding(
+            pointer="/zero_force_ds_cpu_optimizer",
+            message="zero_force_ds_cpu_optimizer has no effect in the harness: the optimizer is torch's fused AdamW",
+            hint="set it to false, or name an optimizer",
+            deepspeed="refuses torch's AdamW with an offloaded optimizer state",
+        )
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """A key that the harness refuses: when, and in which words."""
+
+    pointer: str
+    holds: Callable[[RunView], bool]
+    message: str
+    hint: str
+    deepspeed: str
+
+
+def _zero_3(view: RunView) -> bool:
+    return view.zero_stage == 3
+
+
+_REFUSED = (
+    _Refusal(
+        "/managed_gradient_accumulation",
+        lambda view: view.as_read("/managed_gradient_accumulation") is False,
+        "managed_gradient_accumulation false would run the optimizer after every micro-batch",
+        "remove it",
+        "leaves gradient accumulation to the program",
+    ),
+    _Refusal(
+        f"{ZERO}/offload_param/device",
+        lambda view: _zero_3(view) and view.get(f"{ZERO}/offload_param/device") == "nvme",
+        "parameters cannot be offloaded to NVMe: the harness partitions them layer by layer, and each layer "
+        "would delete the files of the earlier ones",
+        'set offload_param.device to "cpu"',
+        "keeps one file per parameter in nvme_path",
+    ),
+    _Refusal(
+        f"{ZERO}/offload_optimizer/ratio",
+        lambda view: _zero_3(view) and (as_float(view.get(f"{ZERO}/offload_optimizer/ratio")) or 1.0) < 1.0,
+        "offload_optimizer.ratio below 1 needs DeepSpeed's own CPU Adam, which the harness does not use",
+        "remove ratio",
+        "raises AssertionError with another optimizer",
+    ),
+    _Refusal(
+        f"{ZERO}/zenflow",
+        lambda view: (
+            view.get(f"{ZERO}/zenflow") not in (None, AUTO)
+            and not (view.zero_stage in (1, 2, 3) and view.as_read(f"{ZERO}/offload_optimizer/device") == "cpu")
+        ),
+        "zenflow needs ZeRO with offload_optimizer on the CPU",
+        'set offload_optimizer.device to "cpu", or remove zenflow',
+        "raises ValueError when the engine starts",
+    ),
+    _Refusal(
+        f"{ZERO}/stage3_module_granularity_threshold",
+        lambda view: (
+            _zero_3(view)
+            and max(view.size(f"{ZERO}/{name}module_granularity_threshold") or 0 for name in ("stage3_", "")) > 0
+        ),
+        "stage3_module_granularity_threshold gathers whole modules that the harness calls in parts",
+        "remove it: the harness finds the modules that must be gathered whole",
+        "marks modules by their size, and fails in their first forward or backward",
+    ),
+    _Refusal(
+        f"{ZERO}/zero_quantized_gradients",
+        lambda view: _zero_3(view) and view.on(f"{ZERO}/zero_quantized_gradients") and view.tensor > 1,
+        "zero_quantized_gradients would sum gradients over all ranks, tensor-parallel ones included",
+        "remove it, or set tensor_parallel.autotp_size to 1",
+        "reduces quantized gradients over the whole world",
+    ),
+    _Refusal(
+        f"{ZERO}/reduce_scatter",
+        lambda view: (
+            _zero_3(view)
+            and view.on(f"{ZERO}/zero_quantized_gradients")
+            and view.as_read(f"{ZERO}/reduce_scatter") is False
+        ),
+        "zero_quantized_gradients does not work with reduce_scatter false",
+        "remove reduce_scatter, or zero_quantized_gradients",
+        "raises AssertionError when the engine starts",
+    ),
+    _Refusal(
+        "/torch_autocast/dtype",
+        lambda view: view.on("/torch_autocast/enabled") and view.get("/torch_autocast/dtype") in FLOAT16,
+        "torch_autocast in float16 clips by a gradient norm that includes the loss scale",
+        'use "bfloat16", or replace torch_autocast with fp16',
+        "reports and clips the scaled norm",
+    ),
+)
+
+
+@rule(
+    "DS108",
+    "refused-by-the-harness",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_batch_size": 8, "managed_gradient_accumulation": false}',
+    right='{"train_batch_size": 8, "managed_gradient_accumulation": true}',
+)
+def refused_by_the_harness(view: RunView) -> Iterator[Finding]:
+    """A key that DeepSpeed accepts, but that would make a run of the harness fail or compute something else.
+
+    The harness spreads parameters layer by layer at ZeRO-3, decides itself when the optimizer steps, and brings
+    torch's AdamW where the config names no optimizer. What cannot work beside that is refused before the start.
+    """
+    for item in _REFUSED if view.target == "harness" else ():
+        if item.holds(view):
+            yield Finding(
+                pointer=item.pointer,
+                message=item.message,
+                hint=item.hint,
+                deepspeed=item.deepspeed,
+            )
+
+
+@rule(
+    "DS109",
+    "needs-an-accelerator",
+    Severity.INFO,
+    claim="elsewhere",
+    wrong='{"train_batch_size": 8, "optimizer": {"type": "Lamb", "params": {"lr": 1e-4}}}',
+    right='{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}',
+)
+def needs_an_accelerator(view: RunView) -> Iterator[Finding]:
+    """A feature that DeepSpeed supports on accelerators only.
+
+    A check cannot know where the file will run. On a CPU the run is refused with the same words, before the
+    model is built.
+    """
+    for pointer, message in accelerated(view.data).items() if view.target == "harness" else ():
+        yield Finding(
+            pointer=pointer,
+            message=message,
+            hint="run on an accelerator, or remove it",
+            deepspeed="fails on a CPU when the kernel is loaded",
+            on_value=True,
+        )

@@ -1,0 +1,165 @@
+"""Rules about the layout: pipeline stages x tensor-parallel ranks x data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.diagnostic import Severity
+from harness.config.resolving.auto_values import AUTO, LEAST, size_fault
+from harness.config.rules.rule import Finding, rule
+from harness.config.schema.coercion import as_int
+from harness.config.text import edits
+from harness.config.view import RunView
+from harness.wording import counted
+
+_READ = {"/tensor_parallel": "autotp_size", "/expert_parallel": "autoep_size"}
+
+
+@rule(
+    "DS311",
+    "layout-does-not-fit",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 3}}',
+    world_size=3,
+)
+def layout_does_not_fit(view: RunView) -> Iterator[Finding]:
+    """The number of ranks is not a multiple of pipeline stages x tensor-parallel ranks.
+
+    Every data-parallel copy of the model takes stages x tensor-parallel ranks; what is left over would be
+    idle, and the harness refuses to start so. It is checked with `--world_size`, and at the start of a run.
+    """
+    copy = view.stages * view.tensor
+    if view.target == "harness" and view.world_size is not None and view.world_size % copy:
+        pointer = "/pipeline/stages" if view.stages > 1 else "/tensor_parallel/autotp_size"
+        yield Finding(
+            pointer=pointer,
+            message=f"{counted(view.world_size, 'rank')} cannot be divided into copies of "
+            f"{counted(view.stages, 'pipeline stage')} x {counted(view.tensor, 'tensor-parallel rank')}",
+            hint=f"start a multiple of {copy} ranks, or change the layout",
+            deepspeed="does not read the layout here",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS312",
+    "sequence-parallel-in-the-harness",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 2}',
+    right='{"train_micro_batch_size_per_gpu": 1}',
+)
+def sequence_parallel_in_the_harness(view: RunView) -> Iterator[Finding]:
+    """A size for sequence parallelism, which the harness does not support.
+
+    DeepSpeed needs the model's attention to be rewritten for it (Ulysses); a model that is not, computes
+    each sequence on every rank.
+    """
+    size = view.size("/sequence_parallel_size") or 1
+    if view.target == "harness" and size > 1:
+        yield Finding(
+            pointer="/sequence_parallel_size",
+            message=f"sequence_parallel_size {size}: the harness supports pipeline, tensor and data parallelism only",
+            hint="remove it",
+            deepspeed="divides the number of data-parallel ranks by it",
+        )
+
+
+@rule(
+    "DS313",
+    "autotp-option-in-the-harness",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1, "tp_overlap_comm": true}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}',
+)
+def autotp_option_in_the_harness(view: RunView) -> Iterator[Finding]:
+    """An option of DeepSpeed's AutoTP or AutoEP, which do not run under the harness.
+
+    The harness cuts the layers itself, by the plans that the model declares, and takes nothing but
+    `tensor_parallel.autotp_size` and `expert_parallel.autoep_size` (where `enabled`) from these sections;
+    they are not handed on to DeepSpeed.
+    """
+    if view.target != "harness":
+        return
+    for visit in view.visits:
+        size = _READ.get(visit.parent)
+        if size is None or visit.key is None or visit.name in (size, "dtype", "enabled"):
+            continue
+        if visit.value not in (AUTO, None, visit.key.spec.get("default")):
+            tool = "AutoTP" if visit.parent == "/tensor_parallel" else "AutoEP"
+            yield Finding(
+                pointer=visit.pointer,
+                message=f"{visit.name} is an option of {tool}, which the harness does not use",
+                hint=f"remove it: the harness reads only {size} here",
+                deepspeed="does not get this section from the harness",
+            )
+
+
+@rule(
+    "DS314",
+    "experts-over-other-ranks",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 4},'
+    ' "expert_parallel": {"enabled": true, "autoep_size": 2}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2},'
+    ' "expert_parallel": {"enabled": true, "autoep_size": 2}}',
+)
+def experts_over_other_ranks(view: RunView) -> Iterator[Finding]:
+    """Experts are to be distributed over a number of ranks that is not the tensor-parallel size.
+
+    The harness spreads whole experts over the ranks of a tensor-parallel group, which see the same tokens,
+    so that none has to travel: `autoep_size` is 1 or `tensor_parallel.autotp_size`. Without
+    `expert_parallel` each expert is cut instead, as every other layer is.
+    """
+    if view.target == "harness" and view.expert not in (1, view.tensor):
+        yield Finding(
+            pointer="/expert_parallel/autoep_size",
+            message=f"expert-parallel size {view.expert} differs from tensor-parallel size {view.tensor}",
+            hint=f"set tensor_parallel.autotp_size to {view.expert}, or autoep_size to {view.tensor}",
+            deepspeed="exchanges tokens between data-parallel ranks",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS315",
+    "size-that-is-none",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 0}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 1}}',
+)
+def size_that_is_none(view: RunView) -> Iterator[Finding]:
+    """A size of the layout is 0, negative, a fraction, a string, or a switch.
+
+    DeepSpeed reads `pipeline.stages`, `pipeline.activation_checkpoint_interval` and
+    `expert_parallel.autoep_size` without looking at them; the harness lays out the run by them and refuses
+    to guess. `tensor_parallel.autotp_size` may be 0, which DeepSpeed reads as off.
+    """
+    if view.target != "harness":
+        return
+    for pointer in LEAST:
+        if not view.has(pointer) or (pointer.startswith("/tensor_parallel") and as_int(view.get(pointer)) is None):
+            continue  # DeepSpeed itself refuses what is no number in that section
+        fault = size_fault(pointer, view.as_read(pointer))
+        if fault is not None:
+            yield Finding(
+                pointer=pointer,
+                message=fault[0],
+                hint=fault[1],
+                deepspeed="does not validate it",
+                on_value=True,
+                edits=_number(view, pointer),
+                is_safe=False,
+            )
+
+
+def _number(view: RunView, pointer: str) -> tuple[edits.Edit, ...]:
+    """Write a number that stands in quotes, and 1 for a switch that is on."""
+    value = view.get(pointer)
+    is_number = isinstance(value, str) and value.isdigit() and 0 < len(value) < 19
+    return edits.replace(view.document, pointer, int(value)) if value is True or is_number else ()

@@ -1,0 +1,155 @@
+"""Rules that hold a config against a model: what can be cut into how many parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.diagnostic import Severity
+from harness.config.model.plans import planless_family
+from harness.config.model.shares import Heads
+from harness.config.rules.rule import Finding, rule
+from harness.config.view import RunView
+from harness.wording import counted
+
+_TINY = "tiny-llama"
+
+
+@rule(
+    "DS901",
+    "fewer-layers-than-stages",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4096, "pipeline": {"stages": 1000}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2}}',
+    model=_TINY,
+)
+def fewer_layers_than_stages(view: RunView) -> Iterator[Finding]:
+    """The model has fewer decoder layers than the pipeline has stages, so some stages would be empty."""
+    layers = view.model.layers if view.model is not None else None
+    if view.target == "harness" and layers is not None and view.stages > layers:
+        yield Finding(
+            pointer="/pipeline/stages",
+            message=f"{view.stages} pipeline stages, but the model has only {counted(layers, 'decoder layer')}",
+            hint=f"use at most {counted(layers, 'stage')}",
+            deepspeed="builds empty stages",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS902",
+    "fewer-heads-than-ranks",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1009}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}',
+    model=_TINY,
+)
+def fewer_heads_than_ranks(view: RunView) -> Iterator[Finding]:
+    """The model has fewer attention heads than a tensor-parallel group has ranks, so some ranks would have none.
+
+    Key-value heads may be fewer than ranks: then several ranks hold one.
+    """
+    heads = view.model.heads if view.model is not None else None
+    if view.target == "harness" and heads is not None and view.tensor > heads:
+        yield Finding(
+            pointer="/tensor_parallel/autotp_size",
+            message=f"{view.tensor} tensor-parallel ranks, but the model has only {counted(heads, 'attention head')}",
+            hint=f"set tensor_parallel.autotp_size to at most {heads}",
+            deepspeed="does nothing here: the harness splits the layers itself",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS903",
+    "unequal-shares",
+    Severity.WARNING,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 3}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 4}}',
+    model=_TINY,
+)
+def unequal_shares(view: RunView) -> Iterator[Finding]:
+    """Attention heads, or the width between a layer's projections, cannot be shared equally by the ranks.
+
+    The numbers stay those of one process, but in every layer the other ranks wait for the one with the largest
+    share. Heads go to the ranks together with the key-value head that they belong to. The message says how
+    large the largest share is.
+    """
+    model = view.model
+    if view.target != "harness" or model is None or view.tensor == 1:
+        return
+    largest = []
+    if model.heads is not None and model.heads >= view.tensor:
+        kv_heads = model.kv_heads if model.kv_heads and model.heads % model.kv_heads == 0 else model.heads
+        shares = Heads(query=model.heads, key_value=kv_heads).queries(view.tensor)
+        largest.append((model.heads, max(stop - start for start, stop in shares), "attention heads"))
+    if view.expert > 1 and model.experts is not None:
+        largest.append((model.experts, -(-model.experts // view.tensor), "experts"))
+    elif model.intermediate is not None:
+        largest.append((model.intermediate, -(-model.intermediate // view.tensor), "intermediate columns"))
+    unequal = [f"{most} of {total} {what}" for total, most, what in largest if most * view.tensor > total]
+    if unequal:
+        yield Finding(
+            pointer="/tensor_parallel/autotp_size",
+            message=f"{view.tensor} tensor-parallel ranks get unequal shares: the largest is {' and '.join(unequal)}",
+            hint="use a size that divides them evenly: all ranks wait for the one with the largest share",
+            deepspeed="does nothing here: the harness splits the layers itself",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS904",
+    "fewer-experts-than-ranks",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1009},'
+    ' "expert_parallel": {"enabled": true, "autoep_size": 1009}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2},'
+    ' "expert_parallel": {"enabled": true, "autoep_size": 2}}',
+    model="tiny-mixtral",
+)
+def fewer_experts_than_ranks(view: RunView) -> Iterator[Finding]:
+    """A layer has fewer experts than there are ranks to share them, so some ranks would have none.
+
+    Every rank takes whole experts. Without `expert_parallel` each expert is cut instead, and their number
+    does not matter.
+    """
+    experts = view.model.experts if view.model is not None else None
+    if view.target == "harness" and experts and experts < view.expert:
+        yield Finding(
+            pointer="/expert_parallel/autoep_size",
+            message=f"{view.expert} expert-parallel ranks, but the model has only {counted(experts, 'expert')}",
+            hint=f"set autoep_size and tensor_parallel.autotp_size to at most {experts}",
+            deepspeed="does nothing here: the harness distributes the experts itself",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS905",
+    "no-tensor-parallel-plan",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}',
+    model=planless_family(),
+)
+def no_tensor_parallel_plan(view: RunView) -> Iterator[Finding]:
+    """The model cannot be cut for tensor parallelism.
+
+    Its family declares no plan in transformers and none comes with the harness, or the plan refuses what the
+    model's config.json says. A plan is one file: `models/plans/MODEL_TYPE.json`.
+    """
+    refusal = view.model.plan_refusal if view.model is not None else None
+    spreads_experts = view.expert > 1  # then the ranks may hold all else whole
+    if view.target == "harness" and view.tensor > 1 and not spreads_experts and refusal is not None:
+        yield Finding(
+            pointer="/tensor_parallel/autotp_size",
+            message=refusal,
+            hint="set tensor_parallel.autotp_size to 1, or add a plan file for the family to models/plans",
+            deepspeed="does nothing here: the harness splits the layers itself",
+            on_value=True,
+        )

@@ -1,0 +1,208 @@
+"""Rules about the pipeline: what excludes it, what it costs, and what keeps it from training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.diagnostic import Severity
+from harness.config.resolving.auto_values import AUTO, PARTITIONS, partition_method
+from harness.config.resolving.batch import bubble, idle, micro_batches_wanted
+from harness.config.rules.rule import Finding, rule
+from harness.config.view import RunView
+
+
+@rule(
+    "DS601",
+    "zero-2-with-pipeline",
+    Severity.WARNING,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}}',
+)
+def zero_2_with_pipeline(view: RunView) -> Iterator[Finding]:
+    """Pipeline stages together with ZeRO-2 or ZeRO-3.
+
+    A stage needs its gradients until all micro-batches have passed, and its parameters at every one of
+    them, so there is nothing to save by sharing them out. DeepSpeed's PipelineEngine refuses it, but only
+    after every rank has built its model; the harness refuses it at once. ZeRO-1 works with a pipeline.
+    """
+    if view.stages > 1 and view.zero_stage in (2, 3):
+        yield Finding(
+            pointer="/zero_optimization/stage",
+            message=f"ZeRO-{view.zero_stage} cannot run with {view.stages} pipeline stages",
+            hint="use ZeRO-1 with the pipeline, or set pipeline.stages to 1",
+            severity=Severity.ERROR if view.target == "harness" else None,
+            deepspeed="raises AssertionError in PipelineEngine, after the model has been built",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS602",
+    "reentrant-checkpointing",
+    Severity.WARNING,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,'
+    ' "activation_checkpoint_interval": 1, "use_reentrant": true}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,'
+    ' "activation_checkpoint_interval": 1, "use_reentrant": false}}',
+)
+def reentrant_checkpointing(view: RunView) -> Iterator[Finding]:
+    """Activation checkpointing in a pipeline, in its reentrant form.
+
+    Reentrant checkpointing needs an input that requires a gradient. The first layer's input are integer
+    ids, so backward ends with "element 0 of tensors does not require grad" on the first stage, and the
+    others report a lost connection. Reentrant is DeepSpeed's default; the harness sets `use_reentrant` to
+    false unless the file says otherwise.
+    """
+    interval = view.size("/pipeline/activation_checkpoint_interval")
+    value = view.get("/pipeline/use_reentrant")
+    by_default = value is None and view.target != "harness" and view.stages > 1
+    if interval and (value is True or by_default):
+        yield Finding(
+            pointer="/pipeline/use_reentrant" if value else "/pipeline/activation_checkpoint_interval",
+            message="reentrant checkpointing computes no gradient for a stage whose input is integer ids",
+            hint="set pipeline.use_reentrant to false",
+            deepspeed="fails in the first backward pass of a stage that starts with an embedding",
+        )
+
+
+@rule(
+    "DS603",
+    "pipeline-bubble",
+    Severity.INFO,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "pipeline": {"stages": 4}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 16, "pipeline": {"stages": 4}}',
+)
+def pipeline_bubble(view: RunView) -> Iterator[Finding]:
+    """Too few micro-batches to keep the stages busy.
+
+    With p stages and m micro-batches (gradient_accumulation_steps) every stage idles for (p - 1) / (m + p -
+    1) of a step. From 4 (p - 1) micro-batches on that is at most a fifth. The layout never changes their
+    number; the start of a run says how much is idle where it is more. Source: GPipe, arXiv 1811.06965,
+    section 2.3.
+    """
+    steps = view.size("/gradient_accumulation_steps")
+    if (
+        steps is None
+        and view.get("/gradient_accumulation_steps") is None
+        and view.has("/train_micro_batch_size_per_gpu")
+    ):
+        steps = 1 if view.get("/train_batch_size") is None else None
+    if view.stages == 1 or steps is None or steps >= micro_batches_wanted(view.stages):
+        return
+    wanted = micro_batches_wanted(view.stages)
+    yield Finding(
+        pointer="/gradient_accumulation_steps" if view.has("/gradient_accumulation_steps") else "/pipeline/stages",
+        message=idle(view.stages, steps),
+        hint=f"{wanted} micro-batches reduce that to {bubble(view.stages, wanted):.0%}",
+        deepspeed="runs; the stages wait for each other",
+        on_value=True,
+    )
+
+
+@rule(
+    "DS604",
+    "unknown-partition",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"partition": "fair"}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"partition": "balanced"}}',
+)
+def unknown_partition(view: RunView) -> Iterator[Finding]:
+    """pipeline.partition does not name a known partition method.
+
+    The harness knows `balanced` (by cost), `measured` (by time), `uniform` (by layers), `parameters` and
+    `type:REGEX` (by class name), and refuses another word when more than one stage is asked for. DeepSpeed
+    itself reads the key and does nothing with it; `best`, its default, stands for balanced.
+    """
+    method = view.get("/pipeline/partition")
+    if partition_method(method) is not None:
+        return
+    refused = view.target == "harness" and view.stages > 1
+    yield Finding(
+        pointer="/pipeline/partition",
+        message=f"unknown partition {method!r}",
+        hint="use one of " + ", ".join((*PARTITIONS, "type:REGEX")),
+        severity=Severity.ERROR if refused else None,
+        deepspeed="does nothing with it",
+        on_value=True,
+    )
+
+
+@rule(
+    "DS605",
+    "overlap-in-pipeline",
+    Severity.WARNING,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2},'
+    ' "zero_optimization": {"stage": 1, "overlap_comm": true}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2},'
+    ' "zero_optimization": {"stage": 1, "overlap_comm": false}}',
+)
+def overlap_in_pipeline(view: RunView) -> Iterator[Finding]:
+    """overlap_comm is on in a pipeline, where gradients are reduced once, after the last micro-batch."""
+    if view.stages > 1 and view.zero_stage == 1 and view.on("/zero_optimization/overlap_comm"):
+        yield Finding(
+            pointer="/zero_optimization/overlap_comm",
+            message="overlap_comm has no effect with pipeline stages",
+            hint="remove it",
+            deepspeed="switches it off, with a warning in the log",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS606",
+    "gradients-partitioned-alone",
+    Severity.WARNING,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8,'
+    ' "tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2, "pipe_partitioned": false}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8,'
+    ' "tensor_parallel": {"autotp_size": 2},'
+    ' "pipeline": {"stages": 2, "pipe_partitioned": false, "grad_partitioned": false}}',
+)
+def gradients_partitioned_alone(view: RunView) -> Iterator[Finding]:
+    """Gradients between stages are partitioned over the tensor-parallel ranks, but activations are not.
+
+    A stage then sends its gradient in two parts, and the stage before it, which did not partition what it
+    sent, waits for one whole tensor. grad_partitioned is on by default, so switching pipe_partitioned off
+    alone is enough.
+    """
+    whole = view.get("/pipeline/pipe_partitioned") is False
+    if whole and view.get("/pipeline/grad_partitioned") is not False and view.tensor > 1 and view.stages > 1:
+        yield Finding(
+            pointer="/pipeline/pipe_partitioned",
+            message="with tensor parallelism, pipe_partitioned and grad_partitioned must both be on or both be off",
+            hint="set pipeline.grad_partitioned to false as well",
+            deepspeed="sends two tensors where the other stage expects one",
+        )
+
+
+@rule(
+    "DS607",
+    "pipeline-without-a-pipeline",
+    Severity.WARNING,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}}',
+    right='{"train_micro_batch_size_per_gpu": 1}',
+    target="hf",
+)
+def pipeline_without_a_pipeline(view: RunView) -> Iterator[Finding]:
+    """A pipeline section in a config for the HuggingFace Trainer, which has no pipeline.
+
+    DeepSpeed reads the section for a model that is a PipelineModule. The HuggingFace Trainer hands it the whole
+    model: every rank holds all layers and is data-parallel.
+    """
+    for name in ("stages", "partition", "activation_checkpoint_interval"):
+        value = view.get(f"/pipeline/{name}")
+        if view.target == "hf" and value not in (None, AUTO, 0, False) and not (name == "stages" and value == 1):
+            yield Finding(
+                pointer=f"/pipeline/{name}",
+                message=f"pipeline.{name} has no effect: the HuggingFace Trainer has no pipeline",
+                hint="remove the section, or train with the harness",
+                deepspeed="reads the section, but trains the whole model on every rank",
+            )
+            return

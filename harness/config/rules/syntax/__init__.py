@@ -1,0 +1,1 @@
+"""Rules about the text, the keys and the types of values."""

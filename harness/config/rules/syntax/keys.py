@@ -1,0 +1,264 @@
+"""Rules about names: keys that DeepSpeed does not know, has removed, or knows in another place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config import schema
+from harness.config.diagnostic import Severity
+from harness.config.resolving.auto_values import AUTO
+from harness.config.rules.rule import Finding, rule
+from harness.config.schema.suggest import alias_here, elsewhere, nearest
+from harness.config.text import edits
+from harness.config.view import KeyOccurrence, RunView, is_comment
+
+
+def dotted(pointer: str) -> str:
+    """`zero_optimization.stage` for `/zero_optimization/stage`."""
+    return pointer.strip("/").replace("/", ".")
+
+
+def unknown(view: RunView) -> Iterator[KeyOccurrence]:
+    """Keys that no section owns; comments and removed features are somebody else's."""
+    for visit in view.visits:
+        if visit.key is not None or visit.section.removed(visit.name) or visit.section.unknown_keys == "free":
+            continue
+        if not (is_comment(visit.name) and not visit.section.is_pydantic):
+            yield visit
+
+
+def _consequence(visit: KeyOccurrence) -> tuple[Severity, str]:
+    """How grave an unknown key is where it stands, and what DeepSpeed does with it."""
+    if visit.section.is_pydantic and visit.value != AUTO:
+        return Severity.ERROR, "refuses the config: extra inputs are not permitted"
+    return Severity.WARNING, "silently ignores the key"
+
+
+def _meant(visit: KeyOccurrence) -> str | None:
+    """The key of the same section that is meant, if it can be told."""
+    meant = alias_here(visit.name, visit.parent) or nearest(visit.name, visit.section.keys)
+    takes_object = meant is not None and (
+        visit.section.keys[meant].is_section or "object" in visit.section.keys[meant].types
+    )
+    return None if isinstance(visit.value, dict) and not takes_object else meant
+
+
+@rule(
+    "DS101",
+    "misspelt-key",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "zero_optimisation": {"stage": 3}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 3}}',
+)
+def misspelt_key(view: RunView) -> Iterator[Finding]:
+    """An unknown key that looks like a misspelling of a known one.
+
+    At the top level DeepSpeed ignores what it does not know: `zero_optimisation` with stage 3 trains at
+    stage 0, and `gradient_cliping` leaves clipping at its default of 1.0. Sections that are checked refuse
+    such a key, and there it is an error. The key begins to act when it is renamed, so that is one of the
+    `--unsafe-fixes`.
+    """
+    for visit in unknown(view):
+        meant = _meant(visit)
+        if meant is None:
+            continue
+        severity, deepspeed = _consequence(visit)
+        taken = meant in view.section(visit.parent) if visit.parent else meant in view.data
+        yield Finding(
+            pointer=visit.pointer,
+            message=f"unknown key {dotted(visit.pointer)}",
+            hint=f"{meant} is set as well; keep one of them" if taken else f"did you mean {meant}?",
+            severity=severity,
+            deepspeed=deepspeed,
+            edits=() if taken else edits.rename(view.document, visit.pointer, meant),
+            is_safe=False,
+        )
+
+
+@rule(
+    "DS102",
+    "misplaced-key",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "pipeline": {"partition_activations": true}}',
+    right='{"train_batch_size": 8, "activation_checkpointing": {"partition_activations": true}}',
+)
+def misplaced_key(view: RunView) -> Iterator[Finding]:
+    """A key is in the wrong section.
+
+    The classic is `partition_activations` under `pipeline`, where nothing reads it. `--unsafe-fixes` moves the
+    key to where it acts, unless that key is set already.
+    """
+    for visit in unknown(view):
+        if _meant(visit) is not None:
+            continue
+        place = elsewhere(visit.name, visit.parent)
+        if place is None or (visit.name == "loss_scale" and visit.parent in ("/bf16", "/bfloat16")):
+            continue
+        severity, deepspeed = _consequence(visit)
+        home = schema.find(place)
+        is_switch = home is not None and home.is_section and not isinstance(visit.value, dict)
+        parent = place.rsplit("/", 1)[0]
+        if is_switch:
+            hint, change = (
+                f"remove it: {dotted(place)} is a separate section",
+                edits.remove(view.document, visit.pointer),
+            )
+        elif view.has(place):
+            hint, change = f"it belongs at {dotted(place)}, which is set as well; keep one of them", ()
+        else:
+            hint, change = f"move it to {dotted(place)}", edits.move(view.document, visit.pointer, place)
+        yield Finding(
+            pointer=visit.pointer,
+            message=f"{visit.name} does not belong in {dotted(visit.parent) or 'the top level'}"
+            + (f" but in {dotted(parent)}" if parent and not is_switch else ""),
+            hint=hint,
+            severity=severity,
+            deepspeed=deepspeed,
+            edits=change,
+            is_safe=is_switch and not visit.section.is_pydantic,
+        )
+
+
+@rule(
+    "DS103",
+    "unknown-key",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "frobnicate": true}',
+    right='{"train_batch_size": 8}',
+)
+def unknown_key(view: RunView) -> Iterator[Finding]:
+    """An unknown key that resembles no known one.
+
+    In the sections that DeepSpeed checks it is an error. Everywhere else, the top level included, the key
+    is silently ignored. A key that starts with `_` or `$`, or has "comment" in its name, counts as a
+    comment.
+    """
+    for visit in unknown(view):
+        if _meant(visit) is not None or elsewhere(visit.name, visit.parent) is not None:
+            continue
+        severity, deepspeed = _consequence(visit)
+        yield Finding(
+            pointer=visit.pointer,
+            message=f"unknown key {dotted(visit.pointer)}",
+            hint="remove it",
+            severity=severity,
+            deepspeed=deepspeed,
+        )
+
+
+@rule(
+    "DS104",
+    "removed-feature",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": 8, "elasticity": {"enabled": false}}',
+    right='{"train_batch_size": 8}',
+)
+def removed_feature(view: RunView) -> Iterator[Finding]:
+    """A key of a feature that DeepSpeed has removed.
+
+    DeepSpeed refuses it even when it is switched off, so that nobody trains without what the config asks
+    for. Where the section says `"enabled": false`, `--fix` takes it out.
+    """
+    for visit in view.visits:
+        hint = visit.section.removed(visit.name)
+        if hint is None:
+            continue
+        value = visit.value
+        is_off = value is False or (isinstance(value, dict) and value.get("enabled", True) is False)
+        yield Finding(
+            pointer=visit.pointer,
+            message=f"{dotted(visit.pointer)} is a feature that DeepSpeed has removed",
+            hint=hint,
+            deepspeed="raises DeepSpeedConfigError, even when the feature is switched off",
+            edits=edits.remove(view.document, visit.pointer) if is_off else (),
+        )
+
+
+@rule(
+    "DS105",
+    "deprecated-key",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": true}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}',
+)
+def deprecated_key(view: RunView) -> Iterator[Finding]:
+    """An old name of a key, or an old form of a section.
+
+    It still works until a release drops it.
+    """
+    for visit in view.visits:
+        if visit.key is None or not visit.key.spec.get("deprecated") or visit.value == AUTO:
+            continue
+        new = visit.key.spec.get("x-replaced-by")
+        shadowed = visit.name == "bfloat16" and view.get("/bf16") is not None
+        hint = f"use {new}" if new else "use pin_memory in offload_optimizer or offload_param"
+        yield Finding(
+            pointer=visit.pointer,
+            message=f"{dotted(visit.pointer)} is deprecated",
+            hint="remove it" if shadowed else hint,
+            deepspeed="ignores it because bf16 is set" if shadowed else "still reads it",
+            edits=_modern(view, visit, new),
+        )
+    if isinstance(view.get("/zero_optimization"), bool):
+        stage = int(view.data["zero_optimization"])
+        yield Finding(
+            pointer="/zero_optimization",
+            message="zero_optimization as true or false is deprecated",
+            hint=f'write {{"stage": {stage}}}',
+            deepspeed=f"reads it as stage {stage}, and logs a warning",
+            edits=edits.replace(view.document, "/zero_optimization", {"stage": stage}),
+        )
+
+
+def _modern(view: RunView, visit: KeyOccurrence, new: str | None) -> tuple[edits.Edit, ...]:
+    """The edit that puts the new form in the place of the old one, where that changes nothing."""
+    if new is None or view.has(f"{visit.parent}/{new}"):
+        return ()
+    if new in ("offload_optimizer", "offload_param"):
+        if visit.value is not True:
+            return edits.remove(view.document, visit.pointer)
+        value = edits.replace(view.document, visit.pointer, {"device": "cpu"})
+        return (*edits.rename(view.document, visit.pointer, new), *value)
+    return edits.rename(view.document, visit.pointer, new)
+
+
+@rule(
+    "DS106",
+    "deprecated-key-beside-its-replacement",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": false,'
+    ' "offload_optimizer": {"device": "cpu"}}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}',
+)
+def deprecated_key_beside_its_replacement(view: RunView) -> Iterator[Finding]:
+    """The old and the new form of one setting are both set.
+
+    DeepSpeed refuses that whatever the two values are, because it cannot tell which one is meant. The same
+    holds for two names of one key, such as prefetch_bucket_size and stage3_prefetch_bucket_size.
+    """
+    for visit in view.visits:
+        if visit.key is not None and visit.name != visit.key.name and view.has(f"{visit.parent}/{visit.key.name}"):
+            yield Finding(
+                pointer=visit.pointer,
+                message=f"{visit.name} and {visit.key.name} are two names for the same key",
+                hint=f"remove {visit.name}",
+                deepspeed="refuses the config: extra inputs are not permitted",
+            )
+        new = visit.key.spec.get("x-replaced-by") if visit.key is not None else None
+        if new is None or visit.value == AUTO or not visit.section.is_pydantic:
+            continue
+        names = [name for name, key in visit.section.keys.items() if key.name == new]
+        beside = next((name for name in names if view.get(f"{visit.parent}/{name}") not in (None, AUTO)), None)
+        if beside is not None:
+            yield Finding(
+                pointer=visit.pointer,
+                message=f"{visit.name} and {beside} cannot both be set",
+                hint=f"remove {visit.name}",
+                deepspeed="raises AssertionError",
+            )

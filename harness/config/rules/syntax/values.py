@@ -1,0 +1,226 @@
+"""Rules about single values: their type, their choices, their range."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from harness.config.diagnostic import Severity
+from harness.config.resolving.auto_values import AUTO, size_fault
+from harness.config.rules.rule import Finding, rule
+from harness.config.rules.syntax.keys import dotted
+from harness.config.schema.coercion import NAMES, Reading, read
+from harness.config.text import edits
+from harness.config.view import KeyOccurrence, RunView
+
+
+def show(value: object) -> str:
+    """A value for a message: short, as JSON would have it."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "a list"
+    text = f'"{value}"' if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _readings(view: RunView) -> Iterator[tuple[KeyOccurrence, Reading]]:
+    """Every known key that holds a value of its own, and how DeepSpeed reads that."""
+    for visit in view.visits:
+        if visit.key is None or visit.key.is_section or visit.pointer == "/$schema":
+            continue
+        if visit.value == AUTO and (visit.key.takes_auto or visit.section.is_pydantic):
+            continue
+        if view.target == "harness" and not visit.section.is_pydantic and size_fault(visit.pointer, visit.value):
+            continue  # another rule refuses it
+        yield visit, read(visit.key, visit.value, pydantic=visit.section.is_pydantic)
+
+
+def _is_refused(visit: KeyOccurrence) -> bool:
+    """Whether DeepSpeed's parser stops at a wrong value here."""
+    return visit.section.is_pydantic or bool(visit.key and visit.key.spec.get("x-crashes"))
+
+
+def _faults(view: RunView, fault: str) -> Iterator[tuple[KeyOccurrence, Reading, Severity, str]]:
+    for visit, reading in _readings(view):
+        if reading.fault != fault:
+            continue
+        if _is_refused(visit):
+            yield visit, reading, Severity.ERROR, "refuses the config at start"
+        else:
+            yield (
+                visit,
+                reading,
+                Severity.WARNING,
+                "does not check it; the run fails or misbehaves when it is used",
+            )
+
+
+@rule(
+    "DS201",
+    "wrong-type",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": 8, "fp16": {"enabled": "maybe"}}',
+    right='{"train_batch_size": 8, "fp16": {"enabled": true}}',
+)
+def wrong_type(view: RunView) -> Iterator[Finding]:
+    """A value has a type that DeepSpeed cannot use.
+
+    The tolerance is DeepSpeed's own: 5e8 is a whole number, and sections that are checked take 1 for true.
+    A number in quotes is refused where DeepSpeed computes with it at once, such as the batch sizes. Where
+    DeepSpeed checks nothing the wrong value is only a warning, since it may never be used.
+    """
+    for visit, reading, severity, deepspeed in _faults(view, "type"):
+        yield Finding(
+            pointer=visit.pointer,
+            message=f"{dotted(visit.pointer)} is {show(visit.value)}, not {reading.wanted}",
+            hint=_type_hint(visit, reading),
+            severity=severity,
+            deepspeed=deepspeed,
+            on_value=True,
+            edits=_number(view, visit, reading),
+            is_safe=severity is Severity.ERROR,
+        )
+
+
+def _type_hint(visit: KeyOccurrence, reading: Reading) -> str:
+    if visit.name == "min_loss_scale":
+        return "write a whole number of at least 1: the loss scale never needs to fall below 1"
+    return f"write {reading.wanted}"
+
+
+def _number(view: RunView, visit: KeyOccurrence, reading: Reading) -> tuple[edits.Edit, ...]:
+    """Takes the quotes off a number."""
+    wants_number = reading.wanted in (NAMES["integer"], NAMES["number"])
+    if wants_number and isinstance(visit.value, str) and visit.value.isdigit() and len(visit.value) < 19:
+        return edits.replace(view.document, visit.pointer, int(visit.value))
+    return ()
+
+
+@rule(
+    "DS202",
+    "unknown-choice",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": 8, "communication_data_type": "bfloat16"}',
+    right='{"train_batch_size": 8, "communication_data_type": "bf16"}',
+)
+def unknown_choice(view: RunView) -> Iterator[Finding]:
+    """A value is not one of those that the key takes."""
+    for visit, reading, severity, deepspeed in _faults(view, "choice"):
+        key = visit.key
+        choices = (key.core.get("enum") or key.spec.get("x-items", [])) if key is not None else []
+        names = [str(choice) for choice in choices]
+        yield Finding(
+            pointer=visit.pointer,
+            message=f"{dotted(visit.pointer)} is {show(visit.value)}",
+            hint="use one of " + ", ".join(names) if len(names) > 1 else f"use {reading.wanted}",
+            severity=severity,
+            deepspeed=deepspeed,
+            on_value=True,
+        )
+
+
+@rule(
+    "DS203",
+    "out-of-range",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1}}',
+)
+def out_of_range(view: RunView) -> Iterator[Finding]:
+    """A number is outside the range of its key."""
+    for visit, reading, severity, deepspeed in _faults(view, "range"):
+        yield Finding(
+            pointer=visit.pointer,
+            message=f"{dotted(visit.pointer)} is {show(visit.value)}",
+            hint=f"use a value that is {reading.wanted}",
+            severity=severity,
+            deepspeed=deepspeed,
+            on_value=True,
+        )
+
+
+@rule(
+    "DS204",
+    "converted-value",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": "2"}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2}}',
+)
+def converted_value(view: RunView) -> Iterator[Finding]:
+    """A number or switch is written as something else: in quotes, or a switch where a number belongs.
+
+    DeepSpeed converts it, true to 1 and "2" to 2; every other reader of the file, HuggingFace's among them,
+    sees and compares what is written.
+    """
+    for visit, reading in _readings(view):
+        if reading.fault == "converted":
+            yield Finding(
+                pointer=visit.pointer,
+                message=f"{dotted(visit.pointer)} is {show(visit.value)}, where {reading.wanted} is expected",
+                hint=f"write {show(reading.value)}",
+                deepspeed=f"converts it to {show(reading.value)}",
+                on_value=True,
+                edits=edits.replace(view.document, visit.pointer, reading.value),
+            )
+
+
+@rule(
+    "DS205",
+    "section-not-an-object",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": 8, "checkpoint": {"parallel_write": true}}',
+    right='{"train_batch_size": 8, "checkpoint": {"parallel_write": {"pipeline_stage": true}}}',
+)
+def section_not_an_object(view: RunView) -> Iterator[Finding]:
+    """A section is given as something else than an object.
+
+    DeepSpeed asks the section for its keys and ends with an AttributeError or TypeError that names neither.
+    """
+    for visit in view.visits:
+        key = visit.key
+        if key is None or not key.is_section or isinstance(visit.value, dict):
+            continue
+        if visit.value is None and ("null" in key.types or key.spec.get("x-null")):
+            continue
+        if isinstance(visit.value, bool) and "boolean" in key.types:
+            continue
+        if visit.value == AUTO and (visit.section.is_pydantic or key.spec.get("x-drops-auto")):
+            continue  # dropped, as every "auto" in a checked section
+        yield Finding(
+            pointer=visit.pointer,
+            message=f"{dotted(visit.pointer)} is {show(visit.value)}, not an object",
+            hint="write { ... } with its keys" if visit.value is not None else "write { ... }, or remove it",
+            deepspeed="ends with an error that names neither key nor reason",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS206",
+    "value-not-for-a-file",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_batch_size": 8, "tensor_parallel": {"dtype": "bf16"}}',
+    right='{"train_batch_size": 8, "tensor_parallel": {}}',
+)
+def value_not_for_a_file(view: RunView) -> Iterator[Finding]:
+    """A key takes a Python object, which a JSON file cannot hold.
+
+    `tensor_parallel.dtype` wants a torch.dtype itself; every value that JSON can write is refused.
+    """
+    for visit in view.visits:
+        if visit.key is not None and visit.key.spec.get("x-only-auto") and visit.value != AUTO:
+            yield Finding(
+                pointer=visit.pointer,
+                message=f"{dotted(visit.pointer)} cannot be set in a JSON file: DeepSpeed expects a torch.dtype",
+                hint="remove it, and set fp16 or bf16",
+                deepspeed="refuses the config: the value is not a torch.dtype",
+                edits=edits.remove(view.document, visit.pointer),
+                is_safe=False,
+            )

@@ -1,0 +1,163 @@
+"""The schema of DeepSpeed's config as the rules use it.
+
+The JSON files in `schema/` are the one table of keys: what exists, of which type, with which default, and how
+DeepSpeed reads it. Besides the words of JSON Schema 2020-12 they carry a few of our own: `x-reader` (pydantic
+sections refuse what they do not know, plain ones ignore it), `x-crashes` (a wrong value ends DeepSpeed's parser),
+`x-aliases` (names that people write instead), `x-stages` (ZeRO stages at which a key acts), `x-removed`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent / "data"
+ROOT = "deepspeed.json"
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+@dataclass(frozen=True)
+class Key:
+    """What the schema says about one key (or about the whole config, whose name is empty)."""
+
+    name: str
+    spec: dict[str, Any]
+
+    @property
+    def core(self) -> dict[str, Any]:
+        """The part that describes a value other than "auto"."""
+        core: dict[str, Any] = self.spec["anyOf"][0] if "anyOf" in self.spec else self.spec
+        return core
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The JSON types that the value may have; empty if anything goes."""
+        declared = self.core.get("type", ())
+        return (declared,) if isinstance(declared, str) else tuple(declared)
+
+    @property
+    def takes_auto(self) -> bool:
+        """Whether "auto" may stand here."""
+        return "anyOf" in self.spec
+
+    @property
+    def is_section(self) -> bool:
+        """Whether the value is an object with keys of its own."""
+        return "properties" in self.spec
+
+    @property
+    def is_pydantic(self) -> bool:
+        """Whether DeepSpeed reads this section through a model that checks every key."""
+        return self.spec.get("x-reader") == "pydantic"
+
+    @property
+    def unknown_keys(self) -> str:
+        """What becomes of an unknown key: rejected, ignored, or free (they are somebody else's)."""
+        return str(self.spec.get("x-unknown-keys", "free"))
+
+    @property
+    def keys(self) -> dict[str, Key]:
+        """The keys of this section, by every name that DeepSpeed accepts."""
+        return _keys(self.spec["properties"]) if self.is_section else {}
+
+    def removed(self, name: str) -> str | None:
+        """What to do about a key whose feature DeepSpeed has removed; None if it is no such key."""
+        hint: str | None = self.spec.get("x-removed", {}).get(name)
+        return hint
+
+
+def _keys(properties: dict[str, Any]) -> dict[str, Key]:
+    keys = {}
+    for name, spec in properties.items():
+        key = Key(name, spec)
+        keys[name] = key
+        if "x-second-name" in spec:
+            keys[spec["x-second-name"]] = key
+    return keys
+
+
+@cache
+def files() -> dict[str, dict[str, Any]]:
+    """Every schema file by its name."""
+    return {path.name: json.loads(path.read_text("utf-8")) for path in sorted(FOLDER.glob("*.json"))}
+
+
+@cache
+def root() -> Key:
+    """The schema of the whole config, with every reference put in place."""
+    spec = dict(files()[ROOT])
+    spec["properties"] = {name: _inline(value) for name, value in spec["properties"].items()}
+    return Key("", spec)
+
+
+def _inline(spec: dict[str, Any]) -> dict[str, Any]:
+    """A `$ref` replaced by the file it names; what stands beside the reference wins."""
+    if "$ref" not in spec:
+        return spec
+    section = {key: value for key, value in files()[spec["$ref"]].items() if not key.startswith("$")}
+    return section | {key: value for key, value in spec.items() if key != "$ref"}
+
+
+def bundle() -> dict[str, Any]:
+    """The schema as one JSON Schema document, for an editor: each section is a definition."""
+    sections = {name.removesuffix(".json"): dict(spec) for name, spec in files().items() if name != ROOT}
+    definitions = {name: _without(spec, "$schema", "$id") for name, spec in sections.items()}
+    top = _without(files()[ROOT], "$schema", "$id", "properties")
+    properties = {
+        name: spec | {"$ref": "#/$defs/" + spec["$ref"].removesuffix(".json")} if "$ref" in spec else spec
+        for name, spec in files()[ROOT]["properties"].items()
+    }
+    return {"$schema": _DIALECT, **top, "properties": properties, "$defs": definitions}
+
+
+def _without(spec: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in spec.items() if key not in names}
+
+
+def find(pointer: str) -> Key | None:
+    """The key that a JSON pointer names, or None if the schema has none there."""
+    key: Key | None = root()
+    for step in pointer.split("/")[1:]:
+        key = key.keys.get(step) if key is not None else None
+    return key
+
+
+def every_key(key: Key | None = None, pointer: str = "") -> Iterator[tuple[str, Key]]:
+    """All keys of the schema with their pointers."""
+    for name, child in (key or root()).keys.items():
+        yield f"{pointer}/{name}", child
+        yield from every_key(child, f"{pointer}/{name}")
+
+
+@cache
+def aliases() -> dict[str, str]:
+    """Names that people write, by the pointer of the key they mean."""
+    return {alias: pointer for pointer, key in every_key() for alias in key.spec.get("x-aliases", ())}
+
+
+@cache
+def places() -> dict[str, tuple[str, ...]]:
+    """Where a key of a given name exists."""
+    found: dict[str, list[str]] = {}
+    for pointer, key in every_key():
+        if not key.spec.get("deprecated"):
+            found.setdefault(pointer.rsplit("/", 1)[1], []).append(pointer)
+    return {name: tuple(pointers) for name, pointers in found.items()}
+
+
+@cache
+def signatures() -> dict[str, dict[str, dict[str, list[str]]]]:
+    """Arguments of the optimizer and schedule classes, by group and class name."""
+    data: dict[str, Any] = json.loads((FOLDER.parent / "signatures.json").read_text("utf-8"))
+    data.pop("comment")
+    return data
+
+
+def supported() -> tuple[str, str]:
+    """The supported DeepSpeed versions: the first one, and the first one that is too new."""
+    low, high = str(files()[ROOT]["x-supported"]).split(",")
+    return low.removeprefix(">="), high.removeprefix("<")

@@ -1,0 +1,46 @@
+"""A config as DeepSpeed reads it: what its checked sections convert is converted, old forms are new ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from harness.config import schema
+from harness.config.resolving.auto_values import AUTO, LEAST
+from harness.config.schema import Key
+from harness.config.schema.coercion import read
+
+
+def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which every value is the one that DeepSpeed makes of it: `"true"` and 1 are true, `"2"` is 2.
+
+    Values that DeepSpeed refuses, keys that it does not know and "auto" stay as they are.
+    """
+    copied = _section(config, schema.root(), "")
+    zero = copied.get("zero_optimization")
+    if isinstance(zero, bool):
+        copied["zero_optimization"] = {"stage": int(zero)}
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if isinstance(zero, dict) and zero.get(old) is True and new not in zero:
+            zero[new] = {"device": "cpu"}
+            del zero[old]
+    return copied
+
+
+def _section(values: Mapping[str, Any], section: Key, pointer: str) -> dict[str, Any]:
+    keys = section.keys
+    return {name: _value(value, keys.get(name), section, f"{pointer}/{name}") for name, value in values.items()}
+
+
+def _value(value: Any, key: Key | None, section: Key, pointer: str) -> Any:
+    if isinstance(value, dict):
+        inner = key if key is not None and key.is_section else Key("", {})
+        return _section(value, inner, pointer)
+    if isinstance(value, list):
+        return copy.deepcopy(value)
+    if key is None or key.is_section or value == AUTO or (pointer in LEAST and not section.is_pydantic):
+        return value
+    reading = read(key, value, pydantic=section.is_pydantic)
+    is_exact = section.is_pydantic and key.types[:1] in (("boolean",), ("integer",))
+    return reading.value if reading.fault == "converted" or (is_exact and not reading.fault) else value

@@ -1,0 +1,1 @@
+"""A config file as text: parser, places of keys, edits."""

@@ -1,0 +1,151 @@
+"""A config file in hand: its text, its data, and the line and column of everything in it.
+
+`load` takes a path or the name of a preset that travels with the package. What cannot be read is a
+ConfigError with one finding that names the place.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from harness.config.diagnostic import ConfigError, Diagnostic, Severity
+from harness.config.text.parser import Node, NonJsonSyntax, Parsed, TextError, parse
+
+PRESETS = Path(__file__).resolve().parents[2] / "ds_configs"
+MAX_BYTES = 2 * 2**20  # the longest config seen in the wild has 20 kB
+
+
+@dataclass(frozen=True)
+class Document:
+    """A config as it was read. `data` is what DeepSpeed's own reader makes of `text`."""
+
+    path: str
+    text: str
+    parsed: Parsed
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """The config as plain Python values."""
+        data: dict[str, Any] = self.parsed.root.data()
+        return data
+
+    @property
+    def oddities(self) -> tuple[NonJsonSyntax, ...]:
+        """The places where the text is not plain JSON."""
+        return self.parsed.oddities
+
+    @cached_property
+    def _line_starts(self) -> list[int]:
+        return [0] + [i + 1 for i, char in enumerate(self.text) if char == "\n"]
+
+    def line_column(self, offset: int) -> tuple[int, int]:
+        """Line and column, counted from 1, of an offset into the text."""
+        line = bisect_right(self._line_starts, offset)
+        return line, offset - self._line_starts[line - 1] + 1
+
+    def span(self, pointer: str, *, of_value: bool = False) -> tuple[int, int]:
+        """Start and end of a JSON pointer's key, or of its value; of the nearest parent if it is absent."""
+        node, span = self.parsed.root, (self.parsed.root.start, self.parsed.root.start + 1)
+        for step in pointer.split("/")[1:]:
+            found = node.child(step.replace("~1", "/").replace("~0", "~"))
+            if found is None:
+                break
+            if isinstance(found, Node):
+                node, span = found, (found.start, found.end)
+            else:
+                node, span = found.node, (found.key_start, found.key_end)
+                if of_value and not node.members:
+                    span = (node.start, node.end)
+        return span
+
+    def locate(self, pointer: str) -> tuple[int, int]:
+        """Line and column of what a JSON pointer names, or of its nearest parent that is there."""
+        return self.line_column(self.span(pointer)[0])
+
+
+def load(source: str | Path) -> Document:
+    """Reads a config from a path, or a preset by its name ("zero3"). Raises ConfigError."""
+    path = _find(str(source))
+    return from_bytes(_read(path), str(path))
+
+
+def from_bytes(raw: bytes, path: str) -> Document:
+    """Reads a config from a file's content. Raises ConfigError."""
+
+    def refuse(message: str, hint: str) -> ConfigError:
+        return ConfigError([unreadable(path, message, hint)])
+
+    if len(raw) > MAX_BYTES:
+        raise refuse(f"is larger than {MAX_BYTES >> 20} MiB", "a DeepSpeed config has a few kilobytes: check the path")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise refuse(f"is not UTF-8 at byte {error.start}", "save it as UTF-8") from None
+    if "\0" in text:
+        raise refuse("contains NUL bytes", "name a JSON text file, not a binary one")
+    return from_text(text, path)
+
+
+def from_text(text: str, path: str = "<text>") -> Document:
+    """Reads a config from its text; `path` is what findings call it. Raises ConfigError."""
+    try:
+        document = Document(path, text, parse(text))
+    except TextError as error:
+        broken = Document(path, text, Parsed(Node(0, 0), ()))
+        line, column = broken.line_column(error.offset)
+        hint = error.hint or "neither JSON nor DeepSpeed's own reader accepts this: correct the text"
+        raise ConfigError([unreadable(path, error.message, hint, line, column)]) from None
+    if document.parsed.root.members is None:
+        what = "a list" if document.parsed.root.items is not None else "a single value"
+        raise ConfigError([unreadable(path, f"the config is {what}, not an object", "write { ... }")])
+    return document
+
+
+def unreadable(path: str, message: str, hint: str, line: int = 1, column: int = 1) -> Diagnostic:
+    """The finding for a file of which nothing can be said but that it cannot be read."""
+    return Diagnostic(
+        code="DS001",
+        severity=Severity.ERROR,
+        message=message,
+        file=path,
+        line=line,
+        column=column,
+        hint=hint,
+        deepspeed="cannot read it either",
+    )
+
+
+def _find(source: str) -> Path:
+    """The file that `source` names: a path, else a packaged preset."""
+    path = Path(source)
+    if not os.path.lexists(source) and os.sep not in source:
+        preset = PRESETS / f"{source.removesuffix('.json')}.json"
+        if source and preset.is_file():
+            return preset
+        names = ", ".join(sorted(p.stem for p in PRESETS.glob("*.json"))) or "none"
+        message = "no such file or preset"
+        raise ConfigError([unreadable(source, message, f"name a JSON file or one of the presets: {names}")])
+    return path
+
+
+def _read(path: Path) -> bytes:
+    """The content of a regular file, up to a byte more than is allowed."""
+
+    def refuse(message: str, hint: str) -> ConfigError:
+        return ConfigError([unreadable(str(path), message, hint)])
+
+    try:
+        if path.is_dir():
+            raise refuse("is a directory", "name a JSON file in it")
+        if path.exists() and not path.is_file():
+            raise refuse("is not a regular file", "name a JSON file")
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        reason = (getattr(error, "strerror", None) or "cannot be read").lower()
+        raise refuse(reason, "check the path and its permissions") from None

@@ -1,0 +1,103 @@
+"""Changes to a config's text that keep its order, layout and comments: remove, rename, replace, insert.
+
+Each function gives edits for the text as it was read. They are applied together; a caller that wants more reads
+the new text again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from harness.config.diagnostic import Edit
+from harness.config.text.document import Document
+from harness.config.text.parser import Member, Node
+
+
+def apply(text: str, edits: Iterable[Edit]) -> str:
+    """The text with all edits made; they must not overlap."""
+    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end), reverse=True):
+        text = text[: edit.start] + edit.new + text[edit.end :]
+    return text
+
+
+def member(document: Document, pointer: str) -> Member | None:
+    """The member of an object that a pointer names."""
+    node: Node = document.parsed.root
+    found: Member | Node | None = None
+    for step in pointer.split("/")[1:]:
+        found = node.child(step.replace("~1", "/").replace("~0", "~"))
+        if not isinstance(found, Member):
+            return None
+        node = found.node
+    return found if isinstance(found, Member) else None
+
+
+def section(document: Document, pointer: str) -> Node | None:
+    """The object that a pointer names; the whole config for an empty pointer."""
+    if not pointer:
+        return document.parsed.root
+    found = member(document, pointer)
+    return found.node if found is not None and found.node.members is not None else None
+
+
+def remove(document: Document, pointer: str) -> tuple[Edit, ...]:
+    """Takes a key and its value out, with the comma and the line that become idle."""
+    parent, found = section(document, pointer.rsplit("/", 1)[0]), member(document, pointer)
+    if parent is None or found is None or parent.members is None:
+        return ()
+    text, position = document.text, parent.members.index(found)
+    if position + 1 < len(parent.members):
+        return (Edit(start=found.key_start, end=parent.members[position + 1].key_start, new=""),)
+    if position > 0:
+        return (Edit(start=parent.members[position - 1].node.end, end=found.node.end, new=""),)
+    end = found.node.end
+    while text[end : end + 1] in (",", " ", "\t", "\n", "\r") and end < parent.end - 1:
+        end += 1
+    return (Edit(start=parent.start + 1, end=end, new=""),)
+
+
+def rename(document: Document, pointer: str, new: str) -> tuple[Edit, ...]:
+    """Gives a key another name; nothing if its section has that name already."""
+    parent, found = section(document, pointer.rsplit("/", 1)[0]), member(document, pointer)
+    if parent is None or found is None or parent.child(new) is not None:
+        return ()
+    return (Edit(start=found.key_start, end=found.key_end, new=json.dumps(new)),)
+
+
+def replace(document: Document, pointer: str, value: Any) -> tuple[Edit, ...]:
+    """Puts another value in the place of the one that a pointer names."""
+    found = member(document, pointer)
+    if found is None:
+        return ()
+    return (Edit(start=found.node.start, end=found.node.end, new=json.dumps(value)),)
+
+
+def move(document: Document, pointer: str, target: str) -> tuple[Edit, ...]:
+    """Moves a key to another pointer; nothing if something stands there, or its section is no object."""
+    found = member(document, pointer)
+    if found is None or member(document, target) is not None:
+        return ()
+    written = document.text[found.node.start : found.node.end]
+    added = insert(document, target, written)
+    return (*remove(document, pointer), *added) if added else ()
+
+
+def insert(document: Document, pointer: str, written: str) -> tuple[Edit, ...]:
+    """Adds `pointer` with a value as it is to be written; its section is made if it is missing."""
+    parent_pointer, name = pointer.rsplit("/", 1)
+    entry = f"{json.dumps(name)}: {written}"
+    parent = section(document, parent_pointer)
+    if parent is None:
+        if not parent_pointer or parent_pointer.count("/") > 1 or member(document, parent_pointer) is not None:
+            return ()
+        entry, parent = f"{json.dumps(parent_pointer[1:])}: {{{entry}}}", document.parsed.root
+    if not parent.members:
+        return (Edit(start=parent.start + 1, end=parent.start + 1, new=entry),)
+    last = parent.members[-1]
+    line_start = document.text.rfind("\n", 0, last.key_start) + 1
+    indent = document.text[line_start : last.key_start]
+    own_line = not indent.strip()
+    gap = f",\n{indent}" if own_line else ", "
+    return (Edit(start=last.node.end, end=last.node.end, new=gap + entry),)

@@ -1,0 +1,302 @@
+"""A causal language model made ready for a layout: its pipeline layers, what they cost, how its loss is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from harness.errors import UserError
+from harness.hf.attention import on_any_device
+from harness.hf.decoder import Blueprint, decoder_layers, unequal_shares
+from harness.hf.forward.outer_forward import OuterForward
+from harness.hf.forward.router_loss import RouterCapture, router_capture
+from harness.hf.locate import PLANS
+from harness.hf.lora import Adaptation, AdaptedWeights, inject
+from harness.hf.skeleton import ModelSource, build_skeleton
+from harness.hf.weights.conversion import (
+    CheckpointFormat,
+    ParameterRef,
+    Unconverted,
+    default_form,
+    open_checkpoint,
+    untie,
+)
+from harness.hf.weights.in_memory import foreign_modules
+from harness.hf.weights.kept_in_fp32 import kept_in_fp32
+from harness.hf.weights.layer_weights import (
+    CheckpointReader,
+    Initialiser,
+    MemoryReader,
+    WeightSource,
+    read_by_transformers,
+)
+from harness.parallel.comm import TensorParallel
+from harness.parallel.pipeline.costs import LayerCost
+from harness.parallel.plans.apply import cut
+from harness.parallel.plans.experts import expert_parallel_plan, run_where_aligned
+from harness.parallel.plans.lora import cut_with_adapters
+from harness.parallel.plans.plan import Plan, plan_for
+from harness.parallel.zero.zero3_partition import Zero3Partition
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalModel:
+    """A decoder cut for one rank's place; nothing of it is built yet but the skeleton.
+
+    Attributes:
+        layers: the pipeline layers, to be built stage by stage.
+        source: where the model comes from, its config as it was read.
+        frame: the model's forward.
+        vocab_size: ids that the logits are for, padding left out.
+        local_logits: whether the epilogue gives this rank's part of the vocabulary instead of all of it.
+        form: how it is written as a HuggingFace checkpoint.
+        unequal: names, with * for numbers, of the layers' parameters of which some tensor-parallel ranks hold more.
+        router: what takes the routers' logits for the model's own router loss; then the last layer gives
+            (logits, router loss).
+        in_fp32: names of the parameters that the family keeps in float32 in a model of 16 bits.
+    """
+
+    layers: list[LayerSpec]
+    source: ModelSource
+    outer: OuterForward
+    vocab_size: int
+    local_logits: bool
+    form: CheckpointFormat
+    unequal: frozenset[str] = frozenset()
+    router: RouterCapture | None = None
+    in_fp32: frozenset[str] = frozenset()
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Class names of the pipeline layers, as `pipeline.partition` type:REGEX matches them."""
+        return ["Prologue", *(type(layer).__name__ for layer in self.outer.layers), "Epilogue"]
+
+    def parameter_counts(self, *, trained: bool = False) -> list[int]:
+        """Parameters (with `trained`, those that are trained) of each pipeline layer, a tied one counted in both of
+        its places."""
+        return [
+            sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad or not trained)
+            for modules in self._modules()
+        ]
+
+    def size(self, *, trained: bool = False) -> int:
+        """Parameters of the model (with `trained`, those that are trained), each counted once."""
+        parameters = {id(p): p for modules in self._modules() for module in modules for p in module.parameters()}
+        return sum(p.numel() for p in parameters.values() if p.requires_grad or not trained)
+
+    def costs(self, sequence_length: int, checkpointed: bool) -> list[LayerCost]:
+        """What each pipeline layer costs to compute; a tied head multiplies like one of its own."""
+        first, *middle, last = (_weights(modules) for modules in self._modules())
+        return [
+            LayerCost(
+                matmul_parameters=first.matrices,
+                lookup_width=first.lookup_width,
+                vector_parameters=first.vectors,
+            ),
+            *(
+                LayerCost(
+                    matmul_parameters=weights.matrices,
+                    vector_parameters=weights.vectors,
+                    attention_width=_attention_width(self.source.config, index),
+                    sequence_length=sequence_length,
+                    checkpointed=checkpointed,
+                )
+                for index, weights in enumerate(middle)
+            ),
+            LayerCost(matmul_parameters=last.matrices, vector_parameters=last.vectors, logits=self.vocab_size),
+        ]
+
+    def _modules(self) -> list[list[nn.Module]]:
+        outer = self.outer
+        return [
+            list(outer.prologue.values()),
+            *([layer] for layer in outer.layers),
+            list(outer.epilogue.values()),
+        ]
+
+
+def assemble(
+    source: ModelSource,
+    *,
+    tensor: TensorParallel,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    finish: Callable[[nn.Module], None],
+    whole_experts: bool = False,
+    adaptation: Adaptation | None = None,
+    router_loss: bool = False,
+    part: Zero3Partition | None = None,
+    whole_logits: bool = False,
+    keep_fp32: bool = False,
+) -> CausalModel:
+    """Prepare the model that `source` names for this rank; UserError for one that cannot be cut as asked.
+
+    Args:
+        tensor: this rank's place in its tensor-parallel group.
+        device, dtype: of the parameters that will be built.
+        seed: of initial weights, where the source has none.
+        finish: called with each layer once its weights are in place.
+        whole_experts: whether the tensor-parallel ranks share out experts instead of parts of each.
+        adaptation: adapters that are trained in the place of the weights.
+        router_loss: whether the model's own loss of its routers is wanted, where it makes one.
+        part: what `finish` will keep of every parameter, so that no more of a checkpoint has to be read.
+        whole_logits: whether every tensor-parallel rank has the logits of the whole vocabulary.
+        keep_fp32: whether parameters that the family keeps in float32 stay so where `dtype` has 16 bits.
+    """
+    model = source.skeleton()
+    plan = _plan(source, model, whole_experts) if tensor.size > 1 else None
+    weights, form = _weight_source(source, model, seed, part)
+    vocab_size = _vocab_size(model)
+    if adaptation is not None:
+        inject(model, adaptation.config, keep_ties=isinstance(source.weights, Path))
+        weights = AdaptedWeights(base=weights, adaptation=adaptation, seed=seed)
+    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
+    in_fp32 = kept_in_fp32(model, dtype)
+    with on_any_device(model):
+        outer = OuterForward(model, device, source.weights if isinstance(source.weights, Mapping) else {})
+        router = router_capture(outer, head) if router_loss else None
+    if adaptation is None:
+        _require_all_held(outer, form)
+    local_logits = not whole_logits and _logits_may_be_local(outer, plan, vocab_size, tensor.size)
+    text = source.config.get_text_config(decoder=True)
+    cut_layer = partial(_cut, plan=plan, tensor=tensor, text=text, local_logits=local_logits, dtype=dtype)
+    options: Any = dict(dtype=dtype, finish=finish, tap=router, kept=in_fp32 if keep_fp32 else frozenset())
+    blueprint = Blueprint(outer=outer, cut=cut_layer, source=weights, device=device, **options)
+    return CausalModel(
+        layers=decoder_layers(blueprint),
+        source=source,
+        outer=outer,
+        vocab_size=vocab_size,
+        local_logits=local_logits,
+        form=form,
+        unequal=unequal_shares(outer, cut_layer),
+        router=router,
+        in_fp32=in_fp32,
+    )
+
+
+def _require_all_held(outer: OuterForward, form: CheckpointFormat) -> None:
+    """Raise UserError for a tensor that is saved with the model and that no pipeline layer would hold."""
+    modules = {**outer.prologue, **dict(zip(outer.layer_names, outer.layers, strict=True)), **outer.epilogue}
+    held = {f"{name}.{key}".lstrip(".") for name, module in modules.items() for key in module.state_dict()}
+    leaves = (leaf for lazy in form.tensors.values() for leaf in lazy.leaves())
+    if lost := next((leaf.name for leaf in leaves if isinstance(leaf, ParameterRef) and leaf.name not in held), None):
+        raise UserError(
+            f"{outer.described}: {lost} is saved with the model but belongs to no pipeline layer (it is a buffer "
+            "of a module without parameters), so the model cannot be split into stages"
+        )
+
+
+def _cut(
+    layer: nn.Module, *, plan: Plan | None, tensor: TensorParallel, text: Any, local_logits: bool, dtype: torch.dtype
+) -> None:
+    """Cut a layer as the plan says, and have its experts run where their share is aligned."""
+    if plan is not None:
+        cut_with_adapters(layer, plan, tensor, text, local_logits=local_logits)
+    run_where_aligned(layer, dtype)
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    """Rows of the head, or of the embedding where there is no head."""
+    ends: Any = model.get_output_embeddings(), model.get_input_embeddings()
+    size: int = next(end.weight.shape[0] for end in ends if end is not None)
+    return size
+
+
+def require_cut(source: ModelSource, size: int, *, whole_experts: bool = False) -> None:
+    """Raise UserError for a model that cannot be cut over `size` tensor-parallel ranks, as its config alone tells.
+
+    `assemble` finds the same, and more, once there is data; this takes a second at most.
+    """
+    if size == 1:
+        return
+    model = build_skeleton(source.config)
+    plan = (expert_parallel_plan if whole_experts else plan_for)(model, PLANS)
+    with suppress(ValueError):  # weights tied between layers, which are cut layer by layer
+        cut(model, "", plan, TensorParallel(size=size), source.config.get_text_config(decoder=True))
+
+
+def _weight_source(
+    source: ModelSource, model: PreTrainedModel, seed: int, part: Zero3Partition | None
+) -> tuple[WeightSource, CheckpointFormat]:
+    """Where the weights come from, and the form in which they are written in the end.
+
+    What the config ties and the checkpoint holds apart is untied in the skeleton.
+    """
+    initialiser = Initialiser(model=model, seed=seed, part=part)
+    if source.weights is None:
+        return initialiser, default_form(model)
+    if not isinstance(source.weights, Path):
+        return MemoryReader(tensors=source.weights), default_form(model)
+    try:
+        checkpoint = open_checkpoint(source.weights, model)
+    except Unconverted as told:
+        return read_by_transformers(source.weights, told), default_form(model)
+    untie(model, checkpoint.untied)
+    reader = CheckpointReader(tensors=checkpoint.tensors, initialiser=initialiser, part=part)
+    return reader, checkpoint.form
+
+
+def _plan(source: ModelSource, model: PreTrainedModel, whole_experts: bool) -> Plan:
+    """How tensor-parallel ranks share the model out; UserError for modules of which no plan of its family speaks."""
+    built = model if source.model is None else build_skeleton(source.config)
+    for name, module in foreign_modules(model, built):
+        raise UserError(
+            f"{name} is a {type(module).__name__} that a {source.config.model_type} model does not have there, so it "
+            "cannot be split: set tensor_parallel.autotp_size to 1"
+        )
+    return expert_parallel_plan(model, PLANS) if whole_experts else plan_for(model, PLANS)
+
+
+def _logits_may_be_local(outer: OuterForward, plan: Plan | None, vocab_size: int, size: int) -> bool:
+    """Whether what the model does with its head's output (scaling, soft-capping) can be done part by part.
+
+    Only then may the logits stay local. Tried on random numbers: the part of the whole must be the whole of the part.
+    """
+    head: Any = None if plan is None else outer.epilogue.get(plan.head or "")
+    if plan is None or plan.head is None or not plan.splits_head or head is None or head.weight.shape[0] != vocab_size:
+        return False
+    part = vocab_size // size
+    generator = torch.Generator().manual_seed(0)
+    output: Tensor = torch.randn(1, 2, vocab_size, generator=generator).to(outer.device)
+    whole, local = (outer.finish(plan.head, part).logits for part in (output, output[..., :part]))
+    return whole.shape == output.shape and torch.equal(whole[..., :part], local)
+
+
+@dataclass(frozen=True)
+class _Weights:
+    matrices: int
+    vectors: int
+    lookup_width: int
+
+
+def _weights(modules: list[nn.Module]) -> _Weights:
+    """Count the parameters by what is done with them: matrices multiply, tables are looked up, vectors scale."""
+    tables = [child for module in modules for child in module.modules() if isinstance(child, nn.Embedding)]
+    looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
+    rest = [p for module in modules for p in module.parameters() if id(p) not in looked_up]
+    return _Weights(
+        matrices=sum(p.numel() for p in rest if p.dim() > 1),
+        vectors=sum(p.numel() for p in rest if p.dim() == 1),
+        lookup_width=sum(table.embedding_dim for table in tables),
+    )
+
+
+def _attention_width(config: PretrainedConfig, index: int) -> int:
+    """Attention heads x head size of decoder layer `index`, as far as the config tells."""
+    text: Any = config.get_text_config(decoder=True)
+    layers = getattr(text, "per_layer_config", None)
+    text = layers[index] if layers else text
+    heads = getattr(text, "num_attention_heads", None)
+    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    return heads * size if heads else 0

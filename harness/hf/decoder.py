@@ -1,0 +1,239 @@
+"""A HuggingFace causal decoder as a list of pipeline layers, with HuggingFace's own modules inside.
+
+The list is: one `Prologue` (token ids -> hidden state), one `DecoderLayer` for each layer of the model (hidden
+state -> hidden state), one `Epilogue` (hidden state -> logits). What belongs where, and what is handed on besides
+the hidden state (`carry.py`), is found by the model's own forward (`frame.py`). Each holds its modules under their
+names in the model, so that the pipeline name of a parameter is the index of its layer followed by its HuggingFace
+name: `3.model.layers.2.self_attn.q_proj.weight`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+from harness.errors import UserError
+from harness.hf.forward.outer_forward import OuterForward
+from harness.hf.forward.payload import CarriedTensor, PayloadSpec, Tap, Tokens, Value, tapped_name
+from harness.hf.weights.layer_weights import WeightSource, materialise
+from harness.parallel.draws import expect_shapes
+from harness.parallel.pipeline.staged_module import SharedLayerSpec
+from harness.parallel.plans.plan import wildcard
+from harness.parallel.tensor.shard import shard_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blueprint:
+    """What every layer of a model is built with.
+
+    Attributes:
+        frame: the model's forward.
+        cut: cuts a layer's modules, on meta, for this rank's place in the tensor-parallel group.
+        source: fills the weights.
+        device, dtype: of the parameters.
+        finish: called with each layer once its weights are in place (ZeRO-3 partitions them there).
+        tap: what is taken out of the layers for the loss; the epilogue then gives (logits, what is made of it).
+        kept: names of the parameters that stay in float32 whatever `dtype`.
+    """
+
+    outer: OuterForward
+    cut: Callable[[nn.Module], None]
+    source: WeightSource
+    device: torch.device
+    dtype: torch.dtype
+    finish: Callable[[nn.Module], None]
+    tap: Tap | None = None
+    kept: frozenset[str] = frozenset()
+
+    @property
+    def schema(self) -> PayloadSpec:
+        """What layers hand on: what the model needs, and what is taken out of it."""
+        schema, depth, tap = self.outer.schema, len(self.outer.layers), self.tap
+        if tap is not None:
+            for index in sorted(tap.layers):
+                schema = schema.with_state(CarriedTensor(name=tapped_name(tap, index), made=index, used=depth))
+        return schema
+
+
+class ModelLayer(nn.Module):
+    """A pipeline layer that holds modules of the model under their own names.
+
+    Args:
+        blueprint: how it is built.
+        modules: name in the model -> module on meta.
+        leaves: gives the names of the modules that ZeRO-3 must gather as one; called where that matters.
+    """
+
+    recompute = False
+
+    def __init__(
+        self, blueprint: Blueprint, modules: Mapping[str, nn.Module], leaves: Callable[[], Iterable[str]] = tuple
+    ) -> None:
+        super().__init__()
+        self.leaves = leaves
+        # a copy: the frame's own modules stay whole and on meta, so that a layer can be built once more
+        for name, module in copy.deepcopy(dict(modules)).items():
+            _nest(self, name, module)
+        whole = copy.deepcopy(self)
+        blueprint.cut(self)
+        materialise(self, blueprint.device, blueprint.dtype, blueprint.kept)
+        blueprint.source.fill(self, whole)
+        blueprint.finish(self)
+        self.outer = blueprint.outer
+        self.schema = blueprint.schema
+
+
+class Prologue(ModelLayer):
+    """Token ids [batch, sequence], or a tuple of token ids and position ids -> hidden state [batch, sequence, width].
+
+    The hidden state comes with what else later layers need, see `carry.py`; so it does from layer to layer.
+    """
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        super().__init__(blueprint, blueprint.outer.prologue)
+        self.names = list(blueprint.outer.prologue)
+
+    def forward(self, inputs: Value) -> Value:
+        modules = {name: self.get_submodule(name) for name in self.names}
+        tokens = Tokens.of(inputs)
+        carry = self.outer.enter(tokens, modules, self.training)
+        if not self.schema.bare or tokens.positions is not None:
+            # copies: the notes made from them are found again by their memory, which a caller may write to
+            copies = Tokens(*(tensor.clone() for tensor in tokens.tensors()))
+            carry = replace(carry, tokens=copies)
+        return self.schema.close(0, carry)
+
+
+class DecoderLayer(ModelLayer):
+    """One decoder layer: hidden state -> hidden state, both [batch, sequence, width]."""
+
+    recompute = True
+
+    def __init__(self, blueprint: Blueprint, index: int) -> None:
+        self_name = blueprint.outer.layer_names[index]
+        super().__init__(
+            blueprint, {self_name: blueprint.outer.layers[index]}, partial(_leaves, blueprint.outer, index)
+        )
+        self.index = index
+        self.name = self_name
+        taps = blueprint.tap is not None and index in blueprint.tap.layers
+        self.tap = blueprint.tap if taps else None
+        shards = [shard for parameter in self.parameters() if (shard := shard_of(parameter)) is not None]
+        self.shares = sorted({shard.widths for shard in shards if shard.unequal and not shard.copied})
+
+    def forward(self, value: Value) -> Value:
+        carry = self.schema.open(self.index, value)
+        layer = self.get_submodule(self.name)
+        hidden, call = self.outer.arguments(self.index, carry)
+        expect_shapes(lambda: self.outer.drawn_shapes(self.index, call, hidden), self.shares)
+        if self.tap is None:
+            output = call.apply(layer, hidden)
+        else:
+            output, taken = self.tap.run(layer, lambda: call.apply(layer, hidden))
+            carry = carry.with_state(tapped_name(self.tap, self.index), taken)
+        return self.schema.close(self.index + 1, self.outer.after(self.index, call, output, carry))
+
+
+class Epilogue(ModelLayer):
+    """Hidden state [batch, sequence, width] -> logits [batch, sequence, vocabulary or this rank's part of it].
+
+    Where something is taken out of the layers for the loss, it gives a tuple: the logits, then what is made of that.
+    """
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        super().__init__(blueprint, blueprint.outer.epilogue)
+        self.names = list(blueprint.outer.epilogue)
+        self.tap = blueprint.tap
+
+    def forward(self, value: Value) -> Value:
+        modules = {name: self.get_submodule(name) for name in self.names}
+        carry = self.schema.open(len(self.outer.layers), value)
+        leave = partial(self.outer.leave, carry, modules, self.training)
+        if self.tap is None:
+            return leave().logits
+        taken = [carry.states[tapped_name(self.tap, index)] for index in sorted(self.tap.layers)]
+        return self.tap.finish(self.outer.model, taken, leave)
+
+
+def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:
+    """The model's pipeline layers, tied where the model ties their weights; UserError for a tie that cannot be kept."""
+    outer = blueprint.outer
+    middle = [(DecoderLayer, blueprint, index) for index in range(len(outer.layers))]
+    kinds: list[tuple[Any, ...]] = [(Prologue, blueprint), *middle, (Epilogue, blueprint)]
+    ties = {index: tie for tie in find_ties(outer) for index in tie.names}
+    return [
+        SharedLayerSpec(ties[i].key, *kind, tied_weight_attr=ties[i].names[i]) if i in ties else LayerSpec(*kind)
+        for i, kind in enumerate(kinds)
+    ]
+
+
+def unequal_shares(outer: OuterForward, cut: Callable[[nn.Module], None]) -> frozenset[str]:
+    """Names, with * for numbers, of the layers' parameters of which `cut` gives some ranks more than others.
+
+    It cuts a layer of each kind on meta; UserError where one cannot be cut.
+    """
+    kinds: dict[Any, tuple[str, nn.Module]] = {}
+    for name, layer in zip(outer.layer_names, outer.layers, strict=True):
+        kinds.setdefault(tuple((own, tuple(p.shape)) for own, p in layer.named_parameters()), (name, layer))
+    found = set()
+    for name, layer in kinds.values():
+        trial = nn.Module()
+        _nest(trial, name, copy.deepcopy(layer))
+        cut(trial)
+        shards = ((own, shard_of(parameter)) for own, parameter in trial.named_parameters())
+        found |= {wildcard(own) for own, shard in shards if shard is not None and shard.unequal}
+    return frozenset(found)
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Parameters that several pipeline layers share: index of a layer -> their names in it, in one order."""
+
+    key: str
+    names: dict[int, list[str]]
+
+
+def find_ties(outer: OuterForward) -> list[Tie]:
+    """The parameters that are one and the same in two or more pipeline layers (a tied head, a shared block).
+
+    UserError if a layer shares some with one layer and others with another: DeepSpeed ties a layer once.
+    """
+    places: dict[int, dict[int, str]] = {}  # a parameter's id -> pipeline layer -> its name there
+    layers = [{name: layer} for name, layer in zip(outer.layer_names, outer.layers, strict=True)]
+    for index, modules in enumerate([outer.prologue, *layers, outer.epilogue]):
+        for prefix, module in modules.items():
+            for name, parameter in module.named_parameters():
+                places.setdefault(id(parameter), {}).setdefault(index, f"{prefix}.{name}")
+    groups: dict[tuple[int, ...], dict[int, list[str]]] = {}
+    for names in places.values():
+        for index, name in names.items():
+            if len(names) > 1:
+                groups.setdefault(tuple(names), {}).setdefault(index, []).append(name)
+    tied = [index for group in groups for index in group]
+    if len(tied) != len(set(tied)):
+        raise UserError(
+            f"{outer.described} ties a layer's weights to several others, so it cannot be split into stages"
+        )
+    return [Tie(f"tied{number}", names) for number, names in enumerate(groups.values())]
+
+
+def _leaves(outer: OuterForward, index: int) -> list[str]:
+    """Names in the model of what ZeRO-3 must gather as one in decoder layer `index`."""
+    return [f"{outer.layer_names[index]}.{name}".rstrip(".") for name in outer.leaves(index)]
+
+
+def _nest(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Register `module` under its dotted name, with bare modules for the parts of the path."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    root.add_module(leaf, module)

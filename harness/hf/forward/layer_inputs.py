@@ -1,0 +1,90 @@
+"""A layer's call as a value: its arguments without the hidden state, to be kept, compared and made again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HIDDEN = "hidden_states"
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """The arguments of a layer's call without the hidden state.
+
+    Attributes:
+        args: positional arguments after the hidden state if it is positional, else all.
+        kwargs: keyword arguments without the hidden state.
+        key: the keyword of the hidden state, or None if it is the first positional argument.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    key: str | None
+
+    @classmethod
+    def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, LayerInputs]:
+        """The hidden state and the rest of a layer's arguments."""
+        key = None if args else HIDDEN
+        hidden = args[0] if args else kwargs[HIDDEN]
+        rest = {name: value for name, value in kwargs.items() if name != key}
+        return hidden, cls(args[1:], rest, key)
+
+    def apply(self, layer: Callable[..., Any], hidden: Tensor) -> Any:
+        """Call `layer` with the hidden state and these arguments; returns what the layer returns."""
+        if self.key is None:
+            return layer(hidden, *self.args, **self.kwargs)
+        return layer(*self.args, **{self.key: hidden}, **self.kwargs)
+
+    def arguments(self) -> dict[int | str, Any]:
+        """All arguments by place: position or keyword."""
+        places: dict[int | str, Any] = dict(enumerate(self.args))
+        return places | {**self.kwargs}
+
+    def argument(self, place: int | str) -> Any:
+        """The argument at a place."""
+        return self.args[place] if isinstance(place, int) else self.kwargs[place]
+
+    def mapped(self, change: Callable[[Tensor], Any]) -> LayerInputs:
+        """The same with every tensor changed; mappings and lists are copies."""
+        args = tuple(_mapped(value, change) for value in self.args)
+        return LayerInputs(args, {name: _mapped(value, change) for name, value in self.kwargs.items()}, self.key)
+
+    def equals(self, other: LayerInputs) -> bool:
+        """Whether both hold the same values."""
+        return same(self.args, other.args) and same(self.kwargs, other.kwargs)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two nested values hold equal tensors in equal places."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.shape == b.shape and _equal(a, b)
+    if isinstance(a, (tuple, list)):
+        return isinstance(b, (tuple, list)) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Mapping):
+        return isinstance(b, Mapping) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return True
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, MutableMapping):
+        new = copy.copy(value)
+        for key in value:
+            new[key] = _mapped(value[key], change)
+        return new
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(item, change) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_mapped(item, change) for item in value)
+    return value

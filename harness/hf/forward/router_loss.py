@@ -1,0 +1,218 @@
+"""The router loss of a mixture of experts, by the model's own forward, wherever its layers lie.
+
+Families record the logits of their routers in one way and make a balancing loss of them in many (Fedus et al. 2021,
+Switch Transformers, arXiv 2101.03961, section 2.2, is the usual one). So both are left to the model: what its class
+declares as its router logits is taken from the layers as they run and handed on, and at the end the model's own
+forward is given all of it, as if its own layers had left it there. Nothing here knows a formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from harness.errors import UserError
+from harness.hf.forward.analysis import CANNOT_RUN
+from harness.hf.forward.dry_run import dry_run
+from harness.hf.forward.input_cache import HiddenShape
+from harness.hf.forward.layer_inputs import LayerInputs
+from harness.hf.forward.outer_forward import OuterForward
+from harness.hf.forward.payload import Tokens
+from harness.hf.forward.placeholders import ForwardRun
+
+ROUTER_LOGITS = "router_logits"
+WANTED = {"output_router_logits": True}
+"""The argument of a model's forward that asks for its router loss."""
+PROBE = HiddenShape(2, 8, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterOutput:
+    """Which output of which modules are router logits, as transformers' `OutputRecorder` says it."""
+
+    kind: type[nn.Module]
+    index: int
+    inside: str | None
+
+    def finds(self, name: str, module: nn.Module) -> bool:
+        """Whether the module of that name in a layer is a router."""
+        return isinstance(module, self.kind) and (self.inside is None or f".{self.inside.strip('.')}." in f".{name}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterCapture:
+    """Takes the router logits out of the layers, and gives them to the model's own forward at the end.
+
+    Of each layer [its routers, *shape of one router's logits] travel, the same on all tensor-parallel ranks.
+
+    Attributes:
+        name: of what is taken.
+        layers: indices of the layers with routers.
+        recorders: what is taken.
+        base: name of the module of the model that returns router logits beside the last hidden state.
+        coefficient: by which the model's own loss multiplies its router loss.
+    """
+
+    name: str = ROUTER_LOGITS
+    layers: Collection[int]
+    recorders: tuple[RouterOutput, ...]
+    base: str
+    coefficient: float = 0.0
+
+    def run(self, layer: nn.Module, call: Callable[[], Any]) -> tuple[Any, Tensor]:
+        """Call `call`, which runs `layer`; what it returned, and the logits of the layer's routers."""
+        taken: list[Tensor] = []
+        with self.taking(layer, taken.append):
+            output = call()
+        if not taken:
+            raise UserError(f"{type(layer).__name__} returns no router logits: remove --output_router_logits")
+        return output, torch.stack(taken)
+
+    def finish(self, model: nn.Module, taken: Sequence[Tensor], forward: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+        """The logits and the router loss of `model`, whose forward `forward` ends."""
+        with self.replaying(model, taken):
+            output = forward(**WANTED)
+        return output.logits, output.aux_loss
+
+    @contextmanager
+    def replaying(self, model: nn.Module, taken: Sequence[Tensor]) -> Iterator[None]:
+        """Let `model`'s forward find these router logits, as if its own layers had left them."""
+
+        def after_forward(_module: nn.Module, _args: Any, output: Any) -> Any:
+            output[ROUTER_LOGITS] = tuple(logits for layer in taken for logits in layer)
+            return output
+
+        handle = model.get_submodule(self.base).register_forward_hook(after_forward)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def taking(self, layer: nn.Module, take: Callable[[Tensor], None]) -> Iterator[None]:
+        def after_forward(_module: nn.Module, _args: Any, output: Any, *, index: int) -> None:
+            value = output[index] if isinstance(output, tuple) else output
+            if value is not None:
+                take(value)
+
+        handles = [
+            module.register_forward_hook(partial(after_forward, index=recorder.index))
+            for recorder in self.recorders
+            for name, module in layer.named_modules()
+            if recorder.finds(name, module)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def router_capture(outer: OuterForward, head: str | None) -> RouterCapture | None:
+    """What takes the router logits of a model for its own router loss; None where it makes none of them.
+
+    Args:
+        head: the name of the module that makes the logits.
+
+    Raises:
+        UserError: the model has routers, but its loss of them cannot be made apart from its layers.
+    """
+    base = _owner(outer.model, outer.layer_names[0])
+    recorders = _recorders(outer.model.get_submodule(base))
+    layers = [index for index, layer in enumerate(outer.layers) if _has_router(layer, recorders)]
+    if not layers:
+        return None
+    if head is None:
+        raise UserError(
+            f"{outer.described} does not show which module computes its logits: set output_router_logits to false"
+        )
+    tap = RouterCapture(layers=layers, recorders=recorders, base=base)
+    coefficient = _coefficient(outer, tap, head)
+    return None if coefficient is None else replace(tap, coefficient=coefficient)
+
+
+def _owner(model: nn.Module, layer_name: str) -> str:
+    """The name of the innermost transformers model around a layer."""
+    names = [name for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
+    return max((name for name in names if not name or layer_name.startswith(name + ".")), key=len)
+
+
+def _recorders(base: Any) -> tuple[RouterOutput, ...]:
+    declared = (getattr(base, "_can_record_outputs", None) or {}).get(ROUTER_LOGITS, [])
+    found = []
+    for spec in declared if isinstance(declared, (list, tuple)) else [declared]:
+        kind = getattr(spec, "target_class", spec)
+        if isinstance(kind, type):
+            found.append(
+                RouterOutput(kind=kind, index=getattr(spec, "index", 1), inside=getattr(spec, "layer_name", None))
+            )
+    return tuple(found)
+
+
+def _has_router(layer: nn.Module, recorders: tuple[RouterOutput, ...]) -> bool:
+    return any(recorder.finds(name, module) for name, module in layer.named_modules() for recorder in recorders)
+
+
+class _Taken(Exception):
+    """Ends a layer's run with the logits of its first router."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__("taken")
+        self.logits = logits
+
+
+@torch.no_grad()
+def _coefficient(outer: OuterForward, tap: RouterCapture, head: str) -> float | None:
+    """By how much the model's own loss grows with its router loss; None where it makes none of the router logits.
+
+    Asked with even routers and logits whose cross entropy vanishes, so that nothing is rounded away. UserError where
+    the model cannot be asked.
+    """
+    labels = torch.zeros(PROBE.batch, PROBE.sequence, dtype=torch.long, device=outer.device)
+    width = next(outer.epilogue[head].parameters()).shape[0]
+    output = torch.zeros(*labels.shape, width, device=outer.device)
+    output[..., 0] = 1e6
+    try:
+        with tap.replaying(outer.model, [torch.zeros(1, *_logits_shape(outer, tap), device=outer.device)]):
+            run = ForwardRun(lambda index, call, hidden: hidden, PROBE.dtype)
+            if getattr(outer.forward(Tokens(labels), run, **WANTED), "aux_loss", None) is None:
+                return None
+            asked = outer.finish(head, output, labels=labels, **WANTED)
+        without = outer.finish(head, output, labels=labels).loss
+        return float(f"{(asked.loss - without) / asked.aux_loss:.6g}")
+    except CANNOT_RUN as error:
+        raise UserError(
+            f"{outer.described}: its router loss cannot be computed outside its forward "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:120]}): set output_router_logits to false"
+        ) from error
+
+
+def _logits_shape(outer: OuterForward, tap: RouterCapture) -> torch.Size:
+    """The shape of one router's logits; its layer is run no further than to its router."""
+    wanted = min(tap.layers)
+
+    def stop(logits: Tensor) -> None:
+        raise _Taken(logits)
+
+    def reach(layer: nn.Module, call: LayerInputs, hidden: Tensor) -> None:
+        with tap.taking(layer, stop):
+            call.apply(layer, hidden)
+
+    def handler(index: int, call: LayerInputs, hidden: Tensor) -> Tensor:
+        if index == wanted:
+            dry_run(outer.layers[index], call, hidden, reach)
+        return hidden
+
+    tokens = Tokens(torch.zeros(PROBE.batch, PROBE.sequence, dtype=torch.long, device=outer.device))
+    try:
+        outer.run(tokens, ForwardRun(handler, PROBE.dtype))
+    except _Taken as taken:
+        return taken.logits.shape
+    raise RuntimeError("no router was reached")

@@ -1,0 +1,48 @@
+"""Where a model lies on disk, told without importing torch or transformers, so that a wrong name fails at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from harness.errors import UserError
+
+MODELS = Path(__file__).resolve().parents[1] / "models"
+PRESETS = MODELS / "presets"
+PLANS = MODELS / "plans"
+ADAPTERS = "adapter_config.json"
+DEFAULT_MODEL = "tiny-llama"
+
+
+def presets() -> list[str]:
+    """Names of the model presets that come with the package."""
+    return sorted(path.parent.name for path in PRESETS.glob("*/config.json"))
+
+
+def model_directory(name: str) -> Path:
+    """The directory of a preset's name or of a path; UserError if there is no readable config.json in it."""
+    directory = PRESETS / name if name in presets() else Path(name)
+    config = directory / "config.json"
+    if not config.is_file() and (directory / ADAPTERS).is_file():
+        raise UserError(
+            f"--model_name_or_path {name}: contains adapters but no model: give the base model, or load "
+            "both with peft's AutoPeftModelForCausalLM.from_pretrained and pass the result to the Trainer"
+        )
+    if not config.is_file():
+        raise UserError(
+            f"--model_name_or_path {name}: no config.json in a directory of that name: "
+            f"give a HuggingFace model directory or a preset: {', '.join(presets())}"
+        )
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{config}: is not valid JSON: {error}") from error
+    if not isinstance(content, dict) or not ("model_type" in content or "architectures" in content):
+        raise UserError(f"{config}: has no model_type: save the model with save_pretrained")
+    return directory
+
+
+def plan_file(model_type: str) -> Path | None:
+    """The packaged tensor-parallel plan of a family that declares none itself, or None."""
+    path = PLANS / f"{model_type}.json"
+    return path if path.is_file() else None

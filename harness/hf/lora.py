@@ -1,0 +1,268 @@
+"""LoRA through peft: its layers in a skeleton, their initial values, the names under which peft stores them.
+
+peft itself makes the layers, on the meta device, so a model with adapters is what `get_peft_model` makes of it. What
+`modules_to_save` names is trained whole and stands in the model under its own name; the frozen copy that peft would
+keep beside it is not made. peft is imported here alone, and only where adapters are asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from harness.errors import UserError
+from harness.hf.forward.analysis import CANNOT_RUN
+from harness.hf.skeleton import ModelSource
+from harness.hf.weights.layer_weights import WeightSource, fill_local
+from harness.parallel.generators import own_generators
+from harness.parallel.plans.lora import is_wrapper, lifted
+
+NAME = "default"
+PREFIX = "base_model.model."
+INSTALL = "peft is not installed: pip install 'ds-harness[peft]'"
+# what of peft's LoraConfig may differ from its default; anything else would need the base weights or other layers
+SUPPORTED = frozenset(
+    {
+        *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("inference_mode", "runtime_config", "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern"),
+        *("alpha_pattern", "target_modules", "target_parameters", "exclude_modules", "layers_pattern"),
+        *("layers_to_transform", "fan_in_fan_out", "bias", "lora_bias", "init_lora_weights", "modules_to_save"),
+        "ensure_weight_tying",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptation:
+    """What is trained instead of a model's own weights.
+
+    Attributes:
+        config: peft's LoraConfig.
+        tensors: values of adapters by their names in the model; those that are not there are initialised by peft's
+            rule (A random, B zero).
+    """
+
+    config: Any
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def lora_config(given: Any) -> Any:
+    """A copy of peft's LoraConfig `given` after a check; UserError if it asks for what cannot be trained here."""
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise UserError(INSTALL) from error
+    if type(given) is not LoraConfig:
+        raise UserError(f"peft_config is a {type(given).__name__}, but only peft's LoraConfig is supported")
+    plain = LoraConfig()
+    other = [
+        item.name
+        for item in fields(LoraConfig)
+        if item.name not in SUPPORTED and getattr(given, item.name) != getattr(plain, item.name)
+    ]
+    if other:
+        raise UserError(f"peft_config: {other[0]} is not supported: leave it at its default")
+    if given.init_lora_weights not in (True, "gaussian"):
+        raise UserError(
+            f"peft_config: init_lora_weights {given.init_lora_weights!r} is not supported: use True or 'gaussian'"
+        )
+    return copy.deepcopy(given)
+
+
+def adapted_model(model: Any) -> tuple[ModelSource, Adaptation] | None:
+    """Source and adaptation of a model in memory that has adapters: a PeftModel, or what transformers loads from an
+    adapter's directory. None for any other; UserError for what cannot be trained here."""
+    peft = sys.modules.get("peft")  # without it no model has adapters
+    if peft is not None and isinstance(model, peft.PeftModel):
+        base = model.get_base_model()
+        active = model.active_adapters
+    elif getattr(model, "_hf_peft_config_loaded", False):
+        base, active = model, model.active_adapters()
+    else:
+        return None
+    if len(active) != 1:
+        raise UserError(f"active adapters: {', '.join(active) or 'none'}: select the one to train with set_adapter()")
+    (name,) = active
+    source = ModelSource.of_model(base)
+    weights: dict[str, Tensor] = {}
+    adapters: dict[str, Tensor] = {}
+    for key, tensor in cast(dict[str, Tensor], source.weights).items():
+        if is_adapter(key):
+            if f".{name}." in key:
+                adapters[key.replace(f".{name}.", f".{NAME}.")] = tensor
+        elif ".modules_to_save." not in key:
+            weights[plain_name(key).replace(".original_module.", ".")] = tensor
+    for key, tensor in cast(dict[str, Tensor], source.weights).items():
+        if f".modules_to_save.{name}." in key:
+            weights[key.replace(f".modules_to_save.{name}.", ".")] = tensor
+    config = lora_config(model.peft_config[name])
+    return replace(source, weights=weights, model=None), Adaptation(config=config, tensors=adapters)
+
+
+def inject(model: PreTrainedModel, config: Any, *, keep_ties: bool) -> None:
+    """Put peft's layers into `model`, on meta, and freeze the rest; what `config` leaves open is settled in it.
+
+    UserError if no module fits, if one that does is no linear layer, or if `keep_ties` and tied weights would be
+    parted, so that a checkpoint holds no values for one of them.
+    """
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import Linear
+    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    config.inference_mode = False
+    tied = _tied(model)
+    try:
+        inject_adapter_in_model(config, model, adapter_name=NAME, low_cpu_mem_usage=True)
+    except (ValueError, TypeError, re.error) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model type {model.config.model_type!r} does not fit these LoRA targets: {reason} "
+            "(--lora_target_modules all-linear selects every linear layer except the head)"
+        ) from error
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and type(module) not in (Linear, ParamWrapper):
+            kind = type(module.get_base_layer()).__name__
+            raise UserError(
+                f"{name} is a {kind}, but LoRA supports only linear layers and experts: remove it from the target "
+                "modules, or add it to modules_to_save to train it fully"
+            )
+        if type(module) is Linear and not _is_linear(module.base_layer):
+            raise UserError(
+                f"{name} is a {type(module.base_layer).__name__}, whose output is not that of a linear layer: remove "
+                "it from the target modules (--lora_target_modules)"
+            )
+    _require_found(model, config)
+    _train_whole(model)
+    for name, other in sorted(tied - _tied(model)) if keep_ties else ():
+        raise UserError(
+            f"modules_to_save would untie {name} from {other}: set "
+            "ensure_weight_tying=True in peft's LoraConfig to keep them tied"
+        )
+
+
+@torch.no_grad()
+def _is_linear(layer: Any) -> bool:
+    """Whether a linear layer (on meta) with a forward of its own still makes (..., out) of (..., in)."""
+    if type(layer).forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    try:
+        output = layer(torch.empty(1, 2, layer.in_features, device=layer.weight.device))
+    except CANNOT_RUN:
+        return False
+    return isinstance(output, Tensor) and output.shape == (1, 2, layer.out_features)
+
+
+def _tied(model: PreTrainedModel) -> set[tuple[str, str]]:
+    """Pairs of names, without adapters, that are one parameter."""
+    parameters = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    ties = model.all_tied_weights_keys
+    return {(name, other) for name, other in ties.items() if parameters.get(name) is parameters.get(other)}
+
+
+def _require_found(model: PreTrainedModel, config: Any) -> None:
+    """Warn of target modules that are not in the model, as a list may serve several families; UserError for
+    `modules_to_save` that are not, which peft passes over."""
+    names = [f".{plain_name(name)}" for name, _ in model.named_modules()]
+    for name in sorted(config.modules_to_save or ()):
+        if not any(known.endswith(name) for known in names):
+            raise UserError(f"modules_to_save: this {model.config.model_type} model has no module named {name}")
+    targets = config.target_modules
+    lost = [] if isinstance(targets, str) else [n for n in targets or () if not any(k.endswith(f".{n}") for k in names)]
+    if lost:
+        warnings.warn(
+            f"LoRA: this {model.config.model_type} model has no module named {', '.join(sorted(lost))}", stacklevel=4
+        )
+
+
+def _train_whole(model: PreTrainedModel) -> None:
+    """Let what `modules_to_save` names stand under its own name."""
+    from peft.utils import ModulesToSaveWrapper
+
+    wrapped = [(name, module) for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
+    for name, wrapper in wrapped:
+        model.set_submodule(name, wrapper.modules_to_save[NAME])
+
+
+def saved_name(name: str) -> str:
+    """The name under which peft stores a trained parameter of the model."""
+    return PREFIX + name.replace(f".{NAME}.", ".")
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter in the model without adapters."""
+    return name.replace(".base_layer", "")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of that name belongs to an adapter."""
+    return ".lora_" in name
+
+
+def sorted_config(config: Any) -> Any:
+    """A copy of peft's config whose sets are sorted lists: the same on every process."""
+    config = copy.copy(config)
+    for key, value in vars(config).items():
+        if isinstance(value, (set, frozenset)):
+            setattr(config, key, sorted(value))
+    return config
+
+
+def fingerprint(adaptation: Adaptation | None, base_seed: int | None = None) -> str:
+    """All that shapes adapters, as JSON: equal for two runs that can go on from each other's checkpoints.
+
+    Empty without adapters. `base_seed`: of a base that has no weights of its own, else None.
+    """
+    if adaptation is None:
+        return ""
+    other = {"base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"}
+    stated = sorted_config(adaptation.config).to_dict()
+    shaping = {key: stated[key] for key in sorted(stated) if key not in other}
+    return json.dumps({**shaping, "base_seed": base_seed}, default=str)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedWeights:
+    """Weights for layers with adapters: the layers' own from `base`, the adapters' from `adaptation` and the seed."""
+
+    base: WeightSource
+    adaptation: Adaptation
+    seed: int
+
+    @torch.no_grad()
+    def fill(self, layer: nn.Module, whole: nn.Module) -> None:
+        """Fill the layer without its adapters as if there were none, then the adapters."""
+        with lifted(layer), lifted(whole):
+            self.base.fill(layer, whole)
+        initial = self._initial(layer, whole)
+        for name, parameter in layer.named_parameters():
+            value = self.adaptation.tensors.get(name, initial.get(name))
+            if value is not None:
+                fill_local(parameter, value)
+
+    def _initial(self, layer: nn.Module, whole: nn.Module) -> dict[str, Tensor]:
+        """The uncut adapters as peft draws them; the random numbers depend on the seed and on the layer's name."""
+        device = next(layer.parameters()).device
+        tensors = {}
+        wrappers = ((name, wrapper) for name, wrapper in whole.named_modules() if is_wrapper(wrapper))
+        for name, wrapper in wrappers:
+            scratch = copy.deepcopy(wrapper)
+            scratch.base_layer = nn.Identity()
+            scratch.to_empty(device=device)
+            digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
+            with own_generators(int.from_bytes(digest[:8], "little"), device):
+                scratch.reset_lora_parameters(NAME, self.adaptation.config.init_lora_weights)
+            tensors.update({f"{name}.{key}": value for key, value in scratch.named_parameters()})
+        return tensors

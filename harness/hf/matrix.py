@@ -1,0 +1,89 @@
+"""What is known of each family: which cells of the matrix hold, as tried with one version of transformers.
+
+`matrix.json` is written by running every cell (`ds-harness models --run`); nothing here imports torch or transformers,
+so that it is read in no time. A cell says "yes", "refused: why", "wrong: what" or "not tried: why".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from harness.hf.locate import MODELS, plan_file
+
+CELLS = ("pipeline", "tensor", "zero3", "import", "export")
+STORED = MODELS / "matrix.json"
+PLAN = "plan"
+DECLARED = ("base_model_tp_plan", "base_model_ep_plan")
+YES = "yes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """The cells of every family, and the transformers version that they were tried with.
+
+    A family's row also holds, as `plan`, the digest of the plan that it was split by, if it has one.
+    """
+
+    transformers: str
+    families: Mapping[str, Mapping[str, str]]
+
+    def count(self, cell: str) -> int:
+        """For how many families a cell is "yes"."""
+        return sum(row.get(cell) == YES for row in self.families.values())
+
+
+def read_matrix(path: Path = STORED) -> Matrix:
+    """The stored matrix."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return Matrix(transformers=content["transformers"], families=content["families"])
+
+
+def write_matrix(matrix: Matrix, path: Path = STORED) -> None:
+    """Store a matrix, one line a family."""
+    rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(matrix.families.items()))
+    head = f'{{\n  "transformers": {json.dumps(matrix.transformers)},\n  "families": {{\n'
+    path.write_text(f"{head}{rows}\n  }}\n}}\n", encoding="utf-8")
+
+
+def installed_transformers() -> str:
+    """The installed version, or "" where there is none."""
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return ""
+
+
+def plan_digest(config_class: Any) -> str | None:
+    """What tells one plan of a family from another: its packaged file, else what its config class declares.
+
+    None for a family with neither.
+    """
+    path = plan_file(config_class.model_type)
+    declared = {name: plan for name in DECLARED if (plan := getattr(config_class, name, None))}
+    if path is None and not declared:
+        return None
+    content = path.read_bytes() if path is not None else json.dumps(declared, sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def is_tested(config: Any, split: bool, path: Path = STORED) -> bool:
+    """Whether the family of `config` was tried with the installed transformers and found right.
+
+    `split`: over tensor-parallel ranks as well. A plan that is the config's own, or was edited, was not tried.
+    """
+    matrix = read_matrix(path)
+    row = matrix.families.get(config.model_type, {})
+    cells = ("pipeline", "tensor") if split else ("pipeline",)
+    return (
+        matrix.transformers == installed_transformers()
+        and all(row.get(cell) == YES for cell in cells)
+        and row.get(PLAN) == plan_digest(type(config))
+        and not any(name.startswith("base_model_") for name in vars(config))
+        and getattr(config, "is_decoder", None) is not False
+    )

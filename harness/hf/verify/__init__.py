@@ -1,0 +1,1 @@
+"""Compare a sharded model with the whole one, on a tiny copy."""

@@ -1,0 +1,224 @@
+"""Is a model, cut as a layout asks, still the model? Answered on a tiny copy: logits and every gradient.
+
+The tiny copy (`tiny.py`) has random weights from a seed, the same on every rank. The whole of it runs in one process;
+cut, by the very code that cuts the real one, it runs as two stages, then with this rank's part of every tensor. What
+rounding alone may change is measured, not guessed: the whole copy runs once more with its weights moved by rounding
+errors. A router between two experts may still choose the other one, so a difference counts only if other weights and
+ids show it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from harness.config.model.shares import stretch
+from harness.errors import UserError
+from harness.hf.causal import CausalModel
+from harness.hf.skeleton import ModelSource
+from harness.hf.verify.tiny_copy import tiny_ids, tiny_model
+from harness.parallel.comm import TensorParallel
+from harness.parallel.generators import own_generators
+from harness.parallel.pipeline.stage_transport import Unpacker, pack_payload
+from harness.parallel.pipeline.staged_module import build_layers
+from harness.parallel.tensor.shard import shard_of
+
+Cut: TypeAlias = Callable[[ModelSource, TensorParallel], CausalModel]
+"""Prepares a model for a place in a tensor-parallel group; its parameters are to be float32."""
+
+SEEDS = (0, 1)
+RELATIVE = 1e-5  # of a tensor's largest entry: sums in another order
+NOISE = 50  # times what rounding errors in the weights do
+LEAST = 1e-7  # of the largest gradient of all: below it there is nothing to compare
+ROUNDING = 2e-7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What the cut model does otherwise than the whole one.
+
+    Attributes:
+        what: the logits, the gradient of a parameter, or what was raised.
+        off: the largest difference, relative to the largest entry.
+        tensor_parallel: whether only the tensor-parallel cut shows it; else the cut into stages does.
+    """
+
+    what: str
+    off: float
+    tensor_parallel: bool
+
+    def __str__(self) -> str:
+        return self.what if self.off == float("inf") else f"{self.what} off by {self.off:.1g} of its largest entry"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What one forward and backward of a model gives: logits and the gradient of every parameter, by name."""
+
+    logits: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+def find_difference(
+    config: PretrainedConfig, cut: Cut, place: TensorParallel, device: torch.device
+) -> Difference | None:
+    """The worst difference between the model of a tiny config, cut, and the whole; None if there is none.
+
+    Cut into stages it always is; with a `place` in a group, into this rank's parts as well: all ranks of the group
+    call it then, and get the same. UserError if the model cannot be cut.
+    """
+    found = None
+    with own_generators(0, device):
+        for seed in SEEDS:
+            found = worst_of(_try(config, cut, place, device, seed), place)
+            if found is None:
+                break
+    return found
+
+
+def on_device(model: Any, device: torch.device) -> PreTrainedModel:
+    """The model on `device`."""
+    moved: PreTrainedModel = model.to(device)
+    return moved
+
+
+@torch.no_grad()
+def looks_ahead(config: PretrainedConfig, device: torch.device) -> bool:
+    """Whether logits of a tiny config's model depend on later tokens, as no decoder's may."""
+    model = on_device(tiny_model(config), device)
+    ids = tiny_ids(model).to(device)
+    half = ids.shape[1] // 2
+    other = torch.cat([ids[:, :half], ids[:, half:].flip(1)], dim=1)
+    before, after = (model(input_ids=given, use_cache=False).logits[:, :half] for given in (ids, other))
+    return bool((before - after).abs().max() > 1e-3 * before.abs().max())
+
+
+def worst_of(own: Difference | None, place: TensorParallel) -> Difference | None:
+    """The largest difference that any rank of the group has found; all of them call it."""
+    found: list[Any] = [own]
+    if place.size > 1:
+        found = [None] * place.size
+        dist.all_gather_object(found, own, group=place.group)
+    return max((one for one in found if one is not None), key=lambda one: one.off, default=None)
+
+
+def _try(
+    config: PretrainedConfig, cut: Cut, place: TensorParallel, device: torch.device, seed: int
+) -> Difference | None:
+    model, moved = (on_device(tiny_model(config, seed=seed), device) for _ in range(2))
+    ids = tiny_ids(model, seed).to(device)
+    whole, allowed = _reference(model, moved, ids)
+    try:
+        return _compare(model, whole, allowed, ids, cut, place)
+    except UserError:
+        raise
+    except Exception as error:  # a wrong plan ends in any of them
+        text = " ".join(str(error).split())[:120]
+        return Difference(what=f"{type(error).__name__} ({text})", off=float("inf"), tensor_parallel=place.size > 1)
+
+
+def _reference(model: PreTrainedModel, moved: PreTrainedModel, ids: Tensor) -> tuple[Numbers, Numbers]:
+    """The whole model's numbers, and by how much each tensor may differ from them; `moved` is another copy of it."""
+    whole = _run(model, ids)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.mul_(1 + ROUNDING * (torch.randint_like(parameter, 2) * 2 - 1))
+    other = _run(moved, ids)
+    least = LEAST * max(_largest(gradient).item() for gradient in whole.gradients.values())
+
+    def allowed(a: Tensor, b: Tensor) -> Tensor:
+        return torch.clamp(RELATIVE * _largest(a) + NOISE * _largest(a - b), min=least)
+
+    return whole, Numbers(
+        logits=allowed(whole.logits, other.logits),
+        gradients={name: allowed(tensor, other.gradients[name]) for name, tensor in whole.gradients.items()},
+    )
+
+
+def _run(model: PreTrainedModel, ids: Tensor) -> Numbers:
+    model.zero_grad()
+    logits = model(input_ids=ids, use_cache=False).logits
+    (logits * _direction(logits)).sum().backward()
+    gradients = {name: _gradient(parameter) for name, parameter in model.named_parameters()}
+    return Numbers(logits=logits.detach(), gradients=gradients)
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """Return the largest magnitude in a tensor; 0 for an empty one (a config may ask for layers of no width)."""
+    return tensor.abs().max() if tensor.numel() else tensor.new_zeros(())
+
+
+def _direction(logits: Tensor) -> Tensor:
+    """What the logits' gradient is: any numbers, the same on every rank and for every cut."""
+    drawn = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    return drawn.to(logits.device) / logits[..., 0].numel()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+
+
+def _compare(
+    model: PreTrainedModel, whole: Numbers, allowed: Numbers, ids: Tensor, cut: Cut, place: TensorParallel
+) -> Difference | None:
+    source = replace(ModelSource.of_model(model), model=None)  # made from the config, as on ranks that read a file
+    stages = [cut(source, place) for _ in range(2)]  # each has a frame of its own, as on ranks of its own
+    depth = len(stages[0].layers)
+    built = [build_layers(stages[0].layers, 0, depth // 2, 0), build_layers(stages[1].layers, depth // 2, depth, 0)]
+    value: Any = ids
+    for stage in built:
+        value = Unpacker()(pack_payload(value))
+        for call in stage.calls:
+            value = call(value)
+    wanted, direction = _own_logits(whole.logits, stages[0], place), _direction(whole.logits)
+    (value * _own_logits(direction, stages[0], place)).sum().backward()
+    found = [_difference("logits", value.detach(), wanted, allowed.logits, whole.logits)]
+    found += _gradient_differences(
+        model, [module for stage in built for module in stage.modules.values()], whole, allowed
+    )
+    worst = max((pair for pair in found if pair is not None), key=lambda pair: pair[1], default=None)
+    return None if worst is None else Difference(what=worst[0], off=worst[1], tensor_parallel=place.size > 1)
+
+
+def _own_logits(whole: Tensor, stage: CausalModel, place: TensorParallel) -> Tensor:
+    """Of logits for the whole vocabulary those that stand in this rank's."""
+    if not stage.local_logits:
+        return whole
+    start, stop = stretch(whole.shape[-1], place.rank, place.size)
+    return whole[..., start:stop]
+
+
+def _gradient_differences(
+    model: PreTrainedModel, modules: list[nn.Module], whole: Numbers, allowed: Numbers
+) -> list[tuple[str, float] | None]:
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    own: dict[str, Tensor] = {}
+    shards: dict[str, Any] = {}
+    parameters = {id(p): (name, p) for module in modules for name, p in module.named_parameters()}  # a shared one once
+    for name, parameter in parameters.values():
+        key = names[name]  # tied weights have one name in the whole model, and the gradients of all stages are summed
+        own[key] = own[key] + _gradient(parameter) if key in own else _gradient(parameter)
+        shards[key] = shard_of(parameter)
+    missing = [name for name, gradient in whole.gradients.items() if name not in own and gradient.any()]
+    found: list[tuple[str, float] | None] = [(f"{name}, which belongs to no layer,", float("inf")) for name in missing]
+    for key, gradient in own.items():
+        full = whole.gradients[key]
+        wanted = full if shards[key] is None else shards[key].take(full)
+        found.append(_difference(f"the gradient of {key}", gradient, wanted, allowed.gradients[key], full))
+    return found
+
+
+def _difference(what: str, own: Tensor, wanted: Tensor, allowed: Tensor, full: Tensor) -> tuple[str, float] | None:
+    if own.shape != wanted.shape:
+        return f"{what} is {tuple(own.shape)} instead of {tuple(wanted.shape)}", float("inf")
+    off = _largest(own - wanted)
+    if bool(off <= allowed):  # not so for NaN
+        return None
+    return what, (off / _largest(full).clamp(min=1e-30)).nan_to_num(nan=float("inf")).item()

@@ -1,0 +1,88 @@
+"""Whether a model keeps the documents of a packed row apart: tried on a tiny copy of it, known by no name.
+
+A packed row holds several documents, and position ids that begin at 0 with each. A model that is right gives each
+document the logits that it gives it alone. One that builds its masks of shapes alone, carries a state along the row,
+or numbers positions by itself does not, and would learn from documents that have nothing to do with each other.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from harness.errors import UserError
+from harness.hf.attention import is_flash
+from harness.hf.forward.analysis import CANNOT_RUN
+from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model
+
+LENGTHS = (13, 9, 10)
+# Of the largest logit. Over transformers 5.23's families rounding makes 2e-6, the least that a neighbour makes is 5e-3.
+TOLERANCE = 1e-4
+TOLERANCE_OF_HALF = 5e-2  # in half precision only gross faults can be seen: the same model has been tried in fp32
+
+
+def require_documents_apart(config: PretrainedConfig) -> None:
+    """Try a tiny copy of the model of `config` on packed documents, without flash-attention; a fraction of a second.
+
+    Raises UserError if its documents see each other, it does not take position ids, or it cannot be tried.
+    """
+    attention = None if is_flash(config) else config._attn_implementation
+    worst = _try(config, attention, torch.device("cpu"), torch.float32)
+    if not worst <= TOLERANCE:
+        raise _seen(config, worst)
+
+
+def require_flash_apart(config: PretrainedConfig, rows: int, device: torch.device, dtype: torch.dtype) -> None:
+    """The same of a model that runs with flash-attention, on its device, for micro-batches of so many `rows`.
+
+    Raises UserError as well for more than one: transformers takes position ids apart in a single row only.
+    """
+    if not is_flash(config):
+        return
+    if rows > 1:
+        raise UserError(
+            f"packing with {config._attn_implementation}: transformers separates documents only in micro-batches of "
+            f"one sample, but this one has {rows}: set the (evaluation) batch size per device to 1"
+        )
+    worst = _try(config, config._attn_implementation, device, dtype)
+    if not worst <= TOLERANCE_OF_HALF:
+        raise _seen(config, worst)
+
+
+def _seen(config: PretrainedConfig, worst: float) -> UserError:
+    return UserError(
+        f"model type {config.model_type!r} does not separate packed documents: in a tiny copy other documents in "
+        f"the row change the logits by {worst:.1%} of the largest: train without packing"
+    )
+
+
+def _try(config: PretrainedConfig, attention: str | None, device: torch.device, dtype: torch.dtype) -> float:
+    """How much documents see of each other in a tiny copy; UserError if it does not run."""
+    try:
+        tiny = shrink(config)
+        tiny._attn_implementation = attention
+        model: Any = tiny_model(tiny, dtype=dtype)
+        return _difference(model.to(device), tiny_ids(model)[:1].to(device))
+    except (UserError, *CANNOT_RUN) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(
+            f"model type {config.model_type!r} does not run on packed documents ({reason}): train without packing"
+        ) from error
+
+
+@torch.no_grad()
+def _difference(model: PreTrainedModel, ids: Tensor) -> float:
+    """The largest difference between the logits of documents packed into the row `ids` and of each alone, relative."""
+    positions = torch.cat([torch.arange(length, device=ids.device) for length in LENGTHS])[None]
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+    starts = [0, *accumulate(LENGTHS)]
+    worst = 0.0
+    for start, document in zip(starts, ids.split(LENGTHS, dim=1), strict=False):
+        alone = model(input_ids=document, use_cache=False).logits.float()
+        change = (packed[:, start : start + document.shape[1]] - alone).abs().max() / alone.abs().max()
+        worst = max(worst, float(change.nan_to_num(float("inf"))))
+    return worst

@@ -1,0 +1,97 @@
+"""A tiny copy of any model's config: the same kinds of layers at sizes that run in milliseconds.
+
+What a size becomes stands in `tiny.json`, by the names of config fields; no family is known here. Of the layers those
+are kept in which every kind occurs (attention types, dense or sparse, sharing or not), in their order. Numbers of heads
+keep their ratio and how the tensor-parallel ranks share them, equally or not; a width that was heads x head size stays
+that, and one that the size does not divide stays such a one.
+Dropout is off. Where a config cannot be built from the first choice of sizes, further ones are tried (`variants`);
+what comes out has been run: its forward gives finite logits, twice the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from harness.errors import UserError
+from harness.hf.skeleton import vocabulary_size
+from harness.hf.verify.shrink import FIRST_ID, read_table, shrink_fields, varied
+from harness.parallel.generators import own_generators
+from harness.parallel.plans.experts import run_where_aligned
+
+MOST_PARAMETERS = 20_000_000
+BATCH, SEQUENCE = 2, 32
+
+
+def tiny_config(model_type: str, *, tensor: int = 1) -> PretrainedConfig:
+    """A tiny config of a family, from its class' defaults; UserError where none could be made that runs.
+
+    Where the family takes it, two query heads share a key/value head, as most checkpoints have it and few defaults do.
+    """
+    kind: Any = CONFIG_MAPPING[model_type]
+    default = kind()
+    tiny = shrink(kind(is_decoder=True) if hasattr(default, "is_decoder") else default, tensor=tensor)
+    heads, shared = (vars(tiny).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if heads is None or heads != shared or heads % (2 * tensor):
+        return tiny
+    grouped = copy.deepcopy(tiny)
+    grouped.num_key_value_heads = heads // 2
+    try:
+        require_running(tiny_model(grouped))
+    except Exception:  # attention whose keys are made from a compressed form has one for each head
+        return tiny
+    return grouped
+
+
+def shrink(config: PretrainedConfig, *, tensor: int = 1) -> PretrainedConfig:
+    """A tiny copy of `config` for `tensor` tensor-parallel ranks; UserError, with the reason, where none runs."""
+    table = read_table()
+    reason: Exception | None = None
+    for variant in table["variants"]:
+        fields = shrink_fields(config.to_dict(), table, tensor)
+        try:
+            tiny = type(config).from_dict(varied(fields, variant))
+            tiny.use_cache = False
+            vars(tiny).update({key: value for key, value in vars(config).items() if key.startswith("base_model_")})
+            require_running(tiny_model(tiny))
+            return tiny
+        except Exception as error:  # any family, any reason; the first one is told
+            reason = reason or error
+    told = " ".join(str(reason).split())[:160]
+    raise UserError(f"no tiny copy of this {config.model_type} model runs: {type(reason).__name__}: {told}")
+
+
+def tiny_model(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model of a tiny config, in training mode, its weights random and not zero; ValueError if it is large."""
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"{size:,} parameters are left")
+    with own_generators(seed):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+        with torch.no_grad():
+            for parameter in model.parameters():  # a bias of zeros or a closed gate would hide what stands behind it
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    run_where_aligned(model, dtype)
+    return model.to(dtype)
+
+
+def tiny_ids(model: PreTrainedModel, seed: int = 0) -> Tensor:
+    """Return token ids for a tiny model, [BATCH, SEQUENCE]; low ones, which often mean something, are left out."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(FIRST_ID, vocabulary_size(model), (BATCH, SEQUENCE), generator=generator)
+
+
+@torch.no_grad()
+def require_running(model: PreTrainedModel) -> None:
+    """Raise ValueError unless the model's logits are finite and twice the same."""
+    ids = tiny_ids(model)
+    first, second = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
+    if not torch.isfinite(first).all():
+        raise ValueError("its logits are not finite")
+    if not torch.equal(first, second):
+        raise ValueError("its forward gives different logits each time")

@@ -1,0 +1,289 @@
+"""Between the tensors of a checkpoint and those of a model, both ways, by transformers' own rules.
+
+A checkpoint may name, split and arrange its tensors otherwise than the model does: experts one by one, gate and up
+apart, without the base model's prefix, inside a composite model. transformers has the rules (`conversion_mapping`) and
+the code; here that code is run on lazy tensors. So every rank knows what each of its tensors is made of without having
+read one, and an exporting rank into which places of the files its own go. This is the one place that resolves names.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
+
+from harness.errors import UserError
+from harness.hf.weights.lazy_tensor import LazyTensor
+from harness.hf.weights.slices import Box, TensorSource
+from harness.hf.weights.tensor_files import StoredTensors, open_tensors
+
+DEFAULT_FILE_BYTES = 50 * 10**9  # where `save_pretrained` begins another file
+
+
+class Unconverted(UserError):
+    """transformers' conversion of a checkpoint cannot be run on tensors that are not read yet."""
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterRef:
+    """A parameter or buffer of the model, by name: what written tensors are made of."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, into: Tensor, box: Box) -> None:
+        """It has no values; who writes puts the live tensor in its place."""
+        raise LookupError(f"{self.name} is only a name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFormat:
+    """How a model is written.
+
+    Attributes:
+        tensors: written name -> what it is made of; the leaves are `ParameterRef`.
+        files: file name -> names in it, to be kept as long as no file grows; None if there is nothing to keep.
+        max_file_bytes: where another file begins otherwise.
+    """
+
+    tensors: Mapping[str, LazyTensor]
+    files: Mapping[str, Sequence[str]] | None = None
+    max_file_bytes: int = DEFAULT_FILE_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint as the model needs it.
+
+    Attributes:
+        tensors: the model's name -> its values in the files. Buffers may lack; they are made by the model itself.
+        untied: names that the config ties to others, and for which the files hold values of their own.
+        form: how to write it as it was.
+    """
+
+    tensors: Mapping[str, LazyTensor]
+    untied: tuple[str, ...]
+    form: CheckpointFormat
+
+
+@torch.no_grad()
+def open_checkpoint(directory: Path, model: PreTrainedModel) -> Checkpoint:
+    """Find every tensor of `model`, a skeleton, in the files of `directory`.
+
+    Warns of tensors that the model has not. Raises UserError, by name, for tensors that are missing or misshapen, and
+    Unconverted where transformers must read them itself.
+    """
+    stored = open_tensors(directory)
+    names = {name: name for name in stored.tensors}
+    loaded, info = _load(model, stored.tensors)
+    inner = _inside_composite(stored.tensors, model) if info.missing_keys else None
+    if inner is not None:
+        names = inner
+        loaded, info = _load(model, {names[name]: tensor for name, tensor in stored.tensors.items()})
+    found = {
+        name: tensor for name, tensor in loaded.state_dict(keep_vars=True).items() if isinstance(tensor, LazyTensor)
+    }
+    present = frozenset(found)
+    untied = _tie(found, model)
+    info.missing_keys = {name for name in info.missing_keys if name not in found}
+    loaded._adjust_missing_and_unexpected_keys(info)
+    _refuse(directory, names.values(), info, model)
+    _refuse_quantized(directory, found, model)
+    if info.unexpected_keys:
+        unused = _some(sorted(info.unexpected_keys))
+        warnings.warn(f"{directory}: ignored, because the model has no such tensors: {unused}", stacklevel=3)
+    form = _form_of(stored, loaded, found, present, keep_names=inner is None)
+    return Checkpoint(tensors=found, untied=untied, form=form)
+
+
+@torch.no_grad()
+def default_form(model: PreTrainedModel) -> CheckpointFormat:
+    """How `save_pretrained` writes a model that was in no checkpoint before."""
+    return CheckpointFormat(tensors=_written(model, set(model.state_dict()) - set(model.all_tied_weights_keys)))
+
+
+def untie(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Give parameters of the skeleton that are tied to others a place of their own."""
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        setattr(module, leaf, nn.Parameter(torch.empty_like(getattr(module, leaf))))
+        model.all_tied_weights_keys.pop(name)
+
+
+def _load(model: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> tuple[PreTrainedModel, Any]:
+    """A copy of the skeleton with lazy tensors for parameters where transformers puts them, and its report."""
+    loaded = copy.deepcopy(model)
+    rules: Any = get_model_conversion_mapping(loaded)
+    settings = LoadStateDictConfig(weight_mapping=rules)
+    with _no_progress_bar():
+        info, _ = convert_and_load_state_dict_in_model(loaded, dict(tensors), settings)
+    return loaded, info
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _inside_composite(stored: Iterable[str], model: PreTrainedModel) -> dict[str, str] | None:
+    """Stored name -> name in the text decoder, where the checkpoint is of a model around it; else None.
+
+    Its prefix there is the one under which most names of the base model are found.
+    """
+    stored = list(stored)
+    base = model.base_model_prefix + "."
+    tails = {name.removeprefix(base) for name in model.state_dict() if name.startswith(base)}
+    found: Counter[str] = Counter()
+    for name in stored:
+        starts = [at + 1 for at, letter in enumerate(name) if letter == "."]
+        found.update(name[:at] for at in starts if name[at:] in tails)
+    if not found:
+        return None
+    prefix = found.most_common(1)[0][0]
+    if prefix == base:
+        return None
+    outside = prefix.removesuffix(base)  # of what stands beside the base model: the head
+
+    def inner(name: str) -> str:
+        if name.startswith(prefix):
+            return base + name.removeprefix(prefix)
+        return name.removeprefix(outside) if outside != prefix else name
+
+    return {name: inner(name) for name in stored}
+
+
+def _tie(found: dict[str, LazyTensor], model: PreTrainedModel) -> tuple[str, ...]:
+    """Fill in the tied names that are not stored; those that are stored with values of their own are returned."""
+    groups: dict[str, list[str]] = {}
+    for name, source in model.all_tied_weights_keys.items():
+        groups.setdefault(source, [source]).append(name)
+    untied = []
+    for group in groups.values():
+        stored = [name for name in group if name in found]
+        for name in group if stored else ():
+            if name not in found:
+                found[name] = found[stored[0]]
+            elif not _equal(found[name], found[stored[0]]):
+                untied.append(name)
+    return tuple(untied)
+
+
+def _equal(one: LazyTensor, other: LazyTensor) -> bool:
+    """Whether two lazy tensors have the same values, compared a few rows at a time."""
+    if one is other or one.shape != other.shape:
+        return one is other
+    rows = max(1, (1 << 20) // max(one[0].numel(), 1))
+    for start in range(0, len(one), rows):
+        parts = [tensor[start : start + rows] for tensor in (one, other)]
+        if not torch.equal(*(torch.empty(part.shape, dtype=part.dtype).copy_(part) for part in parts)):
+            return False
+    return True
+
+
+def _refuse(directory: Path, stored: Iterable[str], info: Any, model: PreTrainedModel) -> None:
+    """Raise UserError for what is missing or misshapen, by the names of the checkpoint as far as they can be told."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    missing = sorted(info.missing_keys & parameters)
+    misshapen = sorted(info.mismatched_keys)
+    if not missing and not misshapen and not info.conversion_errors:
+        if buffers := sorted(info.missing_keys):
+            warnings.warn(
+                f"{directory}: missing from the checkpoint, so initialised as in a new model: {_some(buffers)}",
+                stacklevel=4,
+            )
+        return
+    stored, prefix = set(stored), model.base_model_prefix + "."
+    concerned = {*missing, *(name for name, *_ in misshapen), *info.conversion_errors}
+    lacking = [
+        written
+        for written, lazy in default_form(model).tensors.items()
+        if concerned & {leaf.name for leaf in lazy.leaves() if isinstance(leaf, ParameterRef)}
+        and written not in stored
+        and written.removeprefix(prefix) not in stored
+    ]
+    kind = model.config.model_type
+    if misshapen and (not lacking or misshapen[0][0] in stored):
+        name, found, wanted = misshapen[0]
+        more = f" (and {len(misshapen) - 1} more)" if len(misshapen) > 1 else ""
+        raise UserError(f"{directory}: {name} has shape {tuple(found)}, but the config expects {tuple(wanted)}{more}")
+    if lacking:
+        raise UserError(f"{directory}: the weights of this {kind} model lack {_some(lacking)}")
+    raise Unconverted(
+        f"{directory}: the weights of this {kind} model cannot be converted to {_some(sorted(concerned))}"
+    )
+
+
+def _refuse_quantized(directory: Path, found: Mapping[str, LazyTensor], model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        kinds = {leaf.dtype for leaf in found[name].leaves()} if name in found else set()
+        if parameter.is_floating_point() and not all(dtype.is_floating_point for dtype in kinds):
+            raise UserError(f"{directory}: {name} is stored as {min(map(str, kinds))}: dequantize the weights first")
+
+
+def _written(model: PreTrainedModel, names: Collection[str]) -> dict[str, LazyTensor]:
+    """The tensors of a checkpoint, made of those `names` of the model."""
+    ignored = set(model._keys_to_ignore_on_save or ())
+    held: Any = {
+        name: LazyTensor.of(ParameterRef(name, tuple(tensor.shape), tensor.dtype))
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if name in names and name not in ignored
+    }
+    written: Any = revert_weight_conversion(model, held)
+    return written
+
+
+def _form_of(
+    stored: StoredTensors,
+    loaded: PreTrainedModel,
+    found: Mapping[str, LazyTensor],
+    present: Collection[str],
+    keep_names: bool,
+) -> CheckpointFormat:
+    """The checkpoint's own form: its names, its files."""
+    prefix = loaded.base_model_prefix + "."
+    tensors: dict[str, LazyTensor] = {}
+    for name, lazy in _written(loaded, present).items():
+        if keep_names and name not in stored.tensors:
+            source = _whole_leaf(lazy)
+            origin = _whole_leaf(found[source.name]) if source is not None else None
+            name = origin.name if origin is not None else name.removeprefix(prefix)
+        tensors[name] = lazy
+    files = {file: [name for name in names if name in tensors] for file, names in stored.files.items()}
+    kept = stored.indexed and set(tensors) <= set(stored.tensors)
+    return CheckpointFormat(
+        tensors=tensors,
+        files={file: names for file, names in files.items() if names} if kept else None,
+        max_file_bytes=max(stored.sizes.values()) if len(stored.sizes) > 1 else DEFAULT_FILE_BYTES,
+    )
+
+
+def _whole_leaf(lazy: LazyTensor) -> TensorSource | None:
+    """The leaf that this is all of, unmoved; None for anything made of parts."""
+    only = lazy.patches[0] if len(lazy.patches) == 1 else None
+    return only.leaf if only is not None and only.is_whole and only.leaf.name else None
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest

@@ -1,0 +1,241 @@
+"""Initial values of parameters as the model's own `_init_weights` draws them: tensor by tensor, in pieces.
+
+The random numbers of a tensor depend on the seed and on its name alone, and those of a piece on where it begins. So a
+rank draws the pieces in which its part of a tensor lies, one after the other, and every layout gets the same values.
+A small tensor is one piece: `_init_weights` fills it. Of a large one it is recorded, on the meta device, what
+`_init_weights` does to it; that is done to each piece. A large tensor is drawn whole only where its values depend on
+one another (an orthogonal matrix).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import initialization
+
+from harness.hf.weights.buffers import SMALL
+from harness.hf.weights.slices import Box
+from harness.parallel.generators import own_generators
+
+PIECE_BYTES = 4 << 20  # the most that is drawn at once
+
+aten = torch.ops.aten
+
+# What fills or changes each value by itself, so that it can be done to a part of a tensor.
+_ELEMENTWISE = {
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.copy_.default,
+    aten.add_.Tensor,
+    aten.sub_.Tensor,
+    aten.mul_.Tensor,
+    aten.div_.Tensor,
+    aten.clamp_.default,
+    aten.erfinv_.default,
+}
+
+# Functions of `torch.nn.init` that do nothing on the meta device -> whether they make every value by itself.
+_NOT_ON_META = {"trunc_normal_": True, "orthogonal_": False, "sparse_": False, "dirac_": False}
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is done to elements `start` to `stop` - 1 of a tensor, flattened: `function(elements, *args, **kwargs)`."""
+
+    function: Callable[..., Any]
+    start: int
+    stop: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def apply(self, values: Tensor, at: int) -> None:
+        """Do it to `values`, which are the elements from `at` on, as far as it concerns them."""
+        first, last = max(self.start, at), min(self.stop, at + len(values))
+        if first < last:
+            self.function(values[first - at : last - at], *self.args, **self.kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """A leaf of lazy tensors: a parameter whose values are drawn when they are read.
+
+    Attributes:
+        name: in the model.
+        seed: of the whole model.
+        device: where the values are drawn.
+        draw: draw all of the parameter's values into a tensor.
+        changes: what is to be done to each piece instead; None if the tensor is drawn whole.
+        scratch: where pieces are drawn, shared by all that are read in turn.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    seed: int
+    device: torch.device
+    draw: Callable[[Tensor], None]
+    changes: tuple[Change, ...] | None
+    scratch: Scratch
+
+    def read(self, into: Tensor, box: Box) -> None:
+        """Draw the pieces that `box` touches, and copy what lies in it."""
+        for piece in _pieces(self.shape, self._piece_size):
+            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece, box, strict=True)]
+            if all(first < last for first, last in common):
+                inside = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, piece, strict=True))
+                place = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))
+                into[place].copy_(self._piece(piece)[inside])
+
+    @property
+    def _piece_size(self) -> int:
+        return prod(self.shape) if self.changes is None else PIECE_BYTES // self.dtype.itemsize
+
+    def _piece(self, box: Box) -> Tensor:
+        """Return the values in the box of a piece; the last piece is kept, as several parts of it may be wanted."""
+        start = sum(first * prod(self.shape[dim + 1 :]) for dim, (first, _) in enumerate(box))
+        if self.scratch.holds != (self.name, start):
+            sizes = [last - first for first, last in box]
+            self.scratch.values = self._draw(start, self.scratch.room_for(sizes, self.dtype, self.device))
+            self.scratch.holds = (self.name, start)
+        return self.scratch.values
+
+    def _draw(self, start: int, values: Tensor) -> Tensor:
+        digest = hashlib.sha256(f"{self.seed}:{self.name}:{start}".encode()).digest()
+        with own_generators(int.from_bytes(digest[:8], "little"), self.device):
+            if self.changes is None:
+                self.draw(values)
+            for change in self.changes or ():
+                change.apply(values.view(-1), start)
+        return values
+
+
+class Scratch:
+    """The piece that was drawn last, in memory that the next one uses again: it leaves no holes between weights."""
+
+    def __init__(self) -> None:
+        self.holds: tuple[str, int] | None = None
+        self.values = torch.empty(0)
+        self._memory = torch.empty(0)
+
+    def room_for(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor of these sizes, without values."""
+        self.holds, self.values = None, torch.empty(0)
+        count = prod(sizes)
+        if count * dtype.itemsize > PIECE_BYTES:
+            return torch.empty(tuple(sizes), dtype=dtype, device=device)
+        if not len(self._memory):
+            self._memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device)
+        return self._memory[: count * dtype.itemsize].view(dtype).view(tuple(sizes))
+
+
+def changes_of(parameter: Tensor, initialise: Callable[[Tensor], None]) -> tuple[Change, ...] | None:
+    """Return what `initialise` does to a tensor like `parameter`; None if not every value is made by itself."""
+    tensor = torch.empty_like(parameter, device="meta")
+    recording = _Recording(tensor)
+    try:
+        with recording, recording.of_init_functions():
+            initialise(tensor)
+    except (RuntimeError, NotImplementedError):  # it looks at values
+        return None
+    return tuple(recording.changes) if recording.complete and recording.changes else None
+
+
+@contextmanager
+def standing_for(names: Sequence[str], root: nn.Module, values: Tensor) -> Iterator[None]:
+    """Put `values` in the place of the parameter of `root` that has these names, while the context lasts.
+
+    Small parameters of the same module get memory on the same device, as one may be computed beside the other.
+    """
+    own: dict[int, nn.Parameter] = {id(root.get_parameter(names[0])): nn.Parameter(values)}
+    modules = [root.get_submodule(name.rpartition(".")[0]) for name in names]
+    before = [dict(module._parameters) for module in modules]
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in own and parameter.numel() <= SMALL:
+                own[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=values.device))
+        module._parameters.update({name: own.get(id(p), p) for name, p in module._parameters.items()})
+    try:
+        yield
+    finally:
+        for module, parameters in zip(modules, before, strict=True):
+            module._parameters.update(parameters)
+
+
+class _Recording(TorchDispatchMode):
+    """Records what is done in place to one tensor on the meta device, and to views of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.storage = tensor.untyped_storage()._cdata
+        self.changes: list[Change] = []
+        self.complete = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = [
+            value
+            for value, argument in zip(args, func._schema.arguments, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write and self._is_ours(value)
+        ]
+        if written:
+            self._record(func if func in _ELEMENTWISE else None, written[0], args[1:], kwargs)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def of_init_functions(self) -> Iterator[None]:
+        """Record as well what torch does not do at all on the meta device: truncated normals, orthogonal matrices."""
+        functions: Any = initialization.TORCH_INIT_FUNCTIONS
+        originals = {name: functions[name] for name in _NOT_ON_META}
+        for name, function in originals.items():
+            functions[name] = partial(self._init_function, function, _NOT_ON_META[name])
+            setattr(nn.init, name, functions[name])
+        try:
+            yield
+        finally:
+            for name, function in originals.items():
+                functions[name] = function
+                setattr(nn.init, name, function)
+
+    def _init_function(self, function: Any, elementwise: bool, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self._is_ours(tensor):
+            self._record(function if elementwise else None, tensor, args, kwargs)
+        return tensor
+
+    def _is_ours(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.is_meta and value.untyped_storage()._cdata == self.storage
+
+    def _record(self, function: Any, view: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        one_by_one = all(other.numel() == 1 and not other.is_meta for other in others)
+        if function is None or not view.is_contiguous() or not one_by_one:
+            self.complete = False
+            return
+        start = int(view.storage_offset())
+        self.changes.append(Change(function, start, start + view.numel(), args, kwargs))
+
+
+def _pieces(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    """Boxes of at most `most` elements, each without a gap in memory, that together are a tensor of `shape`."""
+    cut = next((dim for dim in range(len(shape)) if prod(shape[dim + 1 :]) <= most), 0)
+    if not shape or prod(shape) <= most:
+        yield tuple((0, size) for size in shape)
+        return
+    rows = max(most // prod(shape[cut + 1 :]), 1)
+    rest = tuple((0, size) for size in shape[cut + 1 :])
+    for index in product(*map(range, shape[:cut])):
+        before = tuple((at, at + 1) for at in index)
+        for first in range(0, shape[cut], rows):
+            yield (*before, (first, min(first + rows, shape[cut])), *rest)

@@ -1,0 +1,249 @@
+"""Fill a pipeline layer's local parameters: initialised from a seed, or read from a checkpoint.
+
+A layer comes here cut and on the meta device. What it keeps of each tensor stands on the parameter
+(`param.shard`), so nothing here knows how the model is laid out, nor how a checkpoint's tensors come to be the
+model's (`conversion.py`). Memory beyond the layer itself: a few MB, read or drawn at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from harness.errors import UserError
+from harness.hf.weights.buffers import constructed, is_unfilled, mark_unfilled
+from harness.hf.weights.initialization import PIECE_BYTES, Drawn, Scratch, changes_of, standing_for
+from harness.hf.weights.lazy_tensor import LazyTensor
+from harness.hf.weights.tensor_files import Stored
+from harness.parallel.zero.zero3_partition import Zero3Partition
+
+
+class WeightSource(Protocol):
+    """Where weights come from."""
+
+    def fill(self, layer: nn.Module, whole: nn.Module) -> None:
+        """Fill the materialised `layer`; `whole` is the same layer uncut, on the meta device."""
+
+
+def materialise(layer: nn.Module, device: torch.device, dtype: torch.dtype, kept: Set[str] = frozenset()) -> None:
+    """Give every meta parameter and buffer of `layer` memory on `device`; floating parameters get `dtype`.
+
+    A parameter's attributes (`shard` among them) are kept, and so are ties inside the layer. Those in `kept` are
+    float32, and their attribute `kept_in_fp32` says so.
+    """
+    real: dict[int, nn.Parameter] = {}
+    for path, module in layer.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in real:
+                keep = parameter.is_floating_point() and f"{path}.{name}" in kept
+                kind = dtype if parameter.is_floating_point() else parameter.dtype
+                data = torch.empty(parameter.shape, dtype=torch.float32 if keep else kind, device=device)
+                real[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                real[id(parameter)].__dict__.update(parameter.__dict__)
+                if keep:
+                    real[id(parameter)].kept_in_fp32 = True  # type: ignore[attr-defined]
+            module.register_parameter(name, real[id(parameter)])
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Initialiser:
+    """Initial weights as the model's own `_init_weights` draws them, the same in every layout (see `initial.py`).
+
+    `part`: of every parameter the part that this rank will keep of it (ZeRO-3); the rest of it is left as it is.
+    """
+
+    model: PreTrainedModel
+    seed: int
+    part: Zero3Partition | None = None
+
+    @torch.no_grad()
+    def fill(self, layer: nn.Module, whole: nn.Module) -> None:
+        """Draw of the initial values of the uncut layer `whole` what `layer` holds."""
+        local = dict(_named_tensors(layer))
+        values = self.drawn(whole, local.keys(), next(iter(local.values())).device)
+        for name, tensor in local.items():
+            fill(tensor, values[name], self.part)
+
+    def drawn(self, whole: nn.Module, names: Set[str], device: torch.device) -> dict[str, Tensor]:
+        """Return the initial values of `names` in `whole`; those of parameters are lazy: drawn when they are read."""
+        values = self._buffers(whole, {name for name, _ in whole.named_buffers() if name in names}, device)
+        places: dict[int, list[str]] = {}
+        for name, parameter in whole.named_parameters(remove_duplicate=False):
+            places.setdefault(id(parameter), []).append(name)
+        scratch = Scratch()
+        for own_names in places.values():
+            if not names.isdisjoint(own_names):
+                lazy = LazyTensor.of(self._drawn(whole, own_names, device, scratch))
+                values |= dict.fromkeys(own_names, lazy)
+        return values
+
+    def _drawn(self, whole: nn.Module, names: list[str], device: torch.device, scratch: Scratch) -> Drawn:
+        name = names[0]  # of tied ones the first: in the whole model each is initialised before the others become it
+        parameter = whole.get_parameter(name)
+
+        def initialise(values: Tensor) -> None:
+            with standing_for(names, whole, values):
+                self._initialise(whole, "", self.model, [name])
+
+        def draw(values: Tensor) -> None:
+            mark_unfilled([values])
+            initialise(values)
+            if is_unfilled(values):
+                values.copy_(self._of_constructor(name, values.shape))
+
+        return Drawn(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            seed=self.seed,
+            device=device,
+            draw=draw,
+            changes=changes_of(parameter, initialise) if parameter.nbytes > PIECE_BYTES else None,
+            scratch=scratch,
+        )
+
+    def _buffers(self, whole: nn.Module, names: Set[str], device: torch.device) -> dict[str, Tensor]:
+        """Return the buffers `names` of `whole` as `_init_weights` or the model's constructor makes them."""
+        if not names:
+            return {}
+        scratch = _with_real_buffers(whole, names, device)
+        found = {name: buffer for name, buffer in scratch.named_buffers() if name in names}
+        mark_unfilled(found.values())
+        self._initialise(scratch, "", self.model, names)
+        for name, buffer in found.items():
+            if is_unfilled(buffer):
+                buffer.copy_(self._constructed[name])
+        return found
+
+    def _initialise(self, module: nn.Module, name: str, owner: PreTrainedModel, names: Iterable[str]) -> None:
+        """Initialise what is inside, then `module` itself, each by the innermost model of transformers around it.
+
+        Only modules that hold one of the tensors `names` are, at any depth.
+        """
+        inner = self._models.get(name, owner)
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}".lstrip(".")
+            inside = [tensor for tensor in names if tensor.startswith(path + ".")]
+            if inside:
+                self._initialise(child, path, inner, inside)
+        inner._init_weights(module)
+
+    def _of_constructor(self, name: str, shape: Sequence[int]) -> Tensor:
+        if name in self._constructed:
+            return self._constructed[name]
+        return constructed(self.model, self.seed, shape)[name]
+
+    @cached_property
+    def _constructed(self) -> dict[str, Tensor]:
+        return constructed(self.model, self.seed)
+
+    @cached_property
+    def _models(self) -> dict[str, PreTrainedModel]:
+        return {name: module for name, module in self.model.named_modules() if isinstance(module, PreTrainedModel)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReader:
+    """The weights of a model that is already in memory, as `Trainer(model=<a PreTrainedModel>)` gives it."""
+
+    tensors: Mapping[str, Tensor]
+
+    @torch.no_grad()
+    def fill(self, layer: nn.Module, whole: nn.Module) -> None:
+        """Copy what `layer` holds."""
+        for name, tensor in _named_tensors(layer):
+            fill_local(tensor, self.tensors[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointReader:
+    """The weights of a checkpoint, of which each rank reads its slices alone.
+
+    `part`: of every parameter the part that this rank will keep of it (ZeRO-3); the rest of it is left as it is.
+    """
+
+    tensors: Mapping[str, LazyTensor]
+    initialiser: Initialiser
+    part: Zero3Partition | None = None
+
+    @torch.no_grad()
+    def fill(self, layer: nn.Module, whole: nn.Module) -> None:
+        """Read what `layer` holds, in the order of the files; what is in none is made as in a new model."""
+        local = dict(_named_tensors(layer))
+        unread = {name for name in local if name not in self.tensors}
+        if unread:
+            drawn = self.initialiser.drawn(whole, unread, next(iter(local.values())).device)
+            for name in unread:
+                fill(local[name], drawn[name], self.part)
+        for name in sorted(local.keys() - unread, key=lambda name: _position(self.tensors[name])):
+            fill(local[name], self.tensors[name], self.part)
+
+
+def read_by_transformers(directory: Path, told: UserError) -> MemoryReader:
+    """Let transformers read a checkpoint that cannot be read slice by slice; every rank then holds all of it.
+
+    Raises `told` if tensors are missing all the same.
+    """
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        directory, local_files_only=True, dtype=torch.float32, output_loading_info=True
+    )
+    model, info = loaded
+    if set(info["missing_keys"]) - set(model.all_tied_weights_keys) or info["mismatched_keys"]:
+        raise told
+    warnings.warn(f"{directory}: cannot be read in slices, so each rank reads all of it", stacklevel=2)
+    return MemoryReader(tensors={**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())})
+
+
+def fill(tensor: Tensor, full: Tensor, part: Zero3Partition | None) -> None:
+    """Copy into a parameter what its rank keeps of the full tensor, of that only `part`; into a buffer all of it."""
+    if part is not None and isinstance(tensor, nn.Parameter):
+        fill_part(tensor, full, part)
+    else:
+        fill_local(tensor, full)
+
+
+def fill_local(tensor: Tensor, full: Tensor) -> None:
+    """Copy into `tensor` what its rank keeps of the full tensor, which may be lazy."""
+    shard = getattr(tensor, "shard", None)
+    if shard is not None:
+        shard.read_into(tensor, full)
+    else:
+        tensor.copy_(full)
+
+
+def fill_part(tensor: Tensor, full: Tensor, part: Zero3Partition) -> None:
+    """Copy into a part of `tensor`, flattened, what belongs there of what its rank keeps of the full tensor."""
+    shard = getattr(tensor, "shard", None)
+    local = full if shard is None else shard.take(full)
+    for index in part.boxes(tensor.shape):
+        tensor[index].copy_(local[index])
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Its parameters, each under all of its names, and its buffers."""
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
+
+
+def _position(lazy: LazyTensor) -> tuple[str, int]:
+    return next((leaf.position for leaf in lazy.leaves() if isinstance(leaf, Stored)), ("", 0))
+
+
+def _with_real_buffers(whole: nn.Module, names: Set[str], device: torch.device) -> nn.Module:
+    """Return a copy of a module on meta in which the buffers `names` have memory."""
+    scratch = copy.deepcopy(whole)
+    for prefix, module in scratch.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and f"{prefix}.{name}".lstrip(".") in names:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    return scratch

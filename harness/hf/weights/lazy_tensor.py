@@ -1,0 +1,272 @@
+"""Tensors that know where their values lie instead of holding them.
+
+A `LazyTensor` is a tensor to whoever computes with it: cut, joined, stacked, permuted, it gives another `LazyTensor`, made of
+patches, each a box of a leaf (a tensor in a file, say). Nothing is read until one is copied into a real tensor, and
+then only what is asked for. So transformers' own operations, which turn a checkpoint's tensors into a model's and back,
+run on tensors that no rank could hold. What is no mere arrangement of values is computed when it is read, from its
+whole inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from harness.hf.weights.slices import Box, TensorSlice, TensorSource
+
+aten = torch.ops.aten
+
+
+class LazyTensor(Tensor):
+    """A tensor made of patches that fill it. Copy it into a real tensor to read it."""
+
+    patches: tuple[TensorSlice, ...]
+
+    @staticmethod
+    def __new__(cls, patches: Sequence[TensorSlice], shape: Sequence[int], dtype: torch.dtype) -> LazyTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device="cpu")  # type: ignore
+        tensor.patches = tuple(patches)
+        return tensor
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def of(cls, leaf: TensorSource) -> LazyTensor:
+        """All of a leaf."""
+        rank = len(leaf.shape)
+        patch = TensorSlice(leaf, tuple((0, size) for size in leaf.shape), (0,) * rank, tuple(range(rank)))
+        return cls([patch], leaf.shape, leaf.dtype)
+
+    def read_into(self, into: Tensor) -> None:
+        """Copy the values to a tensor of the same shape, of any dtype and device."""
+        for patch in self.patches:
+            patch.leaf.read(patch.leaf_view(into[patch.place]), patch.box)
+
+    def leaves(self) -> Iterator[TensorSource]:
+        """What it is made of in the end; what computed leaves are computed from, instead of these."""
+        for patch in self.patches:
+            if isinstance(patch.leaf, Computed):
+                for source in patch.leaf.inputs:
+                    yield from source.leaves()
+            else:
+                yield patch.leaf
+
+    def with_leaves(self, change: Callable[[str], TensorSource]) -> LazyTensor:
+        """The same arrangement of other leaves, which `change` gives by name."""
+
+        def changed(leaf: TensorSource) -> TensorSource:
+            if not isinstance(leaf, Computed):
+                return change(leaf.name)
+            return leaf.with_inputs(lambda source: source.with_leaves(change))
+
+        return LazyTensor([replace(patch, leaf=changed(patch.leaf)) for patch in self.patches], self.shape, self.dtype)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Lazy({tuple(self.shape)}, {self.dtype}, {len(self.patches)} patches)"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func is aten.copy_.default:
+            target, source = args[:2]
+            source.read_into(target)
+            return target
+        arrange = arrangement(func)
+        return arrange(*args, **kwargs) if arrange is not None else LazyTensor.of(computed(func, args, kwargs))
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """A leaf whose values `func` makes of whole lazy tensors, once more at every read."""
+
+    func: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    name: str = ""
+
+    @property
+    def inputs(self) -> list[LazyTensor]:
+        """The lazy tensors among the arguments."""
+        found: list[LazyTensor] = []
+        tree_map(lambda arg: found.append(arg) if isinstance(arg, LazyTensor) else None, (self.args, self.kwargs))
+        return found
+
+    def with_inputs(self, change: Callable[[LazyTensor], Any]) -> Computed:
+        """The same function of other tensors."""
+        args, kwargs = _map_lazy(change, self.args, self.kwargs)
+        return replace(self, args=args, kwargs=kwargs)
+
+    def read(self, into: Tensor, box: Box) -> None:
+        """Compute all of it, and copy what is asked for."""
+        args, kwargs = _map_lazy(realised, self.args, self.kwargs)
+        into.copy_(self.func(*args, **kwargs)[tuple(slice(*span) for span in box)])
+
+
+@dataclass(frozen=True, eq=False)
+class InMemory:
+    """A leaf that is there: a tensor in memory, or one mapped from a file."""
+
+    tensor: Tensor
+    name: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's."""
+        return self.tensor.dtype
+
+    def read(self, into: Tensor, box: Box) -> None:
+        """Copy a part of the tensor."""
+        into.copy_(self.tensor[tuple(slice(*span) for span in box)])
+
+
+def realised(lazy: LazyTensor) -> Tensor:
+    """A real tensor with the values of all of `lazy`."""
+    whole = torch.empty(lazy.shape, dtype=lazy.dtype)
+    lazy.read_into(whole)
+    return whole
+
+
+def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Computed:
+    """What `func` would give; its shape is found on the meta device. NotImplementedError if it gives no one tensor."""
+    on_meta = _map_lazy(lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"), args, kwargs)
+    shaped = func(*on_meta[0], **on_meta[1])
+    if not isinstance(shaped, Tensor):
+        raise NotImplementedError(f"{func} of tensors that are not read yet")
+    return Computed(func, args, kwargs, tuple(shaped.shape), shaped.dtype)
+
+
+def _map_lazy(change: Callable[[LazyTensor], Any], args: Any, kwargs: Any) -> Any:
+    return tree_map(lambda arg: change(arg) if isinstance(arg, LazyTensor) else arg, (args, kwargs))
+
+
+# -- arrangements: what is done to patches alone -------------------------------------------------------------
+
+
+def arrangement(func: Any) -> Callable[..., Any] | None:
+    """How an operation of torch that only arranges values is done on patches; None for any other."""
+    match func:
+        case aten.detach.default | aten.alias.default | aten.clone.default | aten.lift_fresh.default:
+            return lambda lazy, **_: LazyTensor(lazy.patches, lazy.shape, lazy.dtype)
+        case aten._to_copy.default:
+            # the values stay as they are stored: whoever reads them chooses the dtype, once
+            return lambda lazy, dtype=None, **_: LazyTensor(lazy.patches, lazy.shape, dtype or lazy.dtype)
+        case aten.slice.Tensor:
+            return _slice
+        case aten.select.int:
+            return lambda lazy, dim, index: _squeeze(_part(lazy, dim, index % lazy.shape[dim], 1), dim)
+        case aten.split.Tensor:
+            return lambda lazy, size, dim=0: _split(lazy, _equal_sizes(lazy.shape[dim], size), dim)
+        case aten.split_with_sizes.default:
+            return lambda lazy, sizes, dim=0: _split(lazy, sizes, dim)
+        case aten.unbind.int:
+            return lambda lazy, dim=0: [_squeeze(p, dim) for p in _split(lazy, [1] * lazy.shape[dim], dim)]
+        case aten.cat.default:
+            return lambda parts, dim=0: _join(parts, dim)
+        case aten.stack.default:
+            return lambda parts, dim=0: _join([_unsqueeze(part, dim) for part in parts], dim)
+        case aten.squeeze.dim:
+            return lambda lazy, dim: _squeeze(lazy, dim) if lazy.shape[dim] == 1 else lazy
+        case aten.unsqueeze.default:
+            return _unsqueeze
+        case aten.t.default:
+            return lambda lazy: _permute(lazy, range(lazy.dim())[::-1])
+        case aten.transpose.int:
+            return _transpose
+        case aten.permute.default:
+            return _permute
+    return None
+
+
+def _slice(
+    lazy: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> LazyTensor:
+    first, last, _ = slice(start, end).indices(lazy.shape[dim])
+    if step != 1:
+        return LazyTensor.of(computed(aten.slice.Tensor, (lazy, dim, start, end, step), {}))
+    return _part(lazy, dim, first, max(last - first, 0))
+
+
+def _part(lazy: LazyTensor, dim: int, first: int, size: int) -> LazyTensor:
+    dim %= lazy.dim()
+    kept = []
+    for patch in lazy.patches:
+        axis, at = patch.axes[dim], patch.start[dim]
+        if axis is None:
+            inside = patch if first <= at < first + size else None
+        else:
+            offset = patch.box[axis][0] - at
+            inside = patch.clipped(axis, first + offset, first + size + offset)
+        if inside is not None:
+            kept.append(inside.moved(dim, -first))
+    return LazyTensor(kept, (*lazy.shape[:dim], size, *lazy.shape[dim + 1 :]), lazy.dtype)
+
+
+def _split(lazy: LazyTensor, sizes: Sequence[int], dim: int) -> list[LazyTensor]:
+    return [_part(lazy, dim, stop - size, size) for stop, size in zip(accumulate(sizes), sizes, strict=True)]
+
+
+def _equal_sizes(total: int, size: int) -> list[int]:
+    return [min(size, total - start) for start in range(0, total, size)]
+
+
+def _join(parts: Sequence[Any], dim: int) -> LazyTensor:
+    lazies = [part if isinstance(part, LazyTensor) else LazyTensor.of(InMemory(part)) for part in parts]
+    dim %= lazies[0].dim()
+    patches: list[TensorSlice] = []
+    total = 0
+    if len({(*lazy.shape[:dim], *lazy.shape[dim + 1 :]) for lazy in lazies}) > 1:
+        raise ValueError(f"tensors of shapes {sorted({tuple(lazy.shape) for lazy in lazies})} cannot be joined")
+    for lazy in lazies:
+        patches += [patch.moved(dim, total) for patch in lazy.patches]
+        total += lazy.shape[dim]
+    shape = lazies[0].shape
+    return LazyTensor(patches, (*shape[:dim], total, *shape[dim + 1 :]), lazies[0].dtype)
+
+
+def _unsqueeze(lazy: Any, dim: int) -> LazyTensor:
+    lazy = lazy if isinstance(lazy, LazyTensor) else LazyTensor.of(InMemory(lazy))
+    dim %= lazy.dim() + 1
+    patches = [
+        replace(p, start=(*p.start[:dim], 0, *p.start[dim:]), axes=(*p.axes[:dim], None, *p.axes[dim:]))
+        for p in lazy.patches
+    ]
+    return LazyTensor(patches, (*lazy.shape[:dim], 1, *lazy.shape[dim:]), lazy.dtype)
+
+
+def _squeeze(lazy: LazyTensor, dim: int) -> LazyTensor:
+    dim %= lazy.dim()
+    patches = [
+        replace(p, start=(*p.start[:dim], *p.start[dim + 1 :]), axes=(*p.axes[:dim], *p.axes[dim + 1 :]))
+        for p in lazy.patches
+    ]
+    return LazyTensor(patches, (*lazy.shape[:dim], *lazy.shape[dim + 1 :]), lazy.dtype)
+
+
+def _permute(lazy: LazyTensor, dims: Sequence[int]) -> LazyTensor:
+    dims = [dim % lazy.dim() for dim in dims]
+    patches = [
+        replace(p, start=tuple(p.start[d] for d in dims), axes=tuple(p.axes[d] for d in dims)) for p in lazy.patches
+    ]
+    return LazyTensor(patches, [lazy.shape[d] for d in dims], lazy.dtype)
+
+
+def _transpose(lazy: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
+    dims = list(range(lazy.dim()))
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    return _permute(lazy, dims)

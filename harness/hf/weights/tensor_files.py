@@ -1,0 +1,307 @@
+"""The tensors in a model directory's files, as lazy tensors by name.
+
+safetensors are read straight into the tensor that is filled wherever that is contiguous. Of a tensor that is cut along
+its rows (a row-parallel weight, say) a few MB of the file are mapped at a time and the columns copied out: the disk is
+read in large pieces, once for all ranks of a host, and no page of a file counts as this process's memory for long. A
+`pytorch_model.bin` is opened with torch.load's weights_only, and mmap unless it is older than torch 1.6. Each file is
+opened once.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import pickle
+import weakref
+from dataclasses import dataclass
+from io import FileIO
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.errors import UserError, printable
+from harness.hf.weights.lazy_tensor import InMemory, LazyTensor
+from harness.hf.weights.slices import Box
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+
+# how files begin: a pointer of Git LFS, and what torch saves now and saved before 1.6
+POINTER, ZIP, PICKLE = b"version ", b"PK\x03\x04", b"\x80\x02"
+
+LONGEST_HEADER = 100_000_000  # as the format has it, so that no file makes a reader parse gigabytes
+BLOCK_BYTES = 4 << 20  # the most that is mapped at once, or read into other memory than its final place
+TOO_SHORT = "ends too early: was it changed while being read?"
+GAP_BYTES = 4 << 10  # where a part of each row is wanted, up to this between two is read too: a page or less
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensors:
+    """What the files of a directory hold.
+
+    Attributes:
+        tensors: by the name in the file, file by file.
+        files: file name -> names of its tensors.
+        sizes: file name -> bytes of its tensors.
+        indexed: whether HuggingFace finds the files by their names: a lone `model.safetensors`, or by an index.
+    """
+
+    tensors: dict[str, LazyTensor]
+    files: dict[str, list[str]]
+    sizes: dict[str, int]
+    indexed: bool
+
+
+def has_tensors(directory: Path) -> bool:
+    """Whether there are weights in `directory`, or an index of some, in a form that `open_tensors` looks for."""
+    named = (INDEX, OLD_SINGLE, OLD_INDEX)
+    return any(directory.glob("*.safetensors")) or any((directory / name).is_file() for name in named)
+
+
+def open_tensors(directory: Path) -> StoredTensors:
+    """Open all weight files of `directory`, as HuggingFace chooses them; UserError for one that cannot be read."""
+    indexed = True
+    if (directory / SINGLE).is_file():
+        names = [SINGLE]
+    elif (directory / INDEX).is_file():
+        names = _indexed_files(directory / INDEX)
+    elif any(directory.glob("*.safetensors")):
+        names, indexed = sorted(path.name for path in directory.glob("*.safetensors")), False
+    elif (directory / OLD_SINGLE).is_file():
+        names = [OLD_SINGLE]
+    else:
+        names = _indexed_files(directory / OLD_INDEX)
+    opened = {name: _open(directory / name) for name in names}
+    return StoredTensors(
+        tensors={name: tensor for tensors in opened.values() for name, tensor in tensors.items()},
+        files={file: list(tensors) for file, tensors in opened.items()},
+        sizes={file: sum(t.nbytes for t in tensors.values()) for file, tensors in opened.items()},
+        indexed=indexed and names[0].endswith(".safetensors"),
+    )
+
+
+def _indexed_files(index: Path) -> list[str]:
+    try:
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{index}: cannot be read: {type(error).__name__}: {error}") from error
+    outside = [name for name in files if not isinstance(name, str) or Path(name).name != name]
+    if outside or not files:
+        raise UserError(f"{index}: must list files of its own directory, but lists {outside[:1] or 'none'}")
+    return sorted(files)
+
+
+def _open(path: Path) -> dict[str, LazyTensor]:
+    try:
+        if _start(path) == POINTER:
+            raise ValueError("it is a Git LFS pointer: fetch the file with `git lfs pull`")
+        return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickled(path)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if isinstance(error, OSError) and error.strerror:  # without the path once more
+            reason = error.strerror
+        raise UserError(f"{path}: its tensors cannot be read: {reason}") from error
+
+
+def _start(path: Path) -> bytes:
+    """The first bytes, which tell what kind of file it is."""
+    with path.open("rb") as file:
+        return file.read(8)
+
+
+def _open_pickled(path: Path) -> dict[str, LazyTensor]:
+    start = _start(path)
+    if not start.startswith((ZIP, PICKLE)):
+        raise ValueError("it is not a file saved by torch")
+    mapped = start.startswith(ZIP)  # what torch saved before 1.6 can only be read whole
+    try:
+        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        raise UserError(f"{path}: contains more than tensors, so it is not loaded: save it as safetensors") from error
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise UserError(f"{path}: is not a mapping from names to tensors: save the model as safetensors")
+    return {name: LazyTensor.of(InMemory(tensor, name)) for name, tensor in content.items()}
+
+
+def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
+    """The format: 8 bytes that give the header's length, a JSON header, the tensors' bytes one after the other."""
+    file = OpenFile(path)
+    length = int.from_bytes(file.bytes(0, 8), "little")
+    if length > min(file.size - 8, LONGEST_HEADER):
+        raise ValueError(f"its header claims {length:,} bytes")
+    header = json.loads(file.bytes(8, length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
+    header.pop("__metadata__", None)
+    tensors = [_stored(file, 8 + length, name, entry) for name, entry in header.items()]
+    return {tensor.name: LazyTensor.of(tensor) for tensor in sorted(tensors, key=lambda tensor: tensor.start)}
+
+
+def _stored(file: OpenFile, first: int, name: str, entry: Any) -> Stored:
+    """The tensor that an entry of the header describes; the bytes of tensors begin at byte `first` of the file."""
+    try:
+        code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        is_sound = type(code) is str and all(type(size) is int and size >= 0 for size in (*shape, start, stop))
+    except (TypeError, KeyError, ValueError):
+        is_sound = False
+    if not is_sound:
+        raise ValueError(f"the entry of {printable(name)} lacks a valid dtype, shape or data_offsets")
+    if code not in DTYPES:
+        raise UserError(f"{file.path}: {name} has dtype {code}, which cannot be trained: dequantize the weights first")
+    dtype = DTYPES[code]
+    if stop - start != prod(shape) * dtype.itemsize or first + stop > file.size:
+        raise ValueError(f"{printable(name)} of shape {shape} does not match its data_offsets: is the file truncated?")
+    return Stored(file, name, first + start, shape, dtype)
+
+
+class OpenFile:
+    """A file open for reading; closed with the last tensor that refers to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = FileIO(path)
+        self.size = os.fstat(self._file.fileno()).st_size
+        weakref.finalize(self, self._file.close)
+
+    def bytes(self, start: int, length: int) -> bytes:
+        """`length` bytes from `start`; ValueError if the file ends before."""
+        self._file.seek(start)
+        content = self._file.read(length)
+        if len(content) != length:
+            raise ValueError(f"ends before byte {start + length}")
+        return content
+
+    def read_into(self, into: Tensor, start: int) -> None:
+        """Fill a contiguous tensor in host memory with the bytes from `start`."""
+        self._fill(_bytes_of(into), start)
+
+    def read_runs(self, into: Tensor, start: int, step: int) -> None:
+        """Fill each row of such a tensor with the bytes from `start`, `start + step` and so on.
+
+        The stretch of the file from the first to the last is mapped: the kernel fetches it in large pieces, whatever
+        the number of rows, and keeps it for the other processes of this host.
+        """
+        rows, size = len(into), into[0].nbytes
+        page = start - start % mmap.ALLOCATIONGRANULARITY
+        length = start - page + (rows - 1) * step + size
+        descriptor = self._file.fileno()
+        if page + length > os.fstat(descriptor).st_size:  # touching what is missing would end the process
+            raise UserError(f"{self.path}: {TOO_SHORT}")
+        if hasattr(os, "posix_fadvise"):  # this stretch, and the next while this one is copied
+            os.posix_fadvise(descriptor, page, 2 * length, os.POSIX_FADV_WILLNEED)
+        try:
+            mapped = mmap.mmap(descriptor, length, access=mmap.ACCESS_READ, offset=page)
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read: {error.strerror}") from error
+        runs = np.ndarray((rows, size), np.uint8, mapped, start - page, (step, 1))
+        np.copyto(np.asarray(_bytes_of(into)).reshape(rows, size), runs)
+
+    def _fill(self, rest: memoryview, start: int) -> None:
+        while rest:
+            try:
+                count = os.preadv(self._file.fileno(), [rest], start)
+            except OSError as error:
+                raise UserError(f"{self.path}: cannot be read: {error.strerror}") from error
+            if not count:
+                raise UserError(f"{self.path}: {TOO_SHORT}")
+            rest, start = rest[count:], start + count
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    flat: Any = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A tensor in a safetensors file, which begins at byte `start`."""
+
+    file: OpenFile
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def position(self) -> tuple[str, int]:
+        """Where it lies, to read in order."""
+        return str(self.file.path), self.start
+
+    def read(self, into: Tensor, box: Box) -> None:
+        """Read what is in `box`, and at most a few more bytes of each row."""
+        if into.numel():
+            self._read(into, box, 0, 0)
+
+    def _read(self, into: Tensor, box: Box, dim: int, at: int) -> None:
+        """Read dimensions `dim` and on of `box` into `into`, which has only these; they begin at element `at`."""
+        inner = prod(self.shape[dim + 1 :])
+        whole = [span == (0, size) for span, size in zip(box[dim + 1 :], self.shape[dim + 1 :], strict=True)]
+        first = box[dim][0] if dim < len(box) else 0
+        if all(whole):
+            self._run(into, at + first * inner)
+        elif all(whole[1:]):
+            self._rows(into, at + first * inner, inner, box[dim + 1])
+        else:
+            for index, part in enumerate(into, first):
+                self._read(part, box, dim + 1, at + index * inner)
+
+    def _rows(self, into: Tensor, at: int, step: int, span: tuple[int, int]) -> None:
+        """Read `span` of each row: the first begins at element `at`, the next `step` elements later."""
+        size, before = self.dtype.itemsize, span[0] * into[0, :1].numel()
+        wanted = into[0].numel()
+        if wanted * size >= BLOCK_BYTES:
+            for index, part in enumerate(into):
+                self._run(part, at + index * step + before)
+            return
+        apart = (step - wanted) * size > GAP_BYTES
+        rows = max(BLOCK_BYTES // (step * size), 1)
+        for first in range(0, len(into), rows):
+            part, start = into[first : first + rows], self.start + (at + first * step) * size
+            if apart:
+                block = part if self._fits(part) else torch.empty(part.shape, dtype=self.dtype)
+                self.file.read_runs(block, start + before * size, step * size)
+            else:
+                block = torch.empty((len(part), step // into[0, :1].numel(), *part.shape[2:]), dtype=self.dtype)
+                self.file.read_into(block, start)
+                block = block[:, slice(*span)]
+            if block is not part:
+                part.copy_(block)
+
+    def _fits(self, into: Tensor) -> bool:
+        """Whether bytes can be read straight into it."""
+        return into.device.type == "cpu" and into.dtype == self.dtype and into.is_contiguous()
+
+    def _run(self, into: Tensor, at: int) -> None:
+        """Read what stands without a gap from element `at` on."""
+        if self._fits(into):
+            self.file.read_into(into, self.start + at * self.dtype.itemsize)
+        elif into.numel() * self.dtype.itemsize <= BLOCK_BYTES:
+            block = torch.empty(into.shape, dtype=self.dtype)
+            self.file.read_into(block, self.start + at * self.dtype.itemsize)
+            into.copy_(block)
+        else:
+            row = into[0].numel()
+            rows = max(BLOCK_BYTES // (row * self.dtype.itemsize), 1)
+            for start in range(0, len(into), rows):
+                part = into[start : start + rows]
+                self._run(part if rows > 1 else part[0], at + start * row)

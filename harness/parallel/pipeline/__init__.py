@@ -1,0 +1,1 @@
+"""Pipeline stages: where they are cut, what they send, what they recompute."""

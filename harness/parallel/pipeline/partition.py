@@ -1,0 +1,160 @@
+"""Where a pipeline is cut into stages.
+
+A partition of n layers into p stages is its list of boundaries: p + 1 rising indices from 0 to n, stage i
+holding the layers boundaries[i] to boundaries[i + 1] - 1. Every stage holds at least one layer. A pipeline
+advances at the pace of its slowest stage, so `balanced` minimises the cost of the most expensive one: the
+linear partition problem (Skiena, The Algorithm Design Manual, section on partitioning without rearrangement),
+solved exactly here.
+
+Plain numbers in, plain numbers out: what a layer costs is `costs.py`'s business, building the stages is the
+model's.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import accumulate
+from math import inf, isfinite, lcm
+
+from harness.errors import UserError
+from harness.wording import counted
+
+METHODS = ("balanced", "measured", "uniform", "parameters", "type:REGEX")
+
+
+def stage_boundaries(
+    method: str,
+    stages: int,
+    *,
+    costs: Sequence[float],
+    parameters: Sequence[int],
+    names: Sequence[str],
+) -> list[int]:
+    """The boundaries that `pipeline.partition` asks for, one entry of each sequence per pipeline layer.
+
+    `balanced` and `measured` read `costs` (computed or profiled, by the caller), `parameters` reads the
+    counts of trainable parameters, `type:REGEX` the layers' class names. The last three methods cut as
+    DeepSpeed's PipelineModule does. Raises UserError for an unknown method, too few layers, or a regex that
+    matches none.
+    """
+    kind, _, pattern = method.partition(":")
+    if kind.lower() == "type" and pattern:
+        return by_type(names, pattern, stages)
+    match method.lower():
+        case "balanced" | "measured":
+            return balanced(costs, stages)
+        case "uniform":
+            return uniform(len(names), stages)
+        case "parameters":
+            return narrowest(parameters, stages)
+    raise UserError(f"pipeline.partition: {method!r} is not a method; use one of {', '.join(METHODS)}")
+
+
+def uniform(n_layers: int, stages: int) -> list[int]:
+    """Equal numbers of layers, the first stages taking one more where they do not divide."""
+    _require_enough_layers(n_layers, stages)
+    size, longer = divmod(n_layers, stages)
+    return [stage * size + min(stage, longer) for stage in range(stages + 1)]
+
+
+def balanced(costs: Sequence[float], stages: int) -> list[int]:
+    """Boundaries that minimise the most expensive stage.
+
+    Of the partitions that reach the minimum, the one with the least sum of squares (the others are even too),
+    and of those the one whose earlier stages are lighter, as they hold the activations of more micro-batches
+    in flight. Exact: the costs are compared as integers. Raises ValueError for a cost that is negative or not
+    finite.
+    """
+    _require_enough_layers(len(costs), stages)
+    ends = [0, *accumulate(_as_integers(costs))]
+    highest, _ = _cut(ends, stages, max)
+    forbidden = ends[-1] ** 2 + 1  # more than any sum of squares
+    _, boundaries = _cut(ends, stages, lambda first, rest: rest + (first**2 if first <= highest else forbidden))
+    return boundaries
+
+
+def by_type(names: Sequence[str], regex: str, stages: int) -> list[int]:
+    """Boundaries that even out the number of layers whose class name contains a match, whatever its case."""
+    try:
+        matcher = re.compile(regex, re.IGNORECASE)
+    except re.error as error:
+        raise UserError(f"pipeline.partition: 'type:{regex}' is not a regular expression: {error}") from error
+    matches = [int(bool(matcher.search(name))) for name in names]
+    if not any(matches):
+        known = ", ".join(dict.fromkeys(names))
+        raise UserError(f"pipeline.partition: 'type:{regex}' matches no layer; the layers are {known}")
+    return narrowest(matches, stages)
+
+
+def narrowest(weights: Sequence[int], stages: int) -> list[int]:
+    """Boundaries that keep the heaviest and the lightest stage close, as DeepSpeed's `partition_balanced`.
+
+    Each prefix keeps only its own best cut, so the result is good, not always the optimum: use `balanced` for
+    that.
+    """
+    _require_enough_layers(len(weights), stages)
+    n_layers = len(weights)
+    ends = [0, *accumulate(weights)]
+    extremes: list[tuple[float, float] | None] = [
+        (0, inf),
+        *[None] * n_layers,
+    ]  # (heaviest, lightest) per prefix
+    cuts = []
+    for _ in range(stages):
+        previous, extremes, cut = extremes, [None] * (n_layers + 1), [0] * (n_layers + 1)
+        for stop in range(1, n_layers + 1):
+            least = inf
+            for start, known in enumerate(previous[:stop]):
+                if known is None:
+                    continue
+                weight = ends[stop] - ends[start]
+                heaviest, lightest = max(known[0], weight), min(known[1], weight)
+                if heaviest - lightest <= least:
+                    least = heaviest - lightest
+                    extremes[stop], cut[stop] = (heaviest, lightest), start
+        cuts.append(cut)
+    boundaries = [n_layers]
+    for cut in reversed(cuts):
+        boundaries.append(cut[boundaries[-1]])
+    return boundaries[::-1]
+
+
+def _cut(ends: Sequence[int], stages: int, combine: Callable[[int, int], int]) -> tuple[int, list[int]]:
+    """Cut the layers so that combine(first stage, combine(second stage, ...)) is least; ties cut earlier.
+
+    `ends` are the running sums of the costs, from 0. Dynamic programming over (first layer, stages left):
+    O(layers^2 x stages). `combine` must not fall when its second argument rises.
+    """
+    n_layers = len(ends) - 1
+    best = [combine(ends[-1] - start, 0) for start in ends[:-1]]  # one stage for all that is left
+    choices: list[list[int]] = []
+    for left in range(2, stages + 1):
+        first_values, choice = best, [0] * n_layers
+        best = [0] * n_layers
+        for start in range(n_layers - left + 1):
+            stops = range(start + 1, n_layers - left + 2)
+            values = [combine(ends[stop] - ends[start], first_values[stop]) for stop in stops]
+            best[start] = min(values)
+            choice[start] = stops[values.index(best[start])]
+        choices.append(choice)
+    boundaries = [0]
+    for choice in reversed(choices):
+        boundaries.append(choice[boundaries[-1]])
+    return best[0], [*boundaries, n_layers]
+
+
+def _as_integers(costs: Sequence[float]) -> list[int]:
+    """The costs times one common factor that makes all of them whole numbers, so that sums do not round."""
+    if not all(isfinite(cost) and cost >= 0 for cost in costs):
+        raise ValueError(f"layer costs must be finite and not negative: {list(costs)}")
+    exact = [Fraction(cost) for cost in costs]
+    scale = lcm(*(cost.denominator for cost in exact))
+    return [int(cost * scale) for cost in exact]
+
+
+def _require_enough_layers(n_layers: int, stages: int) -> None:
+    if not 1 <= stages <= n_layers:
+        raise UserError(
+            f"pipeline.stages: {counted(stages, 'stage')} for a model of {counted(n_layers, 'layer')}: "
+            + ("use 1" if n_layers == 1 else f"use 1 to {n_layers}")
+        )

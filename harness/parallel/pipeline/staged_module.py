@@ -1,0 +1,280 @@
+"""A list of layers as DeepSpeed runs it: cut into pipeline stages, or whole on every rank for ZeRO-2 and ZeRO-3.
+
+Both forms build only the layers of their own stage, name a parameter `<index of its layer>.<name in the layer>`
+and tie weights alike, so that a checkpoint of one can be read by the other. Layers are what DeepSpeed's
+PipelineModule takes: LayerSpec, TiedLayerSpec, modules, functions; the output of one, a tensor or a tuple of tensors,
+is the input of the next. Every floating tensor of a tuple gets its gradient, on the same stage or from the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+
+from harness.parallel.draws import DrawKeys
+from harness.parallel.pipeline.finite import FiniteWatch
+from harness.parallel.pipeline.recomputation import is_recomputed, run_block, shared_parameters, split_into_blocks
+from harness.parallel.pipeline.stage_transport import Unpacker, pack_payload
+from harness.topology.layout import Layout
+
+Layer: TypeAlias = LayerSpec | nn.Module | Callable[..., Any]
+
+
+def deepspeed_topology(layout: Layout) -> PipeModelDataParallelTopology:
+    """The layout as DeepSpeed names it; ranks are numbered alike."""
+    return PipeModelDataParallelTopology(num_pp=layout.pp_size, num_mp=layout.tp_size, num_dp=layout.dp_size)
+
+
+class TiedWeights(nn.Module):
+    """The parameters that one tied layer shares with its namesakes, and nothing else of it."""
+
+    def __init__(self, owner: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        for index, name in enumerate(names):
+            self.register_parameter(str(index), owner.get_parameter(name))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the shared parameters in this holder, in the order of the spec."""
+        return list(self._parameters)
+
+
+class SharedLayerSpec(TiedLayerSpec):
+    """A tied layer that is always a module of its own: nothing but the parameters in `tied_weight_attr` is shared."""
+
+
+@dataclass(frozen=True)
+class BuiltLayers:
+    """The layers of one stage.
+
+    Attributes:
+        calls: what the forward calls, in order.
+        modules: pipeline index -> module, to be registered under it; a module that two specs share is there once.
+        tied: key -> the parameters shared under that key on this stage.
+    """
+
+    calls: list[Callable[..., Any]] = field(default_factory=list)
+    modules: dict[int, nn.Module] = field(default_factory=dict)
+    tied: dict[str, TiedWeights] = field(default_factory=dict)
+
+
+def build_layers(layers: Sequence[Layer], start: int, stop: int, seed: int) -> BuiltLayers:
+    """Build layers `start` to `stop` - 1; the random numbers of each depend on `seed` and its index alone.
+
+    Two TiedLayerSpecs of one key and one type are one module, called twice. Of two types, and SharedLayerSpecs, they
+    are two modules whose tied parameters are one: the spec's `tied_weight_attr` names them in each.
+    """
+    built = BuiltLayers()
+    owners: dict[str, nn.Module] = {}
+    calls: dict[int, Callable[..., Any]] = {}
+    for index in _build_order(layers, start, stop):
+        layer = layers[index]
+        torch.manual_seed(seed + index)
+        if isinstance(layer, TiedLayerSpec):
+            module = _build_tied(layer, index, owners, built)
+            calls[index] = partial(layer.forward_fn, module) if layer.forward_fn else module
+        elif isinstance(layer, (LayerSpec, nn.Module)):
+            module = layer.build() if isinstance(layer, LayerSpec) else layer
+            built.modules[index] = calls[index] = module
+        else:
+            calls[index] = layer
+    built.calls.extend(calls[index] for index in range(start, stop))
+    return replace(built, modules=dict(sorted(built.modules.items())))
+
+
+def _build_order(layers: Sequence[Layer], start: int, stop: int) -> list[int]:
+    """The first and the last layer, then the others.
+
+    The ends hold the vocabulary, and under ZeRO-3, where a layer is whole until it is spread, the largest are best made
+    while the least else is there. A last layer tied to one in the middle waits its turn: the first of a key names it.
+    """
+    last = layers[stop - 1]
+    between = {spec.key for spec in layers[start + 1 : stop - 1] if isinstance(spec, TiedLayerSpec)}
+    waits = isinstance(last, TiedLayerSpec) and last.key in between
+    return sorted(range(start, stop), key=lambda index: index != start and (waits or index != stop - 1))
+
+
+def _build_tied(spec: TiedLayerSpec, index: int, owners: dict[str, nn.Module], built: BuiltLayers) -> nn.Module:
+    owner = owners.get(spec.key)
+    if owner is not None and type(owner) is spec.typename and not isinstance(spec, SharedLayerSpec):
+        return owner
+    module = spec.build()
+    built.modules[index] = module
+    if owner is None:
+        owners[spec.key] = module
+        built.tied[spec.key] = TiedWeights(module, spec.tied_weight_attr)
+    else:
+        for shared, name in zip(built.tied[spec.key].parameters(), spec.tied_weight_attr, strict=True):
+            path, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(path), leaf, shared)
+    return module
+
+
+class StagedModule(PipelineModule):
+    """DeepSpeed's PipelineModule with the stage boundaries given, and names and ties as the module's docstring says.
+
+    Args:
+        layers: the whole model's layers; only those of this rank's stage are built.
+        layout: pipeline x data x tensor sizes.
+        boundaries: stage i holds layers boundaries[i] to boundaries[i + 1] - 1.
+        loss_fn: loss of one micro-batch, `loss_fn(outputs, labels)`.
+        checkpoint_interval: layers between stored activations; 0 stores all.
+        seed: of the layers' initial weights.
+        keys: what random numbers in the layers depend on; None where they draw none.
+
+    Attributes:
+        finite: whether what this stage hands on is finite; the last one hands nothing on.
+    """
+
+    tied_comms: dict[str, Any]
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        *,
+        layout: Layout,
+        boundaries: Sequence[int],
+        loss_fn: Callable[..., Any],
+        checkpoint_interval: int,
+        seed: int,
+        keys: DrawKeys | None = None,
+    ) -> None:
+        self.__dict__["_boundaries"] = list(boundaries)  # read by _partition_layers before nn.Module is set up
+        self.__dict__["_unpack"] = Unpacker()
+        super().__init__(
+            layers,
+            topology=deepspeed_topology(layout),
+            loss_fn=loss_fn,
+            activation_checkpoint_interval=checkpoint_interval,
+            base_seed=seed,
+        )
+        self.finite = FiniteWatch()
+        self._keys = keys
+        self._parts: dict[str, Any] = dict.fromkeys(getattr(loss_fn, "reports", ()))
+        # by now the stages hold the same tied weights; where those are frozen there is no gradient to share
+        self.tied_comms = dict(_trained_ties(self.tied_comms))
+
+    def forward(self, forward_input: Any) -> Any:
+        """The output of this stage's last layer, in the form in which it is sent to the next."""
+        first, last = self.stage_id == 0, self.stage_id == self.num_stages - 1
+        output = self._run(forward_input if first else self.__dict__["_unpack"](forward_input))
+        if last and self._parts:
+            self._parts = self.loss_fn.parts(output)
+        if last:
+            return output
+        self.finite.see(output)
+        return pack_payload(output)
+
+    def _run(self, value: Any) -> Any:
+        """As DeepSpeed's forward, with the draws of each layer keyed, also where it is run again."""
+        key = self._keys.next() if self._keys is not None and self.training else None
+        layers = list(enumerate(self.forward_funcs, self._local_start))
+        interval = self.activation_checkpoint_interval
+        for start in range(0, len(layers), interval or len(layers)):
+            run = partial(run_block, layers[start : start + (interval or len(layers))], key)
+            tensors = value if isinstance(value, tuple) else (value,)
+            recomputed = interval > 0 and self.is_checkpointable_results[start // interval]
+            value = self.activation_checkpoint_func(run, *tensors) if recomputed else run(*tensors)
+        return value
+
+    def get_additional_losses(self) -> dict[str, Any] | None:
+        """What the loss reports of the last micro-batch besides itself (`loss_fn.parts`); DeepSpeed asks all stages,
+        and brings every stage the means."""
+        return self._parts or None
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """The tied weights whose gradients are to be summed over stages, and over which; DeepSpeed asks for them.
+
+        Each has a gradient here, if only zeros: DeepSpeed passes over a weight without one, and this stage would take
+        the next weight's sum for it (of a block shared between stages, a part that only another stage has used).
+        """
+        tied = super().get_tied_weights_and_groups()
+        for weight, _ in tied:
+            if weight.grad is None and getattr(weight, "_hp_grad", None) is None:
+                weight.grad = torch.zeros_like(weight)
+        return tied
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        self.parts = self.__dict__["_boundaries"]
+        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
+
+    def _build(self) -> None:
+        built = build_layers(self._layer_specs, self._local_start, self._local_stop, self.base_seed)
+        self.forward_funcs = built.calls
+        for index, module in built.modules.items():
+            self.add_module(str(index), module)
+        # Not registered: the parameters keep their layer's name. DeepSpeed leaves everything in here out of the
+        # gradient norm on all stages but the first, so it must be the shared parameters alone.
+        del self.tied_modules
+        self.__dict__["tied_modules"] = built.tied
+        self.tied_weight_attrs = {key: weights.names for key, weights in built.tied.items()}
+
+    def _is_checkpointable(self, funcs: Sequence[Any]) -> bool:
+        return is_recomputed(funcs)
+
+
+def _trained_ties(ties: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """DeepSpeed's records of tied weights, without those that are frozen."""
+    for key, tie in ties.items():
+        trained = [name for name in tie["weight_attr"] if tie["module"].get_parameter(name).requires_grad]
+        if trained:
+            yield key, {**tie, "weight_attr": trained}
+
+
+class LayerSequence(nn.Module):
+    """All layers on every rank, one after the other, for engines without a pipeline (ZeRO-2, ZeRO-3).
+
+    Args:
+        layers: the whole model's layers.
+        checkpoint_interval: layers between stored activations; 0 stores all.
+        seed: of the layers' initial weights.
+        keys: what random numbers in the layers depend on; None where they draw none.
+
+    Attributes:
+        calls: what the forward calls, in order.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], *, checkpoint_interval: int, seed: int, keys: DrawKeys | None = None
+    ) -> None:
+        super().__init__()
+        self._keys = keys
+        built = build_layers(layers, 0, len(layers), seed)
+        for index, module in built.modules.items():
+            self.add_module(str(index), module)
+        self.calls = built.calls
+        self._blocks = list(split_into_blocks(built.calls, checkpoint_interval, shared_parameters(built.calls)))
+
+    def forward(self, inputs: Any) -> Any:
+        """The last layer's output."""
+        key = self._keys.next() if self._keys is not None and self.training else None
+        for block, recomputed in self._blocks:
+            run = partial(run_block, block, key)
+            tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+            if recomputed and self.training and any(_is_floating(tensor) for tensor in tensors):
+                if not any(tensor.requires_grad for tensor in tensors):  # a frozen embedding's output, or floating data
+                    tensors = tuple(
+                        map(_with_gradient, tensors)
+                    )  # else the block would be recomputed without gradients
+                # Reentrant: the nested backward lets ZeRO-3 gather a block's parameters once more. Without it they
+                # are gone when their gradients arrive (seen with DeepSpeed 0.19.8).
+                inputs = checkpointing.checkpoint(run, *tensors)
+            else:
+                inputs = run(*tensors)
+        return inputs
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _with_gradient(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor

@@ -1,0 +1,225 @@
+"""Cut a module for one tensor-parallel rank, as a plan says.
+
+`cut` walks one pipeline layer, or a whole model, and puts this rank's part in the place of every module and
+parameter that the plan names; names are those of the whole model. It works on the meta device, before any
+weight exists, and on modules that hold weights, of which each rank then keeps its part. Parameters that are
+one object (tied embeddings) stay one. Every cut parameter carries its `Shard`.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from harness.config.model.shares import Stretch
+from harness.errors import UserError
+from harness.parallel.comm import TensorParallel
+from harness.parallel.plans.experts import EXPERT_PARAMETER, EXPERTS, cut_experts, ep_dispatch_experts
+from harness.parallel.plans.heads import Attention, attention_at, attention_below, attentions_in, blocks_of, deal
+from harness.parallel.plans.parameter_styles import cut_bare_parameter, cut_head_parameters
+from harness.parallel.plans.plan import ADVICE, InputRule, Plan, wildcard
+from harness.parallel.plans.plan_file import WORDS
+from harness.parallel.plans.styles import STYLE_FUNCTIONS
+from harness.parallel.plans.target import PlanTarget
+from harness.parallel.tensor.partial_gradients import sum_partial_gradients
+from harness.parallel.tensor.segments import sum_of
+from harness.parallel.tensor.shard import shard_of
+
+
+def cut(
+    module: nn.Module,
+    prefix: str,
+    plan: Plan,
+    tensor: TensorParallel,
+    config: Any,
+    *,
+    local_logits: bool = False,
+) -> None:
+    """Replace, in place, what `plan` cuts in `module`, whose name in the model is `prefix` ("" for the model itself).
+
+    `config` is the model's (heads, sizes). With `local_logits` the head's output stays this rank's part of the
+    vocabulary, where the plan splits the head (`plan.splits_head`). A group of one rank changes nothing. Raises
+    UserError where the ranks cannot share heads or widths, or a style does not fit a module; the first forward of
+    `module` raises it where the plan would give wrong gradients.
+    """
+    if tensor.size == 1:
+        return
+    shared: dict[int, nn.Parameter] = {}
+    modules = list(module.named_modules())  # kept, so that no new parameter takes an old one's id
+    attentions = attentions_in([(_join(prefix, name), child) for name, child in modules], config)
+    for name, child in modules:
+        full_name = _join(prefix, name)
+        rule = plan.rule_of(full_name)
+        if rule is None:
+            continue
+        if rule.style == "all_reduce" and _splits_own_outputs(child, full_name, plan):
+            rule = replace(rule, style="moe_tp_experts")
+        site = PlanTarget(
+            name=full_name,
+            module=child,
+            owner=module.get_submodule(name.rpartition(".")[0]),
+            attention=attention_at(full_name, attentions, tensor.size),
+            rule=rule,
+            tensor=tensor,
+            config=config,
+            local_output=local_logits and full_name == plan.head,
+        )
+        new = ep_dispatch_experts(site) if rule.style == EXPERTS else STYLE_FUNCTIONS[rule.style](site)
+        if new is not child:
+            _keep_shared(child, new, shared)
+            module.set_submodule(name, new)
+    _cut_bare_parameters(module, prefix, plan, tensor, attentions, config)
+    _rejoin(module, shared)
+    for name, child in module.named_modules():
+        _require_a_cut(child, _join(prefix, name), plan)
+        cut_head_parameters(child, attentions.get(_join(prefix, name)), tensor)
+    for name, child in module.named_modules():
+        full_name = _join(prefix, name)
+        pattern = wildcard(full_name)
+        around = attention_at(full_name, attentions, tensor.size)
+        _divide_attributes(child, full_name, plan, tensor, around)
+        inside = attention_below(full_name, attentions)
+        _cut_inputs(child, full_name, plan.inputs.get(pattern, {}), tensor, inside, config)
+        if child is module or (pattern.endswith(".*") and pattern.count("*") == 1):  # a decoder layer
+            local = local_logits and plan.splits_head and _holds(child, full_name, plan.head)
+            sum_partial_gradients(child, full_name, tensor, split_output=local)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _holds(module: nn.Module, prefix: str, wanted: str | None) -> bool:
+    return any(_join(prefix, name) == wanted for name, _ in module.named_modules())
+
+
+def _keep_shared(old: nn.Module, new: nn.Module, shared: dict[int, nn.Parameter]) -> None:
+    """Where `old` shared a parameter with a module that was cut before, let `new` share the cut one."""
+    for name, param in old.named_parameters(recurse=False):
+        local = getattr(new, name)
+        first = shared.setdefault(id(param), local)
+        if shard_of(first) != shard_of(local):
+            raise ValueError(f"{name} of {type(old).__name__} is shared with a module that is split differently")
+        setattr(new, name, first)
+
+
+def _rejoin(module: nn.Module, shared: dict[int, nn.Parameter]) -> None:
+    """Put cut parameters also where no rule names a module that held the same whole one (a head's bias)."""
+    for name, param in list(module.named_parameters(remove_duplicate=False)):
+        if id(param) in shared:
+            owner, _, own_name = name.rpartition(".")
+            setattr(module.get_submodule(owner), own_name, shared[id(param)])
+
+
+def _cut_bare_parameters(
+    module: nn.Module, prefix: str, plan: Plan, tensor: TensorParallel, attentions: Mapping[str, Attention], config: Any
+) -> None:
+    for name, param in list(module.named_parameters()):
+        full_name = _join(prefix, name)
+        rule = plan.rule_of(full_name)
+        if rule is None or shard_of(param) is not None:
+            continue
+        *path, own_name = name.split(".")
+        owner, *above = [module.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
+        if rule.style == EXPERT_PARAMETER:
+            setattr(owner, own_name, cut_experts(param, full_name, tensor))
+            continue
+        site = PlanTarget(
+            name=full_name,
+            module=param,
+            owner=owner,
+            attention=attention_at(full_name, attentions, tensor.size),
+            rule=rule,
+            tensor=tensor,
+            config=config,
+        )
+        cut_bare_parameter(site, own_name, above)
+
+
+def _splits_own_outputs(module: nn.Module, name: str, plan: Plan) -> bool:
+    """Whether the plan cuts a parameter of `module` itself by its outputs, so that what goes in is whole."""
+    rules = (plan.rule_of(f"{name}.{own}") for own, _ in module.named_parameters(recurse=False))
+    return any(rule is not None and rule.style.endswith("colwise") for rule in rules)
+
+
+def _require_a_cut(module: nn.Module, name: str, plan: Plan) -> None:
+    """Raise UserError where the plan sums what `module` gives on each rank, though all ranks give the same."""
+    rule = plan.rule_of(name)
+    if rule is None or rule.style not in ("all_reduce", "moe_tp_experts"):
+        return
+    if not any(shard_of(param) for param in module.parameters()):
+        raise UserError(
+            f"the tensor-parallel style {rule.style} needs a module that is split, but {name} is whole: {ADVICE}"
+        )
+
+
+def _divide_attributes(
+    module: nn.Module, name: str, plan: Plan, tensor: TensorParallel, attention: Attention | None
+) -> None:
+    words = plan.attributes.get(wildcard(name), {})
+    for attribute, word in sorted(words.items(), key=lambda pair: pair[1] not in WORDS):  # sums are of what is divided
+        *path, own = attribute.split(".")
+        if not hasattr(module, path[0] if path else own):  # layers of one name may be of several kinds
+            continue
+        owner: Any = module
+        for step in path:  # a config that several modules share: this one gets its own
+            setattr(owner, step, copy.copy(getattr(owner, step)))
+            owner = getattr(owner, step)
+        value = getattr(owner, own)
+        if word in WORDS:
+            setattr(owner, own, _own_value(value, word, f"{name}.{attribute}", plan, tensor, attention))
+        else:
+            setattr(owner, own, sum_of(word, [module]))
+
+
+def _own_value(
+    value: int, word: str, name: str, plan: Plan, tensor: TensorParallel, attention: Attention | None
+) -> int:
+    heads = attention.heads if attention is not None else None
+    if word == "share" and value < tensor.size and (tensor.size % value == 0 or (heads and heads.key_value == value)):
+        return 1
+    blocks = plan.blocks_in(name.rpartition(".")[0]) if heads is not None and value % heads.query == 0 else 1
+    if heads is not None:
+        heads = blocks_of(heads, blocks, name)
+    start, stop = deal(value // blocks, tensor.size, name, heads=heads)[tensor.rank]
+    return (stop - start) * blocks
+
+
+def _cut_inputs(
+    module: nn.Module, name: str, rules: Any, tensor: TensorParallel, attention: Attention | None, config: Any
+) -> None:
+    """Let `module` receive only this rank's part of the inputs that `rules` name, by position or by
+    keyword."""
+    if not rules:
+        return
+    positions = {name: place for place, name in enumerate(inspect.signature(module.forward).parameters)}
+    runs = {key: getattr(config, rule.run) if rule.run else None for key, rule in rules.items()}
+    heads = attention.heads if attention is not None else None
+
+    def own(key: str, x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        run = runs[key] or x.shape[rules[key].dim]
+        return own_part(x, rules[key], run, deal(run, tensor.size, f"{key}, given to {name}", heads=heads)[tensor.rank])
+
+    def before_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given, kwargs = list(args), dict(kwargs)
+        for key in rules:
+            if key in kwargs:
+                kwargs[key] = own(key, kwargs[key])
+            elif positions[key] < len(given):
+                given[positions[key]] = own(key, given[positions[key]])
+        return tuple(given), kwargs
+
+    module.register_forward_pre_hook(before_forward, with_kwargs=True)
+
+
+def own_part(x: Tensor, rule: InputRule, run: int, stretch: Stretch) -> Tensor:
+    """This rank's stretch of every run of `run` entries of dimension `rule.dim`."""
+    dim, (start, stop) = rule.dim % x.ndim, stretch
+    return x.unflatten(dim, (-1, run)).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)

@@ -1,0 +1,147 @@
+"""How the tensor-parallel ranks share a layer: whole attention heads, and stretches of any other width.
+
+An attention module reshapes its projections to (..., heads, head_dim), so a share must be whole heads: see
+`harness.config.model.shares`. The layers that belong to one attention need not be its children (an output projection may
+stand beside it), so the attention of a layer is looked for around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from harness.config.model.shares import Heads, Stretch, stretch
+from harness.config.schema.coercion import one_of
+from harness.errors import UserError
+from harness.parallel.plans.plan import wildcard
+from harness.wording import counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """An attention module and its heads before it is cut.
+
+    Attributes:
+        head_dims: how wide a head may be, as the module says.
+        inside: whether the layer that it was looked up for is a part of it.
+    """
+
+    module: Any
+    heads: Heads
+    head_dims: frozenset[int]
+    inside: bool = True
+
+
+def heads_of(module: nn.Module, config: Any) -> Heads | None:
+    """The heads of an attention module, as it says itself, else as the config says; None where `module` is none."""
+    layers, index = getattr(config, "per_layer_config", None), getattr(module, "layer_idx", None)
+    if layers is not None and index is not None and 0 <= index < len(layers):  # not so in an encoder beside
+        config = layers[index]
+    query = _own_size(module, "num_heads", "num_attention_heads", "n_heads", "n_head")
+    if query is None and any(hasattr(module, name) for name in ("head_dim", "head_size", "num_key_value_groups")):
+        query = getattr(config, "num_attention_heads", None)
+    if query is None:
+        return None
+    key_value = _own_size(module, "num_key_value_heads", "num_kv_heads")
+    groups = _own_size(module, "num_key_value_groups")
+    if key_value is None and groups and query % groups == 0:
+        key_value = query // groups
+    return Heads(query=query, key_value=key_value or getattr(config, "num_key_value_heads", None) or query)
+
+
+def attentions_in(modules: Sequence[tuple[str, nn.Module]], config: Any) -> dict[str, Attention]:
+    """Name -> attention, of all that are among the named modules, none of which is cut yet."""
+    found = {}
+    for name, module in modules:
+        heads = heads_of(module, config)
+        if heads is not None:
+            dims = (getattr(module, attribute, None) for attribute in ("head_dim", "v_head_dim"))
+            head_dims = frozenset(dim for dim in dims if isinstance(dim, int))
+            found[name] = Attention(module=module, heads=heads, head_dims=head_dims)
+    return found
+
+
+def attention_at(name: str, attentions: Mapping[str, Attention], size: int) -> Attention | None:
+    """The attention that the module `name` (in the model) is, lies in, or stands beside within one block of a layer."""
+    for owner in _owners(name):
+        if owner in attentions:
+            return attentions[owner]
+        if _is_layer(owner):
+            break
+        beside = attention_below(owner, attentions)
+        if beside is not None and beside.heads.fit(size):
+            return Attention(module=beside.module, heads=beside.heads, head_dims=beside.head_dims, inside=False)
+    return None
+
+
+def attention_below(name: str, attentions: Mapping[str, Attention]) -> Attention | None:
+    """The first attention inside of the module `name`, itself included."""
+    inside = (one for own, one in attentions.items() if own == name or not name or own.startswith(f"{name}."))
+    return next(inside, None)
+
+
+def deal(
+    width: int, size: int, name: str, *, heads: Heads | None = None, key_values: Collection[int] = (), unit: int = 1
+) -> list[Stretch]:
+    """The stretch of every one of `size` ranks in `width` entries of `name`, which belong to whole `heads` where they
+    can, else to units of `unit` neighbours. Among `key_values`: the width is that of the key/value heads.
+
+    Raises UserError where a rank would have nothing.
+    """
+    if heads is not None:
+        _require_fit(heads, size, name)
+        if heads.key_value < size and width in key_values:
+            return _scaled(heads.key_values(size), width // heads.key_value)
+        if size <= heads.key_value and width % heads.key_value == 0 and heads.query % heads.key_value == 0:
+            return _scaled(heads.key_values(size), width // heads.key_value)
+        if width % heads.query == 0:
+            return _scaled(heads.queries(size), width // heads.query)
+    if width // unit < size or width % unit:
+        what = f"width {width}" if unit == 1 else f"width {width}, in units of {unit},"
+        most = 1 if width % unit else max(width // unit, 1)
+        raise UserError(f"tensor_parallel.autotp_size {size} does not fit the {what} of {name}: use at most {most}")
+    return [(start * unit, stop * unit) for start, stop in (stretch(width // unit, rank, size) for rank in range(size))]
+
+
+def blocks_of(heads: Heads, blocks: int, name: str) -> Heads:
+    """The heads of each of `blocks` equal blocks; UserError where those of `name` are not."""
+    if heads.query % blocks or heads.key_value % blocks:
+        raise UserError(f"the heads of {name} are not {blocks} equal blocks: set tensor_parallel.autotp_size to 1")
+    return Heads(query=heads.query // blocks, key_value=heads.key_value // blocks)
+
+
+def _require_fit(heads: Heads, size: int, name: str) -> None:
+    if heads.fit(size):
+        return
+    kind = counted(heads.query, "attention head")
+    if heads.key_value != heads.query:
+        kind += f" and {counted(heads.key_value, 'key/value head')}"
+    fits = [n for n in range(1, heads.query + 1) if heads.fit(n)]
+    advice = f"at most {fits[-1]}" if len(fits) == heads.query else one_of(fits)
+    raise UserError(f"tensor_parallel.autotp_size {size} does not fit the {kind} of {name}: use {advice}")
+
+
+def _scaled(stretches: list[Stretch], unit: int) -> list[Stretch]:
+    return [(start * unit, stop * unit) for start, stop in stretches]
+
+
+def _owners(name: str) -> Iterator[str]:
+    """`name` and the names of the modules that it lies in, the innermost first."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _is_layer(name: str) -> bool:
+    """Whether `name` is that of a decoder layer, or of what layers lie in."""
+    pattern = wildcard(name)
+    return "*" not in pattern or (pattern.endswith(".*") and pattern.count("*") == 1)
+
+
+def _own_size(module: nn.Module, *attributes: str) -> int | None:
+    sizes = (getattr(module, attribute, None) for attribute in attributes)
+    return next((size for size in sizes if isinstance(size, int)), None)

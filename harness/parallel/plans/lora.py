@@ -1,0 +1,161 @@
+"""Low-rank adapters on layers that are cut: each adapter is cut as the layer that it stands on.
+
+After Hu et al. 2021 (arXiv 2106.09685): y = W x + s B A x with W (out, in), A (r, in), B (out, r). Where W is split
+over its outputs, so is B, and A is whole; where W is split over its inputs, so is A, whose r outputs are summed over
+the group, and B is whole. Nothing here knows who made the adapters: a wrapper is a module that holds the layer itself
+as `base_layer` and, beside it, `lora_A` and `lora_B` by the adapter's name (as peft's do). One around fused experts is
+for the parameter that it names as `parameter_name`, so several stand around each other; its A (experts x r, in) and B
+(out, r x experts) hold all experts' adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from harness.errors import UserError
+from harness.parallel.comm import TensorParallel, sum_over_group
+from harness.parallel.plans.apply import cut
+from harness.parallel.plans.plan import Plan
+from harness.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    SharedColumnLinear,
+)
+from harness.parallel.tensor.shard import Shard, cut_parameter, shard_of
+from harness.parallel.tensor.summed_gradients import sum_gradients, sum_gradients_of_copies
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether `module` is a layer with adapters around it."""
+    return "base_layer" in module._modules and "lora_A" in module._modules
+
+
+def without_adapters(module: Any) -> Any:
+    """The layer inside all wrappers, or the module itself."""
+    while is_wrapper(module):
+        module = module.base_layer
+    return module
+
+
+def wrappers_in(module: nn.Module) -> dict[str, list[Any]]:
+    """Name -> wrappers, the outermost first, of all layers with adapters in `module`."""
+    found: dict[str, list[Any]] = {}
+    for name, child in module.named_modules():
+        if is_wrapper(child):
+            found.setdefault(name.replace(".base_layer", ""), []).append(child)
+    return found
+
+
+@contextmanager
+def lifted(module: nn.Module, kept: frozenset[str] = frozenset()) -> Iterator[None]:
+    """While it lasts, the layers in `module` stand without their adapters, under their own names; then the adapters
+    are laid around what stands there. `kept`: names of wrappers that stay."""
+    wrappers = {name: around for name, around in wrappers_in(module).items() if name not in kept}
+    for name, (*_, innermost) in wrappers.items():
+        module.set_submodule(name, innermost.base_layer)
+    try:
+        yield
+    finally:
+        for name, (*_, innermost) in wrappers.items():
+            innermost.base_layer = module.get_submodule(name)
+            module.set_submodule(name, wrappers[name][0])
+
+
+def cut_with_adapters(
+    module: nn.Module, plan: Plan, tensor: TensorParallel, config: Any, *, local_logits: bool = False
+) -> None:
+    """As `apply.cut` on a pipeline layer, whose adapters are then cut as their layers were.
+
+    Raises UserError where `cut` does, and where a layer was cut in a way that an adapter cannot follow.
+    """
+    wrappers = wrappers_in(module)
+    hooked = frozenset(name for name, around in wrappers.items() if _acts_on_both(around[0], plan, name))
+    with lifted(module, kept=hooked):
+        cut(module, "", plan, tensor, config, local_logits=local_logits)
+    for name, around in wrappers.items():
+        for wrapper in around if name not in hooked else ():
+            follow = _follow_parameter if hasattr(wrapper, "parameter_name") else _follow_layer
+            follow(wrapper, around[-1].base_layer, name, tensor)
+
+
+def _acts_on_both(wrapper: nn.Module, plan: Plan, name: str) -> bool:
+    """Whether what the plan says of a linear layer is not to cut its weight: then it is about what goes in or comes
+    out, so about the layer and its adapters together."""
+    rule = plan.rule_of(name)
+    cuts = rule is not None and ("colwise" in rule.style or "rowwise" in rule.style)
+    return not cuts and not hasattr(wrapper, "parameter_name")
+
+
+def _follow_layer(wrapper: Any, base: Any, name: str, tensor: TensorParallel) -> None:
+    """Cut the adapters of a linear layer."""
+    _hand_on_hooks(base, wrapper)
+    shard = shard_of(base.weight)
+    if isinstance(base, SharedColumnLinear):
+        for key, linear in list(wrapper.lora_B.items()):
+            layer = SharedColumnLinear.from_linear(linear, base.group, pieces=base.pieces, weight_transposed=False)
+            sum_gradients(layer, ["weight", "bias"], lambda grad: sum_over_group(grad, tensor.group))
+            wrapper.lora_B[key] = layer
+    elif shard is None:
+        return  # whole on every rank, and so are its adapters
+    elif isinstance(base, ColumnParallelLinear):
+        for key, linear in list(wrapper.lora_B.items()):
+            wrapper.lora_B[key] = _columns(linear, base, shard, tensor)
+    elif isinstance(base, RowParallelLinear):
+        for key, linear in list(wrapper.lora_A.items()):
+            part = _same_pieces(shard, linear.weight, dim=1)
+            wrapper.lora_A[key] = RowParallelLinear.from_linear(
+                linear, base.group, shard=part, input_is_parallel=base.input_is_parallel
+            )
+    else:
+        raise UserError(
+            f"{name}: LoRA does not support a {type(base).__name__} under tensor parallelism: remove it "
+            "from the target modules, or set tensor_parallel.autotp_size to 1"
+        )
+
+
+def _hand_on_hooks(base: nn.Module, wrapper: nn.Module) -> None:
+    """Let what the plan does with a layer's output be done with the sum of its output and its adapters'."""
+    for name in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
+        getattr(wrapper, name).update(getattr(base, name))
+        getattr(base, name).clear()
+
+
+def _follow_parameter(wrapper: Any, base: Any, name: str, tensor: TensorParallel) -> None:
+    """Cut the adapters of a parameter: of one matrix (out, in), or of all experts' (experts, out, in), or, where the
+    module says `is_transposed`, (experts, in, out). What is left whole has partial gradients (see `partial.py`)."""
+    shard = shard_of(getattr(base, wrapper.parameter_name))
+    if shard is None:
+        return
+    matrix = len(shard.full_shape) == 2
+    outputs = 0 if matrix else 2 if getattr(base, "is_transposed", False) else 1
+    for key, rank in wrapper.r.items():
+        a, b = wrapper.lora_A[key], wrapper.lora_B[key]
+        if shard.dim == outputs:
+            b.weight = cut_parameter(b.weight, _same_pieces(shard, b.weight, dim=0))
+        elif shard.dim > 0:
+            a.weight = cut_parameter(a.weight, _same_pieces(shard, a.weight, dim=1))
+        else:  # whole experts: in A an expert's rows lie together, in B its columns are spread
+            total = shard.full_shape[0]
+            rows = tuple((start * rank, stop * rank) for start, stop in shard.pieces)
+            columns = tuple((i * total + start, i * total + stop) for i in range(rank) for start, stop in shard.pieces)
+            a.weight = cut_parameter(a.weight, Shard(full_shape=tuple(a.weight.shape), dim=0, pieces=rows))
+            b.weight = cut_parameter(b.weight, Shard(full_shape=tuple(b.weight.shape), dim=1, pieces=columns))
+            wrapper.num_experts = shard.length
+
+
+def _columns(linear: Any, base: ColumnParallelLinear, shard: Shard, tensor: TensorParallel) -> ColumnParallelLinear:
+    part = _same_pieces(shard, linear.weight, dim=0)
+    layer = ColumnParallelLinear.from_linear(linear, base.group, shard=part, gather_output=base.gather_output)
+    if shard.copied:  # key/value heads that neighbouring ranks share
+        sum_gradients_of_copies(layer, ["weight", "bias"], tensor.group)
+    return layer
+
+
+def _same_pieces(shard: Shard, weight: Tensor, dim: int) -> Shard:
+    """The shard of an adapter's weight, cut along `dim` as its layer's along `shard.dim`."""
+    return replace(shard, full_shape=tuple(weight.shape), dim=dim)

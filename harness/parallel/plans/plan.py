@@ -1,0 +1,202 @@
+"""Tensor-parallel plans: what becomes of each module of a model, as data.
+
+A plan is the model's own where its family declares one (transformers: `base_model_tp_plan` of the config and
+`_tp_plan` of the classes, merged as `model.tp_plan`), which a file (`harness.parallel.plans.plan_file`) may extend, else a
+file alone. It maps names of modules and parameters to styles, which are transformers' words and a few of our own (see
+`STYLES`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from harness.errors import UserError
+from harness.parallel.plans.plan_file import read_parts
+
+STYLES = frozenset(
+    {
+        "colwise",
+        "rowwise",
+        "colwise_gather_output",
+        "rowwise_split_input",
+        "rowwise_split_output",
+        "packed_colwise",
+        "packed_rowwise",
+        "embedding_rowwise",
+        "embedding_colwise",
+        "moe_tp_experts",
+        "moe_identity_expert",
+        "mla_kv_a_proj",
+        "all_reduce",
+        "local_params",
+        "replicated_with_grad_allreduce",
+        "replicate",
+        # ours, for plan files
+        "shared_colwise",
+        "rowwise_to_split",
+        "gather_input",
+        "copy_input",
+        "divided",
+        "segmented_colwise",
+        "grouped_norm",
+    }
+)
+_FORMER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+ADVICE = "set tensor_parallel.autotp_size to 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRule:
+    """What becomes of a module or parameter.
+
+    `parts`: how many equal parts a packed weight holds side by side, or the owner's attribute that says it. `blocks`:
+    how many equal blocks an attention's heads lie in, of each of which a rank takes its share. `segments`: the widths
+    of unequal parts, see `harness.parallel.tensor.segments`. `unit`: the name of the owner's attribute that says how many
+    neighbouring outputs must stay together (a head's), or of a norm's own that says how many it averages. `whole`: how
+    many units at the end every rank computes. `dim`: along which dimension a parameter is cut, where its style does not
+    tell.
+    """
+
+    style: str
+    parts: int | str = 2
+    blocks: int = 1
+    segments: Sequence[str] = ()
+    unit: str | None = None
+    whole: int = 0
+    dim: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputRule:
+    """Which dimension of an input is cut, and the config's name for the length of its runs (None: one
+    run)."""
+
+    dim: int
+    run: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The rules of one model, by name with `*` for a number. `head` and `embedding`: the names of the modules
+    that make the logits and that take the ids, where the model tells. `extends`: the rules are laid over the model's
+    own."""
+
+    model_type: str
+    rules: Mapping[str, PlanRule]
+    attributes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    inputs: Mapping[str, Mapping[str, InputRule]] = field(default_factory=dict)
+    head: str | None = None
+    embedding: str | None = None
+    extends: bool = False
+
+    def rule_of(self, name: str) -> PlanRule | None:
+        """The rule of a module or parameter: of several, the one that leaves most numbers after the layer's as they
+        are."""
+        return next((self.rules[pattern] for pattern in patterns(name) if pattern in self.rules), None)
+
+    def blocks_in(self, name: str) -> int:
+        """In how many blocks the heads of the attention `name` lie, as the rules of its layers say."""
+        inside = f"{wildcard(name)}."
+        return max((rule.blocks for own, rule in self.rules.items() if own.startswith(inside)), default=1)
+
+    @property
+    def splits_head(self) -> bool:
+        """Whether the logits' vocabulary is split, so that a rank's logits can be kept local."""
+        rule = self.rules.get(self.head or "")
+        return rule is not None and rule.style == "colwise_gather_output"
+
+
+class NoPlan(UserError):
+    """A family that declares no tensor-parallel plan, and has no plan file either."""
+
+
+def wildcard(name: str, numbers: int | None = None) -> str:
+    """`name` with `*` in the place of every number between dots, or of the first `numbers` of them:
+    model.layers.3.mlp -> model.layers.*.mlp."""
+    parts = name.split(".")
+    for place in [place for place, part in enumerate(parts) if part.isdigit()][:numbers]:
+        parts[place] = "*"
+    return ".".join(parts)
+
+
+def patterns(name: str) -> list[str]:
+    """Return the names by which a rule may mean `name`: with `*` for its first number, its first two, and so on."""
+    numbers = sum(part.isdigit() for part in name.split("."))
+    return [wildcard(name, count) for count in range(1, max(numbers, 1) + 1)]
+
+
+def plan_for(model: nn.Module, plans: Path | None = None) -> Plan:
+    """The plan of a transformers model: its own, as the file of its model type in the folder `plans` may extend it, or
+    else that file.
+
+    Where input and output embedding are one parameter, both are split by vocabulary or neither is. Raises
+    UserError where the family has no plan, and where a plan has a style that is not known.
+    """
+    config: Any = model.config
+    own: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    path = None if plans is None else plans / f"{config.model_type}.json"
+    file = read_plan_file(path, config) if path is not None and path.is_file() else None
+    if any("*" in name for name in own):
+        plan = Plan(model_type=config.model_type, rules={n: _rule(word) for n, word in own.items()})
+        if file is not None and file.extends:
+            plan = replace(file, rules={**plan.rules, **file.rules})
+    elif file is not None and not file.extends:
+        plan = file
+    else:
+        raise NoPlan(
+            f"model type {config.model_type!r} declares no tensor-parallel plan: {ADVICE}, "
+            f"or write a plan in {path or 'a plan file'}"
+        )
+    for pattern, rule in plan.rules.items():
+        if rule.style not in STYLES:
+            raise UserError(
+                f"the tensor-parallel plan of model type {plan.model_type!r} has the unknown style "
+                f"{rule.style!r} for {pattern}: {ADVICE}, "
+                f"or give a plan file with one of {', '.join(sorted(STYLES))}"
+            )
+    return _with_embeddings(plan, model)
+
+
+def read_plan_file(path: Path, config: Any) -> Plan:
+    """The plan in a JSON file, named after its model type, for a model with `config`.
+
+    Raises UserError where it is not one, or refuses such a model.
+    """
+    try:
+        parts = read_parts(path, config)
+        return Plan(
+            model_type=path.stem,
+            rules={name: _rule(word) for name, word in parts["styles"].items()},
+            attributes=parts["attributes"],
+            inputs={
+                name: {key: InputRule(**rule) for key, rule in rules.items()} for name, rules in parts["inputs"].items()
+            },
+            extends=bool(parts["extends"]),
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} is not a tensor-parallel plan: {type(error).__name__}: {error}") from error
+
+
+def _rule(word: str | Mapping[str, Any]) -> PlanRule:
+    rule = PlanRule(style=word) if isinstance(word, str) else PlanRule(**word)
+    return replace(rule, style=_FORMER_NAMES.get(rule.style, rule.style))
+
+
+def _with_embeddings(plan: Plan, model: Any) -> Plan:
+    """The plan with the embeddings' names. Logits leave a split head gathered; where both embeddings share a
+    parameter, both are split by vocabulary."""
+    names: Mapping[int, str] = {id(module): name for name, module in model.named_modules()}
+    head_module, embedding_module = model.get_output_embeddings(), model.get_input_embeddings()
+    head, embedding = names.get(id(head_module)), names.get(id(embedding_module))
+    rules = dict(plan.rules)
+    tied = head_module is not None and head_module.weight is getattr(embedding_module, "weight", None)
+    if head and embedding and tied and (head in rules or embedding in rules):
+        rules |= {head: PlanRule(style="colwise_gather_output"), embedding: PlanRule(style="embedding_rowwise")}
+    elif head and head in rules and rules[head].style == "colwise":
+        rules[head] = PlanRule(style="colwise_gather_output")
+    return replace(plan, rules=rules, head=head, embedding=embedding)

@@ -1,0 +1,1 @@
+"""Layers, losses and gradients that are split over a tensor-parallel group."""

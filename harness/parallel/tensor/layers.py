@@ -1,0 +1,279 @@
+"""Linear layers and an embedding whose weights are split over a tensor-parallel group.
+
+After Shoeybi et al. 2019 (arXiv 1909.08053), section 3. Shapes: x (..., in), y (..., out), weight (out, in),
+size = ranks of the group. A column-parallel layer holds rows of the weight, so a part of y; a row-parallel
+one holds its columns, so takes a part of x; one after the other they need a single sum. Each works alone, in
+any model: made like the layer that it replaces, on ranks whose random state is the same, it is that layer
+cut, value for value. Without a group it is that layer. All of them can be made from modules on the meta
+device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.parallel.comm import (
+    TensorParallel,
+    copy_to_group,
+    gather_from_group,
+    group_size,
+    reduce_from_group,
+    split_to_group,
+)
+from harness.parallel.tensor.shard import Shard, cut_parameter, shard_of, share_of, without_dim
+
+
+class ColumnParallelLinear(nn.Linear):
+    """y = x A^T + b with A and b split over the outputs.
+
+    Per rank: x (..., in) whole; weight (out / size, in), or (in, out / size) with `weight_transposed`
+    (transformers' Conv1D); bias (out / size). The result is this rank's (..., out / size), or with
+    `gather_output` the whole (..., out). Where the size does not divide the outputs, the first ranks hold one more.
+    The gradient of x is summed over the group. Raises ValueError for fewer outputs than ranks.
+    """
+
+    group: dist.ProcessGroup | None
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup | None = None,
+        gather_output: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        whole = nn.Linear(in_features, out_features, bias, device, dtype)
+        self._adopt(whole, group, None, gather_output, weight_transposed=False)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: Any,
+        group: dist.ProcessGroup | None,
+        *,
+        shard: Shard | None = None,
+        gather_output: bool = False,
+        weight_transposed: bool = False,
+    ) -> ColumnParallelLinear:
+        """This rank's part of a whole layer; `shard`, of its weight, tells which where it is not an equal
+        share."""
+        layer = cls.__new__(cls)
+        layer._adopt(linear, group, shard, gather_output, weight_transposed)
+        return layer
+
+    def _adopt(
+        self,
+        linear: Any,
+        group: dist.ProcessGroup | None,
+        shard: Shard | None,
+        gather_output: bool,
+        weight_transposed: bool,
+    ) -> None:
+        dim = 1 if weight_transposed else 0
+        if shard is None:
+            place = TensorParallel.of(group)
+            shard = share_of(tuple(linear.weight.shape), dim, place.rank, place.size)
+        _begin(self, linear, group, dim, weight_transposed)
+        self.gather_output, self.widths = gather_output, shard.widths
+        self.weight = cut_parameter(linear.weight, shard)
+        bias = None if linear.bias is None else cut_parameter(linear.bias, without_dim(shard))
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.t() if self.weight_transposed else self.weight
+        y = F.linear(copy_to_group(x, self.group), weight, self.bias)
+        return gather_from_group(y, self.group, self.widths) if self.gather_output else y
+
+    def extra_repr(self) -> str:
+        return _describe(self, "out", self.out_features)
+
+
+class SharedColumnLinear(nn.Linear):
+    """Some of the outputs of y = x A^T + b, with A and b whole on every rank.
+
+    `pieces` are the (start, stop) ranges of the outputs that this rank computes. The gradient of x is summed over the
+    group; those of A and b are partial, and are for the caller to sum.
+    """
+
+    group: dist.ProcessGroup | None
+    pieces: list[tuple[int, int]]
+
+    @classmethod
+    def from_linear(
+        cls, linear: Any, group: dist.ProcessGroup | None, *, pieces: list[tuple[int, int]], weight_transposed: bool
+    ) -> SharedColumnLinear:
+        """A layer with the very parameters of a whole one."""
+        layer = cls.__new__(cls)
+        _begin(layer, linear, group, 1 if weight_transposed else 0, weight_transposed)
+        layer.pieces = pieces
+        layer.weight = linear.weight
+        layer.register_parameter("bias", linear.bias)
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.t() if self.weight_transposed else self.weight
+        own = torch.cat([weight[start:stop] for start, stop in self.pieces])
+        bias = None if self.bias is None else torch.cat([self.bias[start:stop] for start, stop in self.pieces])
+        return F.linear(copy_to_group(x, self.group), own, bias)
+
+
+class RowParallelLinear(nn.Linear):
+    """y = x A^T + b with A split over the inputs.
+
+    Per rank: x (..., in / size), this rank's part, as a column-parallel layer leaves it, or with
+    `input_is_parallel=False` the whole (..., in), of which the layer takes its part; weight (out, in / size),
+    or (in / size, out) with `weight_transposed`; bias (out), whole, added once, after the sum over the group.
+    The result (..., out) is whole. Shares are as a column-parallel layer's. Raises ValueError for fewer inputs than
+    ranks.
+    """
+
+    group: dist.ProcessGroup | None
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup | None = None,
+        input_is_parallel: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        whole = nn.Linear(in_features, out_features, bias, device, dtype)
+        self._adopt(whole, group, None, input_is_parallel, weight_transposed=False)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: Any,
+        group: dist.ProcessGroup | None,
+        *,
+        shard: Shard | None = None,
+        input_is_parallel: bool = True,
+        weight_transposed: bool = False,
+    ) -> RowParallelLinear:
+        """This rank's part of a whole layer; `shard`, of its weight, tells which where it is not an equal
+        share."""
+        layer = cls.__new__(cls)
+        layer._adopt(linear, group, shard, input_is_parallel, weight_transposed)
+        return layer
+
+    def _adopt(
+        self,
+        linear: Any,
+        group: dist.ProcessGroup | None,
+        shard: Shard | None,
+        input_is_parallel: bool,
+        weight_transposed: bool,
+    ) -> None:
+        dim = 0 if weight_transposed else 1
+        if shard is None:
+            place = TensorParallel.of(group)
+            shard = share_of(tuple(linear.weight.shape), dim, place.rank, place.size)
+        _begin(self, linear, group, 1 - dim, weight_transposed)
+        self.input_is_parallel, self.widths = input_is_parallel, shard.widths
+        self.weight = cut_parameter(linear.weight, shard)
+        self.register_parameter("bias", linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.input_is_parallel:
+            x = split_to_group(x, self.group, self.widths)
+        weight = self.weight.t() if self.weight_transposed else self.weight
+        if group_size(self.group) == 1:
+            return F.linear(x, weight, self.bias)
+        y = reduce_from_group(F.linear(x, weight), self.group)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return _describe(self, "in", self.in_features)
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding whose rows, one an id, are split over the group: ids (...) -> vectors (...,
+    embedding_dim), whole.
+
+    Per rank: weight (num_embeddings / size, embedding_dim), a row more on the first ranks where the size does not
+    divide. Each rank looks up the ids that it holds, answers zero for the others, and the answers are summed.
+    An id outside of the vocabulary is a RuntimeError. A subclass of nn.Embedding whose forward does more with
+    a row (scales it, say) keeps its own forward: see `from_embedding`.
+    """
+
+    group: dist.ProcessGroup | None
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self._cut(group, None)
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, group: dist.ProcessGroup | None, *, shard: Shard | None = None
+    ) -> VocabParallelEmbedding:
+        """This rank's rows of a whole embedding. One of a subclass becomes a subclass of both, whose forward,
+        row by row, must send zero to zero or not care about rows that are held elsewhere."""
+        whole = type(embedding)
+        kind: Any = cls if whole is nn.Embedding else type(f"{cls.__name__}{whole.__name__}", (cls, whole), {})
+        layer: VocabParallelEmbedding = kind.__new__(kind)
+        layer.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in embedding.__dict__.items()})
+        layer._cut(group, shard)
+        return layer
+
+    def _cut(self, group: dist.ProcessGroup | None, shard: Shard | None) -> None:
+        if shard is None:
+            place = TensorParallel.of(group)
+            shard = share_of(tuple(self.weight.shape), 0, place.rank, place.size)
+        self.group = group
+        self.rows = shard.length
+        self.first_row = shard.pieces[0][0]
+        if self.padding_idx is not None:
+            local = self.padding_idx - self.first_row
+            self.padding_idx = local if 0 <= local < self.rows else None
+        self.weight = cut_parameter(self.weight, shard)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if group_size(self.group) == 1:
+            return super().forward(ids)
+        inside = (ids >= 0) & (ids < self.num_embeddings)
+        torch._assert_async(inside.all(), "an input id is outside the vocabulary")
+        local = ids - self.first_row
+        elsewhere = (local < 0) | (local >= self.rows)
+        vectors = super().forward(local.masked_fill(elsewhere, 0))
+        return reduce_from_group(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+
+    def extra_repr(self) -> str:
+        return f"{self.rows} of {self.num_embeddings}, {self.embedding_dim}"
+
+
+def _begin(layer: Any, linear: Any, group: dist.ProcessGroup | None, out_dim: int, weight_transposed: bool) -> None:
+    nn.Module.__init__(layer)
+    layer.out_features, layer.in_features = linear.weight.shape[out_dim], linear.weight.shape[1 - out_dim]
+    layer.group, layer.weight_transposed = group, weight_transposed
+    layer.train(linear.training)
+
+
+def _describe(layer: Any, cut: str, full: int) -> str:
+    shard = shard_of(layer.weight)  # the weight itself may be empty: ZeRO-3 gathers it only where it is used
+    local = full if shard is None else shard.length
+    sizes = {"in": layer.in_features, "out": layer.out_features, cut: f"{local} of {full}"}
+    text = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    return f"{text}, bias={layer.bias is not None}"

@@ -1,0 +1,104 @@
+"""Find the parameters whose gradients are partial, from the graph of a forward that was cut.
+
+Between a column-parallel and a row-parallel layer a rank computes with its own heads or columns only. A parameter that
+is used there but not cut (a norm over one head, an activation's parameter) gets a part of its gradient on each rank,
+and the parts must be summed. Plans name such parameters (`replicated_with_grad_allreduce`), and some forget one. The
+graph forgets none: on the way from an output to the inputs, a sum over the group leads into such a stretch and a copy
+to the group leads out of it. Whatever is reached inside is partial; if that is the input, the plan is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.errors import UserError
+from harness.parallel.comm import INTO_SPLIT, OUT_OF_SPLIT, TensorParallel, sum_over_group
+from harness.parallel.tensor.shard import shard_of
+from harness.parallel.tensor.summed_gradients import sum_gradient, sums_gradient
+
+
+@dataclass
+class ReachedParameters:
+    """What a walk came to: uncut parameters used on whole and on split values, cut ones used on whole values (past the
+    layer that sums), and whether an input was reached from split values."""
+
+    whole: set[nn.Parameter] = field(default_factory=set)
+    partial: set[nn.Parameter] = field(default_factory=set)
+    bare: set[nn.Parameter] = field(default_factory=set)
+    input_is_partial: bool = False
+
+
+def walk(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = (), *, split: bool = False) -> ReachedParameters:
+    """Walk the graph from `outputs` (split values themselves, or whole ones) back to `inputs` and to all leaves."""
+    stops = {x.grad_fn for x in inputs if x.grad_fn is not None}
+    reached, seen = ReachedParameters(), set()
+    ahead = [(x.grad_fn, split) for x in outputs]
+    while ahead:
+        node, inside = ahead.pop()
+        if node is None or (node, inside) in seen:
+            continue
+        seen.add((node, inside))
+        leaf: Any = getattr(node, "variable", None)
+        if node in stops or (leaf is not None and not isinstance(leaf, nn.Parameter)):
+            reached.input_is_partial |= inside
+            continue
+        if leaf is not None and shard_of(leaf) is None:
+            (reached.partial if inside else reached.whole).add(leaf)
+        elif leaf is not None and not inside:
+            reached.bare.add(leaf)
+        name = node.name()
+        inside = name in INTO_SPLIT or (inside and name not in OUT_OF_SPLIT)
+        ahead += [(parent, inside) for parent, _ in node.next_functions]
+    return reached
+
+
+def sum_partial_gradients(module: nn.Module, name: str, tensor: TensorParallel, *, split_output: bool = False) -> None:
+    """At the first forward of `module` with gradients, see to it that those which are partial are summed.
+
+    That forward raises UserError, naming `name`, where no sum can put a gradient right: where a parameter is used on
+    whole and on split values both, or an input goes to split values without a copy to the group, or a cut parameter is
+    used without the layer that sums what it makes (by a fused kernel, say). `split_output`: the
+    output is this rank's part (vocabulary-parallel logits). What a reentrant activation checkpoint inside of `module`
+    recomputes is not in the graph, and not looked at; a checkpoint around it is none of its concern.
+    """
+
+    def after_forward(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        handle.remove()
+        reached = walk(_tensors(_first(output)), _tensors((args, kwargs)), split=split_output)
+        names = {id(param): own for own, param in module.named_parameters()}
+        misused = (reached.partial & reached.whole) | reached.bare
+        mixed = sorted(names.get(id(param), "a parameter") for param in misused)
+        if mixed or reached.input_is_partial:
+            what = f"{', '.join(mixed)} is" if mixed else "its input is"
+            raise UserError(
+                f"the tensor-parallel plan of {name or type(module).__name__} gives wrong gradients: {what} used by "
+                "split and by whole layers: set tensor_parallel.autotp_size to 1, or correct the plan"
+            )
+        for param in reached.partial:
+            if not sums_gradient(param):
+                sum_gradient(param, lambda grad: sum_over_group(grad, tensor.group))
+
+    handle = module.register_forward_hook(after_forward, with_kwargs=True)
+
+
+def _first(output: Any) -> Any:
+    """The hidden state or the logits: what else a module returns (attention weights) may be split or not."""
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    return output[0] if isinstance(output, (tuple, list)) and output else output
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)

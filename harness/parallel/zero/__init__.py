@@ -1,0 +1,1 @@
+"""What ZeRO-3 needs beside DeepSpeed: its part of each tensor, inputs that change in place."""

@@ -1,0 +1,68 @@
+"""ZeRO-3's part of a tensor: an equal share of its elements, one after the other, for each data-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import deepspeed
+from torch import nn
+
+Index = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero3Partition:
+    """Part `index` of `count`; the last ones may be shorter, or empty."""
+
+    index: int
+    count: int
+
+    def boxes(self, shape: Sequence[int]) -> Iterator[Index]:
+        """Indices of boxes that together are this part of a tensor of `shape`."""
+        total = prod(shape)
+        size = -(-total // self.count)
+        return _boxes(shape, min(self.index * size, total), min((self.index + 1) * size, total))
+
+
+def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Index]:
+    """Indices of boxes that together are elements `start` to `stop` - 1: a row's end, whole rows, a row's beginning."""
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    inner = prod(shape[1:])
+    first, last = -(-start // inner), stop // inner
+    if first > last:  # within one row
+        yield from ((last, *box) for box in _boxes(shape[1:], start - last * inner, stop - last * inner))
+        return
+    yield from ((first - 1, *box) for box in _boxes(shape[1:], start - (first - 1) * inner, inner))
+    if first < last:
+        yield (slice(first, last),)
+    yield from ((last, *box) for box in _boxes(shape[1:], 0, stop - last * inner))
+
+
+class PartitionInPlace(deepspeed.zero.Init):
+    """`deepspeed.zero.Init` for a module in which each rank has filled its own part of every parameter.
+
+    Without it, rank 0 of the data group would send whole parameters to the others. Raises RuntimeError where DeepSpeed
+    does not part them as `Zero3Partition` does.
+    """
+
+    parted = 0
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        whole = sum(not hasattr(parameter, "ds_id") for parameter in module.parameters())
+        super().__init__(module=module, **options)
+        if self.parted != whole:
+            raise RuntimeError(f"DeepSpeed {deepspeed.__version__} does not partition parameters one by one")
+
+    def _zero_init_param(self, param: Any) -> None:
+        self._convert_to_deepspeed_param(param)
+        param.partition()
+        self.parted += 1
+        if param.ds_tensor.ds_numel != -(-param.ds_numel // self.dp_world_size):
+            raise RuntimeError(f"DeepSpeed {deepspeed.__version__} partitions parameters in an unknown way")

@@ -1,0 +1,1 @@
+"""Samples -> micro-batches: order, collation, streams for training and evaluation."""

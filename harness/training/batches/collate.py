@@ -1,0 +1,103 @@
+"""Samples -> one micro-batch: the pair (inputs, labels), stacked along a new first dimension.
+
+A sample is a dict with `input_ids` and perhaps `labels` (-100: not counted), `attention_mask` and `position_ids`, or
+a pair (inputs, labels) of a model that is no language model. Inputs are ids, or (ids, position ids), which begin anew
+with each document that is packed into a sample. Whatever else would change the model's numbers is refused, not left
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.data import default_collate
+
+from harness.errors import UserError
+
+IGNORED = -100
+"""The label that no loss counts, as torch's cross entropy has it."""
+
+MicroBatch: TypeAlias = tuple[Any, Any]
+Collator: TypeAlias = Callable[[list[Any]], Any]
+
+_NOT_CARRIED = ("token_type_ids", "inputs_embeds")
+
+
+def collate(samples: Sequence[Any]) -> MicroBatch:
+    """The default collator. UserError if samples differ in length, are left-padded or carry more than ids."""
+    if isinstance(samples[0], Mapping):
+        return _language(samples)
+    if isinstance(samples[0], Sequence) and len(samples[0]) == 2:
+        inputs, labels = default_collate(list(samples))
+        return inputs, labels
+    raise UserError(
+        f"a sample is {type(samples[0]).__name__}: give dicts with input_ids, pairs (inputs, labels), "
+        "or a data_collator"
+    )
+
+
+def as_micro_batch(collated: Any) -> MicroBatch:
+    """What a collator returned, as (inputs, labels): a dict with input_ids and labels, or the pair itself."""
+    if isinstance(collated, Mapping):
+        if "input_ids" not in collated:
+            raise UserError(f"the data_collator gave {', '.join(collated) or 'nothing'}: it must return input_ids")
+        return _with_labels(collated)
+    if isinstance(collated, Sequence) and len(collated) == 2:
+        return collated[0], collated[1]
+    raise UserError(f"the data_collator gave {type(collated).__name__}: it must give a dict or a pair (inputs, labels)")
+
+
+def _language(samples: Sequence[Mapping[str, Any]]) -> MicroBatch:
+    if "input_ids" not in samples[0]:
+        raise UserError(f"a sample has no input_ids (it has: {', '.join(map(str, samples[0]))})")
+    names = [
+        name for name in ("input_ids", "labels", "attention_mask", "position_ids", *_NOT_CARRIED) if name in samples[0]
+    ]
+    return _with_labels({name: _stack(name, [sample[name] for sample in samples]) for name in names})
+
+
+def _stack(name: str, rows: list[Any]) -> torch.Tensor:
+    tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
+    shapes = sorted({tuple(tensor.shape) for tensor in tensors})
+    if len(shapes) > 1:
+        raise UserError(
+            f"{name} of {shapes[0]} and {shapes[-1]} in one micro-batch: pad them to one length, "
+            "or join and cut them with make_blocks"
+        )
+    return torch.stack(tensors)
+
+
+def _with_labels(batch: Mapping[str, torch.Tensor]) -> MicroBatch:
+    """Inputs and labels: labels default to the ids; padding, which must stand at the right, is not counted."""
+    for name in _NOT_CARRIED:
+        if name in batch:
+            raise UserError(f"samples contain {name}, which is not passed to the model: remove the column")
+    ids = batch["input_ids"].long()
+    labels = batch.get("labels")
+    labels = ids.clone() if labels is None else labels.long()
+    _require_shape("labels", labels, ids)
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        if bool((mask.long().diff(dim=-1) > 0).any()):
+            raise UserError("the attention_mask hides tokens before others: pad on the right (causal attention only)")
+        labels = labels.masked_fill(mask == 0, IGNORED)
+    if "position_ids" not in batch:
+        return ids, labels
+    positions = batch["position_ids"].long()
+    _require_shape("position_ids", positions, ids)
+    return (ids, positions), labels.masked_fill(document_starts(positions), IGNORED)
+
+
+def document_starts(positions: torch.Tensor) -> torch.Tensor:
+    """Where position ids [batch, sequence] do not go on by one, as transformers finds the documents of a packed row.
+
+    The first token of a document is predicted from nothing, least of all from the document before it.
+    """
+    return positions.diff(dim=-1, prepend=positions[:, :1]) != 1
+
+
+def _require_shape(name: str, tensor: torch.Tensor, ids: torch.Tensor) -> None:
+    if tensor.shape != ids.shape:
+        raise UserError(f"{name} of {tuple(tensor.shape)} with input_ids of {tuple(ids.shape)}: the shapes must agree")

@@ -1,0 +1,89 @@
+"""Evaluation data: equally many micro-batches of equal shape on every rank, whatever the number of samples.
+
+Under a pipeline, tensor parallelism or ZeRO-3 a rank that comes out one batch short leaves the others waiting
+for ever. So what is missing at the end is filled with samples already seen, and nothing of them is counted:
+the mean is the sum over `rows` (or over labels that are not -100) divided by their number, both summed over
+the data ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harness.errors import UserError
+from harness.parallel.generators import seed_of
+from harness.training.batches.collate import IGNORED, Collator, collate
+from harness.training.batches.stream import dataset_length, read_micro_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationBatch:
+    """One micro-batch to evaluate. The first `rows` samples count; the rest, if any, only keep the shape.
+
+    Of token labels (integers shaped as the inputs) the filling rows are all -100, so that a loss which counts
+    valid labels needs no `rows`. For any other labels the loss is taken of `outputs[:rows]` and
+    `labels[:rows]`, and not at all where `rows` is 0.
+    """
+
+    inputs: Any
+    labels: Any
+    rows: int
+
+
+def evaluation_steps(n: int, micro_batch: int, data_size: int = 1, multiple_of: int = 1) -> int:
+    """Micro-batches on each data rank for `n` samples: enough for all, rounded up to `multiple_of`."""
+    on_one_rank = -(-n // (micro_batch * data_size))
+    return -(-on_one_rank // multiple_of) * multiple_of
+
+
+def evaluation_batches(
+    dataset: Any,
+    micro_batch: int,
+    data_rank: int = 0,
+    data_size: int = 1,
+    *,
+    multiple_of: int = 1,
+    data_collator: Collator = collate,
+) -> Iterator[EvaluationBatch]:
+    """Each sample once over all data ranks, in the order of the data set; `evaluation_steps` batches a rank.
+
+    Micro-batch k goes to data rank k % data_size. Each call starts anew and leaves nothing behind, so it can
+    be abandoned and repeated. `multiple_of`: a pipeline runs its micro-batches in groups of this size. Raises
+    UserError if the data set is empty.
+    """
+    n = dataset_length(dataset)
+    if n == 0:
+        raise UserError("the evaluation data set is empty")
+    return _batches(dataset, n, micro_batch, data_rank, data_size, multiple_of, data_collator)
+
+
+def _batches(
+    dataset: Any,
+    n: int,
+    micro_batch: int,
+    data_rank: int,
+    data_size: int,
+    multiple_of: int,
+    collator: Collator,
+) -> Iterator[EvaluationBatch]:
+    for step in range(evaluation_steps(n, micro_batch, data_size, multiple_of)):
+        start = (step * data_size + data_rank) * micro_batch
+        rows = min(max(n - start, 0), micro_batch)
+        # Filled from the front of the data set: rows that exist, and the same ones on every rank.
+        indices = [start + i if i < rows else i % n for i in range(micro_batch)]
+        inputs, labels = read_micro_batch(dataset, indices, collator, seed_of("evaluation", start))
+        if rows < micro_batch and _are_token_labels(inputs, labels):
+            labels = labels.clone()
+            labels[rows:] = IGNORED
+        yield EvaluationBatch(inputs=inputs, labels=labels, rows=rows)
+
+
+def _are_token_labels(inputs: Any, labels: Any) -> bool:
+    """Whether the labels are a language model's, one a token, so that -100 takes one out of the loss."""
+    inputs = inputs[0] if isinstance(inputs, (tuple, list)) else inputs
+    tensors = isinstance(inputs, torch.Tensor) and isinstance(labels, torch.Tensor)
+    return tensors and inputs.dtype == labels.dtype == torch.long and inputs.shape == labels.shape

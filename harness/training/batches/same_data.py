@@ -1,0 +1,57 @@
+"""Compare the data of ranks that must read the same: the first and the last pipeline stage, and tensor-parallel ranks.
+
+Data sets and collators may draw random numbers, so the global generators are seeded before they are called
+(`data/stream.py`). What has a generator of its own, or depends on the rank, would give the first stage other samples
+than the labels on the last stage. Nothing else would notice it, so the first micro-batches are compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from harness.errors import UserError
+from harness.topology.agreement import spell_ranks
+from harness.topology.groups import Groups
+
+
+def require_same_data(micro_batches: Sequence[Any], groups: Groups) -> None:
+    """Raise UserError, on all ranks, unless ranks of one data-parallel coordinate hold the same micro-batches.
+
+    All ranks call it; `micro_batches` is empty where no data is read.
+    """
+    if dist.get_world_size() == 1:
+        return
+    own = groups.coordinate.dp_rank, digest(micro_batches) if micro_batches else None
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    for data_rank in range(groups.layout.dp_size):
+        ranks = {rank: read for rank, (place, read) in enumerate(found) if place == data_rank and read is not None}
+        first = min(ranks)
+        others = [rank for rank, read in ranks.items() if read != ranks[first]]
+        if others:
+            raise UserError(
+                f"{spell_ranks(others)} got different samples than rank {first} for the same micro-batch: the data set "
+                "or data_collator depends on the rank, or draws from a random generator of its own: make its output "
+                "a function of the samples, or draw from the global generators of torch, numpy or Python, whose seeds "
+                "are set before each micro-batch"
+            )
+
+
+def digest(value: Any) -> str:
+    """A hash of all tensors in nested values: shapes, dtypes and entries."""
+    total = hashlib.sha256()
+    for leaf in tree_leaves(value):
+        tensor = torch.as_tensor(leaf) if isinstance(leaf, (Tensor, int, float)) else None
+        if tensor is None:
+            total.update(repr(leaf).encode())
+            continue
+        total.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()

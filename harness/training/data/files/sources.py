@@ -1,0 +1,169 @@
+"""Where data lies and whether it can be read: the files behind `--train_file`, and documents out of them.
+
+A source is a .txt file (one document), a .jsonl or .parquet file (one document a row: text or a conversation,
+see `rows.py`), a directory of such files, all of one kind (searched recursively, links followed, sorted by path,
+hidden ones left out) or "python-stdlib": the running Python's standard library. `preflight` needs neither torch
+nor datasets, so a wrong path is told before anything is built.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from harness.errors import UserError
+from harness.training.data.cache import cache_error, fingerprint, prepared_folder
+from harness.training.data.files.copies import copied
+from harness.training.data.files.extents import Extent, planned
+from harness.training.data.files.readers import SUFFIXES, decodes, kind_of_file, read_documents_of
+from harness.training.data.files.rows import COLUMNS, TEXT
+from harness.training.data.pieces import parts_of
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+PYTHON_STDLIB = "python-stdlib"
+
+# Not the library itself: what is installed beside it, its tests (two thirds of the bytes) and its programs.
+_BESIDE_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+
+# Part of the cache key: raise it when the documents made from the same files change.
+_FORMAT = 4
+
+
+def preflight(source: str | os.PathLike[str]) -> str:
+    """What a source's rows are (a kind of `rows.py`), each of its files looked at. UserError if one is unusable.
+
+    Costs one directory listing and the first row of each file; the rest of a file is not read.
+    """
+    files = find_files(source)
+    if os.fspath(source) == PYTHON_STDLIB:
+        return TEXT
+    kinds: dict[str, Path] = {}
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                size = os.fstat(stream.fileno()).st_size
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror}") from error
+        kind = kind_of_file(file) if size else None
+        if kind is not None:
+            kinds.setdefault(kind, file)
+    if not kinds:
+        raise UserError(f"{source} is empty: give text to train on")
+    if len(kinds) > 1:
+        (first, a), (second, b), *_ = kinds.items()
+        raise UserError(f"{a} has {_columns(first)}, {b} has {_columns(second)}: train on one kind at a time")
+    return next(iter(kinds))
+
+
+def _columns(kind: str) -> str:
+    return " and ".join(f"`{name}`" for name in COLUMNS[kind])
+
+
+def find_files(source: str | os.PathLike[str]) -> list[Path]:
+    """The files that make up a source, in the order they are read in. UserError where there are none."""
+    if os.fspath(source) == PYTHON_STDLIB:
+        return _stdlib_files()
+    path = Path(source)
+    suffixes = ", ".join(SUFFIXES)
+    if path.is_dir():
+        files = [file for file in _walk(path) if file.suffix in SUFFIXES]
+        if not files:
+            raise UserError(f"{path} contains no file with one of the suffixes {suffixes}")
+        return files
+    if not path.exists():
+        raise UserError(f"{path} does not exist: give a {suffixes} file, a directory of them, or {PYTHON_STDLIB}")
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{path} is not one of {suffixes}: convert it, or rename it if it is plain text")
+    return [path]
+
+
+def read_documents(
+    source: str | os.PathLike[str],
+    cache_dir: str | os.PathLike[str] | None = None,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+    workers: int | None = None,
+) -> Dataset:
+    """Return the documents of a source: a `datasets.Dataset` mapped from disk.
+
+    Its columns are `text` and `part`: a long text comes in several rows, its parts, numbered from 0. Of conversations
+    they are `conversation` and `place`. A .txt file's text is its bytes decoded as UTF-8 and nothing else: no newline
+    is added, dropped or translated. Memory is taken for a few rows at a time. The copy lies in
+    `cache_dir` (default HF_DATASETS_CACHE), made by processes as `make_shards` says, and is used again while paths,
+    sizes and modification times of the files stay as they are. Raises UserError as `preflight` does, and for text
+    that cannot be decoded, a line that is not JSON, a row that is not like the others.
+    """
+    from datasets import Features, Value
+
+    kind = preflight(source)
+    files = [file.absolute() for file in find_files(source)]
+    stamps = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
+    text = Value("large_string")
+    features = {"text": text, "part": Value("int32")} if kind == TEXT else {"conversation": text, "place": text}
+    folder = prepared_folder(cache_dir) / fingerprint("sources", _FORMAT, kind, *stamps)
+    try:
+        shards, read = planned(files, folder), partial(_documents, kind=kind)
+        return copied(folder, shards, read, Features(features), say=say, workers=workers)
+    except OSError as error:  # the reader raises its own as UserError: this is the writer's
+        raise cache_error(error, cache_dir) from error
+
+
+def hold_out(documents: Dataset, every: int = 20) -> tuple[Dataset, Dataset]:
+    """Return documents for training and for evaluation: every `every`-th one, from the first, is held out.
+
+    UserError if there are not two documents to share between them.
+    """
+    number = np.cumsum(parts_of(documents) == 0) - 1  # of the document that a row belongs to
+    total = int(number[-1]) + 1 if len(number) else 0
+    if total < 2:
+        raise UserError(f"{total} document cannot be split for evaluation: give a --validation_file")
+    held_out = number % every == 0
+    return documents.select(np.flatnonzero(~held_out)), documents.select(np.flatnonzero(held_out))
+
+
+def _documents(extents: Sequence[Extent], kind: str) -> Iterator[dict[str, str | int]]:
+    """Read one part of a file after the other."""
+    for extent in extents:
+        try:
+            yield from read_documents_of(extent, kind)
+        except OSError as error:
+            raise UserError(f"cannot read {extent.file}: {error.strerror or error}") from error
+
+
+def _walk(top: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
+    """The files under `top`, sorted by relative path, without hidden ones and the directories `left_out`."""
+
+    def stop(error: OSError) -> None:
+        raise UserError(f"cannot list {error.filename}: {error.strerror}") from error
+
+    found = []
+    seen = set()  # links to directories are followed, but no circle of them is
+    for here, directories, names in os.walk(top, onerror=stop, followlinks=True):
+        if (real := os.path.realpath(here)) in seen:
+            directories.clear()
+            continue
+        seen.add(real)
+        directories[:] = [d for d in directories if not d.startswith(".") and d not in left_out]
+        found += [Path(here, name) for name in names if not name.startswith(".")]
+    return sorted(found, key=lambda file: file.relative_to(top).parts)
+
+
+def _stdlib_files() -> list[Path]:
+    """The .py files of the standard library of the Python that runs, without tests and installed packages."""
+    top = Path(sysconfig.get_path("stdlib"))
+    files = (
+        [file for file in _walk(top, frozenset(_BESIDE_STDLIB)) if file.suffix == ".py" and decodes(file)]
+        if top.is_dir()
+        else []
+    )
+    if not files:
+        raise UserError(f"no standard library sources under {top}: give a --train_file")
+    return files

@@ -1,0 +1,1 @@
+"""DeepSpeed's engine behind one narrow interface: built, stepped, measured."""

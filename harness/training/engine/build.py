@@ -1,0 +1,206 @@
+"""From a resolved config and a list of layers to an engine that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+from deepspeed.utils import set_z3_leaf_module
+from torch import nn
+
+from harness.config import Resolved
+from harness.config.resolving.handed import without_idle
+from harness.errors import UserError
+from harness.hf.forward.zero3_leaves import leaves_of_sequence
+from harness.parallel.comm import TensorParallel
+from harness.parallel.draws import DrawKeys
+from harness.parallel.pipeline.staged_module import Layer, LayerSequence, StagedModule, deepspeed_topology
+from harness.parallel.zero.in_place_inputs import copy_hooked_inputs
+from harness.topology.groups import Groups
+from harness.training.arguments import TrainingArguments
+from harness.training.engine.clipping import correct_clipping
+from harness.training.engine.engine import Engine, PipelineStages, WholeModel
+from harness.training.engine.evidence import GuardedLoss, check_every_gradient
+from harness.training.engine.losses import Loss
+from harness.training.engine.muon import find_matrices
+from harness.training.engine.optimizer import own_optimizer, parameter_groups, schedule
+from harness.training.engine.precision import keeping_fp32, reduce_fp32_gradients
+from harness.training.process.distributed import give_timeout, open_groups
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv": "csv_monitor"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """Where an engine is built: the run's arguments and config, and this rank's place and device."""
+
+    args: TrainingArguments
+    resolved: Resolved
+    groups: Groups
+    device: torch.device
+    max_steps: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return DTYPES[self.resolved.precision]
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether DeepSpeed's pipeline engine drives the run; ZeRO-2 and ZeRO-3 exclude it."""
+        return self.resolved.zero_stage < 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTraits:
+    """What an engine must know of its layers.
+
+    Attributes:
+        local_states: whether they hand on tensors that are not the same on all tensor-parallel ranks.
+        draws: whether they may draw random numbers in training.
+        example: inputs of a micro-batch, for layers of a user's own where there is training data.
+    """
+
+    local_states: bool = False
+    draws: bool = True
+    example: Any = None
+
+
+def build_engine(
+    context: RunContext, layers: Sequence[Layer], boundaries: Sequence[int], loss: Loss, traits: LayerTraits
+) -> Engine:
+    """Build this rank's layers and the DeepSpeed engine around them; all ranks call it together."""
+    config = deepspeed_config(context)
+    groups_before = open_groups()
+    acts = context.args.nonfinite != "warn"
+    guarded = GuardedLoss(loss, spoils=acts)
+    if traits.local_states and context.groups.tp_group is not None:
+        config = _nothing_shared_out(config)
+    interval = context.resolved.activation_checkpoint_interval
+    index = context.device.index  # where a rank sees its own device alone, not its local rank
+    grid, keys = None, draw_keys(context) if traits.draws else None
+    if context.is_pipeline:
+        module: nn.Module = StagedModule(
+            layers,
+            layout=context.groups.layout,
+            boundaries=boundaries,
+            loss_fn=guarded,
+            checkpoint_interval=interval,
+            seed=context.args.seed,
+            keys=keys,
+        )
+    else:
+        grid = PipelineParallelGrid(topology=deepspeed_topology(context.groups.layout), process_group=dist.group.WORLD)
+        module = LayerSequence(layers, checkpoint_interval=interval, seed=context.args.seed, keys=keys)
+        if context.resolved.zero_stage == 3 and traits.example is not None:
+            mark_leaves(module, leaves_of_sequence(module, module.calls, traits.example))
+    _configure_checkpointing(context)
+    stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", context.args.weight_decay)
+    groups = parameter_groups(module, stated)
+    with keeping_fp32():
+        engine, *_ = deepspeed.initialize(
+            args=SimpleNamespace() if index is None else SimpleNamespace(device_rank=index),
+            model=module,
+            model_parameters=groups,
+            optimizer=own_optimizer(config, module, groups, context.args),
+            lr_scheduler=None if "scheduler" in config else schedule(context.args, context.max_steps),
+            mpu=grid,
+            config=config,
+            dist_init_required=False,
+        )
+    give_timeout(open_groups() - groups_before)
+    reduce_fp32_gradients(engine.optimizer)
+    find_matrices(engine, context.groups)
+    correct_clipping(engine, context.groups, skip_nonfinite=acts)
+    if acts:
+        check_every_gradient(engine.optimizer)
+    torch.manual_seed(context.args.seed + context.groups.coordinate.dp_rank + 1000 * context.groups.coordinate.stage)
+    if context.resolved.zero_stage == 3 and traits.draws:
+        copy_hooked_inputs(module)
+    kind = PipelineStages if context.is_pipeline else WholeModel
+    return kind(engine, context.groups, guarded, context.device, context.dtype, keys)
+
+
+def draw_keys(context: RunContext) -> DrawKeys:
+    """Return the keys of the micro-batches that this rank trains on."""
+    groups = context.groups
+    return DrawKeys(
+        seed=context.args.seed,
+        micro_batch=context.resolved.micro_batch,
+        data_rank=groups.coordinate.dp_rank,
+        data_size=groups.layout.dp_size,
+        tensor=TensorParallel.of(groups.tp_group),
+        device=context.device,
+    )
+
+
+def _nothing_shared_out(config: dict[str, Any]) -> dict[str, Any]:
+    """The config without what takes activations for equal on tensor-parallel ranks; UserError where it is asked for."""
+    if config.get("activation_checkpointing", {}).get("partition_activations", False):
+        raise UserError(
+            "activation_checkpointing.partition_activations: this model's layers pass on tensors that differ between "
+            "tensor-parallel ranks: remove it"
+        )
+    whole = {"pipe_partitioned": False, "grad_partitioned": False}
+    return {**config, "pipeline": {**config.get("pipeline", {}), **whole}}
+
+
+class MpuAdapter:
+    """The tensor-parallel group by the names under which DeepSpeed's activation checkpointing asks for it."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.get_tensor_model_parallel_rank = lambda: groups.coordinate.tp_rank
+        self.get_tensor_model_parallel_world_size = lambda: groups.layout.tp_size
+        self.get_tensor_model_parallel_group = lambda: groups.tp_group
+
+
+def _configure_checkpointing(context: RunContext) -> None:
+    """Hand the section `activation_checkpointing` to DeepSpeed; only tensor-parallel ranks can share activations."""
+    section = context.resolved.config.get("activation_checkpointing", {})
+    partitioned = section.get("partition_activations", False) and context.groups.tp_group is not None
+    checkpointing.configure(
+        MpuAdapter(context.groups),
+        partition_activations=partitioned,
+        contiguous_checkpointing=section.get("contiguous_memory_optimization", False) and partitioned,
+        num_checkpoints=section.get("number_checkpoints"),
+        checkpoint_in_cpu=section.get("cpu_checkpointing", False) and context.device.type != "cpu",
+        synchronize=section.get("synchronize_checkpoint_boundary", False),
+        profile=section.get("profile", False),
+    )
+
+
+def mark_leaves(module: nn.Module, names: Iterable[str]) -> None:
+    """Have ZeRO-3 see the named modules as one each, with all that they call."""
+    for name in names:
+        set_z3_leaf_module(module.get_submodule(name), True)
+
+
+def deepspeed_config(context: RunContext) -> dict[str, Any]:
+    """The resolved config as DeepSpeed gets it."""
+    config = without_idle(context.resolved.config)
+    if not config.get("steps_per_print"):  # the harness has its own metrics; the timers are printed with DeepSpeed's
+        config["steps_per_print"] = context.args.logging_steps if config.get("wall_clock_breakdown") else 2**31
+    config["zero_allow_untested_optimizer"] = True
+    # an optimizer on the CPU that is torch's must not be refused; DeepSpeed's own would have to be compiled first
+    config.setdefault("zero_force_ds_cpu_optimizer", False)
+    optimizer = config.get("optimizer", {})
+    if optimizer.get("type", "").lower() == "muon":  # the harness brings its own
+        config["zero_force_ds_cpu_optimizer"] = False
+    if context.device.type == "cpu" and optimizer.get("type", "").lower() in ("adam", "adamw"):
+        params = {"torch_adam": True, **optimizer.get("params", {})}
+        config["optimizer"] = {**optimizer, "params": params}
+    for name in context.args.reporters():
+        place = {"enabled": True, "output_path": str(Path(context.args.output_dir) / name), "job_name": "run"}
+        if name == "wandb":
+            place = {"enabled": True, "project": Path(context.args.output_dir).name}
+        config[MONITORS[name]] = {**place, **config.get(MONITORS[name], {}), "enabled": True}
+    return config

@@ -1,0 +1,268 @@
+"""One narrow interface over DeepSpeed's engines: a step, an evaluation, and what a step leaves to be read.
+
+`PipelineStages` runs ZeRO-0 and ZeRO-1 with any number of stages through PipelineEngine; `WholeModel` runs ZeRO-2
+and ZeRO-3, where every rank passes through all layers. Both take the same micro-batches and return the same numbers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+from harness.errors import UserError
+from harness.parallel.draws import DrawKeys
+from harness.topology.groups import Groups
+from harness.training.batches.collate import MicroBatch
+from harness.training.batches.evaluation import EvaluationBatch
+from harness.training.batches.same_data import require_same_data
+from harness.training.engine.evidence import Evidence, GuardedLoss
+from harness.training.engine.losses import Targets, targets
+from harness.training.engine.profiling import flops_profile
+
+Batch = tuple[Any, Targets]
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What came out of a step, the same on all ranks.
+
+    Attributes:
+        loss: mean over all that counts in the global batch.
+        grad_norm: global norm before clipping; None where it is not finite.
+        finite_gradient: whether the gradient is finite.
+        applied: whether the weights were updated.
+        parts: what the loss reports besides, by name, each the mean over the micro-batches.
+    """
+
+    loss: float
+    grad_norm: float | None
+    finite_gradient: bool
+    applied: bool
+    parts: Mapping[str, float]
+
+
+class Engine(ABC):
+    """A DeepSpeed engine with the loss and the groups that it runs with.
+
+    Attributes:
+        deepspeed: the engine itself.
+        device: where the batches go.
+        dtype: of the parameters, to which floating inputs are cast.
+        keys: what random numbers in the layers depend on; None where they draw none.
+    """
+
+    def __init__(
+        self,
+        deepspeed: DeepSpeedEngine,
+        groups: Groups,
+        loss: GuardedLoss,
+        device: torch.device,
+        dtype: torch.dtype,
+        keys: DrawKeys | None = None,
+    ) -> None:
+        self.deepspeed = deepspeed
+        self.groups = groups
+        self.loss = loss
+        self.device = device
+        self.dtype = dtype
+        self.keys = keys
+        self._compared = False  # whether the ranks are known to read the same data
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank needs inputs or labels at all."""
+        return self.groups.is_first_stage or self.groups.is_last_stage
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate that the next step will use."""
+        return float(self.deepspeed.get_lr()[0])
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], consumed_samples: int) -> StepOutcome:
+        """Forward, backward and update over one global batch; `micro_batches` is empty where no data is read.
+
+        `consumed_samples`: by all ranks in the steps before. UserError on all ranks if, in the first step, ranks that
+        must read the same data do not.
+        """
+        if not self._compared:
+            require_same_data(micro_batches, self.groups)
+            self._compared = True
+        if self.keys is not None:
+            self.keys.begin_step(consumed_samples)
+        self._forget()
+        whole = [EvaluationBatch(inputs=x, labels=y, rows=len(_first(y))) for x, y in micro_batches]
+        loss, parts = self._train(self._weigh(whole, self._count(whole)))
+        norm = self.deepspeed.get_global_grad_norm()
+        norm = None if norm is None else float(norm)
+        applied = self.deepspeed.was_step_applied()
+        return StepOutcome(
+            loss=float(loss),
+            grad_norm=norm if norm is not None and isfinite(norm) else None,
+            finite_gradient=applied if norm is None else isfinite(norm),
+            applied=applied,
+            parts={name: float(value) for name, value in parts.items()},
+        )
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled dynamically (fp16), so that gradients may overflow now and then."""
+        scaler = getattr(self.deepspeed.optimizer, "loss_scaler", None)
+        return bool(getattr(scaler, "dynamic", False))
+
+    def evidence(self) -> Evidence:
+        """What this rank has seen of the last step that was not finite. Waits for the device."""
+        return Evidence(rank=self.groups.rank, stage=self.groups.coordinate.stage, loss=self.loss.finite)
+
+    def _forget(self) -> None:
+        """Begin a step of which nothing is known."""
+        self.loss.reset()
+
+    def evaluate(self, micro_batches: Sequence[EvaluationBatch], steps: int) -> tuple[float, float]:
+        """Sum of the losses, and number of what counts, in `steps` micro-batches a data rank; equal on all ranks.
+
+        `micro_batches` holds them where data is read, and is empty elsewhere.
+        """
+        counted, rows = self._count(micro_batches)
+        with torch.no_grad():
+            mean = self._evaluate(self._weigh(micro_batches, (counted, rows), by_label=True), steps)
+        if self.groups.pp_group is not None:
+            last = dist.get_process_group_ranks(self.groups.pp_group)[-1]
+            dist.broadcast(counted, src=last, group=self.groups.pp_group)
+        return float(mean) * float(counted), float(counted)
+
+    def _count(self, micro_batches: Sequence[EvaluationBatch]) -> tuple[Tensor, Tensor]:
+        """What counts for the loss, and how many samples do, in the micro-batches of all data ranks; known on the
+        last stage, which has the labels."""
+        both = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if self.groups.is_last_stage:
+            both[0] += sum(self.loss.count(batch.labels, batch.rows) for batch in micro_batches)
+            both[1] += sum(batch.rows for batch in micro_batches)
+            if self.groups.dp_group is not None:
+                dist.all_reduce(both, group=self.groups.dp_group)
+        return both[0], both[1]
+
+    def _weigh(
+        self, micro_batches: Sequence[EvaluationBatch], totals: tuple[Tensor, Tensor], by_label: bool = False
+    ) -> list[Batch]:
+        """Give each micro-batch the weight by which the engine's mean becomes the mean over all that counts.
+
+        `by_label`: its share is that of its labels, not of its samples. Then it is the same in any part of a data set.
+        """
+        n = len(micro_batches) * self.groups.layout.dp_size
+        weight, per_row = (n / max(1.0, total) for total in map(float, totals))
+        weighed = []
+        for batch in micro_batches:
+            share = weight * self.loss.count(batch.labels, batch.rows) if by_label else per_row * batch.rows
+            weighed.append((self._cast(batch.inputs), targets(batch.labels, weight, batch.rows, share)))
+        return weighed
+
+    def _cast(self, inputs: Any) -> Any:
+        if isinstance(inputs, Tensor):
+            return inputs.to(self.dtype) if inputs.is_floating_point() else inputs
+        return tuple(map(self._cast, inputs))
+
+    @abstractmethod
+    def _train(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """One step; the mean over micro-batches and data-parallel ranks of the loss, and of its reported parts."""
+
+    @abstractmethod
+    def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
+        """The same mean of the loss, forward only."""
+
+
+class PipelineStages(Engine):
+    """Layers cut into stages (one is enough), driven by PipelineEngine's schedule."""
+
+    deepspeed: PipelineEngine
+    _shape: tuple[int, ...] | None = None
+
+    def evidence(self) -> Evidence:
+        """What this rank has seen of the last step that was not finite, in its stage too. Waits for the device."""
+        finite = self.deepspeed.module.finite
+        return replace(super().evidence(), outputs=finite.outputs, gradients=finite.gradients)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.deepspeed.module.finite.reset()
+
+    def _train(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
+        self._require_one_shape(batches)
+        with flops_profile(self.deepspeed):
+            loss = self.deepspeed.train_batch(iter(batches))
+        return loss, self.deepspeed.get_additional_losses() or {}
+
+    def _require_one_shape(self, batches: list[Batch]) -> None:
+        """Stages tell each other the shape of what they send once: another one later would hang them."""
+        if self.groups.layout.pp_size == 1:
+            return
+        for inputs, _ in batches:
+            shape = tuple(_first(inputs).shape)
+            self._shape = self._shape or shape
+            if shape != self._shape:
+                raise UserError(
+                    f"micro-batches of {self._shape} and {shape}: with pipeline stages all must have one shape; "
+                    "pad them, or join and cut the samples to one length"
+                )
+
+    def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
+        engine, monitored, trained = self.deepspeed, self.deepspeed.monitor.enabled, self._shape
+        engine.monitor.enabled = False  # DeepSpeed would log each part of the data set as an evaluation
+        engine.reset_activation_shape()  # evaluation may have another micro-batch size or block size
+        self._shape = None
+        self._require_one_shape(batches)
+        loss = engine.eval_batch(iter(batches), num_micro_batches=steps, bcast_loss=True)
+        engine.reset_activation_shape()
+        engine.monitor.enabled, self._shape = monitored, trained
+        engine.module.train()
+        return loss
+
+
+class WholeModel(Engine):
+    """All layers on every rank, for ZeRO-2 and ZeRO-3."""
+
+    def _train(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
+        total = torch.zeros((), device=self.device)
+        parts: dict[str, Tensor] = {}
+        for inputs, wanted in batches:
+            outputs = self.deepspeed(_move(inputs, self.device))
+            loss = self.loss(outputs, _move(wanted, self.device))
+            for name, value in self.loss.parts(outputs).items():
+                parts[name] = parts.get(name, 0.0) + value
+            del outputs  # the logits are not needed while the next ones are made
+            self.deepspeed.backward(loss)
+            self.deepspeed.step()
+            total += loss.detach()
+        means = {name: self._mean(value / len(batches)) for name, value in parts.items()}
+        return self._mean(total / len(batches)), means
+
+    def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
+        self.deepspeed.eval()
+        total = torch.zeros((), device=self.device)
+        for inputs, wanted in batches:
+            total += self.loss(self.deepspeed(_move(inputs, self.device)), _move(wanted, self.device))
+        self.deepspeed.train()
+        return self._mean(total / steps)
+
+    def _mean(self, value: Tensor) -> Tensor:
+        if self.groups.dp_group is not None:
+            dist.all_reduce(value, group=self.groups.dp_group)
+        return value / self.groups.layout.dp_size
+
+
+def _first(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else value[0]
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    return tuple(_move(item, device) for item in value)

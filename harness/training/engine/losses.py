@@ -1,0 +1,236 @@
+"""Losses that give the same number in every layout.
+
+A loss here returns, for one micro-batch, the sum over what it counts (valid labels, or samples) times a weight. The
+weight is chosen before the forward from the count of the whole global batch, so that the engine's mean over
+micro-batches and data-parallel ranks is the mean over all that was counted, however it is spread.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+from transformers.modeling_outputs import CausalLMOutput
+
+from harness.errors import UserError
+from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from harness.training.batches.collate import IGNORED
+
+AUX_LOSS = "aux_loss"
+"""The name of the router loss, as transformers has it."""
+
+Targets = tuple[Tensor, ...]
+"""What the last stage gets beside the outputs, flat as DeepSpeed's pipeline wants it: (weight, rows, share, *labels).
+
+weight: scalar, what each counted label or sample weighs. rows: scalar, how many samples of the micro-batch count; the
+others fill its shape. share: scalar, the number of its samples (in evaluation: labels) over that of an average
+micro-batch.
+"""
+
+
+def targets(labels: Any, weight: float, rows: int, share: float = 1.0) -> Targets:
+    """Targets of plain numbers and one or more tensors of labels."""
+    return torch.tensor(weight), torch.tensor(rows), torch.tensor(share), *_tensors(labels)
+
+
+class Loss(Protocol):
+    """A loss of one micro-batch, and what it counts.
+
+    Attributes:
+        reports: the names of what is reported besides.
+    """
+
+    reports: ClassVar[tuple[str, ...]]
+
+    def count(self, labels: Any, rows: int) -> int:
+        """How many labels or samples count in the first `rows` of these labels."""
+
+    def units(self, inputs: Any) -> int:
+        """Tokens (or samples) of these inputs, for the speed."""
+
+    def __call__(self, outputs: Any, targets: Targets) -> Tensor:
+        """Weighted sum of the losses, a scalar in float32."""
+
+    def parts(self, outputs: Any) -> dict[str, Tensor]:
+        """What is reported of these outputs: scalars in float32, each a mean of the micro-batch."""
+
+
+@dataclass(frozen=True)
+class CausalLoss:
+    """Cross entropy of the next token: position i predicts label i + 1; labels of -100 do not count.
+
+    Attributes:
+        vocab_size: ids of the vocabulary.
+        group: the tensor-parallel group if the logits are this rank's part of the vocabulary, else None.
+    """
+
+    vocab_size: int
+    group: dist.ProcessGroup | None
+    reports: ClassVar[tuple[str, ...]] = ()
+
+    def count(self, labels: Tensor, rows: int) -> int:
+        """Labels that are predicted and valid."""
+        return int((labels[:rows, 1:] != IGNORED).sum())
+
+    def units(self, inputs: Any) -> int:
+        """Tokens."""
+        return _first(inputs).numel()
+
+    def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
+        """Weighted sum over valid labels; outputs [batch, sequence, vocabulary or a part], labels [batch, sequence].
+
+        Rows that do not count have no valid label.
+        """
+        weight, _, _, labels = targets
+        wanted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # the logits stay as they are: no copy
+        if self.group is not None:
+            return vocab_parallel_cross_entropy(outputs, wanted, self.group, self.vocab_size).sum() * weight
+        flat = outputs.view(-1, outputs.shape[-1]).float()
+        return functional.cross_entropy(flat, wanted.view(-1), ignore_index=IGNORED, reduction="sum") * weight
+
+    def parts(self, outputs: Any) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """A causal loss, and with it the router loss that the model makes of a whole micro-batch.
+
+    The router loss of an optimizer step is the mean over its micro-batches, as transformers' Trainer has it; that of an
+    evaluation is the mean over its micro-batches, each by its number of labels.
+
+    Attributes:
+        causal: the cross entropy, or a user's own loss of the logits.
+        coefficient: by which the router loss is multiplied.
+    """
+
+    causal: CausalLoss | LogitsLoss
+    coefficient: float
+    reports: ClassVar[tuple[str, ...]] = (AUX_LOSS,)
+
+    def count(self, labels: Tensor, rows: int) -> int:
+        """Labels that are predicted and valid."""
+        return self.causal.count(labels, rows)
+
+    def units(self, inputs: Any) -> int:
+        """Tokens."""
+        return self.causal.units(inputs)
+
+    def __call__(self, outputs: tuple[Tensor, Tensor], targets: Targets) -> Tensor:
+        """The causal loss, plus the share of this micro-batch in the router loss; outputs (logits, router loss)."""
+        logits, router_loss = outputs
+        return self.causal(logits, targets) + self.coefficient * router_loss.float() * targets[2]
+
+    def parts(self, outputs: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """The router loss, before it is multiplied."""
+        return {AUX_LOSS: outputs[1].detach().float()}
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """A user's own `loss_fn(outputs, labels)` that returns the mean over the samples it is given."""
+
+    loss_fn: Callable[[Any, Any], Tensor]
+    reports: ClassVar[tuple[str, ...]] = ()
+
+    def count(self, labels: Any, rows: int) -> int:
+        """Samples."""
+        return rows
+
+    def units(self, inputs: Any) -> int:
+        """Samples."""
+        return _first(inputs).shape[0]
+
+    def __call__(self, outputs: Any, targets: Targets) -> Tensor:
+        """Mean over the rows that count, times their number and weight."""
+        weight, rows, _, *labels = targets
+        n = _first(outputs).shape[0]
+        if not torch.is_grad_enabled():  # in training all rows count, and asking would wait for the device
+            n = int(rows)
+        if n == 0:
+            return weight * 0.0
+        kept = tuple(label[:n] for label in labels)
+        return self.loss_fn(_head(outputs, n), kept[0] if len(kept) == 1 else kept).float() * n * weight
+
+    def parts(self, outputs: Any) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+
+@dataclass(frozen=True)
+class LogitsLoss:
+    """A user's own loss of a decoder's logits: `loss_fn(logits, labels)`, the mean over the samples it is given.
+
+    A function that takes `num_items_in_batch` is given the number by which to divide its sum over the valid labels, so
+    that it is a mean over all of these in the global batch, as with HuggingFace's `compute_loss_func`.
+
+    Attributes:
+        loss_fn: called with whole logits [batch, sequence, vocabulary] and labels [batch, sequence], not shifted.
+    """
+
+    loss_fn: Callable[..., Tensor]
+    reports: ClassVar[tuple[str, ...]] = ()
+
+    @cached_property
+    def per_label(self) -> bool:
+        """Whether the function is given what to divide by."""
+        return "num_items_in_batch" in inspect.signature(self.loss_fn).parameters
+
+    def count(self, labels: Tensor, rows: int) -> int:
+        """Labels that are predicted and valid, or samples."""
+        return int((labels[:rows, 1:] != IGNORED).sum()) if self.per_label else rows
+
+    def units(self, inputs: Any) -> int:
+        """Tokens."""
+        return _first(inputs).numel()
+
+    def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
+        """The loss of the rows that count, in float32, weighted."""
+        if not self.per_label:
+            return _scalar(MeanLoss(self.loss_fn)(outputs, targets))
+        weight, _, _, labels = targets
+        return _scalar(self.loss_fn(outputs, labels, num_items_in_batch=1 / weight)).float()
+
+    def parts(self, outputs: Any) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+
+def logits_loss(loss_fn: Callable[..., Any] | None, compute_loss_func: Callable[..., Any] | None) -> LogitsLoss | None:
+    """The loss that a user gives for a HuggingFace model, by one name or by HuggingFace's; None for the model's own."""
+    if loss_fn is not None and compute_loss_func is not None:
+        raise UserError("loss_fn and compute_loss_func are both given: give only one")
+    if compute_loss_func is None:
+        return None if loss_fn is None else LogitsLoss(loss_fn)
+
+    def of_logits(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        return compute_loss_func(CausalLMOutput(logits=logits), labels, num_items_in_batch=num_items_in_batch)
+
+    return LogitsLoss(of_logits)
+
+
+def _scalar(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise UserError(f"loss_fn returned {kind}: it must return one number in a tensor")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def _first(value: Any) -> Tensor:
+    return _tensors(value)[0]
+
+
+def _head(value: Any, rows: int) -> Any:
+    return value[:rows] if isinstance(value, Tensor) else tuple(tensor[:rows] for tensor in value)

@@ -1,0 +1,150 @@
+"""Muon: momentum whose updates are orthogonalised, matrix by matrix, and AdamW for embeddings, head and vectors.
+
+DeepSpeed's ZeRO orthogonalises gradients while it reduces them, before it takes their norm. This optimizer does it in
+its step. So every engine reduces, measures and clips true gradients, as for any other optimizer, and the updates are
+the same in every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import sqrt
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.adam import adam
+
+from harness.parallel.matrices import MatrixPart, locate_matrices
+from harness.parallel.tensor.shard import shard_of
+from harness.topology.groups import Groups
+
+MATRIX_VALUES = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"}
+"""What steers the groups of matrices, with DeepSpeed's defaults."""
+OTHER_VALUES = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+"""What steers the other groups, with DeepSpeed's defaults."""
+BY_ADAMW = ("embed", "lm_head")
+"""In the names of matrices that DeepSpeed leaves to AdamW."""
+
+
+class OrthogonalMomentum(Optimizer):
+    """Muon with AdamW. The name must not hold the word Muon, by which ZeRO would know it and orthogonalise too.
+
+    `matrices`: where the matrices lie in the tensors that ZeRO steps on; set once the engine has been made.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, decoupled_decay: bool = True) -> None:
+        super().__init__(groups, {})
+        self.decoupled_decay = decoupled_decay
+        self.matrices: Mapping[Tensor, list[MatrixPart]] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters, a missing gradient being 0; returns what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = gradient
+                if group["of_matrices"]:
+                    self._step_on_matrices(parameter, gradient, group)
+            if not group["of_matrices"]:
+                self._step_on_others(group)
+        return loss
+
+    def _step_on_matrices(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
+        """Update a tensor that holds matrices, or parts of them."""
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        momentum = state["momentum_buffer"]
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(momentum, group["momentum"]).reshape(-1)  # as Nesterov
+        for matrix in self.matrices[parameter]:
+            whole = matrix.whole(update)
+            if whole is not None and matrix.length:
+                update[matrix.place] = matrix.own(orthogonal(whole, group["ns_method"])).to(update.device)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update.view(parameter.shape), alpha=-group["lr"])
+
+    def _step_on_others(self, group: Mapping[str, Any]) -> None:
+        """Update what is no matrix as Adam or AdamW does."""
+        parameters = group["params"]
+        states = [self._state_of_other(parameter) for parameter in parameters]
+        adam(
+            parameters,
+            [parameter.grad for parameter in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            decoupled_weight_decay=self.decoupled_decay,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _state_of_other(self, parameter: Tensor) -> dict[str, Any]:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
+
+
+def orthogonal(matrix: Tensor, method: str) -> Tensor:
+    """Return the nearest orthogonal matrix, or a batch of them, scaled by its shape, as DeepSpeed's Muon does.
+
+    Approximate: five Newton-Schulz iterations, in the precision of DeepSpeed's `method`.
+    """
+    # imported late: torch's compiler comes with it
+    from deepspeed.runtime.zero.muon import original_muon as newton_schulz
+
+    iterate = (
+        newton_schulz.zeropower_via_gram_newtonschulz if method == "gram" else newton_schulz.zeropower_via_newtonschulz5
+    )
+    rows, columns = matrix.shape[-2:]
+    # on a CPU the compiler would need a C++ compiler, and more time than it saves
+    with torch.compiler.set_stance("force_eager" if matrix.device.type == "cpu" else "default"):
+        found = iterate(matrix.flatten(1) if matrix.ndim == 4 else matrix, steps=5)
+    return (found * (sqrt(rows / columns) if rows > columns else 1.0)).to(matrix.dtype).view(matrix.shape)
+
+
+def muon(module: nn.Module, groups: list[dict[str, Any]], params: Mapping[str, Any]) -> OrthogonalMomentum:
+    """Return the optimizer for the parameters of `module` in `groups`, with the `params` of DeepSpeed's Muon."""
+    names: dict[Tensor, str] = {}
+    for name, parameter in module.named_parameters():
+        names[parameter] = name
+    halves = []
+    for group in groups:
+        for of_matrices, own in ((True, MATRIX_VALUES), (False, OTHER_VALUES)):
+            chosen = [p for p in group["params"] if _is_matrix(p, names[p]) is of_matrices]
+            values = {**own, **{key: params[key] for key in own if key in params}}
+            values["lr"] = params.get("muon_lr" if of_matrices else "adam_lr", values["lr"])
+            if chosen:
+                halves.append({**values, **group, "params": chosen, "of_matrices": of_matrices})
+    return OrthogonalMomentum(halves, decoupled_decay=params.get("adam_w_mode", True))
+
+
+def find_matrices(engine: DeepSpeedEngine, groups: Groups) -> None:
+    """Tell Muon, if `engine` has it, where the matrices lie that it orthogonalises; all ranks call this."""
+    optimizer = engine.basic_optimizer
+    if isinstance(optimizer, OrthogonalMomentum):
+        chosen = [index for index, group in enumerate(optimizer.param_groups) if group["of_matrices"]]
+        optimizer.matrices = locate_matrices(engine.optimizer, chosen, groups.tp_group, engine.device)
+
+
+def _is_matrix(parameter: Tensor, name: str) -> bool:
+    shard = shard_of(parameter)
+    shape = shard.full_shape if shard is not None else getattr(parameter, "ds_shape", parameter.shape)
+    return len(shape) >= 2 and not any(word in name.lower() for word in BY_ADAMW)

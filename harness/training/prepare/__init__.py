@@ -1,0 +1,1 @@
+"""From arguments to everything that a run needs, before the first step."""

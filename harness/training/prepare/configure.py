@@ -1,0 +1,77 @@
+"""The config of a run: load, check, resolve against the arguments. No torch, so that it can be done before all else."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from harness.config import ConfigError, Document, Resolved, check, load, refusals, resolve
+from harness.config.text.document import from_text
+from harness.errors import UserError
+from harness.training.arguments import TrainingArguments
+
+
+def configure(
+    args: TrainingArguments,
+    *,
+    world_size: int,
+    model: str | None = None,
+    samples: int | None = None,
+    hidden_size: int | None = None,
+) -> tuple[Resolved, int]:
+    """The resolved config and the number of steps.
+
+    Args:
+        world_size: ranks that run.
+        model: a preset's name or a directory, whose heads and layers the layout must fit; None: not looked at.
+        samples: length of the training data, None if not yet known (the steps are then max_steps or 1).
+        hidden_size: of the model, for ZeRO's "auto" bucket sizes.
+
+    Raises:
+        ConfigError: the config is wrong, cannot run on so many ranks, or contradicts an argument.
+    """
+    document = read_config(args.deepspeed_config)
+    found = check(
+        document,
+        world_size=world_size,
+        model=model,
+        pipeline_parallel_size=args.pipeline_parallel_size,
+        tensor_parallel_size=args.tensor_parallel_size,
+        expert_parallel_size=args.expert_parallel_size,
+    )
+    refused = refusals(found, allow_ignored_keys=args.allow_ignored_keys)
+    if refused:
+        raise ConfigError(refused)
+    values = args.auto_values(world_size=world_size, max_steps=max(1, args.max_steps), hidden_size=hidden_size)
+    resolved = resolve(document, values)
+    if resolved.precision == "fp16" and resolved.zero_stage == 0:
+        raise UserError(
+            "fp16 at ZeRO stage 0: DeepSpeed's optimizer for it clips by a norm that depends on the layout; "
+            "set zero_optimization.stage to 1, which gives the same numbers with less memory"
+        )
+    steps = max_steps(args, samples, resolved.train_batch)
+    values = replace(values, max_steps=steps, warmup_steps=args.warmup(steps))
+    return resolve(document, values), steps
+
+
+def read_config(config: str | Mapping[str, Any] | None) -> Document:
+    """The DeepSpeed JSON: a file, a preset's name, or what a program made; absent: everything from the arguments."""
+    if isinstance(config, str):
+        return load(config)
+    everything = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    return from_text(json.dumps(everything if config is None else dict(config), indent=2), "<config>")
+
+
+def max_steps(args: TrainingArguments, samples: int | None, global_batch: int) -> int:
+    """Steps of the run: as given, or as many as the epochs take."""
+    if args.max_steps > 0 or samples is None:
+        return max(1, args.max_steps)
+    steps = math.ceil(args.num_train_epochs * samples / global_batch)
+    if steps < 1:
+        raise UserError(
+            f"--num_train_epochs {args.num_train_epochs}: gives no step: give a positive number or --max_steps"
+        )
+    return steps

@@ -1,0 +1,61 @@
+"""The first samples of a data set, looked at before a model is built: their shape, and whether it can learn them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from harness.errors import UserError
+from harness.hf.attention import require_available, with_attention
+from harness.hf.forward.payload import Tokens
+from harness.hf.skeleton import ModelSource
+from harness.hf.verify.packing import require_documents_apart, require_flash_apart
+from harness.training.batches.collate import Collator, MicroBatch
+from harness.training.batches.stream import dataset_length, read_micro_batch
+from harness.training.engine.build import RunContext
+from harness.wording import counted
+
+USUAL_LENGTH = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetCheck:
+    """What looks at data sets for one model; without a `source` it is a list of layers, which may take anything."""
+
+    source: ModelSource | None
+    context: RunContext
+    collator: Collator
+
+    def first_batch(self, dataset: Any, size: int) -> MicroBatch | None:
+        """A micro-batch of the first samples, None without any; all ranks call it.
+
+        Raises UserError if a sample cannot be collated, or if the samples are packed documents and the model does
+        not keep them apart or has not so many positions.
+        """
+        if dataset is None or not dataset_length(dataset):
+            return None
+        batch = read_micro_batch(dataset, range(min(size, dataset_length(dataset))), self.collator)
+        if self.source is not None and (tokens := Tokens.of(batch[0])).positions is not None:
+            self._require_apart(self.source, tokens.ids, tokens.positions)
+        return batch
+
+    def _require_apart(self, source: ModelSource, ids: Tensor, positions: Tensor) -> None:
+        args, device, dtype = self.context.args, self.context.device, self.context.dtype
+        config = with_attention(source.config, args.attn_implementation)
+        require_available(config, device, dtype)
+        longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if longest is not None and int(positions.max()) >= longest:
+            raise UserError(
+                f"position_ids reach {int(positions.max())}, the model has {counted(longest, 'position')}: shorten them"
+            )
+        require_documents_apart(config)
+        require_flash_apart(config, len(ids), device, dtype)
+
+
+def sample_length(batch: MicroBatch | None) -> int:
+    """Tokens of a sample, as in this micro-batch of a decoder; without data what most models are trained on."""
+    if batch is None:
+        return USUAL_LENGTH
+    return Tokens.of(batch[0]).ids.shape[1]

@@ -1,0 +1,150 @@
+"""Samples of tokens for training and evaluation: out of the script's files, or of a data set of text or conversations.
+
+What is tokens already is left alone. On each host one rank prepares, the others read its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.errors import UserError
+from harness.hf.attention import with_attention
+from harness.hf.causal import require_cut
+from harness.hf.locate import model_directory
+from harness.hf.skeleton import ModelSource, build_skeleton, read_source, vocabulary_size
+from harness.hf.verify.packing import require_documents_apart
+from harness.topology.env import LaunchEnv
+from harness.training.arguments import TrainingArguments
+from harness.training.console import Console
+from harness.training.data.blocks import make_blocks
+from harness.training.data.cache import once_per_host
+from harness.training.data.files.documents import as_documents, holds_tokens
+from harness.training.data.files.sources import hold_out, read_documents
+from harness.training.data.samples import Samples, make_samples
+from harness.training.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from harness.training.prepare.configure import configure
+from harness.training.prepare.preflight import ScriptArguments
+from harness.training.process.distributed import shared_store, start
+from harness.wording import counted
+
+LONGEST_DEFAULT = 1024  # as run_clm.py
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datasets:
+    """Data sets of tokens, and the tokenizer that made them."""
+
+    train: Any
+    evaluation: Any
+    tokenizer: Any
+
+
+def script_datasets(script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, console: Console) -> Datasets:
+    """Read, tokenise and lay out the script's files."""
+    tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model_name_or_path))
+    source = read_source(script.model_name_or_path)
+    _require_cut(source, args, env)
+    lay_out = _layer_out(tokenizer, source, args, console.say)
+
+    def build() -> tuple[Any, Any]:
+        documents, evaluation = read_documents(script.train_file, say=console.say), None
+        if script.validation_file is not None:
+            evaluation = lay_out(read_documents(script.validation_file, say=console.say))
+        elif args.eval_steps:
+            documents, held_out = hold_out(documents)
+            evaluation = lay_out(held_out)
+        return lay_out(documents), evaluation
+
+    return _on_each_host(build, tokenizer, env, console)
+
+
+def user_datasets(
+    train: Any,
+    evaluation: Any,
+    tokenizer: Tokenizer | None,
+    source: ModelSource | None,
+    args: TrainingArguments,
+    env: LaunchEnv,
+    console: Console,
+) -> Datasets:
+    """The Trainer's data sets, of which those that hold text or conversations become tokens.
+
+    Without a `source`, the model's, nothing is prepared: the samples are for the user's own layers or data_collator.
+    Raises UserError where there is something to prepare and no tokenizer, and for --packing where it could not act.
+    """
+    if args.packing:
+        _require_packed(source, train, evaluation)
+    if source is None or all(holds_tokens(data) for data in (train, evaluation)):
+        return Datasets(train=train, evaluation=evaluation, tokenizer=tokenizer)
+    if tokenizer is None:
+        raise UserError("a data set of text or conversations needs processing_class, the tokenizer")
+    _require_cut(source, args, env)
+    lay_out = _layer_out(tokenizer, source, args, console.say)
+
+    def build() -> tuple[Any, Any]:
+        return tuple(
+            data if holds_tokens(data) else lay_out(as_documents(data, name, console.say))
+            for data, name in ((train, "train_dataset"), (evaluation, "eval_dataset"))
+        )
+
+    return _on_each_host(build, tokenizer, env, console)
+
+
+def _require_packed(source: ModelSource | None, *datasets: Any) -> None:
+    """UserError where --packing could not act: on samples of the user's own, or on tokens that are not packed."""
+    if source is None:
+        raise UserError("--packing does not work with your own layers or data_collator: remove it")
+    for data in datasets:
+        row = data[0] if data is not None and holds_tokens(data) and len(data) else None
+        if isinstance(row, Mapping) and "input_ids" in row and "position_ids" not in row:
+            raise UserError(
+                "--packing packs text and conversations, but this data set has input_ids: "
+                "add position_ids that begin at 0 with each document, or remove --packing"
+            )
+
+
+def _require_cut(source: ModelSource, args: TrainingArguments, env: LaunchEnv) -> None:
+    """Raise UserError, before anything is tokenised, where the model cannot be cut as the layout asks."""
+    resolved, _ = configure(args, world_size=env.world_size)
+    require_cut(source, resolved.tp_size, whole_experts=resolved.ep_size > 1)
+
+
+def _layer_out(
+    tokenizer: Tokenizer, source: ModelSource, args: TrainingArguments, say: Callable[[str], None] = lambda line: None
+) -> Callable[[Any], Any]:
+    """What makes samples of documents, for this model; UserError if its tokenizer or block size do not fit it."""
+    config = source.config.get_text_config(decoder=True)
+    check_vocabulary(tokenizer, vocabulary_size(build_skeleton(source.config)))
+    if args.packing:  # told before anything is tokenised
+        require_documents_apart(with_attention(source.config, args.attn_implementation))
+    block_size = _block_size(args, getattr(config, "max_position_embeddings", None))
+
+    def lay_out(documents: Any) -> Any:
+        if "conversation" in documents.column_names:
+            return make_samples(documents, tokenizer, block_size, packing=args.packing, say=say)
+        return make_blocks(documents, tokenizer, block_size, packing=args.packing, say=say)
+
+    return lay_out
+
+
+def _on_each_host(
+    build: Callable[[], tuple[Any, Any]], tokenizer: Tokenizer, env: LaunchEnv, console: Console
+) -> Datasets:
+    start(env)
+    train, evaluation = once_per_host(build, env=env, store=shared_store())
+    for name, data in (("training", train), ("evaluation", evaluation)):
+        if isinstance(data, Samples):
+            console.say(f"{name}: {data.summary}")
+    return Datasets(train=train, evaluation=evaluation, tokenizer=tokenizer)
+
+
+def _block_size(args: TrainingArguments, longest: int | None) -> int:
+    if args.block_size is None:
+        return min(LONGEST_DEFAULT, longest or LONGEST_DEFAULT)
+    if longest is not None and args.block_size > longest:
+        raise UserError(
+            f"--block_size {args.block_size}: the model has {counted(longest, 'position')}: use at most {longest}"
+        )
+    return args.block_size

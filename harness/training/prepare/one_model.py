@@ -1,0 +1,134 @@
+"""All ranks train parts of one model.
+
+What each process made for itself, a model in memory or layers that are modules, may have begun from other random
+numbers on each: rank 0's weights are sent to all. Before the first step the weights that several ranks hold alike are
+compared by their checksums, whatever they were made from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.errors import UserError
+from harness.hf.lora import Adaptation
+from harness.hf.skeleton import ModelSource
+from harness.parallel.pipeline.staged_module import Layer
+from harness.parallel.tensor.shard import shard_of
+from harness.topology.agreement import disagreement
+from harness.topology.groups import Groups
+from harness.training.console import Console
+
+Checksums = dict[str, int]
+
+
+def tensors_in_memory(model: Any, source: ModelSource | None, adaptation: Adaptation | None) -> dict[str, Tensor]:
+    """The tensors, by name, of what the user made in this process; none of a model that is read or begun by ranks."""
+    if source is not None:
+        if not isinstance(source.weights, Mapping):
+            return {}
+        return {**source.weights, **({} if adaptation is None else adaptation.tensors)}
+    layers: Sequence[Layer] = model
+    modules = {str(index): layer for index, layer in enumerate(layers) if isinstance(layer, nn.Module)}
+    found: dict[str, Tensor] = {}
+    for index, module in modules.items():
+        named = [*module.named_parameters(), *module.named_buffers()]
+        found |= {f"{index}.{name}": tensor for name, tensor in named}
+    return found
+
+
+def take_first_ranks(tensors: Mapping[str, Tensor], device: torch.device, console: Console) -> None:
+    """Put rank 0's values into `tensors` on every rank where they are not the same; all ranks call it.
+
+    UserError on all ranks if they are not even tensors of the same names, shapes and kinds.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world == 1 or not tensors:
+        return
+    form = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors.items()]
+    own = (_digest(form), _digest([(name, checksum(tensor)) for name, tensor in tensors.items()]))
+    rows: list[Any] = [None] * world
+    dist.all_gather_object(rows, own)
+    if problem := disagreement("model in memory (names, shapes, what is trained)", [row[0] for row in rows]):
+        raise UserError(f"{problem}: make the same model in every process")
+    if len({row[1] for row in rows}) == 1:
+        return
+    with torch.no_grad():
+        for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
+            sent = tensor.detach().to(device).contiguous()
+            dist.broadcast(sent, src=0)
+            tensor.data.copy_(sent)
+    console.say("the model in memory differs between processes: training the one of rank 0")
+
+
+def require_one_model(module: nn.Module, groups: Groups, zero_stage: int) -> None:
+    """UserError, on all ranks, where ranks begin with other values of what they must hold alike; all ranks call it.
+
+    Those are weights that are not cut along tensor-parallel ranks, all weights along data-parallel ranks (under ZeRO-3
+    each has its own part), and tied weights along the stages that hold them.
+    """
+    if groups.layout.world_size == 1:
+        return
+    own = _comparable(module, zero_stage)
+    digests = {kind: {name: _digest(sums) for name, sums in found.items()} for kind, found in own.items()}
+    rows: list[Any] = [None] * groups.layout.world_size
+    dist.all_gather_object(rows, {kind: _digest(sorted(named.items())) for kind, named in digests.items() if named})
+    for axis in ("tensor", "data", "pipeline"):
+        for ranks in groups.layout.groups(axis):
+            if len({row[axis] for rank in ranks if axis in (row := rows[rank])}) > 1:
+                _refuse(digests.get(axis, {}), axis, ranks)
+
+
+def _refuse(own: dict[str, str], axis: str, ranks: Sequence[int]) -> None:
+    """Name the tensor; every rank comes here with the same `axis` and `ranks`."""
+    named: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(named, own)
+    first = ranks[0]
+    for rank in ranks[1:]:
+        for name in named[first].keys() & named[rank].keys():
+            if named[first][name] != named[rank][name]:
+                raise UserError(
+                    f"rank {rank} has different values of {name} than rank {first}, but they must be equal: give "
+                    "every host the same files, and seed the initialisation of your own layers"
+                )
+    raise UserError(f"ranks {ranks} have different tensors of one model: give every host the same files")
+
+
+def _comparable(module: Any, zero_stage: int) -> dict[str, dict[str, Any]]:
+    """By axis the checksums of what must be alike along it."""
+    held = dict(_held(module))
+    sums = {name: checksum(tensor) for name, (tensor, _) in held.items()}
+    ties = getattr(module, "__dict__", {}).get("tied_modules", {})
+    return {
+        "tensor": {name: sums[name] for name, (_, whole) in held.items() if whole},
+        "data": {} if zero_stage == 3 else sums,
+        "pipeline": {
+            f"{key} ({', '.join(weights.names)})": [checksum(p) for p in weights.parameters()]
+            for key, weights in ties.items()
+        },
+    }
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
+    """Name -> what this rank holds of a parameter or saved buffer, and whether tensor-parallel ranks hold the same."""
+    persistent = module.state_dict(keep_vars=True)
+    buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
+    for name, tensor in [*module.named_parameters(), *buffers]:
+        whole = shard_of(tensor) is None and not getattr(tensor, "tensor_model_parallel", False)
+        yield name, (getattr(tensor, "ds_tensor", tensor), whole)
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of a tensor's bytes."""
+    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(data)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()

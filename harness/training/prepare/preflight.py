@@ -1,0 +1,73 @@
+"""Everything about a run that can be refused before torch is imported or a process group exists."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.checkpoint.directories import require_same_run
+from harness.checkpoint.integrity import find_resume
+from harness.errors import UserError
+from harness.hf.locate import DEFAULT_MODEL, model_directory
+from harness.topology.env import LaunchEnv
+from harness.training.arguments import LoraArguments, TrainingArguments, flag, require_peft
+from harness.training.data.files.sources import PYTHON_STDLIB, preflight
+from harness.training.prepare.configure import configure
+
+TRIAL_STEPS = 200  # of a run that names neither data nor steps
+
+
+@dataclass(kw_only=True)
+class ScriptArguments:
+    """What to train on what, as in run_clm.py."""
+
+    model_name_or_path: str = flag(DEFAULT_MODEL, "a preset's name, or a directory with HuggingFace's config.json")
+    tokenizer_name: str | None = flag(
+        None, "bytes, or a directory (default: the model directory's tokenizer, else bytes)"
+    )
+    train_file: str = flag(
+        PYTHON_STDLIB,
+        ".txt; .jsonl, .parquet (column text; messages; or prompt and completion); or a directory of them",
+    )
+    validation_file: str | None = flag(
+        None, "the same, for evaluation (default: with eval_steps a part of train_file is held out)"
+    )
+
+
+def check_before_start(
+    script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, lora: LoraArguments | None = None
+) -> None:
+    """Raise UserError for a config, model, data or output directory that cannot be used. Takes well under a second."""
+    if lora is not None and lora.use_peft:
+        require_peft()
+    model = model_directory(script.model_name_or_path)
+    resolved, _ = configure(args, world_size=env.world_size, model=str(model))
+    preflight(script.train_file)
+    if script.validation_file is not None:
+        preflight(script.validation_file)
+    output_dir = Path(args.output_dir)
+    resume = find_resume(output_dir, args.resume_from_checkpoint)
+    if resume is not None:
+        require_same_run(resume, resolved)
+    require_writable(output_dir)
+
+
+def limit_trial(script: ScriptArguments, args: TrainingArguments) -> str | None:
+    """Cut a run that names neither data nor steps to TRIAL_STEPS; returns what to say of it, None for other runs."""
+    if script.train_file != PYTHON_STDLIB or args.max_steps > 0 or "num_train_epochs" in args.given:
+        return None
+    args.max_steps = TRIAL_STEPS
+    return f"no --train_file, --max_steps or --num_train_epochs: a trial of {TRIAL_STEPS} steps on the standard library"
+
+
+def require_writable(directory: Path) -> None:
+    """Create `directory` and a file in it; UserError if that fails."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=directory, prefix="writable-")
+        os.close(descriptor)
+        Path(name).unlink()
+    except OSError as error:
+        raise UserError(f"--output_dir {directory}: cannot be written: {error.strerror or error}") from error

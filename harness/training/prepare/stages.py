@@ -1,0 +1,162 @@
+"""Which layers stand on which stage: chosen from what layers cost, and told to the user."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from harness.errors import UserError
+from harness.parallel.pipeline.partition import stage_boundaries
+from harness.parallel.pipeline.staged_module import build_layers
+from harness.topology.groups import Groups
+from harness.training.engine.build import RunContext
+from harness.training.engine.losses import targets
+from harness.training.prepare.trainable import TrainableModel
+
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class StageLine:
+    """One stage as the user sees it.
+
+    Attributes:
+        ranks: global ranks that hold it.
+        first, last: indices of its pipeline layers.
+        kinds: class name -> number of layers.
+        parameters: of one rank of the stage, as it holds them.
+    """
+
+    stage: int
+    ranks: list[int]
+    first: int
+    last: int
+    kinds: dict[str, int]
+    parameters: int
+
+    def __str__(self) -> str:
+        kinds = ", ".join(name if n == 1 else f"{n} x {name}" for name, n in self.kinds.items())
+        ranks = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {self.ranks[0]}-{self.ranks[-1]}"
+        return (
+            f"stage {self.stage} on {ranks}: layers {self.first}-{self.last} ({kinds}), "
+            f"{self.parameters:,} parameters a rank"
+        )
+
+
+def choose_boundaries(trainable: TrainableModel, context: RunContext, sample: Any) -> list[int]:
+    """The stage boundaries by the config's `pipeline.partition`; all ranks call it and get the same.
+
+    Args:
+        sample: inputs and labels of one micro-batch, for `measured`; None if there is no training data.
+
+    Raises:
+        UserError: a stage would hold nothing to train, which DeepSpeed's engines cannot run.
+    """
+    boundaries = _boundaries(trainable, context, sample)
+    for stage, (start, stop) in enumerate(pairwise(boundaries)):
+        if not sum(trainable.trained[start:stop]):
+            raise UserError(f"stage {stage} has nothing to train: use another pipeline.partition or fewer stages")
+    return boundaries
+
+
+def _boundaries(trainable: TrainableModel, context: RunContext, sample: Any) -> list[int]:
+    stages = context.groups.layout.pp_size
+    if stages == 1:
+        return [0, len(trainable.layers)]
+    method = context.resolved.partition
+    costs = trainable.costs
+    if method == "measured" and sample is not None:
+        costs = measured_costs(trainable, context, *sample)
+    return stage_boundaries(method, stages, costs=costs, parameters=trainable.parameters, names=trainable.names)
+
+
+def stage_lines(
+    trainable: TrainableModel, boundaries: Sequence[int], module: nn.Module, groups: Groups
+) -> list[StageLine]:
+    """One line a stage; all ranks call it."""
+    held = sum(_size(parameter) for parameter in module.parameters())
+    sizes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sizes, (groups.coordinate.stage, held))
+    largest = {stage: max(size for s, size in sizes if s == stage) for stage, _ in sizes}
+    return [
+        StageLine(
+            stage=stage,
+            ranks=groups.layout.stage_ranks(stage),
+            first=start,
+            last=stop - 1,
+            kinds=dict(Counter(trainable.names[start:stop])),
+            parameters=largest[stage],
+        )
+        for stage, (start, stop) in enumerate(pairwise(boundaries))
+    ]
+
+
+def measured_costs(trainable: TrainableModel, context: RunContext, inputs: Any, labels: Any) -> list[float]:
+    """Seconds of forward and backward of each layer on one micro-batch; the mean over all ranks.
+
+    Layers are built one at a time and thrown away; of layers of one kind, size and input shape only the first is
+    timed. All ranks time the same layers in the same order, as tensor-parallel layers talk while they run.
+    """
+    known: dict[Any, float] = {}
+    seconds = []
+    value = tree_map(partial(_place, context=context), inputs)
+    for index, name in enumerate(trainable.names):
+        kind = (name, trainable.parameters[index], tuple(leaf.shape for leaf in tree_leaves(value)))
+        layer = build_layers(trainable.layers, index, index + 1, context.args.seed).calls[0]
+        if isinstance(trainable.layers[index], nn.Module):
+            layer = copy.deepcopy(layer)  # a user's own module stays as it is
+        if isinstance(layer, nn.Module):
+            layer = layer.to(context.device, context.dtype)
+        loss = trainable.loss if index == len(trainable.layers) - 1 else None
+        if kind not in known or loss is not None:
+            known[kind] = _time_layer(layer, value, loss, labels, context)
+        seconds.append(known[kind])
+        with torch.no_grad():
+            value = layer(value)
+    total = torch.tensor(seconds, dtype=torch.float64, device=context.device)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
+def _time_layer(layer: Any, value: Any, loss: Any, labels: Any, context: RunContext) -> float:
+    """Seconds of the fastest of some rounds; the first warms up."""
+    times = []
+    wanted = tree_map(lambda label: label.to(context.device), labels)
+    for _ in range(ROUNDS):
+        given = tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), value)
+        _wait(context.device)
+        start = time.perf_counter()
+        output = layer(given)
+        results = [output] if loss is None else [loss(output, targets(wanted, 1.0, len(tree_leaves(wanted)[0])))]
+        total = sum(leaf.float().sum() for leaf in tree_leaves(results))
+        if isinstance(total, Tensor) and total.requires_grad:
+            total.backward()
+        _wait(context.device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _place(leaf: Tensor, context: RunContext) -> Tensor:
+    return leaf.to(context.device, context.dtype if leaf.is_floating_point() else leaf.dtype)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _size(parameter: nn.Parameter) -> int:
+    """Elements that this rank holds: under ZeRO-3 its part."""
+    partition = getattr(parameter, "ds_tensor", None)
+    return parameter.numel() if partition is None else partition.numel()

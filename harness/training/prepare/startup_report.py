@@ -1,0 +1,107 @@
+"""What the user is told before the first step: the layout, the stages, and what will be slow."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from harness.config import Resolved
+from harness.config.resolving.batch import bubble, idle, micro_batches_wanted
+from harness.config.schema.support import version_warning
+from harness.hf.locate import presets
+from harness.hf.lora import Adaptation
+from harness.hf.skeleton import ModelSource
+from harness.topology.env import LaunchEnv
+from harness.topology.layout import Layout
+from harness.topology.placement import advise, hosts_of_launch
+from harness.training.arguments import TrainingArguments
+from harness.training.console import Console
+from harness.training.prepare.stages import StageLine
+from harness.training.prepare.trainable import TrainableModel
+from harness.wording import counted
+
+
+def placement(console: Console, layout: Layout, env: LaunchEnv) -> None:
+    """Warn if tensor-parallel groups cross hosts, with the remedy."""
+    advice = advise(layout, hosts_of_launch(env)) if env.world_size > 1 else None
+    if advice:
+        console.warn(advice)
+
+
+def version(console: Console) -> None:
+    """Warn if another DeepSpeed is installed than the config rules speak of."""
+    warning = version_warning()
+    if warning:
+        console.warn(warning)
+
+
+def beginning(console: Console, args: TrainingArguments, resume_from: Path | None, left_out: Sequence[str]) -> None:
+    """Say which checkpoints cannot be gone on from, and that a run which might have gone on begins at step 0."""
+    for line in left_out:
+        console.warn(f"{line}: ignored")
+    if args.resume_from_checkpoint == "auto" and resume_from is None:
+        console.say(f"no {'whole ' if left_out else ''}checkpoint in {args.output_dir}: starting from scratch")
+
+
+def stopped(console: Console, number: int, step: int) -> None:
+    """Say that a signal ended the run."""
+    console.say(
+        f'{signal.Signals(number).name}: saved and stopped after step {step}; resume_from_checkpoint "auto" resumes'
+    )
+
+
+def origin(console: Console, source: ModelSource, seed: int) -> None:
+    """Say that a model begins anew where its directory, which might have held weights, holds none."""
+    if source.weights is None and source.name not in presets() and Path(source.name).is_dir():
+        console.say(
+            f"no weights found (safetensors or pytorch_model.bin) in {source.name}: initialising from seed {seed}"
+        )
+
+
+def compilation(console: Console, resolved: Resolved, device: torch.device) -> None:
+    """Announce the one wait that DeepSpeed may add: its own optimizers are compiled on first use."""
+    name = resolved.config.get("optimizer", {}).get("type")
+    if name is not None and device.type != "cpu":
+        console.say(
+            f"optimizer {name} is DeepSpeed's own: the first use on a machine compiles it, which can take minutes"
+        )
+
+
+def stages(console: Console, layout: Layout, resolved: Resolved, steps: int, lines: Sequence[StageLine]) -> None:
+    """The layout, the batch, and which layers and how many parameters each rank holds."""
+    console.say(
+        f"{layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}: {counted(steps, 'step')} "
+        f"of {counted(resolved.train_batch, 'sample')} "
+        f"({resolved.accumulation} x {resolved.micro_batch} a data rank)"
+    )
+    for line in lines:
+        console.say(f"  {line}")
+    warning = batch_warning(layout.pp_size, resolved.micro_batch, resolved.accumulation)
+    if warning is not None:
+        console.warn(warning)
+
+
+def batch_warning(stages: int, micro: int, accumulation: int) -> str | None:
+    """How much of a step a pipeline idles, and what to set; None up to a fifth."""
+    wanted = micro_batches_wanted(stages)
+    if accumulation >= wanted:
+        return None
+    flag = "--gradient_accumulation_steps"
+    remedy = f"{flag} {wanted} leaves {bubble(stages, wanted):.0%}"
+    share = micro * accumulation
+    finer = next((size for size in range(micro - 1, 0, -1) if share % size == 0 and share // size >= wanted), None)
+    if finer is not None:
+        remedy += f"; with the same batch --per_device_train_batch_size {finer} {flag} {share // finer}"
+    return f"{idle(stages, accumulation)}: {remedy}"
+
+
+def adapters(console: Console, adaptation: Adaptation | None, trainable: TrainableModel) -> None:
+    """How much of the model is trained, where that is not all of it."""
+    if adaptation is not None:
+        console.say(
+            f"  adapters of rank {adaptation.config.r}: {trainable.size(trained=True):,} of {trainable.size():,} "
+            "parameters are trained"
+        )

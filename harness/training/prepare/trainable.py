@@ -1,0 +1,253 @@
+"""What is trained: a HuggingFace decoder or a user's own list of layers, in the one form that the engine takes."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from harness.errors import UserError
+from harness.hf.attention import require_available, with_attention
+from harness.hf.causal import CausalModel, assemble
+from harness.hf.lora import Adaptation, adapted_model, lora_config
+from harness.hf.skeleton import ModelSource, read_source
+from harness.parallel.comm import TensorParallel
+from harness.parallel.pipeline.costs import LayerCost
+from harness.parallel.pipeline.staged_module import Layer
+from harness.training.arguments import TrainingArguments
+from harness.training.batches.collate import MicroBatch
+from harness.training.engine.build import LayerTraits, RunContext
+from harness.training.engine.losses import CausalLoss, LogitsLoss, Loss, MeanLoss, RouterLoss
+from harness.training.engine.precision import can_keep_fp32, keeps_wanted, obstacle
+from harness.training.engine.zero3_layers import layer_finisher, zero3_partition
+from harness.wording import counted
+
+Model: TypeAlias = str | ModelSource | PretrainedConfig | PreTrainedModel | nn.Sequential | Sequence[Layer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainableModel:
+    """A model as pipeline layers.
+
+    Attributes:
+        layers: to be built stage by stage.
+        names: class name of each layer.
+        parameters: number of parameters of each layer.
+        trained: of these, the number that is trained.
+        costs: what each layer costs to compute, in proportion.
+        loss: of a micro-batch.
+        causal: the decoder, if it is one.
+        example: inputs of a micro-batch, for layers of a user's own where there is training data.
+    """
+
+    layers: Sequence[Layer]
+    names: list[str]
+    parameters: list[int]
+    trained: list[int]
+    costs: list[float]
+    loss: Loss
+    causal: CausalModel | None = None
+    example: Any = None
+
+    def size(self, *, trained: bool = False) -> int:
+        """Parameters of the model (with `trained`, those that are trained); a decoder's tied ones are counted once."""
+        if self.causal is not None:
+            return self.causal.size(trained=trained)
+        return sum(self.trained if trained else self.parameters)
+
+    @property
+    def outline(self) -> str:
+        """Its kinds of layers and their size, by which a checkpoint of another model is told."""
+        kinds = ", ".join(dict.fromkeys(self.names))
+        return f"{len(self.names)} layers ({kinds}) and {sum(self.parameters):,} parameters"
+
+    @property
+    def traits(self) -> LayerTraits:
+        """What an engine must know of the layers; of a user's own it is not known whether they draw random numbers."""
+        if self.causal is None:
+            return LayerTraits(example=self.example)
+        # each tensor-parallel rank has its own part of what a module or layer hands on to a later one
+        return LayerTraits(local_states=bool(self.causal.outer.schema.states), draws=self.causal.outer.draws)
+
+    def saved_name(self, name: str) -> str:
+        """The name under which a parameter is exported: a decoder's loses the index of its pipeline layer."""
+        return name.partition(".")[2] if self.causal is not None else name
+
+
+def model_source(model: Model) -> ModelSource | None:
+    """What a decoder is made from; None for a list of layers. UserError for what is neither."""
+    if isinstance(model, str):
+        return read_source(model)
+    if isinstance(model, PretrainedConfig):
+        return ModelSource(name=model.model_type, config=model, weights=None)
+    if isinstance(model, PreTrainedModel):
+        return ModelSource.of_model(model)
+    if isinstance(model, ModelSource):
+        return model
+    inner = next((name for name in ("module", "_orig_mod") if isinstance(getattr(model, name, None), nn.Module)), None)
+    if inner is not None and not isinstance(model, Sequence | nn.Sequential):
+        raise UserError(f"the model is wrapped in a {type(model).__name__}: give the model inside, its .{inner}")
+    if not isinstance(model, Sequence | nn.Sequential):
+        raise UserError(
+            f"a {type(model).__name__} is not a model: give a HuggingFace decoder, its directory or config, or a list "
+            "of layers with loss_fn"
+        )
+    return None
+
+
+def trainable_decoder(
+    source: ModelSource,
+    context: RunContext,
+    sequence_length: int,
+    adaptation: Adaptation | None = None,
+    own_loss: LogitsLoss | None = None,
+) -> TrainableModel:
+    """Prepare the decoder that `source` names; UserError for one that cannot be cut as the layout asks.
+
+    `own_loss`: a user's loss of the whole logits, in the place of the cross entropy.
+    """
+    args = context.args
+    config = with_attention(source.config, args.attn_implementation)
+    require_available(config, context.device, context.dtype)
+    source = replace(source, config=_with_router_loss(config, args))
+    # a model in memory may have begun from other random numbers on each rank: the first one's are sent round
+    part = zero3_partition(context) if source.weights is None or isinstance(source.weights, Path) else None
+    causal = assemble(
+        source,
+        tensor=TensorParallel.of(context.groups.tp_group),
+        device=context.device,
+        dtype=context.dtype,
+        seed=context.args.seed,
+        finish=layer_finisher(context, part),
+        whole_experts=context.resolved.ep_size > 1,
+        adaptation=adaptation,
+        router_loss=getattr(source.config, "output_router_logits", False),
+        part=part,
+        whole_logits=own_loss is not None,
+        keep_fp32=can_keep_fp32(context.resolved),
+    )
+    _require_kept(causal.in_fp32, context)
+    _require_gradients(causal, context)
+    if args.output_router_logits and causal.router is None:
+        raise UserError(f"--output_router_logits: model type {source.config.model_type!r} has no router loss")
+    checkpointed = context.resolved.activation_checkpoint_interval > 0
+    return TrainableModel(
+        layers=causal.layers,
+        names=causal.layer_names,
+        parameters=causal.parameter_counts(),
+        trained=causal.parameter_counts(trained=True),
+        costs=[cost.flops_per_token() for cost in causal.costs(sequence_length, checkpointed)],
+        loss=_decoder_loss(causal, context, own_loss),
+        causal=causal,
+    )
+
+
+def adapted(model: Model, peft_config: Any) -> tuple[ModelSource | None, Adaptation | None]:
+    """What a decoder is made from (None for a list of layers), and its adapters: those of a model in memory that has
+    some, or new ones by `peft_config`."""
+    found = adapted_model(model)
+    if found is not None:
+        if peft_config is not None:
+            raise UserError(
+                "peft_config needs a model without adapters, but this one has some: give only one of the two"
+            )
+        return found
+    source = model_source(model)
+    if peft_config is None:
+        return source, None
+    if source is None:
+        raise UserError("peft_config needs a HuggingFace model, not a list of layers")
+    return source, Adaptation(config=lora_config(peft_config))
+
+
+def _require_gradients(causal: CausalModel, context: RunContext) -> None:
+    """UserError where nothing is trained, or where what is trained would get no gradient."""
+    trained = causal.parameter_counts(trained=True)
+    if not any(trained):
+        raise UserError("nothing to train: every parameter of the model has requires_grad=False")
+    if context.resolved.config.get("pipeline", {}).get("use_reentrant") and not trained[0]:
+        raise UserError(
+            "pipeline.use_reentrant: true gives what is trained in the first layer no gradient, as what goes in needs "
+            "none; set it to false"
+        )
+
+
+def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> PretrainedConfig:
+    """The config with what the arguments say of the router loss. UserError for a factor of a loss that is off."""
+    if args.output_router_logits is not None:
+        config = copy.deepcopy(config)
+        config.output_router_logits = args.output_router_logits
+    if args.router_aux_loss_coef is not None:
+        if not getattr(config, "output_router_logits", False):
+            raise UserError("--router_aux_loss_coef has no effect without --output_router_logits")
+        config = copy.deepcopy(config)
+        config.router_aux_loss_coef = args.router_aux_loss_coef
+    return config
+
+
+def _require_kept(names: Set[str], context: RunContext) -> None:
+    """Refuse a bf16 run that cannot keep what transformers keeps in float32, unless the config wants nothing kept."""
+    resolved = context.resolved
+    if not names or can_keep_fp32(resolved):
+        return
+    what = f"{counted(len(names), 'parameter')} that transformers keeps in float32 ({min(names)}, ...)"
+    if resolved.precision == "bf16" and keeps_wanted(resolved):
+        raise UserError(
+            f"the model has {what}, which DeepSpeed cannot keep so with {obstacle(resolved)}: remove that, or set "
+            "data_types.keep_in_fp32_modules to [] to compute them in bf16"
+        )
+    if context.groups.rank == 0:
+        warnings.warn(f"{what} will be computed in {resolved.precision}", stacklevel=3)
+
+
+def _decoder_loss(causal: CausalModel, context: RunContext, own_loss: LogitsLoss | None) -> Loss:
+    loss = own_loss or CausalLoss(
+        vocab_size=causal.vocab_size, group=context.groups.tp_group if causal.local_logits else None
+    )
+    if causal.router is None:
+        return loss
+    factor = context.args.router_aux_loss_coef
+    return RouterLoss(causal=loss, coefficient=causal.router.coefficient if factor is None else factor)
+
+
+def trainable_layers(
+    layers: Sequence[Layer], loss_fn: Callable[..., Any] | None, sample: MicroBatch | None
+) -> TrainableModel:
+    """Prepare a user's own layers; they are counted on the meta device, and built only where they run."""
+    if loss_fn is None:
+        raise UserError("a list of layers needs loss_fn(outputs, labels), the mean loss over the samples it is given")
+    counted = [_on_meta(layer) for layer in layers]
+    return TrainableModel(
+        layers=list(layers),
+        names=[type(module).__name__ for module in counted],
+        parameters=[_parameters(module, 0) for module in counted],
+        trained=[_parameters(module, 0, trained=True) for module in counted],
+        costs=[
+            LayerCost(matmul_parameters=_parameters(m, 2), vector_parameters=_parameters(m, 1, 1)).flops_per_token()
+            for m in counted
+        ],
+        loss=MeanLoss(loss_fn),
+        example=None if sample is None else sample[0],
+    )
+
+
+def _on_meta(layer: Layer) -> Any:
+    if isinstance(layer, LayerSpec):
+        with torch.device("meta"):
+            return layer.build()
+    return layer
+
+
+def _parameters(module: Any, least: int, most: int = 99, *, trained: bool = False) -> int:
+    if not isinstance(module, nn.Module):
+        return 0
+    counted = [p for p in module.parameters() if p.requires_grad or not trained]
+    return sum(p.numel() for p in counted if least <= p.dim() <= most)

@@ -1,0 +1,113 @@
+"""`--verify_plan`: before a model is built, its cut is tried on a tiny copy, and a wrong one refused on all ranks.
+
+`auto` tries what the matrix of tested families (`models/matrix.json`) does not hold as right in this layout, by the
+installed transformers, and all shares that are not equal; `on` tries always, and refuses what cannot be tried; `off`
+never tries.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.errors import UserError
+from harness.hf.causal import CausalModel, assemble
+from harness.hf.matrix import is_tested
+from harness.hf.skeleton import ModelSource
+from harness.hf.verify.comparison import Difference, find_difference, looks_ahead, worst_of
+from harness.hf.verify.tiny_copy import shrink
+from harness.parallel.comm import TensorParallel
+from harness.training.console import Console
+from harness.training.engine.build import RunContext
+
+
+def verify_plan(causal: CausalModel, context: RunContext, console: Console) -> None:
+    """Try the cut of `causal` as the arguments ask; UserError, on every rank, if it is not the model.
+
+    All ranks call it, once they know that the model can be cut at all.
+    """
+    source, wish, tensor = causal.source, context.args.verify_plan, context.groups.layout.tp_size
+    known = not causal.unequal and is_tested(source.config, tensor > 1)
+    if wish == "off" or (wish == "auto" and known):
+        return
+    begun = time.perf_counter()
+    found: tuple[float, str | None, str | None] = (0.0, None, None)  # how far off, refusal, why it was not tried
+    try:
+        found = _refusal(causal, context)
+    except UserError as error:
+        found = (0.0, None, str(error))
+    refusal, untried = _worst(found)
+    if refusal is not None:
+        raise UserError(refusal)
+    if untried is not None and wish == "on":
+        raise UserError(f"--verify_plan on: {untried}")
+    if untried is not None:
+        console.warn(f"the sharding of this {source.config.model_type} model was not verified: {untried}")
+    else:
+        console.say(
+            f"verified: the sharded model matches the whole one (tiny copy, {time.perf_counter() - begun:.1f} s)"
+        )
+
+
+def _refusal(causal: CausalModel, context: RunContext) -> tuple[float, str | None, str | None]:
+    source, tensor = causal.source, TensorParallel.of(context.groups.tp_group)
+    tiny = shrink(source.config, tensor=tensor.size)
+    if looks_ahead(tiny, context.device):
+        text = (
+            f"model type {source.config.model_type!r}: its logits depend on later tokens, so it is not a causal decoder"
+        )
+        hint = "set is_decoder to true in its config.json" if hasattr(source.config, "is_decoder") else "choose another"
+        return float("inf"), f"{text}: {hint}", None
+    unequal: set[str] = set()
+    cut = partial(_cut, context=context, unequal=unequal)
+    difference = worst_of(find_difference(tiny, cut, TensorParallel(), context.device), tensor)
+    if difference is None and tensor.size > 1:
+        difference = find_difference(tiny, cut, tensor, context.device)
+    if difference is None:
+        equal = sorted(causal.unequal - unequal)
+        untried = f"the ranks hold unequal shares of {equal[0]}, but equal ones in the tiny copy" if equal else None
+        return 0.0, None, untried
+    return difference.off, _told(source, context, difference), None
+
+
+def _cut(source: ModelSource, tensor: TensorParallel, context: RunContext, unequal: set[str]) -> CausalModel:
+    """The cut model; `unequal` gets the names of parameters of which ranks hold unequal shares."""
+    cut = assemble(
+        source,
+        tensor=tensor,
+        device=context.device,
+        dtype=torch.float32,
+        seed=context.args.seed,
+        finish=lambda layer: None,
+        whole_experts=context.resolved.ep_size > 1,
+    )
+    unequal |= cut.unequal
+    return cut
+
+
+def _told(source: ModelSource, context: RunContext, difference: Difference) -> str:
+    name = source.config.model_type
+    if difference.tensor_parallel:
+        size = context.groups.layout.tp_size
+        return (
+            f"model type {name!r}, split over {size} tensor-parallel ranks, does not match the whole one: {difference} "
+            "(on a tiny copy): correct its plan, or set tensor_parallel.autotp_size to 1"
+        )
+    return (
+        f"model type {name!r}, cut into its layers, does not match the whole one: {difference} (on a tiny copy): "
+        "it cannot be trained here; please report the family"
+    )
+
+
+def _worst(own: tuple[float, str | None, str | None]) -> Any:
+    """The same answer for all ranks: the refusal that is furthest off, and why any rank has not tried."""
+    all_found: list[Any] = [own]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        all_found = [None] * dist.get_world_size()
+        dist.all_gather_object(all_found, own)
+    _, refusal, _ = max(all_found, key=lambda found: (found[1] is not None, found[0]))
+    return refusal, next((found[2] for found in all_found if found[2] is not None), None)

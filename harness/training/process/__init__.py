@@ -1,0 +1,1 @@
+"""This process among others: process group, signals, the launcher above."""

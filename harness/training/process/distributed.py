@@ -1,0 +1,117 @@
+"""Start the process group, once, before anything is built."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder import AsyncIOBuilder
+
+from harness.config.resolving.handed import accelerated
+from harness.errors import UserError
+from harness.topology.env import LaunchEnv, run_timeout
+from harness.topology.rendezvous import open_store
+
+
+def start(env: LaunchEnv) -> torch.device:
+    """Initialise torch.distributed for this process, alone or launched; returns this rank's device."""
+    accelerator = get_accelerator()
+    device = torch.device("cpu")
+    if accelerator.device_name() != "cpu":
+        index = device_index(env.local_rank, accelerator.device_count())
+        accelerator.set_device(index)
+        device = torch.device(accelerator.device_name(index))
+    _avoid_compiling()
+    timeout = run_timeout()
+    if not dist.is_initialized():
+        env.export(os.environ)
+        dist.init_process_group(
+            accelerator.communication_backend_name(),
+            store=open_store(env, timeout),
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timeout,
+        )
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(timeout=timeout, auto_mpi_discovery=False, verbose=False)
+    return device
+
+
+def device_index(local_rank: int, visible: int) -> int:
+    """Number of a rank's device among the `visible` ones; where it sees one alone (CUDA_VISIBLE_DEVICES), that one.
+
+    Raises UserError if there is none left for it.
+    """
+    if visible == 1:
+        return 0
+    if local_rank >= visible:
+        raise UserError(f"local rank {local_rank} has no device: {visible} are visible; start fewer ranks on this host")
+    return local_rank
+
+
+def shared_store() -> dist.Store:
+    """Return the key-value store in which all ranks have met."""
+    return dist.distributed_c10d._get_default_store()  # torch has no public name for it
+
+
+def open_groups() -> frozenset[dist.ProcessGroup]:
+    """All process groups that this process has."""
+    return frozenset(dist.distributed_c10d._world.pg_map)  # torch has no public list of them
+
+
+def give_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Give groups that DeepSpeed has made the run's timeout; on a GPU they would have 10 minutes."""
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(run_timeout(), group)  # torch has no public name for it
+
+
+def close_groups(kept: frozenset[dist.ProcessGroup]) -> None:
+    """Destroy all process groups but `kept`: with gloo each has threads that never sleep for long."""
+    for group in open_groups() - kept:
+        deepspeed.comm.destroy_process_group(group)  # DeepSpeed's, as it keeps some for its next engine
+
+
+def largest(values: Sequence[int], device: torch.device) -> list[int]:
+    """Each value's largest on any rank; all ranks call it with as many."""
+    if dist.get_world_size() == 1:
+        return list(values)
+    found = torch.tensor(values, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [int(value) for value in found.tolist()]
+
+
+def any_rank(wish: bool, device: torch.device) -> bool:
+    """Whether `wish` is true on any rank; all ranks call it."""
+    return bool(largest([int(wish)], device)[0])
+
+
+def require_precision(precision: str) -> None:
+    """Raise UserError if this device cannot train in `precision` (fp32, bf16 or fp16)."""
+    accelerator = get_accelerator()
+    supported = {"bf16": accelerator.is_bf16_supported, "fp16": accelerator.is_fp16_supported}
+    if precision in supported and not supported[precision]():
+        others = [name for name, is_supported in supported.items() if is_supported()]
+        raise UserError(
+            f"{precision} is not supported on this {accelerator.device_name()}: use {' or '.join([*others, 'fp32'])}"
+        )
+
+
+def require_device(config: Mapping[str, Any], device: torch.device) -> None:
+    """Raise UserError for what this device cannot run: kernels for accelerators on a CPU, NVMe without libaio."""
+    if device.type == "cpu":
+        for pointer, message in accelerated(config).items():
+            name = pointer.strip("/").replace("/", ".")
+            raise UserError(f"{name} {message}; run it on an accelerator, or remove it")
+    section = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    if section.get("device") == "nvme" and not AsyncIOBuilder().is_compatible(verbose=False):
+        raise UserError("zero_optimization.offload_optimizer.device nvme: needs libaio (Debian: libaio-dev)")
+
+
+def _avoid_compiling() -> None:
+    """On a CPU, DeepSpeed compiles a shared-memory all-reduce (about 25 s) that only its inference engine uses."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,0 +1,81 @@
+"""What a run leaves to be read: `metrics.jsonl`, one object a step, and `run.json`, what was run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from harness.checkpoint.atomic import replace_text
+from harness.training.callbacks import StepRecord
+
+METRICS = "metrics.jsonl"
+RUN = "run.json"
+PACKAGES = ("ds-harness", "deepspeed", "torch", "transformers", "datasets")
+
+
+class MetricsFile:
+    """Appends objects to a file, one a line; a resumed run drops those of the steps after its checkpoint first."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        kept = _steps_before(path, first_step) if path.is_file() else []
+        replace_text(path, "".join(line + "\n" for line in kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: StepRecord | dict[str, Any]) -> None:
+        """Append one object and hand it to the operating system, so that a killed run keeps it."""
+        content = record.as_dict() if isinstance(record, StepRecord) else record
+        self._file.write(json.dumps(_finite(content)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def set_aside(path: Path) -> Path | None:
+    """Give an earlier run's file a name that is free, as `metrics.1.jsonl`; returns it, None where there is none."""
+    if not path.is_file() or not path.stat().st_size:
+        return None
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    return path.rename(next(name for name in names if not name.exists()))
+
+
+def write_run(output_dir: Path, content: dict[str, Any]) -> None:
+    """Write `run.json`: what is given, and the versions it ran with."""
+    content = {**content, "versions": versions()}
+    replace_text(output_dir / RUN, json.dumps(content, indent=2, default=str) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide about a run."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _steps_before(path: Path, first_step: int) -> list[str]:
+    """The whole lines of steps before `first_step`; a line that was cut off in the middle is left out."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] < first_step:
+                kept.append(line)
+        except (ValueError, KeyError):
+            continue
+    return kept
+
+
+def _finite(content: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: null stands for them."""
+    return {
+        key: None if isinstance(value, float) and not abs(value) < float("inf") else value
+        for key, value in content.items()
+    }

@@ -1,0 +1,51 @@
+"""The implementation of attention: the wish, the config's own, the default, and what cannot be had."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, BloomConfig, LlamaConfig
+
+from harness.errors import UserError
+from harness.hf.attention import on_any_device, require_available, with_attention
+from harness.hf.skeleton import build_skeleton
+from harness.training.arguments import TrainingArguments
+
+CPU = torch.device("cpu")
+SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def built(config, wanted=None):
+    return build_skeleton(with_attention(config, wanted)).config._attn_implementation
+
+
+def test_the_wish_comes_before_the_config_and_the_config_before_the_default(tmp_path: Path) -> None:
+    assert built(LlamaConfig(**SIZES)) == "sdpa"
+    assert built(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=99)) == "eager"  # it has no sdpa
+    own = {"model_type": "llama", "attn_implementation": "eager", **SIZES}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert built(config) == "eager"
+    assert built(config, "sdpa") == "sdpa"
+    assert config._attn_implementation == "eager"  # the config is left as it was
+
+
+def test_what_cannot_be_had_is_one_line() -> None:
+    require_available(LlamaConfig(**SIZES), CPU, torch.float32)
+    with pytest.raises(UserError, match="flash_attention_2: needs a GPU and its package"):
+        require_available(with_attention(LlamaConfig(**SIZES), "flash_attention_2"), CPU, torch.bfloat16)
+    with pytest.raises(
+        UserError, match=r"does not support an attention .*: use another --attn_implementation than sdpa"
+    ):
+        built(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=99), "sdpa")
+    with pytest.raises(UserError, match="--attn_implementation paged: not one of eager, sdpa"):
+        TrainingArguments(attn_implementation="paged")
+
+
+def test_a_model_with_flash_attention_is_tried_without_it() -> None:
+    model = build_skeleton(LlamaConfig(**SIZES))
+    model.config._attn_implementation = "flash_attention_2"
+    with on_any_device(model):
+        assert model.model.layers[0].self_attn.config._attn_implementation == "sdpa"
+    assert model.model.layers[0].self_attn.config._attn_implementation == "flash_attention_2"

@@ -1,0 +1,46 @@
+"""A layer is looked at without its weights, however large it is, and whether or not its forward looks at values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from harness.hf.forward.dry_run import dry_run
+from harness.hf.forward.layer_inputs import LayerInputs
+from harness.hf.forward.outer_forward import OuterForward
+from harness.hf.skeleton import build_skeleton
+
+WIDE = {"hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 320}
+LAYERS_OF_100_GB: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_hidden_layers": 2, "num_local_experts": 4096, "intermediate_size": 1024},
+    "longcat_flash": {"num_layers": 2, "n_routed_experts": 4096, "expert_ffn_hidden_size": 1024},  # loops over experts
+}
+
+
+def resident() -> int:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize("family", LAYERS_OF_100_GB)
+def test_a_layer_that_fits_into_no_memory_is_looked_at(family):
+    model = build_skeleton(CONFIG_MAPPING[family](**WIDE, **LAYERS_OF_100_GB[family]))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident()
+    chosen = model.config._experts_implementation
+    layers = OuterForward(model, torch.device("cpu")).layers
+    assert sum(parameter.nbytes for parameter in layers[0].parameters()) > 100e9
+    assert resident() - before < 500e6
+    assert model.config._experts_implementation == chosen
+
+
+def test_what_runs_nowhere_says_why():
+    def run(layer: Any, call: LayerInputs, hidden: torch.Tensor) -> None:
+        raise RuntimeError(f"not on {hidden.device}")
+
+    with pytest.raises(RuntimeError, match="not on cpu"):
+        dry_run(torch.nn.Linear(2, 2, device="meta"), LayerInputs((), {}, None), torch.zeros(1, 2), run)

@@ -1,0 +1,58 @@
+"""Models that keep packed documents apart, and the ways in which others do not."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from harness.errors import UserError
+from harness.hf.skeleton import ModelSource
+from harness.hf.verify.packing import require_documents_apart, require_flash_apart
+from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model
+from tests.unit.hf.test_decoder import build, prepare, run
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_models_that_read_the_position_ids_keep_documents_apart(family: str, attention: str) -> None:
+    config = CONFIG_MAPPING[family]()
+    config._attn_implementation = attention
+    require_documents_apart(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("bloom", {}),  # slopes made of the mask
+        ("mamba", {}),  # a state along the row
+        ("opt", {}),  # masks of shapes alone
+        ("gpt_oss", {}),
+        ("lfm2", {"layer_types": ["conv"] * 6, "num_hidden_layers": 6}),  # convolutions over the row
+    ],
+)
+def test_models_whose_documents_see_each_other_are_refused(family: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"'{family}' does not separate packed documents: .* train without"):
+        require_documents_apart(CONFIG_MAPPING[family](**settings))
+
+
+def test_flash_attention_takes_one_packed_sample_at_a_time() -> None:
+    config = CONFIG_MAPPING["llama"]()
+    config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UserError, match="micro-batches of one sample, but this one has 2"):
+        require_flash_apart(config, 2, CPU, torch.bfloat16)
+    require_flash_apart(CONFIG_MAPPING["llama"](), 2, CPU, torch.float32)  # without flash-attention nothing is asked
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+def test_two_stages_give_packed_documents_the_logits_of_each_alone(family: str) -> None:
+    model = tiny_model(shrink(CONFIG_MAPPING[family]()))
+    ids, lengths = tiny_ids(model), (5, 1, 17, 9)
+    positions = torch.cat([torch.arange(length) for length in lengths]).repeat(len(ids), 1)
+    first, second = (prepare(ModelSource.of_model(model)) for _ in range(2))
+    with torch.no_grad():
+        packed = run(build(second, 2), run(build(first, 0, 2), (ids, positions)))
+        alone = [model(input_ids=document, use_cache=False).logits for document in ids.split(lengths, dim=1)]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=5e-6, atol=5e-6)

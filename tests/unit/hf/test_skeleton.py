@@ -1,0 +1,46 @@
+"""What a model is made from: its class is the one that its config stands for, and no code of its own is run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+
+from harness.errors import UserError
+from harness.hf.skeleton import ModelSource, read_source
+from harness.hf.verify.tiny_copy import tiny_config, tiny_model
+
+
+class Widened(LlamaForCausalLM):
+    """A forward of its own behind a config that stands for another."""
+
+
+class WidenedConfig(LlamaConfig):
+    """Stands for no model."""
+
+    model_type = "widened"
+
+
+def test_a_model_in_memory_is_what_its_config_stands_for():
+    model = tiny_model(tiny_config("llama"))
+    assert ModelSource.of_model(model).name == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("kind", [Widened, LlamaModel])
+def test_a_model_of_another_class_is_refused(kind):
+    with pytest.raises(UserError, match=rf"register\(LlamaConfig, {kind.__name__}, exist_ok=True\)"):
+        ModelSource.of_model(kind(tiny_config("llama")))
+
+
+def test_a_model_that_no_config_stands_for_is_refused():
+    with pytest.raises(UserError, match=r"register\(WidenedConfig, Widened"):
+        ModelSource.of_model(Widened(WidenedConfig(**tiny_config("llama").to_dict())))
+
+
+def test_code_in_a_directory_is_not_run(tmp_path):
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("raise SystemExit(3)\n")
+    with pytest.raises(UserError, match="needs custom code"):
+        read_source(str(tmp_path))

@@ -1,0 +1,69 @@
+"""Which of a model's lists of modules holds its decoder layers, and how large its vocabulary is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from harness.hf.causal import CausalModel, assemble, require_cut
+from harness.hf.forward.layer_stack import find_stack
+from harness.hf.skeleton import ModelSource, build_skeleton, vocabulary_size
+from harness.hf.verify.comparison import find_difference
+from harness.hf.verify.tiny_copy import tiny_config, tiny_ids, tiny_model
+from harness.parallel.comm import TensorParallel
+
+CPU = torch.device("cpu")
+
+
+def cut(source: ModelSource, tensor: TensorParallel) -> CausalModel:
+    return assemble(source, tensor=tensor, device=CPU, dtype=torch.float32, seed=0, finish=lambda layer: None)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "stack"),
+    [
+        ("llama", {}, "model.layers"),
+        ("bart", {}, "model.decoder.layers"),
+        ("git", {}, "git.encoder.layer"),  # the encoder of its images is as deep, and larger
+        ("phi4_multimodal", {}, "model.layers"),
+        ("longcat_flash", {}, "model.layers"),
+        ("longcat_flash", {"num_layers": 1}, "model.layers"),  # counts as two, as many as a layer has attentions
+    ],
+)
+def test_the_list_of_decoder_layers_is_found(family: str, fields: dict[str, int], stack: str) -> None:
+    config = tiny_config(family)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    assert find_stack(build_skeleton(config)) == stack
+
+
+def test_one_layer_that_counts_as_two_is_cut_right() -> None:
+    config = tiny_config("longcat_flash")
+    config.num_layers = 1
+    assert find_difference(config, cut, TensorParallel(), CPU) is None
+
+
+def test_a_deeper_encoder_beside_the_layers_is_no_hindrance_to_the_cut() -> None:
+    config = tiny_config("phi4_multimodal")
+    config.num_hidden_layers = 1
+    require_cut(ModelSource(name="it", config=config, weights=None), 2)
+
+
+@pytest.mark.parametrize(("rows", "wanted"), [(60, 60), (200, 90)])
+def test_of_two_vocabularies_the_ids_lie_in_both(rows: int, wanted: int) -> None:
+    config = CONFIG_MAPPING["marian"](
+        vocab_size=90,
+        decoder_vocab_size=rows,
+        d_model=16,
+        decoder_layers=1,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=16,
+        tie_word_embeddings=False,
+        share_encoder_decoder_embeddings=False,
+        pad_token_id=0,
+    )
+    model = tiny_model(config)
+    assert vocabulary_size(model) == wanted
+    assert int(tiny_ids(model).max()) < wanted
+    assert find_difference(config, cut, TensorParallel(), CPU) is None
