@@ -104,7 +104,7 @@ def run(
         _shut_down(trainer)
         raise
     directory = trainer.save_model()
-    what = "model is" if trainer.adaptation is None else "adapters are"
+    what = "model is" if trainer.run.plan.adaptation is None else "adapters are"
     console.say(f"the {what} in {directory}, the metrics in {directory / 'metrics.jsonl'}")
     _shut_down(trainer)
 

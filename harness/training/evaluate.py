@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 from torch.utils.data import Subset
@@ -26,6 +28,18 @@ def default_batch(loss: Loss, micro_batch: int) -> int:
     A router loss depends on which samples are together, so there the layout must have no say in it.
     """
     return ROUTER_BATCH if isinstance(loss, RouterLoss) else micro_batch
+
+
+def evaluation_metrics(engine: Engine, dataset: Any, micro_batch: int, collator: Collator) -> dict[str, float]:
+    """Evaluate on `dataset`: eval_loss, perplexity, eval_samples, eval_seconds; see `mean_loss`."""
+    start_time = time.perf_counter()
+    loss = mean_loss(engine, dataset, micro_batch, collator)
+    return {
+        "eval_loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "eval_samples": dataset_length(dataset),
+        "eval_seconds": time.perf_counter() - start_time,
+    }
 
 
 def mean_loss(engine: Engine, dataset: Any, micro_batch: int, collator: Collator) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,29 +15,27 @@ from harness.errors import UserError
 from harness.hf.causal import CausalModel
 from harness.hf.weights.conversion import untie
 from harness.topology.groups import Groups
-
-if TYPE_CHECKING:
-    from harness.training.trainer import Trainer
+from harness.training.prepare.run import PreparedRun
 
 
 @torch.no_grad()
-def gather_model(trainer: Trainer) -> PreTrainedModel | None:
+def gather_model(run: PreparedRun) -> PreTrainedModel | None:
     """The whole model on the CPU of rank 0, None on the others; all ranks call it. See `Trainer.trained_model`."""
-    causal, engine, groups = trainer.trainable.causal, trainer.engine, trainer.groups
+    causal, engine, groups = run.trainable.causal, run.engine, run.groups
     if causal is None:
         raise UserError(
             "trained_model() supports HuggingFace models only: save_model() writes the tensors of a list of layers"
         )
-    if trainer.adaptation is not None:
+    if run.plan.adaptation is not None:
         raise UserError("trained_model() does not support adapters: call save_model(), then PeftModel.from_pretrained")
-    module = engine.deepspeed.module
+    module = run.module
     model = _target(causal, next(module.parameters()).dtype) if groups.rank == 0 else None
     own = {} if model is None else model.state_dict(keep_vars=True)
     for stage in range(groups.layout.pp_size):
         leader = groups.layout.rank(stage=stage, dp_rank=0, tp_rank=0)
         mine = _whole_tensors(module, groups) if groups.coordinate.stage == stage else iter(())
         for name, tensor in _to_first_rank(mine, leader, groups, engine.device):
-            own[trainer.trainable.saved_name(name)].data.copy_(tensor)
+            own[run.trainable.saved_name(name)].data.copy_(tensor)
     return model
 
 

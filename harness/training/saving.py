@@ -7,57 +7,77 @@ seed, or in memory, is written beside them, so that peft and `from_pretrained` f
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
+from harness.checkpoint import state as engine_state
+from harness.checkpoint.directories import Progress, optimizer_name
 from harness.checkpoint.export import export_config, export_weights
 from harness.checkpoint.lora import export_adapter_config, export_adapters
 from harness.hf.lora import plain_name, saved_name, sorted_config
-
-if TYPE_CHECKING:
-    from harness.training.trainer import Trainer
+from harness.training.callbacks import TrainerState
+from harness.training.prepare.run import PreparedRun
 
 BASE = "base_model"
 
 
-def write_model(trainer: Trainer, directory: Path) -> None:
-    """Write what `trainer` has trained into `directory`; all ranks call it."""
+def save_checkpoint(run: PreparedRun, state: TrainerState) -> Path:
+    """Write `output_dir/checkpoint-STEP` and return it; all ranks call it."""
+    plan, resolved = run.plan, run.resolved
+    progress = Progress(
+        step=state.global_step,
+        consumed_samples=state.consumed_samples,
+        layout=str(plan.layout),
+        zero_stage=resolved.zero_stage,
+        precision=resolved.precision,
+        seed=run.args.seed,
+        data=plan.digest,
+        adapters=plan.adapters,
+        model=run.trainable.summary,
+        optimizer=optimizer_name(resolved),
+        hyperparameters=run.hyperparameters,
+    )
+    return engine_state.save(run.engine.deepspeed, run.output_dir, progress, run.args.save_total_limit)
+
+
+def write_model(run: PreparedRun, directory: Path) -> None:
+    """Write what `run` has trained into `directory`; all ranks call it."""
     directory.mkdir(parents=True, exist_ok=True)
-    if trainer.adaptation is None:
-        _write_whole(trainer, directory)
+    if run.plan.adaptation is None:
+        _write_whole(run, directory)
     else:
-        _write_adapters(trainer, trainer.adaptation.config, directory)
-    if trainer.state.is_world_process_zero and trainer.trainable.causal and trainer.processing_class is not None:
-        trainer.processing_class.save_pretrained(directory)
+        _write_adapters(run, run.plan.adaptation.config, directory)
+    if run.groups.rank == 0 and run.trainable.causal and run.plan.data.tokenizer is not None:
+        run.plan.data.tokenizer.save_pretrained(directory)
     dist.barrier()
 
 
-def _write_adapters(trainer: Trainer, config: Any, directory: Path) -> None:
-    causal = trainer.trainable.causal
+def _write_adapters(run: PreparedRun, config: Any, directory: Path) -> None:
+    causal = run.trainable.causal
     assert causal is not None  # adapters stand on a HuggingFace model
-    name = trainer.trainable.saved_name
+    name = run.trainable.saved_name
     base = causal.source.weights
     if not isinstance(base, Path):
         base = directory / BASE
         base.mkdir(exist_ok=True)
-        _write_whole(trainer, base)
-    module = trainer.engine.deepspeed.module
-    export_adapters(module, trainer.groups, directory, rename=lambda key: saved_name(name(key)))
-    if trainer.state.is_world_process_zero:
+        _write_whole(run, base)
+    module = run.module
+    export_adapters(module, run.groups, directory, rename=lambda key: saved_name(name(key)))
+    if run.groups.rank == 0:
         export_adapter_config(sorted_config(config), str(base.resolve()), directory)
 
 
-def _write_whole(trainer: Trainer, directory: Path) -> None:
+def _write_whole(run: PreparedRun, directory: Path) -> None:
     """The model without its adapters."""
-    causal, name = trainer.trainable.causal, trainer.trainable.saved_name
-    module = trainer.engine.deepspeed.module
+    causal, name = run.trainable.causal, run.trainable.saved_name
+    module = run.module
     export_weights(
         module,
-        trainer.groups,
+        run.groups,
         directory,
         rename=lambda key: plain_name(name(key)),
         form=causal.form if causal else None,
     )
-    if trainer.state.is_world_process_zero and causal is not None:
+    if run.groups.rank == 0 and causal is not None:
         export_config(causal.source, next(module.parameters()).dtype, directory)

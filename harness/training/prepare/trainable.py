@@ -64,7 +64,7 @@ class TrainableModel:
         return sum(self.trained if trained else self.parameters)
 
     @property
-    def outline(self) -> str:
+    def summary(self) -> str:
         """Its kinds of layers and their size, by which a checkpoint of another model is told."""
         kinds = ", ".join(dict.fromkeys(self.names))
         return f"{len(self.names)} layers ({kinds}) and {sum(self.parameters):,} parameters"

@@ -1,0 +1,125 @@
+"""What is known of a run before its ranks meet: model, data, config, layout, the checkpoint to resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.checkpoint import state
+from harness.checkpoint.directories import require_same_adapters, require_same_run
+from harness.checkpoint.integrity import damaged, find_resume
+from harness.config import Resolved
+from harness.config.model.shape import layer_drop, require_every_layer
+from harness.errors import UserError
+from harness.hf.lora import Adaptation, fingerprint
+from harness.hf.skeleton import ModelSource
+from harness.topology.env import LaunchEnv
+from harness.topology.layout import Layout
+from harness.training.arguments import TrainingArguments
+from harness.training.batches.collate import Collator, collate
+from harness.training.batches.stream import data_digest, dataset_length
+from harness.training.console import Console
+from harness.training.prepare import startup_report
+from harness.training.prepare.configure import configure
+from harness.training.prepare.datasets import Datasets, user_datasets
+from harness.training.prepare.trainable import Model, adapted
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """What a program hands to the Trainer, by the Trainer's names; and the launch that this process is a part of."""
+
+    model: Model
+    args: TrainingArguments
+    console: Console
+    env: LaunchEnv
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    loss_fn: Callable[..., Any] | None = None
+    compute_loss_func: Callable[..., Any] | None = None
+    processing_class: Any = None
+    data_collator: Collator = collate
+    peft_config: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What a run will be.
+
+    Attributes:
+        source: what a decoder is made from; None for a list of layers.
+        adapters: fingerprint of the adapters, empty without any.
+        digest: of the training data, empty without any.
+        checkpoint: to resume; None for a run that begins at step 0.
+    """
+
+    source: ModelSource | None
+    adaptation: Adaptation | None
+    adapters: str
+    data: Datasets
+    digest: str
+    resolved: Resolved
+    layout: Layout
+    max_steps: int
+    checkpoint: Path | None
+
+
+def plan_run(inputs: RunInputs) -> RunPlan:
+    """Resolve model, data, config and layout; nothing is built yet. Raises UserError for what does not fit."""
+    args, env = inputs.args, inputs.env
+    source, adaptation = adapted(inputs.model, inputs.peft_config)
+    data = user_datasets(
+        inputs.train_dataset,
+        inputs.eval_dataset,
+        inputs.processing_class,
+        source if inputs.data_collator is collate else None,
+        args,
+        env,
+        inputs.console,
+    )
+    if args.eval_steps and data.evaluation is None:
+        raise UserError(f"--eval_steps {args.eval_steps}: there is no eval_dataset: give one")
+    text_config = None if source is None else source.config.get_text_config(decoder=True)
+    require_every_layer(0.0 if text_config is None else layer_drop(vars(text_config)))
+    resolved, max_steps = configure(
+        args,
+        world_size=env.world_size,
+        model=inputs.model if isinstance(inputs.model, str) else None,
+        samples=None if data.train is None else dataset_length(data.train),
+        hidden_size=getattr(text_config, "hidden_size", None),
+    )
+    sizes = {"pp_size": resolved.pp_size, "tp_size": resolved.tp_size, "ep_size": resolved.ep_size}
+    adapters = fingerprint(adaptation, args.seed if source and source.weights is None else None)
+    checkpoint = find_resume(Path(args.output_dir), args.resume_from_checkpoint)
+    if checkpoint is not None:
+        require_same_run(checkpoint, resolved)
+        require_same_adapters(checkpoint, adapters)
+    return RunPlan(
+        source=source,
+        adaptation=adaptation,
+        adapters=adapters,
+        data=data,
+        digest="" if data.train is None else data_digest(data.train),
+        resolved=resolved,
+        layout=Layout.from_world(env.world_size, **sizes),
+        max_steps=max_steps,
+        checkpoint=checkpoint,
+    )
+
+
+def intact_checkpoint(plan: RunPlan, inputs: RunInputs) -> Path | None:
+    """Return the checkpoint to resume once its content is known to be what was saved; all ranks call it.
+
+    With `auto` it is an older one where it is not. Reports which are left out, and a run that begins at step 0.
+    """
+    args, output_dir = inputs.args, Path(inputs.args.output_dir)
+    auto = args.resume_from_checkpoint == "auto"
+    incomplete = damaged(output_dir, plan.checkpoint) if auto else []
+    chosen, changed = state.first_unchanged(plan.checkpoint, output_dir, auto=auto)
+    if chosen is not None and chosen != plan.checkpoint:
+        require_same_run(chosen, plan.resolved)
+        require_same_adapters(chosen, plan.adapters)
+    startup_report.beginning(inputs.console, args, chosen, [*incomplete, *changed])
+    return chosen

@@ -1,0 +1,192 @@
+"""From what a program hands to the Trainer to one frozen record of the run, before the first step.
+
+What can be refused without other ranks is refused first (`plan.py`); then all ranks meet and compare what they are
+about to do; only then a model is built.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from harness.checkpoint import directories
+from harness.config import Resolved
+from harness.topology.agreement import check_agreement
+from harness.topology.groups import Groups, build_groups
+from harness.training.arguments import TrainingArguments
+from harness.training.batches.collate import MicroBatch
+from harness.training.batches.stream import BatchStream, data_digest
+from harness.training.console import Console
+from harness.training.engine.build import RunContext, build_engine
+from harness.training.engine.engine import Engine
+from harness.training.engine.losses import logits_loss
+from harness.training.prepare import startup_report
+from harness.training.prepare.dataset_check import DatasetCheck, sample_length
+from harness.training.prepare.hyperparameters import hyperparameters
+from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
+from harness.training.prepare.plan import RunInputs, RunPlan, intact_checkpoint, plan_run
+from harness.training.prepare.stages import StageLine, choose_boundaries, stage_lines
+from harness.training.prepare.trainable import TrainableModel, trainable_decoder, trainable_layers
+from harness.training.prepare.verification import verify_plan
+from harness.training.process.distributed import close_groups, open_groups, require_device, require_precision, start
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A run that is ready for its first step, or for the checkpoint to resume.
+
+    Attributes:
+        boundaries: index of the first pipeline layer of each stage, then the number of layers.
+        stages: one line a stage, as reported to the user.
+        hyperparameters: what decides about the steps to come, by the names that a user knows.
+        foreign_groups: process groups that were open before the run.
+    """
+
+    inputs: RunInputs
+    plan: RunPlan
+    context: RunContext
+    data_check: DatasetCheck
+    trainable: TrainableModel
+    boundaries: list[int]
+    engine: Engine
+    stages: list[StageLine]
+    hyperparameters: dict[str, Any]
+    foreign_groups: frozenset[dist.ProcessGroup]
+
+    @property
+    def args(self) -> TrainingArguments:
+        """The arguments."""
+        return self.inputs.args
+
+    @property
+    def console(self) -> Console:
+        """Where the run speaks."""
+        return self.inputs.console
+
+    @property
+    def output_dir(self) -> Path:
+        """Where the run writes."""
+        return Path(self.args.output_dir)
+
+    @property
+    def resolved(self) -> Resolved:
+        """The config as it runs."""
+        return self.plan.resolved
+
+    @property
+    def groups(self) -> Groups:
+        """This rank's process groups."""
+        return self.context.groups
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's layers, as DeepSpeed holds them."""
+        module: nn.Module = self.engine.deepspeed.module
+        return module
+
+
+def prepare_run(inputs: RunInputs) -> PreparedRun:
+    """Prepare everything that training needs; all ranks call it. Raises UserError for what the user can correct."""
+    console, plan = inputs.console, plan_run(inputs)
+    context, foreign_groups = _join(inputs, plan)
+    plan = replace(plan, checkpoint=intact_checkpoint(plan, inputs))
+    startup_report.placement(console, plan.layout, inputs.env)
+    take_first_ranks(tensors_in_memory(inputs.model, plan.source, plan.adaptation), context.device, console)
+    data_check = DatasetCheck(source=plan.source, context=context, collator=inputs.data_collator)
+    sample = _first_samples(data_check, plan, inputs.args)
+    trainable = _trainable(inputs, plan, context, sample)
+    boundaries = choose_boundaries(trainable, context, sample)
+    startup_report.compilation(console, plan.resolved, context.device)
+    engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
+    stages = stage_lines(trainable, boundaries, engine.deepspeed.module, context.groups)
+    startup_report.stages(console, plan.layout, plan.resolved, plan.max_steps, stages)
+    startup_report.adapters(console, plan.adaptation, trainable)
+    return PreparedRun(
+        inputs=inputs,
+        plan=plan,
+        context=context,
+        data_check=data_check,
+        trainable=trainable,
+        boundaries=boundaries,
+        engine=engine,
+        stages=stages,
+        hyperparameters=hyperparameters(inputs.args, plan.resolved, plan.max_steps),
+        foreign_groups=foreign_groups,
+    )
+
+
+def _join(inputs: RunInputs, plan: RunPlan) -> tuple[RunContext, frozenset[dist.ProcessGroup]]:
+    """Meet the other ranks, and check that all are about to do the same. Also returns the groups open before."""
+    args, data = inputs.args, plan.data
+    device = start(inputs.env)
+    require_precision(plan.resolved.precision)
+    require_device(plan.resolved.config, device)
+    check_agreement(
+        plan.resolved.config,
+        plan.layout,
+        device=device,
+        others={
+            "set of arguments": {item.name: str(getattr(args, item.name)) for item in fields(args)},
+            "training data": plan.digest,
+            "evaluation data": "" if data.evaluation is None else data_digest(data.evaluation),
+            "set of adapters": plan.adapters,
+            "checkpoint to resume": str(plan.checkpoint),
+        },
+    )
+    foreign_groups = open_groups()
+    groups = build_groups(plan.layout)
+    startup_report.version(inputs.console)
+    context = RunContext(args=args, resolved=plan.resolved, groups=groups, device=device, max_steps=plan.max_steps)
+    return context, foreign_groups
+
+
+def _first_samples(check: DatasetCheck, plan: RunPlan, args: TrainingArguments) -> MicroBatch | None:
+    """Return a micro-batch of the training data, after a look at both data sets."""
+    micro_batch = plan.resolved.micro_batch
+    check.first_batch(plan.data.evaluation, args.per_device_eval_batch_size or micro_batch)
+    return check.first_batch(plan.data.train, micro_batch)
+
+
+def _trainable(inputs: RunInputs, plan: RunPlan, context: RunContext, sample: MicroBatch | None) -> TrainableModel:
+    """Return the model as pipeline layers, verified on a tiny copy where that is asked for."""
+    if plan.source is None:
+        trainable = trainable_layers(inputs.model, inputs.loss_fn, sample)  # type: ignore[arg-type]
+    else:
+        startup_report.origin(inputs.console, plan.source, inputs.args.seed)
+        own_loss = logits_loss(inputs.loss_fn, inputs.compute_loss_func)
+        trainable = trainable_decoder(plan.source, context, sample_length(sample), plan.adaptation, own_loss)
+    if trainable.causal is not None:
+        verify_plan(trainable.causal, context, inputs.console)
+    if plan.checkpoint is not None:
+        directories.require_same_model(plan.checkpoint, trainable.summary)
+    return trainable
+
+
+def training_stream(run: PreparedRun) -> BatchStream | None:
+    """Return the training samples of this rank's data-parallel coordinate, from the first one on; None without data."""
+    if run.plan.data.train is None:
+        return None
+    return BatchStream(
+        run.plan.data.train,
+        seed=run.args.seed,
+        micro_batch=run.resolved.micro_batch,
+        accumulation=run.resolved.accumulation,
+        data_rank=run.groups.coordinate.dp_rank,
+        data_size=run.plan.layout.dp_size,
+        data_collator=run.inputs.data_collator,
+    )
+
+
+def release(run: PreparedRun) -> None:
+    """Let go of the engine's memory and of the process groups that were opened for the run."""
+    engine = run.engine.deepspeed
+    engine.destroy()
+    close_groups(run.foreign_groups)
+    for held in (*engine.module.parameters(), engine):
+        vars(held).clear()  # hooks of parameters refer to it, which Python cannot tell from a use
+    gc.collect()
