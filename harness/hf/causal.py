@@ -19,6 +19,7 @@ from harness.hf.attention import on_any_device
 from harness.hf.decoder import Blueprint, decoder_layers, unequal_shares
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.router_loss import RouterCapture, router_capture
+from harness.hf.kept_in_fp32 import kept_in_fp32
 from harness.hf.locate import PLANS
 from harness.hf.lora import Adaptation, AdaptedWeights, inject
 from harness.hf.skeleton import ModelSource, build_skeleton
@@ -31,7 +32,6 @@ from harness.hf.weights.conversion import (
     untie,
 )
 from harness.hf.weights.in_memory import foreign_modules
-from harness.hf.weights.kept_in_fp32 import kept_in_fp32
 from harness.hf.weights.layer_weights import (
     CheckpointReader,
     Initialiser,

@@ -84,7 +84,7 @@ def report(flags: argparse.Namespace, trainer: Trainer, ours: list, by_hand: lis
         "date": date.today().isoformat(),
         "versions": versions(),
         "flags": vars(flags),
-        "layout": str(trainer.layout),
+        "layout": str(trainer.run.plan.layout),
         "device": trainer.engine.device.type,
         "threads": torch.get_num_threads(),
         "trainer_s": ours,

@@ -1,7 +1,7 @@
 """What a decoder layer gives besides its hidden state: further outputs, and what it puts into mappings handed to it.
 
-A model may hand such things to a later layer (keys and values, indices). An `LayerOutputSpec` names each tensor among them,
-so that it can be taken from the layer on one stage and put in the same place on another.
+A model may hand such things to a later layer (keys and values, indices). A `LayerOutputSpec` names each tensor among
+them, so that it can be taken from the layer on one stage and put in the same place on another.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Tensors that know where their values lie instead of holding them.
 
-A `LazyTensor` is a tensor to whoever computes with it: cut, joined, stacked, permuted, it gives another `LazyTensor`, made of
-patches, each a box of a leaf (a tensor in a file, say). Nothing is read until one is copied into a real tensor, and
-then only what is asked for. So transformers' own operations, which turn a checkpoint's tensors into a model's and back,
-run on tensors that no rank could hold. What is no mere arrangement of values is computed when it is read, from its
-whole inputs.
+A `LazyTensor` is a tensor to whoever computes with it: split, joined, stacked, permuted, it gives another
+`LazyTensor`, made of slices, each a box of a source (a tensor in a file, say). Nothing is read until one is copied
+into a real tensor, and then only what is asked for. So transformers' own operations, which turn a checkpoint's tensors
+into a model's and back, run on tensors that no rank could hold. What is no mere arrangement of values is computed when
+it is read, from its whole inputs.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def pack_payload(value: Any) -> Any:
 
 
 class Unpacker:
-    """Takes apart what `pack_payload` put together. The shapes are read once for each form of what arrives: reading them
-    waits for the device."""
+    """Takes apart what `pack_payload` put together. The shapes are read once for each form of what arrives: reading
+    them waits for the device."""
 
     def __init__(self) -> None:
         self._layouts: dict[tuple[tuple[int, ...], ...], Layout] = {}

@@ -1,8 +1,8 @@
 """How the tensor-parallel ranks share a layer: whole attention heads, and stretches of any other width.
 
 An attention module reshapes its projections to (..., heads, head_dim), so a share must be whole heads: see
-`harness.config.model.shares`. The layers that belong to one attention need not be its children (an output projection may
-stand beside it), so the attention of a layer is looked for around it.
+`harness.config.model.shares`. The layers that belong to one attention need not be its children (an output projection
+may stand beside it), so the attention of a layer is looked for around it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Tensor-parallel plans: what becomes of each module of a model, as data.
 
 A plan is the model's own where its family declares one (transformers: `base_model_tp_plan` of the config and
-`_tp_plan` of the classes, merged as `model.tp_plan`), which a file (`harness.parallel.plans.plan_file`) may extend, else a
-file alone. It maps names of modules and parameters to styles, which are transformers' words and a few of our own (see
+`_tp_plan` of the classes, merged as `model.tp_plan`), which a file (`harness.parallel.plans.plan_file`) may extend,
+else a file alone. It maps names of modules and parameters to styles, which are transformers' words and a few of our
+own (see
 `STYLES`).
 """
 
@@ -56,10 +57,10 @@ class PlanRule:
 
     `parts`: how many equal parts a packed weight holds side by side, or the owner's attribute that says it. `blocks`:
     how many equal blocks an attention's heads lie in, of each of which a rank takes its share. `segments`: the widths
-    of unequal parts, see `harness.parallel.tensor.segments`. `unit`: the name of the owner's attribute that says how many
-    neighbouring outputs must stay together (a head's), or of a norm's own that says how many it averages. `whole`: how
-    many units at the end every rank computes. `dim`: along which dimension a parameter is cut, where its style does not
-    tell.
+    of unequal parts, see `harness.parallel.tensor.segments`. `unit`: the name of the owner's attribute that says how
+    many neighbouring outputs must stay together (a head's), or of a norm's own that says how many it averages.
+    `whole`: how many units at the end every rank computes. `dim`: along which dimension a parameter is cut, where its
+    style does not tell.
     """
 
     style: str

@@ -7,7 +7,8 @@
      "cases":      [{"if": {"multi_query": true}, "styles": {...}},
                     {"if": {"qk_layernorm": true}, "refuse": "its heads' norms are a list"}]}
 
-`styles` are those of `harness.parallel.plans.plan.STYLES`, alone or with a rule's other fields, by module or parameter name,
+`styles` are those of `harness.parallel.plans.plan.STYLES`, alone or with a rule's other fields, by module or parameter
+name,
 `*` for a number; a null takes a style away. `attributes` are sizes which a module's forward reads and which shrink with
 its weights: "divide" for what a rank holds of them, or a "share", which is one where there are fewer (key/value heads)
 than ranks, or a sum of products of what the others have become, as in "num_heads * head_dim + 2 * n_groups". One of a

@@ -133,8 +133,8 @@ def embedding_colwise(site: PlanTarget) -> nn.Module:
 
 
 def segmented_colwise(site: PlanTarget) -> nn.Module:
-    """As colwise, for a weight that holds parts of unequal width (`harness.parallel.tensor.segments`): a share of each. Where
-    ranks are to use the same unit of a part, all get it from those that hold it."""
+    """As colwise, for a weight that holds parts of unequal width (`harness.parallel.tensor.segments`): a share of
+    each. Where ranks are to use the same unit of a part, all get it from those that hold it."""
     transposed, tensor = _is_transposed(site), site.tensor
     shape, dim = tuple(site.module.weight.shape), int(transposed)
     segments = read_segments(site.rule.segments, [site.owner], shape[dim], tensor, site.name)
