@@ -102,7 +102,7 @@ def _deal(dealt: list[list[Place]] | None, groups: Groups) -> list[Place]:
     """From rank 0 the first rank of each stage gets what its stage needs, and passes it on."""
     own: list[Any] = [dealt[groups.coordinate.stage] if dealt is not None else None]
     for axis in PASSED_ALONG:
-        group = getattr(groups, axis)
+        group = groups.along(axis)
         if group is None or not takes_part(groups.coordinate, axis):
             continue
         first = dist.get_process_group_ranks(group)[0]
@@ -116,4 +116,4 @@ def _deal(dealt: list[list[Place]] | None, groups: Groups) -> list[Place]:
 def takes_part(coordinate: Coordinate, axis: Axis) -> bool:
     """Whether a rank takes part when places are passed along an axis: its group's first rank has them by then."""
     later = PASSED_ALONG[PASSED_ALONG.index(axis) + 1 :]
-    return all(getattr(coordinate, other) == 0 for other in later)
+    return all(coordinate.along(other) == 0 for other in later)

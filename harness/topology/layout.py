@@ -25,6 +25,10 @@ class Coordinate:
     dp_rank: int
     tp_rank: int
 
+    def along(self, axis: Axis) -> int:
+        """The place along one axis."""
+        return {"pipeline": self.stage, "data": self.dp_rank, "tensor": self.tp_rank}[axis]
+
     def __str__(self) -> str:
         return f"stage {self.stage}, data {self.dp_rank}, tensor {self.tp_rank}"
 

@@ -91,7 +91,7 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def test_the_sources_are_found():
-    assert {"harness.parallel.pipeline.partition", "harness.errors", "harness.models"} <= set(MODULES)
+    assert {"harness.parallel.pipeline.partition", "harness.errors", "harness.hf"} <= set(MODULES)
 
 
 def test_the_folders_at_the_top_are_the_packages():

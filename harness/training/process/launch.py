@@ -32,7 +32,7 @@ def launch(argv: Sequence[str]) -> int:
     """Run `deepspeed` with these arguments; returns its exit code, or 128 + the number of the signal that ended it."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
-        return 0 if argv else 2
+        raise SystemExit(0 if argv else 2)
     program = _program()
     received: list[int] = []
 

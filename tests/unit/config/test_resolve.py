@@ -14,13 +14,13 @@ def resolved(config, **values):
 def test_an_empty_config_takes_the_batch_from_the_arguments():
     run = resolved({}, world_size=4)
     assert (run.micro_batch, run.accumulation, run.train_batch) == (8, 1, 32)
-    assert (run.pipeline, run.tensor, run.data) == (1, 1, 4)
+    assert (run.pp_size, run.tp_size, run.dp_size) == (1, 1, 4)
 
 
 def test_the_batch_counts_data_parallel_ranks_only():
     config = {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}, "train_batch_size": 32}
     run = resolved(config | {"gradient_accumulation_steps": 4}, world_size=8)
-    assert (run.data, run.micro_batch) == (2, 4)
+    assert (run.dp_size, run.micro_batch) == (2, 4)
 
 
 AUTOS = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
@@ -76,24 +76,24 @@ def test_a_value_that_deepspeed_converts_is_read_as_deepspeed_reads_it():
     run = resolved(
         {"bf16": {"enabled": 1}, "zero_optimization": {"stage": "2"}, "tensor_parallel": {"autotp_size": "1"}}
     )
-    assert (run.precision, run.zero_stage, run.tensor) == ("bf16", 2, 1)
+    assert (run.precision, run.zero_stage, run.tp_size) == ("bf16", 2, 1)
     assert resolved({"zero_optimization": True}).zero_stage == 1
     assert resolved({"pipeline": {"stages": 1, "partition": "best"}}).partition == "balanced"
 
 
 def test_flags_override_the_layout():
     run = resolved({"pipeline": {"stages": 4}}, world_size=4, pipeline_parallel_size=2, tensor_parallel_size=2)
-    assert (run.pipeline, run.tensor, run.data) == (2, 2, 1)
+    assert (run.pp_size, run.tp_size, run.dp_size) == (2, 2, 1)
     assert run.config["pipeline"]["stages"] == 2
 
 
 def test_experts_are_spread_over_a_tensor_parallel_group_or_not_at_all():
     config = {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}}
-    assert resolved(config, world_size=2).expert == 2
+    assert resolved(config, world_size=2).ep_size == 2
     assert "expert_parallel" not in resolved(config, world_size=2).config
     off = config | {"expert_parallel": {"enabled": False, "autoep_size": 2}}
-    assert resolved(off, world_size=2).expert == 1
-    assert resolved(off, world_size=2, expert_parallel_size=2).expert == 2
+    assert resolved(off, world_size=2).ep_size == 1
+    assert resolved(off, world_size=2, expert_parallel_size=2).ep_size == 2
     with pytest.raises(ConfigError, match="expert-parallel size 2 differs from tensor-parallel size 1"):
         resolved(config, world_size=2, tensor_parallel_size=1)
 

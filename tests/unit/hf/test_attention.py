@@ -33,7 +33,7 @@ def test_the_wish_comes_before_the_config_and_the_config_before_the_default(tmp_
 
 def test_what_cannot_be_had_is_one_line() -> None:
     require_available(LlamaConfig(**SIZES), CPU, torch.float32)
-    with pytest.raises(UserError, match="flash_attention_2: needs a GPU and its package"):
+    with pytest.raises(UserError, match="flash_attention_2: needs a GPU and its Python package"):
         require_available(with_attention(LlamaConfig(**SIZES), "flash_attention_2"), CPU, torch.bfloat16)
     with pytest.raises(
         UserError, match=r"does not support an attention .*: use another --attn_implementation than sdpa"

@@ -90,5 +90,5 @@ def test_what_is_no_model_is_told() -> None:
         with pytest.raises(UserError, match="give the model inside"):
             model_source(wrapper)  # type: ignore[arg-type]
     for other in (None, nn.Linear(2, 2)):
-        with pytest.raises(UserError, match="is no model"):
+        with pytest.raises(UserError, match="is not a model"):
             model_source(other)  # type: ignore[arg-type]

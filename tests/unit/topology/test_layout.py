@@ -103,10 +103,10 @@ def test_every_size_that_is_advised_fits(world: int, pipeline: int, tensor: int)
     try:
         Layout.from_world(world, pp_size=pipeline, tp_size=tensor)
     except UserError as error:
-        sizes = {"pipeline": pipeline, "tensor": tensor}
+        sizes = {"pp_size": pipeline, "tp_size": tensor}
         for axis, advised in re.findall(r"set (\w+) to ([\d or]+) with", str(error)):
             for size in re.findall(r"\d+", advised):
-                Layout.from_world(world, **{**sizes, axis: int(size)})
+                Layout.from_world(world, **{**sizes, AXIS_SIZES[axis]: int(size)})
 
 
 def test_places_and_ranks_outside_the_layout_are_index_errors() -> None:

@@ -17,8 +17,9 @@ from harness import TrainingArguments, UserError
 from harness.checkpoint.directories import Progress, finish, optimizer_name, partial_name, require_same_run
 from harness.checkpoint.integrity import find_resume
 from harness.training.prepare.configure import configure
+from harness.training.prepare.hyperparameters import changes, hyperparameters
 from harness.training.report.metrics import set_aside
-from harness.training.resume import _advance, changes, hyperparameters
+from harness.training.resume import _advance
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "linear": lambda o: get_scheduler("linear", o, 3, 20),

@@ -96,7 +96,7 @@ def test_what_cannot_be_read_is_one_line(trained_tokenizer, tmp_path):
     (broken / "tokenizer.json").write_text("{")
     for name, words in [
         (tmp_path / "none", "is not a directory"),
-        (tmp_path, "holds no tokenizer"),
+        (tmp_path, "contains no tokenizer"),
         (broken, "cannot read the tokenizer in"),
     ]:
         with pytest.raises(UserError, match=words) as caught:
