@@ -1,6 +1,6 @@
 """The same JSON in HuggingFace's Trainer: a preset is a plain DeepSpeed config.
 
-    deepspeed --num_accelerators 1 examples/hf_trainer.py --deepspeed_config ds_configs/zero2.json
+    torchrun --nproc_per_node 1 examples/hf_trainer.py --deepspeed_config ds_configs/zero2.json
 
 HuggingFace's Trainer has no pipeline stages: take a preset without them, and ask `ds-harness check FILE --target hf`
 what it makes of the file.
@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--deepspeed_config", default="ds_configs/zero2.json")
     parser.add_argument("--output_dir", default="runs/hf-trainer")
     parser.add_argument("--max_steps", type=int, default=5)
-    parser.add_argument("--local_rank", type=int)  # the launcher adds it
+    parser.add_argument("--local_rank", type=int)  # the deepspeed launcher adds it
     args = parser.parse_args()
 
     errors = [item for item in check(load(args.deepspeed_config), target="hf") if item.severity is Severity.ERROR]

@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny-llama", help="a preset, or a HuggingFace directory")
     parser.add_argument("--output_dir", default="runs/lora-chat")
     parser.add_argument("--max_steps", type=int, default=20)
-    parser.add_argument("--local_rank", type=int)  # the launcher adds it
+    parser.add_argument("--local_rank", type=int)  # the deepspeed launcher adds it
     args = parser.parse_args()
 
     trainer = Trainer(
@@ -46,7 +46,6 @@ def main() -> None:
             gradient_accumulation_steps=4,
             learning_rate=1e-2,
             save_steps=0,
-            logging_steps=5,
         ),
         train_dataset=Dataset.from_list([{"messages": chat} for chat in CHATS]),
         processing_class=AutoTokenizer.from_pretrained(args.model) if Path(args.model).is_dir() else ByteTokenizer(),

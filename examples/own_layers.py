@@ -1,6 +1,6 @@
 """A list of layers of your own in two pipeline stages: a small network learns the sine.
 
-deepspeed --num_accelerators 2 examples/own_layers.py --output_dir runs/own-layers
+torchrun --nproc_per_node 2 examples/own_layers.py --output_dir runs/own-layers
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output_dir", default="runs/own-layers")
     parser.add_argument("--max_steps", type=int, default=100)
-    parser.add_argument("--local_rank", type=int)  # the launcher adds it
+    parser.add_argument("--local_rank", type=int)  # the deepspeed launcher adds it
     args = parser.parse_args()
 
     points = torch.linspace(-3, 3, 1025).unsqueeze(1)
