@@ -24,7 +24,7 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns the exit code."""
+    """Run one verb and return the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     verb = args[0] if args else ""
     if verb not in VERBS:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _help(verb: str) -> int:
-    """Prints the verbs; 2 if something else was asked for."""
+    """Print the verbs; return 2 if something else was asked for."""
     if verb == "--version":
         from importlib.metadata import version
 

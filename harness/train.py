@@ -69,10 +69,10 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console, watch: s
         check_before_start(script, args, env, lora)
         with quiet(Path(args.output_dir) / "logs" / f"rank_{env.rank}.log", env.rank) as console:
             if watch is not None:
-                watch.tell = console.say
+                watch.say = console.say
             return _guarded(script, args, lora, env, console)
     except UserError as error:
-        _tell(console, env.rank, error)
+        _report(console, env.rank, error)
         return 1
 
 
@@ -122,15 +122,15 @@ def _guarded(
         traceback.print_exc()  # into this rank's log
         if signals.received() and _lost_peer(error):  # the others have ended by the signal
             os._exit(128 + signals.received())
-        _tell(console, env.rank, error)
+        _report(console, env.rank, error)
         sys.stderr.flush()
         os._exit(1)  # a process group whose peers are gone may hang when it is torn down
     return 0
 
 
-def _tell(console: Console, rank: int, error: BaseException) -> None:
+def _report(console: Console, rank: int, error: BaseException) -> None:
     """One line for the user, by the rank that knows the cause."""
-    if rank > 0:  # usually every rank finds the same: rank 0 tells it, and the launcher ends the others
+    if rank > 0:  # usually every rank finds the same: rank 0 reports it, and the launcher ends the others
         time.sleep(GRACE_S)
     if isinstance(error, UserError):
         console.fail(_first_finding(error) if isinstance(error, ConfigError) else str(error))

@@ -1,7 +1,7 @@
 """The arguments of a run, named and defaulted as in HuggingFace's TrainingArguments and run_clm.py.
 
 A dataclass is the one list of flags: the command line is made from it. Neither torch nor transformers is imported,
-so that a wrong argument is told at once.
+so that a wrong argument is refused at once.
 """
 
 from __future__ import annotations
@@ -143,15 +143,15 @@ class TrainingArguments:
         return self._given
 
     def reporters(self) -> list[str]:
-        """The monitors that `report_to` names."""
+        """Return the monitors that `report_to` names."""
         return [name.strip() for name in self.report_to.split(",") if name.strip() not in ("", "none")]
 
     def warmup(self, max_steps: int) -> int:
-        """Steps of warm-up in a run of `max_steps`."""
+        """Return the steps of warm-up in a run of `max_steps`."""
         return int(self.warmup_steps if self.warmup_steps >= 1 else self.warmup_steps * max_steps)
 
     def auto_values(self, *, world_size: int, max_steps: int, hidden_size: int | None = None) -> AutoValues:
-        """What the arguments say about the config's "auto"s."""
+        """Return what the arguments say about the config's "auto"s."""
         shared = {item.name for item in fields(AutoValues)} & {item.name for item in fields(self)}
         values = {name: getattr(self, name) for name in shared}
         values.update(max_steps=max_steps, warmup_steps=self.warmup(max_steps))

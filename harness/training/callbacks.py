@@ -42,7 +42,8 @@ class StepRecord:
     skipped: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """The record as it is written: a router loss only where there is one, `skipped` only where it is true."""
+        """Return the record as it is written: a router loss only where there is one, `skipped` only where it is
+        true."""
         optional = {"aux_loss": self.aux_loss is not None, "skipped": self.skipped}
         return {name: value for name, value in asdict(self).items() if optional.get(name, True)}
 

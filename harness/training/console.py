@@ -55,7 +55,7 @@ class Console:
 
 
 def plain_console(rank: int) -> Console:
-    """The console of a program that keeps its own output where it is."""
+    """Return the console of a program that keeps its own output where it is."""
     return Console(out=sys.stdout, error=sys.stderr, speaks=rank == 0)
 
 
@@ -106,15 +106,15 @@ class _Unheard(io.FileIO):
 
 
 def _show_ours(console: Console, show: Any) -> Any:
-    told: set[str] = set()  # by the script and by the Trainer, say
+    shown: set[str] = set()  # by the script and by the Trainer, say
 
     def show_warning(
         message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
     ) -> None:
         if Path(filename).resolve().is_relative_to(PACKAGE) or "harness" in Path(filename).parts:
-            if str(message) not in told:
+            if str(message) not in shown:
                 console.warn(str(message))
-            told.add(str(message))
+            shown.add(str(message))
         show(message, category, filename, lineno, file, line)
 
     return show_warning

@@ -23,7 +23,8 @@ CHUNK = 16  # micro-batches that are read before they are evaluated; a signal is
 
 
 def default_batch(loss: Loss, micro_batch: int) -> int:
-    """Samples of an evaluation micro-batch where nobody says a number; `micro_batch`: those of a training one.
+    """Return the number of samples of an evaluation micro-batch where none is given; `micro_batch`: those of a
+    training one.
 
     A router loss depends on which samples are together, so there the layout must have no say in it.
     """
@@ -43,7 +44,7 @@ def evaluation_metrics(engine: Engine, dataset: Any, micro_batch: int, collator:
 
 
 def mean_loss(engine: Engine, dataset: Any, micro_batch: int, collator: Collator) -> float:
-    """The mean over what counts in all samples, each seen once; all ranks call it and get the same.
+    """Return the mean over what counts in all samples, each seen once; all ranks call it and get the same.
 
     Every rank runs the same number of micro-batches of one shape, so no rank waits for another. Raises
     `signals.Interrupted`, on all ranks alike, when a signal to any of them asks for the end of the training.

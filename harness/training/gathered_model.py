@@ -20,7 +20,8 @@ from harness.training.prepare.run import PreparedRun
 
 @torch.no_grad()
 def gather_model(run: PreparedRun) -> PreTrainedModel | None:
-    """The whole model on the CPU of rank 0, None on the others; all ranks call it. See `Trainer.trained_model`."""
+    """Return the whole model on the CPU of rank 0, None on the others; all ranks call it. See
+    `Trainer.trained_model`."""
     causal, engine, groups = run.trainable.causal, run.engine, run.groups
     if causal is None:
         raise UserError(
@@ -40,7 +41,7 @@ def gather_model(run: PreparedRun) -> PreTrainedModel | None:
 
 
 def _target(causal: CausalModel, dtype: torch.dtype) -> PreTrainedModel:
-    """What the weights are put into: the user's own model, or one made from the config."""
+    """Return what the weights are put into: the user's own model, or one made from the config."""
     source = causal.source
     if source.model is not None:
         return source.model
@@ -65,8 +66,8 @@ def _to_first_rank(
 ) -> Iterator[tuple[str, Tensor]]:
     """Send what `leader` iterates over to rank 0, one tensor at a time, which gets it; other ranks get nothing."""
     if groups.rank == 0 and leader != 0:
-        while (told := _receive_object(leader)) is not None:
-            name, shape, dtype = told
+        while (message := _receive_object(leader)) is not None:
+            name, shape, dtype = message
             tensor = torch.empty(shape, dtype=dtype, device=device)
             dist.recv(tensor, src=leader)
             yield name, tensor

@@ -40,7 +40,7 @@ class FreshValues:
 
     @classmethod
     def of(cls, engine: DeepSpeedEngine) -> FreshValues:
-        """The values that `engine` holds now."""
+        """Return the values that `engine` holds now."""
         optimizer = engine.optimizer
         return cls(
             groups=[

@@ -69,7 +69,7 @@ def _write_adapters(run: PreparedRun, config: Any, directory: Path) -> None:
 
 
 def _write_whole(run: PreparedRun, directory: Path) -> None:
-    """The model without its adapters."""
+    """Write the model without its adapters."""
     causal, name = run.trainable.causal, run.trainable.saved_name
     module = run.module
     export_weights(

@@ -261,7 +261,8 @@ class Trainer:
         return directory
 
     def trained_model(self) -> PreTrainedModel | None:
-        """The model with its weights as they are now, on the CPU of rank 0, None on other ranks; all ranks call it.
+        """Return the model with its weights as they are now, on the CPU of rank 0, None on other ranks; all ranks call
+        it.
 
         A model that was given in memory is filled with them and returned. Rank 0 needs memory for the whole model.
 

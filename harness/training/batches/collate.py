@@ -26,7 +26,7 @@ _NOT_CARRIED = ("token_type_ids", "inputs_embeds")
 
 
 def collate(samples: Sequence[Any]) -> MicroBatch:
-    """The default collator. UserError if samples differ in length, are left-padded or carry more than ids."""
+    """Stack samples of one length. UserError if samples differ in length, are left-padded or carry more than ids."""
     if isinstance(samples[0], Mapping):
         return _language(samples)
     if isinstance(samples[0], Sequence) and len(samples[0]) == 2:
@@ -39,7 +39,7 @@ def collate(samples: Sequence[Any]) -> MicroBatch:
 
 
 def as_micro_batch(collated: Any) -> MicroBatch:
-    """What a collator returned, as (inputs, labels): a dict with input_ids and labels, or the pair itself."""
+    """Turn what a collator returned into (inputs, labels): a dict with input_ids and labels, or the pair itself."""
     if isinstance(collated, Mapping):
         if "input_ids" not in collated:
             raise UserError(f"the data_collator gave {', '.join(collated) or 'nothing'}: it must return input_ids")
@@ -70,7 +70,7 @@ def _stack(name: str, rows: list[Any]) -> torch.Tensor:
 
 
 def _with_labels(batch: Mapping[str, torch.Tensor]) -> MicroBatch:
-    """Inputs and labels: labels default to the ids; padding, which must stand at the right, is not counted."""
+    """Return inputs and labels: labels default to the ids; padding, which must stand at the right, is not counted."""
     for name in _NOT_CARRIED:
         if name in batch:
             raise UserError(f"samples contain {name}, which is not passed to the model: remove the column")

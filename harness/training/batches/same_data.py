@@ -45,7 +45,7 @@ def require_same_data(micro_batches: Sequence[Any], groups: Groups) -> None:
 
 
 def digest(value: Any) -> str:
-    """A hash of all tensors in nested values: shapes, dtypes and entries."""
+    """Return a hash of all tensors in nested values: shapes, dtypes and entries."""
     total = hashlib.sha256()
     for leaf in tree_leaves(value):
         tensor = torch.as_tensor(leaf) if isinstance(leaf, (Tensor, int, float)) else None

@@ -66,7 +66,7 @@ class BatchStream:
         return self.consumed / self.n
 
     def next_step(self, *, read: bool = True) -> list[MicroBatch]:
-        """This coordinate's micro-batches of the next step, each (inputs, labels); the stream moves on.
+        """Return this coordinate's micro-batches of the next step, each (inputs, labels); the stream moves on.
 
         With `read` false none is read: for a rank that needs neither inputs nor labels.
         """
@@ -81,14 +81,14 @@ class BatchStream:
 
 
 def dataset_length(dataset: Any) -> int:
-    """The number of samples. UserError for a data set without a length or an index: it has no order."""
+    """Return the number of samples. UserError for a data set without a length or an index: it has no order."""
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return len(dataset)
     raise UserError(f"{type(dataset).__name__} is not map-style: the data set needs len(dataset) and dataset[i]")
 
 
 def data_digest(dataset: Any, looked_at: int = 16) -> str:
-    """A short hash of the length and of a few token samples, spread evenly: ranks with the same data agree.
+    """Return a short hash of the length and of a few token samples, spread evenly: ranks with the same data agree.
 
     Other samples are not looked at: a data set may well draw them anew each time.
     """

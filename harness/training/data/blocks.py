@@ -65,7 +65,7 @@ def make_blocks(
     cache_dir: str | os.PathLike[str] | None = None,
     *,
     packing: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda _: None,
     workers: int | None = None,
 ) -> Blocks:
     """Return the documents' ids in blocks of `block_size`; with `packing` also position ids.

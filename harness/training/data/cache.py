@@ -31,7 +31,7 @@ def prepared_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
 
 
 def cache_error(error: OSError, cache_dir: str | os.PathLike[str] | None) -> UserError:
-    """What to tell where prepared data cannot be written: the disk is full, the directory is not ours."""
+    """Return the error for prepared data that cannot be written: the disk is full, the directory is not ours."""
     from datasets.config import HF_DATASETS_CACHE
 
     place = cache_dir or HF_DATASETS_CACHE
@@ -73,7 +73,8 @@ def once_per_host(build: Callable[[], T], *, env: LaunchEnv, store: Store, poll_
 
 
 def fingerprint(*parts: object) -> str:
-    """A name for prepared data, the same in every process and run: made of what it was made of, of no pickled code."""
+    """Return a name for prepared data, the same in every process and run: made of what it was made of, of no pickled
+    code."""
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
 
 

@@ -53,13 +53,13 @@ class ConversationEncoder:
 
     def __call__(self, conversation: str, place: str) -> Encoded:
         """Encode a conversation in JSON; UserError, with its place, if the template does not serve it."""
-        told = json.loads(conversation)
-        if "messages" not in told:
-            return self._completion(told["prompt"], told["completion"])
+        parsed = json.loads(conversation)
+        if "messages" not in parsed:
+            return self._completion(parsed["prompt"], parsed["completion"])
         self._require_template()
-        render = _Renderer(self.tokenizer, told["messages"], told.get("tools"), place)
+        render = _Renderer(self.tokenizer, parsed["messages"], parsed.get("tools"), place)
         text, spans = render.generated() if self._marks_answers else render.found()
-        return self._encode(text, render.behind(told["answers_from"], text, spans), place)
+        return self._encode(text, render.behind(parsed["answers_from"], text, spans), place)
 
     @property
     def template(self) -> str:
@@ -100,7 +100,7 @@ class ConversationEncoder:
         return Encoded(ids=np.asarray(tokens["input_ids"], dtype=np.int64), answers=answers)
 
     def _ids(self, text: str, **more: Any) -> Mapping[str, Any]:
-        """The text's ids, without special tokens but those that the template has written."""
+        """Return the text's ids, without special tokens but those that the template has written."""
         return self.tokenizer(
             text,
             add_special_tokens=False,
@@ -121,7 +121,7 @@ class _Renderer:
     place: str
 
     def text(self, count: int | None = None, prompt: bool = False) -> str:
-        """The first `count` messages; with `prompt`, and what makes the model answer."""
+        """Return the first `count` messages; with `prompt`, and what makes the model answer."""
         try:
             text = self.tokenizer.apply_chat_template(
                 self.messages[:count], tools=self.tools, tokenize=False, add_generation_prompt=prompt
@@ -131,7 +131,7 @@ class _Renderer:
         return str(text)
 
     def generated(self) -> tuple[str, list[Span]]:
-        """The conversation and the spans that the template marks as generated."""
+        """Return the conversation and the spans that the template marks as generated."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         named: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
@@ -149,7 +149,7 @@ class _Renderer:
         return text, spans
 
     def found(self) -> tuple[str, list[Span]]:
-        """The conversation and the spans of its answers, found by rendering its beginnings."""
+        """Return the conversation and the spans of its answers, found by rendering its beginnings."""
         text = self.text()
         spans: list[Span] = []
         for index, message in enumerate(self.messages):
@@ -158,7 +158,7 @@ class _Renderer:
         return text, spans
 
     def behind(self, count: int, text: str, spans: list[Span]) -> list[Span]:
-        """The spans that lie behind the first `count` messages, which are not learnt."""
+        """Return the spans that lie behind the first `count` messages, which are not learnt."""
         places = [index for index, message in enumerate(self.messages) if message["role"] == ASSISTANT]
         if len(places) == len(spans):
             return [span for index, span in zip(places, spans, strict=True) if index >= count]
@@ -166,7 +166,8 @@ class _Renderer:
         return [span for span in spans if span[1] > prompt_end]
 
     def _find(self, text: str, index: int, after: int) -> Span:
-        """The span of the answer at `index`, behind the previous one: what was said, and what closes the turn."""
+        """Return the span of the answer at `index`, behind the previous one: what was said, and what closes the
+        turn."""
         up_to = self.text(index + 1)
         begin = self._begin(text, index, after)
         if begin is not None and text.startswith(up_to):
@@ -183,7 +184,7 @@ class _Renderer:
         )
 
     def _begin(self, text: str, index: int, after: int) -> int | None:
-        """Where the model would begin to answer at `index`; None if it cannot be told."""
+        """Where the model would begin to answer at `index`; None if that is not known."""
         asked = self.text(index) if index else ""
         if not text.startswith(asked):
             return None

@@ -85,7 +85,7 @@ def make_samples(
     cache_dir: str | os.PathLike[str] | None = None,
     *,
     packing: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda _: None,
     workers: int | None = None,
 ) -> Samples:
     """Return conversations (`conversation`, `place`) as samples of `block_size`; kept as `make_blocks` keeps its ids.
@@ -130,7 +130,7 @@ def _packed(conversations: EncodedConversations, folder: Path, size: int) -> Bin
 
 
 def _summary(total: int, conversations: EncodedConversations, bins: Bins | None, size: int) -> str:
-    """What became of the conversations, in one line."""
+    """Return what became of the conversations, in one line."""
     tokens, blocks = conversations.tokens(), len(conversations if bins is None else bins)
     laid_out = f"padded to {size}" if bins is None else f"packed into {counted(blocks, 'block')} of {size}"
     padding = f"{1 - tokens / (blocks * size):.0%} padding"

@@ -81,7 +81,7 @@ def make_shards(
     write: Callable[[Path, Part], None],
     *,
     doing: str,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda _: None,
     workers: int | None = None,
 ) -> list[Path]:
     """Make the shards that `folder` does not hold yet, one for each of `parts`; return the folders of all, in order.

@@ -61,11 +61,11 @@ class ByteTokenizer:
         return f"{type(self).__name__}()"
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of the text; nothing is added, and nothing in the text is special."""
+        """Return the bytes of the text; nothing is added, and nothing in the text is special."""
         return list(text.encode("utf-8"))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids that are bytes, others left out; a broken UTF-8 sequence shows as U+FFFD."""
+        """Return the text of the ids that are bytes, others left out; a broken UTF-8 sequence shows as U+FFFD."""
         return bytes(i for i in map(int, ids) if 0 <= i < 256).decode("utf-8", errors="replace")
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
@@ -84,7 +84,7 @@ class ByteTokenizer:
         (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     def as_transformers(self) -> PreTrainedTokenizerBase:
-        """A transformers tokenizer that makes the same ids, and has a chat template."""
+        """Return a transformers tokenizer that makes the same ids, and has a chat template."""
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast(
@@ -100,7 +100,7 @@ Tokenizer: TypeAlias = "ByteTokenizer | PreTrainedTokenizerBase"
 
 
 def end_of_document_id(tokenizer: Tokenizer) -> int:
-    """The id that closes a document: the end-of-sequence token. UserError if the tokenizer names none."""
+    """Return the id that closes a document: the end-of-sequence token. UserError if the tokenizer names none."""
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"the tokenizer {getattr(tokenizer, 'name_or_path', '')} has no end-of-sequence token: "
@@ -115,7 +115,7 @@ def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
 
 
 def load_tokenizer(name: str | None = None, model_dir: str | os.PathLike[str] | None = None) -> Tokenizer:
-    """The tokenizer called `name`: "bytes" or a directory; by default the model directory's own, else bytes.
+    """Return the tokenizer called `name`: "bytes" or a directory; by default the model directory's own, else bytes.
 
     Raises UserError if the directory is missing, holds no tokenizer, or one that cannot be read or that has
     no end-of-sequence token to close a document with.
@@ -141,7 +141,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def largest_id(tokenizer: Tokenizer) -> int:
-    """The largest id that can stand in a document; of the bytes tokenizer, which pads none, its end."""
+    """Return the largest id that can stand in a document; of the bytes tokenizer, which pads none, its end."""
     if isinstance(tokenizer, ByteTokenizer):
         return tokenizer.eos_token_id
     return max(tokenizer.get_vocab().values())
@@ -181,7 +181,7 @@ def _is_marked(directory: str) -> bool:
 
 
 def _as_byte_level_bpe(tokenizer: ByteTokenizer):
-    """A BPE without merges over GPT-2's printable stand-ins for the 256 bytes, the byte being the id."""
+    """Return a BPE without merges over GPT-2's printable stand-ins for the 256 bytes, the byte being the id."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     # GPT-2's alphabet (Radford et al., 2019): printable Latin-1 stands for itself, the others from U+0100 on.

@@ -100,7 +100,7 @@ class TokenIds:
         return np.concatenate(found)
 
     def _overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The shards that hold ids `start` to `stop` - 1, each with the first and the last + 1 of its own."""
+        """Yield the shards that hold ids `start` to `stop` - 1, each with the first and the last + 1 of its own."""
         shard = bisect_right(self._ends, start)
         while start < stop:
             begins = self._ends[shard] - len(self._ids[shard])

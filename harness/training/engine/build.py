@@ -144,7 +144,8 @@ def draw_keys(context: RunContext) -> DrawKeys:
 
 
 def _nothing_shared_out(config: dict[str, Any]) -> dict[str, Any]:
-    """The config without what takes activations for equal on tensor-parallel ranks; UserError where it is asked for."""
+    """Return the config without what takes activations for equal on tensor-parallel ranks; UserError where it is asked
+    for."""
     if config.get("activation_checkpointing", {}).get("partition_activations", False):
         raise UserError(
             "activation_checkpointing.partition_activations: this model's layers pass on tensors that differ between "
@@ -185,7 +186,7 @@ def mark_leaves(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def deepspeed_config(context: RunContext) -> dict[str, Any]:
-    """The resolved config as DeepSpeed gets it."""
+    """Return the resolved config as DeepSpeed gets it."""
     config = without_idle(context.resolved.config)
     if not config.get("steps_per_print"):  # the harness has its own metrics; the timers are printed with DeepSpeed's
         config["steps_per_print"] = context.args.logging_steps if config.get("wall_clock_breakdown") else 2**31

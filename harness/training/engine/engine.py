@@ -119,7 +119,7 @@ class Engine(ABC):
         return bool(getattr(scaler, "dynamic", False))
 
     def evidence(self) -> Evidence:
-        """What this rank has seen of the last step that was not finite. Waits for the device."""
+        """Return what this rank has seen of the last step that was not finite. Waits for the device."""
         return Evidence(rank=self.groups.rank, stage=self.groups.coordinate.stage, loss=self.loss.finite)
 
     def _forget(self) -> None:
@@ -140,8 +140,8 @@ class Engine(ABC):
         return float(mean) * float(counted), float(counted)
 
     def _count(self, micro_batches: Sequence[EvaluationBatch]) -> tuple[Tensor, Tensor]:
-        """What counts for the loss, and how many samples do, in the micro-batches of all data ranks; known on the
-        last stage, which has the labels."""
+        """Return what counts for the loss, and how many samples do, in the micro-batches of all data ranks; known on
+        the last stage, which has the labels."""
         both = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.groups.is_last_stage:
             both[0] += sum(self.loss.count(batch.labels, batch.rows) for batch in micro_batches)
@@ -176,7 +176,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
-        """The same mean of the loss, forward only."""
+        """Return the same mean of the loss, forward only."""
 
 
 class PipelineStages(Engine):
@@ -186,7 +186,8 @@ class PipelineStages(Engine):
     _shape: tuple[int, ...] | None = None
 
     def evidence(self) -> Evidence:
-        """What this rank has seen of the last step that was not finite, in its stage too. Waits for the device."""
+        """Return what this rank has seen of the last step that was not finite, in its stage too. Waits for the
+        device."""
         finite = self.deepspeed.module.finite
         return replace(super().evidence(), outputs=finite.outputs, gradients=finite.gradients)
 

@@ -37,7 +37,7 @@ class GuardedLoss:
         return self._finite is None or bool(self._finite)
 
     def __call__(self, outputs: Any, targets: Targets) -> Tensor:
-        """The loss, as it is."""
+        """Return the loss unchanged, and keep whether it is finite."""
         value = self.loss(outputs, targets)
         if value.requires_grad:
             finite = value.detach().isfinite()
@@ -70,7 +70,7 @@ class Evidence:
 
 
 def origin(seen: Sequence[Evidence], *, loss: bool) -> str:
-    """The stage where something first was not finite, with its ranks, in words.
+    """Return the stage where something first was not finite, with its ranks, in words.
 
     Forward, that is the first stage that handed on such values, or the last one if none did. Backward, it is the last
     stage that passed on other gradients than it got: the lowest one that got finite ones.

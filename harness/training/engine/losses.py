@@ -59,7 +59,7 @@ class Loss(Protocol):
         """Weighted sum of the losses, a scalar in float32."""
 
     def parts(self, outputs: Any) -> dict[str, Tensor]:
-        """What is reported of these outputs: scalars in float32, each a mean of the micro-batch."""
+        """Return what is reported of these outputs: scalars in float32, each a mean of the micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,13 @@ class RouterLoss:
         return self.causal.units(inputs)
 
     def __call__(self, outputs: tuple[Tensor, Tensor], targets: Targets) -> Tensor:
-        """The causal loss, plus the share of this micro-batch in the router loss; outputs (logits, router loss)."""
+        """Return the causal loss, plus the share of this micro-batch in the router loss; outputs (logits, router
+        loss)."""
         logits, router_loss = outputs
         return self.causal(logits, targets) + self.coefficient * router_loss.float() * targets[2]
 
     def parts(self, outputs: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """The router loss, before it is multiplied."""
+        """Return the router loss, before it is multiplied."""
         return {AUX_LOSS: outputs[1].detach().float()}
 
 
@@ -142,11 +143,11 @@ class MeanLoss:
     reports: ClassVar[tuple[str, ...]] = ()
 
     def count(self, labels: Any, rows: int) -> int:
-        """Samples."""
+        """Return the number of samples."""
         return rows
 
     def units(self, inputs: Any) -> int:
-        """Samples."""
+        """Return the number of samples."""
         return _first(inputs).shape[0]
 
     def __call__(self, outputs: Any, targets: Targets) -> Tensor:
@@ -193,7 +194,7 @@ class LogitsLoss:
         return _first(inputs).numel()
 
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
-        """The loss of the rows that count, in float32, weighted."""
+        """Return the loss of the rows that count, in float32, weighted."""
         if not self.per_label:
             return _scalar(MeanLoss(self.loss_fn)(outputs, targets))
         weight, _, _, labels = targets
@@ -205,7 +206,8 @@ class LogitsLoss:
 
 
 def logits_loss(loss_fn: Callable[..., Any] | None, compute_loss_func: Callable[..., Any] | None) -> LogitsLoss | None:
-    """The loss that a user gives for a HuggingFace model, by one name or by HuggingFace's; None for the model's own."""
+    """Return the loss that a user gives for a HuggingFace model, by one name or by HuggingFace's; None for the model's
+    own."""
     if loss_fn is not None and compute_loss_func is not None:
         raise UserError("loss_fn and compute_loss_func are both given: give only one")
     if compute_loss_func is None:

@@ -105,7 +105,7 @@ def own_optimizer(
 
 
 def schedule(args: TrainingArguments, max_steps: int) -> Callable[[Optimizer], LRScheduler]:
-    """Makes transformers' schedule of that name for an optimizer."""
+    """Make transformers' schedule of that name for an optimizer."""
 
     def make(optimizer: Optimizer) -> LRScheduler:
         return get_scheduler(

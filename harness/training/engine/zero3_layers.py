@@ -32,7 +32,7 @@ def layer_finisher(context: RunContext, part: Zero3Partition | None) -> Callable
     With `part` each rank has its own in place; else the group's first rank sends whole parameters to the others.
     """
     if context.resolved.zero_stage < 3:
-        return lambda layer: None
+        return lambda _: None
     # without the batch sizes, which zero.Init would hold against the world's size instead of the data group's
     kept = ("zero_optimization", "bf16", "fp16", "aio")
     config = {name: value for name, value in deepspeed_config(context).items() if name in kept}

@@ -22,7 +22,7 @@ def configure(
     samples: int | None = None,
     hidden_size: int | None = None,
 ) -> tuple[Resolved, int]:
-    """The resolved config and the number of steps.
+    """Return the resolved config and the number of steps.
 
     Args:
         world_size: ranks that run.
@@ -58,7 +58,8 @@ def configure(
 
 
 def read_config(config: str | Mapping[str, Any] | None) -> Document:
-    """The DeepSpeed JSON: a file, a preset's name, or what a program made; absent: everything from the arguments."""
+    """Return the DeepSpeed JSON: a file, a preset's name, or what a program made; absent: everything from the
+    arguments."""
     if isinstance(config, str):
         return load(config)
     everything = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
@@ -66,7 +67,7 @@ def read_config(config: str | Mapping[str, Any] | None) -> Document:
 
 
 def max_steps(args: TrainingArguments, samples: int | None, global_batch: int) -> int:
-    """Steps of the run: as given, or as many as the epochs take."""
+    """Return the number of steps: as given, or as many as the epochs take."""
     if args.max_steps > 0 or samples is None:
         return max(1, args.max_steps)
     steps = math.ceil(args.num_train_epochs * samples / global_batch)

@@ -29,7 +29,7 @@ class DatasetCheck:
     collator: Collator
 
     def first_batch(self, dataset: Any, size: int) -> MicroBatch | None:
-        """A micro-batch of the first samples, None without any; all ranks call it.
+        """Return a micro-batch of the first samples, None without any; all ranks call it.
 
         Raises UserError if a sample cannot be collated, or if the samples are packed documents and the model does
         not keep them apart or has not so many positions.

@@ -69,7 +69,7 @@ def user_datasets(
     env: LaunchEnv,
     console: Console,
 ) -> Datasets:
-    """The Trainer's data sets, of which those that hold text or conversations become tokens.
+    """Return the Trainer's data sets, of which those that hold text or conversations become tokens.
 
     Without a `source`, the model's, nothing is prepared: the samples are for the user's own layers or data_collator.
     Raises UserError where there is something to prepare and no tokenizer, and for --packing where it could not act.
@@ -112,12 +112,13 @@ def _require_cut(source: ModelSource, args: TrainingArguments, env: LaunchEnv) -
 
 
 def _layer_out(
-    tokenizer: Tokenizer, source: ModelSource, args: TrainingArguments, say: Callable[[str], None] = lambda line: None
+    tokenizer: Tokenizer, source: ModelSource, args: TrainingArguments, say: Callable[[str], None] = lambda _: None
 ) -> Callable[[Any], Any]:
-    """What makes samples of documents, for this model; UserError if its tokenizer or block size do not fit it."""
+    """Return what makes samples of documents, for this model; UserError if its tokenizer or block size do not fit
+    it."""
     config = source.config.get_text_config(decoder=True)
     check_vocabulary(tokenizer, vocabulary_size(build_skeleton(source.config)))
-    if args.packing:  # told before anything is tokenised
+    if args.packing:  # refused before anything is tokenised
         require_documents_apart(with_attention(source.config, args.attn_implementation))
     block_size = _block_size(args, getattr(config, "max_position_embeddings", None))
 

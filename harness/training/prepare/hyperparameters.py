@@ -21,7 +21,7 @@ SECTIONS = ("optimizer", "scheduler", "fp16", "gradient_clipping", "train_batch_
 
 
 def hyperparameters(args: TrainingArguments, resolved: Resolved, max_steps: int) -> dict[str, Any]:
-    """What decides about the steps that are still to come, under the names that a user knows."""
+    """Return what decides about the steps that are still to come, under the names that a user knows."""
     config = resolved.config
     values = {} if "optimizer" in config else {name: getattr(args, name) for name in OF_ADAMW}
     values["learning_rate"] = args.learning_rate  # where the JSON has an optimizer without one, too
@@ -50,7 +50,7 @@ def _spelled(values: Mapping[str, Any], name: str) -> str:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The single values below a section, each under its path."""
+    """Return the single values below a section, each under its path."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flat(f"{name}.{key}", inner)

@@ -29,7 +29,8 @@ Checksums = dict[str, int]
 
 
 def tensors_in_memory(model: Any, source: ModelSource | None, adaptation: Adaptation | None) -> dict[str, Tensor]:
-    """The tensors, by name, of what the user made in this process; none of a model that is read or begun by ranks."""
+    """Return the tensors, by name, of what the user made in this process; none of a model that is read or begun by
+    ranks."""
     if source is not None:
         if not isinstance(source.weights, Mapping):
             return {}
@@ -82,11 +83,11 @@ def require_one_model(module: nn.Module, groups: Groups, zero_stage: int) -> Non
     for axis in ("tensor", "data", "pipeline"):
         for ranks in groups.layout.groups(axis):
             if len({row[axis] for rank in ranks if axis in (row := rows[rank])}) > 1:
-                _refuse(digests.get(axis, {}), axis, ranks)
+                _refuse(digests.get(axis, {}), ranks)
 
 
-def _refuse(own: dict[str, str], axis: str, ranks: Sequence[int]) -> None:
-    """Name the tensor; every rank comes here with the same `axis` and `ranks`."""
+def _refuse(own: dict[str, str], ranks: Sequence[int]) -> None:
+    """Name the tensor; every rank comes here with the same `ranks`."""
     named: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(named, own)
     first = ranks[0]

@@ -1,4 +1,4 @@
-"""Which layers stand on which stage: chosen from what layers cost, and told to the user."""
+"""Which layers stand on which stage: chosen from what layers cost, and reported."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StageLine:
 
 
 def choose_boundaries(trainable: TrainableModel, context: RunContext, sample: Any) -> list[int]:
-    """The stage boundaries by the config's `pipeline.partition`; all ranks call it and get the same.
+    """Return the stage boundaries by the config's `pipeline.partition`; all ranks call it and get the same.
 
     Args:
         sample: inputs and labels of one micro-batch, for `measured`; None if there is no training data.

@@ -1,4 +1,4 @@
-"""What the user is told before the first step: the layout, the stages, and what will be slow."""
+"""What a run reports before the first step: the layout, the stages, and what will be slow."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def compilation(console: Console, resolved: Resolved, device: torch.device) -> N
 
 
 def stages(console: Console, layout: Layout, resolved: Resolved, steps: int, lines: Sequence[StageLine]) -> None:
-    """The layout, the batch, and which layers and how many parameters each rank holds."""
+    """Report the layout, the batch, and which layers and how many parameters each rank holds."""
     console.say(
         f"{layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}: {counted(steps, 'step')} "
         f"of {counted(resolved.train_batch, 'sample')} "

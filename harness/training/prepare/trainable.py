@@ -65,7 +65,7 @@ class TrainableModel:
 
     @property
     def summary(self) -> str:
-        """Its kinds of layers and their size, by which a checkpoint of another model is told."""
+        """Its kinds of layers and their size, by which a checkpoint of another model is recognised."""
         kinds = ", ".join(dict.fromkeys(self.names))
         return f"{len(self.names)} layers ({kinds}) and {sum(self.parameters):,} parameters"
 
@@ -78,12 +78,12 @@ class TrainableModel:
         return LayerTraits(local_states=bool(self.causal.outer.schema.states), draws=self.causal.outer.draws)
 
     def saved_name(self, name: str) -> str:
-        """The name under which a parameter is exported: a decoder's loses the index of its pipeline layer."""
+        """Return the name under which a parameter is exported: a decoder's loses the index of its pipeline layer."""
         return name.partition(".")[2] if self.causal is not None else name
 
 
 def model_source(model: Model) -> ModelSource | None:
-    """What a decoder is made from; None for a list of layers. UserError for what is neither."""
+    """Return what a decoder is made from; None for a list of layers. UserError for what is neither."""
     if isinstance(model, str):
         return read_source(model)
     if isinstance(model, PretrainedConfig):
@@ -118,7 +118,7 @@ def trainable_decoder(
     config = with_attention(source.config, args.attn_implementation)
     require_available(config, context.device, context.dtype)
     source = replace(source, config=_with_router_loss(config, args))
-    # a model in memory may have begun from other random numbers on each rank: the first one's are sent round
+    # a model in memory may have begun from other random numbers on each rank: the first rank's are broadcast
     part = zero3_partition(context) if source.weights is None or isinstance(source.weights, Path) else None
     causal = assemble(
         source,
@@ -151,8 +151,8 @@ def trainable_decoder(
 
 
 def adapted(model: Model, peft_config: Any) -> tuple[ModelSource | None, Adaptation | None]:
-    """What a decoder is made from (None for a list of layers), and its adapters: those of a model in memory that has
-    some, or new ones by `peft_config`."""
+    """Return what a decoder is made from (None for a list of layers), and its adapters: those of a model in memory
+    that has some, or new ones by `peft_config`."""
     found = adapted_model(model)
     if found is not None:
         if peft_config is not None:
@@ -181,7 +181,8 @@ def _require_gradients(causal: CausalModel, context: RunContext) -> None:
 
 
 def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> PretrainedConfig:
-    """The config with what the arguments say of the router loss. UserError for a factor of a loss that is off."""
+    """Return the config with what the arguments say of the router loss. UserError for a factor of a loss that is
+    off."""
     if args.output_router_logits is not None:
         config = copy.deepcopy(config)
         config.output_router_logits = args.output_router_logits

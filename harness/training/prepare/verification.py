@@ -30,11 +30,11 @@ def verify_plan(causal: CausalModel, context: RunContext, console: Console) -> N
 
     All ranks call it, once they know that the model can be cut at all.
     """
-    source, wish, tensor = causal.source, context.args.verify_plan, context.groups.layout.tp_size
+    source, requested, tensor = causal.source, context.args.verify_plan, context.groups.layout.tp_size
     known = not causal.unequal and is_tested(source.config, tensor > 1)
-    if wish == "off" or (wish == "auto" and known):
+    if requested == "off" or (requested == "auto" and known):
         return
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     found: tuple[float, str | None, str | None] = (0.0, None, None)  # how far off, refusal, why it was not tried
     try:
         found = _refusal(causal, context)
@@ -43,13 +43,13 @@ def verify_plan(causal: CausalModel, context: RunContext, console: Console) -> N
     refusal, untried = _worst(found)
     if refusal is not None:
         raise UserError(refusal)
-    if untried is not None and wish == "on":
+    if untried is not None and requested == "on":
         raise UserError(f"--verify_plan on: {untried}")
     if untried is not None:
         console.warn(f"the sharding of this {source.config.model_type} model was not verified: {untried}")
     else:
         console.say(
-            f"verified: the sharded model matches the whole one (tiny copy, {time.perf_counter() - begun:.1f} s)"
+            f"verified: the sharded model matches the whole one (tiny copy, {time.perf_counter() - start_time:.1f} s)"
         )
 
 
@@ -75,14 +75,14 @@ def _refusal(causal: CausalModel, context: RunContext) -> tuple[float, str | Non
 
 
 def _cut(source: ModelSource, tensor: TensorParallel, context: RunContext, unequal: set[str]) -> CausalModel:
-    """The cut model; `unequal` gets the names of parameters of which ranks hold unequal shares."""
+    """Return the cut model; `unequal` gets the names of parameters of which ranks hold unequal shares."""
     cut = assemble(
         source,
         tensor=tensor,
         device=context.device,
         dtype=torch.float32,
         seed=context.args.seed,
-        finish=lambda layer: None,
+        finish=lambda _: None,
         whole_experts=context.resolved.ep_size > 1,
     )
     unequal |= cut.unequal
@@ -104,7 +104,7 @@ def _told(source: ModelSource, context: RunContext, difference: Difference) -> s
 
 
 def _worst(own: tuple[float, str | None, str | None]) -> Any:
-    """The same answer for all ranks: the refusal that is furthest off, and why any rank has not tried."""
+    """Return the same answer for all ranks: the refusal that is furthest off, and why any rank has not tried."""
     all_found: list[Any] = [own]
     if dist.is_initialized() and dist.get_world_size() > 1:
         all_found = [None] * dist.get_world_size()

@@ -43,7 +43,8 @@ def start(env: LaunchEnv) -> torch.device:
 
 
 def device_index(local_rank: int, visible: int) -> int:
-    """Number of a rank's device among the `visible` ones; where it sees one alone (CUDA_VISIBLE_DEVICES), that one.
+    """Return the number of a rank's device among the `visible` ones; where it sees one alone (CUDA_VISIBLE_DEVICES),
+    that one.
 
     Raises UserError if there is none left for it.
     """
@@ -85,9 +86,9 @@ def largest(values: Sequence[int], device: torch.device) -> list[int]:
     return [int(value) for value in found.tolist()]
 
 
-def any_rank(wish: bool, device: torch.device) -> bool:
-    """Whether `wish` is true on any rank; all ranks call it."""
-    return bool(largest([int(wish)], device)[0])
+def any_rank(requested: bool, device: torch.device) -> bool:
+    """Whether `requested` is true on any rank; all ranks call it."""
+    return bool(largest([int(requested)], device)[0])
 
 
 def require_precision(precision: str) -> None:

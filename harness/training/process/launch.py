@@ -36,7 +36,7 @@ def launch(argv: Sequence[str]) -> int:
     program = _program()
     received: list[int] = []
 
-    def pass_on(number: int, frame: object) -> None:
+    def pass_on(number: int, _frame: object) -> None:
         received.append(number)
         _signal(process.pid, number)
 
@@ -77,7 +77,7 @@ def _send(process: int, number: int) -> None:
 
 
 def _program() -> str:
-    """The `deepspeed` command of this Python's installation, else of $PATH."""
+    """Return the `deepspeed` command of this Python's installation, else of $PATH."""
     beside = Path(sys.executable).with_name("deepspeed")
     found = str(beside) if beside.exists() else shutil.which("deepspeed")
     if found is None:

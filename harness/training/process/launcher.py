@@ -39,7 +39,7 @@ class Launcher:
 
     @classmethod
     def find(cls, parent: str = "") -> Launcher:
-        """The launcher of this process, if one started it; `parent` is `LaunchEnv.parent`."""
+        """Return the launcher of this process, if one started it; `parent` is `LaunchEnv.parent`."""
         links, process = [], os.getpid()
         for upper, command in above():
             links.append((process, upper))
@@ -67,7 +67,7 @@ class Launcher:
         """Whether a process of the launch above this one has ended."""
         try:
             return any(parent_of(process) != parent for process, parent in self.links)
-        except OSError:  # it cannot be told now, as where no file can be opened
+        except OSError:  # not known now, as where no file can be opened
             return False
 
     def runner_wakes(self) -> int:
@@ -95,12 +95,12 @@ class Launcher:
             os.kill(self.runner, signal.SIGTERM)
 
     def resume_command(self) -> str | None:
-        """The command by which the user goes on from the newest checkpoint."""
+        """Return the command by which the user goes on from the newest checkpoint."""
         return None if self.command is None else shlex.join(with_resume(_as_typed(self.command)))
 
 
 def with_resume(words: Sequence[str]) -> list[str]:
-    """A command with `--resume_from_checkpoint auto` in the place of whatever it said about it."""
+    """Return a command with `--resume_from_checkpoint auto` in the place of whatever it said about it."""
     kept: list[str] = []
     for word in words:
         if kept and kept[-1] == RESUME:
@@ -111,7 +111,7 @@ def with_resume(words: Sequence[str]) -> list[str]:
 
 
 def _as_typed(words: Sequence[str]) -> list[str]:
-    """A command line without the interpreter that runs a script of $PATH, and without that script's folder."""
+    """Return a command line without the interpreter that runs a script of $PATH, and without that script's folder."""
     if len(words) > 1 and (name := Path(words[1]).name) and shutil.which(name) == words[1]:
         return [name, *words[2:]]
     return list(words)

@@ -41,16 +41,16 @@ class Watch:
     """Receives the signals of this process while it is open.
 
     Attributes:
-        tell: prints a line for the user.
+        say: prints a line for the user.
         first: number of the signal that asked for the end, 0 if none did.
     """
 
-    def __init__(self, tell: Callable[[str], None], launcher: Launcher) -> None:
+    def __init__(self, say: Callable[[str], None], launcher: Launcher) -> None:
         self.launcher = launcher
-        self.tell = tell
+        self.say = say
         self.first = 0
         self.saves = False  # whether the main thread will see `first` and save
-        self.promise = ""  # what the user is told at the first signal, if anything
+        self.promise = ""  # what is reported at the first signal, if anything
         self.where: str | None = "before the first step"  # of an end at once; None: nothing is said of it
         self._first_at = 0.0
         self._wakes = launcher.runner_wakes()
@@ -91,7 +91,7 @@ class Watch:
                 self._receive(signal.SIGTERM)
 
     def _next(self, seconds: float) -> list[int]:
-        """The signals that came within some time."""
+        """Return the signals that came within some time."""
         ready, _, _ = select.select([self._read], [], [], seconds)
         return [number for number in os.read(self._read, 512) if number in self._handlers] if ready else []
 
@@ -104,7 +104,7 @@ class Watch:
         elif not self.first:
             self.first, self._first_at = number, now
             if self.promise:
-                self.tell(f"{signal.Signals(number).name}: {self.promise}")
+                self.say(f"{signal.Signals(number).name}: {self.promise}")
         elif now - self._first_at > self._apart(number):
             self._end(number)
 
@@ -122,7 +122,7 @@ class Watch:
 
     def _end(self, number: int) -> None:
         if self.where is not None:
-            self.tell(f"{signal.Signals(number).name} {self.where}: the run has ended")
+            self.say(f"{signal.Signals(number).name} {self.where}: the run has ended")
         sys.stdout.flush()
         sys.stderr.flush()
         for package in ("multiprocessing", "multiprocess"):  # what they have started would wait for work for ever
@@ -134,7 +134,7 @@ class Watch:
 
 
 @contextmanager
-def watching(tell: Callable[[str], None], parent: str = "") -> Iterator[Watch | None]:
+def watching(say: Callable[[str], None], parent: str = "") -> Iterator[Watch | None]:
     """Receive signals; nothing is done in a thread that is not the main one, or where they are received already.
 
     `parent` is `LaunchEnv.parent`.
@@ -143,19 +143,19 @@ def watching(tell: Callable[[str], None], parent: str = "") -> Iterator[Watch | 
     if active is not None or threading.current_thread() is not threading.main_thread():
         yield active
         return
-    with Watch(tell, Launcher.find(parent)) as watch:
+    with Watch(say, Launcher.find(parent)) as watch:
         yield watch
 
 
 @contextmanager
-def at_the_end_of_a_step(tell: Callable[[str], None], parent: str = "") -> Iterator[None]:
+def at_the_end_of_a_step(say: Callable[[str], None], parent: str = "") -> Iterator[None]:
     """Keep a signal for `received` instead of ending at once: the caller looks at the end of each step, and saves.
 
     A signal after the last step lets the script write the model, as all the work is done; without a script around
     it, that signal is raised again.
     """
     is_outer = _active() is None
-    with watching(tell, parent) as watch:
+    with watching(say, parent) as watch:
         if watch is None:
             yield
             return
@@ -172,7 +172,7 @@ def at_the_end_of_a_step(tell: Callable[[str], None], parent: str = "") -> Itera
 
 
 def received() -> int:
-    """Number of the signal that asked for the end of the run, 0 if none did."""
+    """Return the number of the signal that asked for the end of the run, 0 if none did."""
     watch = _active()
     return 0 if watch is None else watch.first
 
@@ -186,24 +186,24 @@ def precedence(number: int) -> int:
 
 
 def of_precedence(place: int) -> int:
-    """Number of the signal at a place; 0 for none."""
+    """Return the number of the signal at a place; 0 for none."""
     return SIGNALS[place - 1] if place else 0
 
 
 def say_nothing() -> None:
-    """From here on end by a signal without a word: the user is told another reason."""
+    """From here on end by a signal silently: another reason is reported."""
     if watch := _active():
         watch.where = None
 
 
 def resume_command() -> str | None:
-    """The command by which the user goes on, as far as it is known."""
+    """Return the command by which the user goes on, as far as it is known."""
     watch = _active()
     return None if watch is None else watch.launcher.resume_command()
 
 
 def _active() -> Watch | None:
-    """The watch that receives this process's signals; its handler is the one place that knows it."""
+    """Return the watch that receives this process's signals; its handler is the one place that knows it."""
     watch = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return watch if isinstance(watch, Watch) else None
 

@@ -62,7 +62,7 @@ def versions() -> dict[str, str]:
 
 
 def _steps_before(path: Path, first_step: int) -> list[str]:
-    """The whole lines of steps before `first_step`; a line that was cut off in the middle is left out."""
+    """Return the whole lines of steps before `first_step`; a line that was cut off in the middle is left out."""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:

@@ -44,7 +44,8 @@ class Recorder:
                 file.close()
 
     def _open(self, path: Path) -> MetricsFile:
-        """The file as far as this run has come; a run that begins keeps what an earlier one left under another name."""
+        """Return the file as far as this run has come; a run that begins keeps what an earlier one left under another
+        name."""
         first_step = self.state.global_step + 1
         kept = set_aside(path) if first_step == 1 else None
         if kept is not None:
@@ -82,7 +83,7 @@ class Recorder:
 
 
 def describe(run: PreparedRun) -> dict[str, Any]:
-    """What `run.json` holds: resolved config, layout, arguments, model shape, stage boundaries."""
+    """Return what `run.json` holds: resolved config, layout, arguments, model shape, stage boundaries."""
     causal = run.trainable.causal
     arguments = asdict(run.args)
     arguments["deepspeed_config"] = str(arguments["deepspeed_config"])

@@ -26,7 +26,7 @@ def copied(
     read: Callable[[Part], Iterable[Mapping[str, Any]]],
     features: Features,
     *,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda _: None,
     workers: int | None = None,
 ) -> Dataset:
     """Return the rows that `read` gives of all parts, in order, written to `folder` where they are not there yet.

@@ -30,8 +30,9 @@ def holds_tokens(dataset: Any) -> bool:
     return not any(set(needed) <= set(row) for needed in COLUMNS.values())
 
 
-def as_documents(dataset: Any, name: str, say: Callable[[str], None] = lambda line: None) -> Dataset:
-    """The documents of a map-style data set whose items are dicts; UserError with `name[i]` for one that is none.
+def as_documents(dataset: Any, name: str, say: Callable[[str], None] = lambda _: None) -> Dataset:
+    """Return the documents of a map-style data set whose items are dicts; UserError with `name[i]` for one that is
+    none.
 
     Those of a `datasets.Dataset` on disk are kept on disk, in HF_DATASETS_CACHE, others in memory.
     """

@@ -36,7 +36,7 @@ def read_documents_of(extent: Extent, kind: str) -> Iterator[dict[str, str | int
 
 
 def kind_of_file(file: Path) -> str | None:
-    """What the rows of a file are, by its first row or its schema, which is looked at; None if it has no row."""
+    """Return what the rows of a file are, by its first row or its schema, which is looked at; None if it has no row."""
     if file.suffix == ".parquet":
         return kind_of_row(_parquet_columns(file), str(file))
     if file.suffix != ".jsonl":

@@ -30,7 +30,7 @@ ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython"
 
 
 def kind_of_row(columns: Iterable[str], place: str) -> str:
-    """The kind that these columns make; UserError if they make none."""
+    """Return the kind of row that these columns make. UserError if they make none."""
     names = list(map(str, columns))
     for kind, needed in COLUMNS.items():
         if set(needed) <= set(names):
@@ -42,7 +42,7 @@ def kind_of_row(columns: Iterable[str], place: str) -> str:
 
 
 def document(row: Mapping[str, Any], kind: str, place: str) -> dict[str, str]:
-    """The document of a row that stands in a file or data set of this kind; UserError if it is not one."""
+    """Return the document of a row that stands in a file or data set of this kind; UserError if it is not one."""
     missing = [name for name in COLUMNS[kind] if name not in row]
     if missing:
         raise UserError(
@@ -117,7 +117,7 @@ def _checked_message(message: object, place: str) -> dict[str, Any]:
 
 
 def _content(content: object, place: str) -> str:
-    """The text of a message, whose parts, if it comes in parts, must be text too."""
+    """Return the text of a message, whose parts, if it comes in parts, must be text too."""
     if not isinstance(content, Sequence) or isinstance(content, str):
         return checked_text(content, f"{place}: `content`")
     texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]

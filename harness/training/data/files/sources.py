@@ -3,7 +3,7 @@
 A source is a .txt file (one document), a .jsonl or .parquet file (one document a row: text or a conversation,
 see `rows.py`), a directory of such files, all of one kind (searched recursively, links followed, sorted by path,
 hidden ones left out) or "python-stdlib": the running Python's standard library. `preflight` needs neither torch
-nor datasets, so a wrong path is told before anything is built.
+nor datasets, so a wrong path is reported before anything is built.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FORMAT = 4
 
 
 def preflight(source: str | os.PathLike[str]) -> str:
-    """What a source's rows are (a kind of `rows.py`), each of its files looked at. UserError if one is unusable.
+    """Return what a source's rows are (a kind of `rows.py`), each of its files looked at. UserError if one is unusable.
 
     Costs one directory listing and the first row of each file; the rest of a file is not read.
     """
@@ -68,7 +68,7 @@ def _columns(kind: str) -> str:
 
 
 def find_files(source: str | os.PathLike[str]) -> list[Path]:
-    """The files that make up a source, in the order they are read in. UserError where there are none."""
+    """Return the files that make up a source, in the order they are read in. UserError where there are none."""
     if os.fspath(source) == PYTHON_STDLIB:
         return _stdlib_files()
     path = Path(source)
@@ -89,7 +89,7 @@ def read_documents(
     source: str | os.PathLike[str],
     cache_dir: str | os.PathLike[str] | None = None,
     *,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda _: None,
     workers: int | None = None,
 ) -> Dataset:
     """Return the documents of a source: a `datasets.Dataset` mapped from disk.
@@ -139,7 +139,7 @@ def _documents(extents: Sequence[Extent], kind: str) -> Iterator[dict[str, str |
 
 
 def _walk(top: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
-    """The files under `top`, sorted by relative path, without hidden ones and the directories `left_out`."""
+    """Return the files under `top`, sorted by relative path, without hidden ones and the directories `left_out`."""
 
     def stop(error: OSError) -> None:
         raise UserError(f"cannot list {error.filename}: {error.strerror}") from error
@@ -157,7 +157,7 @@ def _walk(top: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
 
 
 def _stdlib_files() -> list[Path]:
-    """The .py files of the standard library of the Python that runs, without tests and installed packages."""
+    """Return the .py files of the standard library of the Python that runs, without tests and installed packages."""
     top = Path(sysconfig.get_path("stdlib"))
     files = (
         [file for file in _walk(top, frozenset(_BESIDE_STDLIB)) if file.suffix == ".py" and decodes(file)]
