@@ -6,9 +6,10 @@ here imports torch or deepspeed: a config is judged in milliseconds, before any 
 
 from harness.config.check import check, refusals
 from harness.config.diagnostic import ConfigError, Diagnostic, Severity
-from harness.config.resolving.auto_values import AutoValues, Filled, Resolved
 from harness.config.resolving.resolve import resolve
+from harness.config.resolving.resolved import Filled, Resolved
 from harness.config.text.document import Document, load
+from harness.config.values.arguments import AutoValues
 from harness.errors import UserError
 
 __all__ = [

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from harness.config import schema
 from harness.config.model.shape import ModelShape
-from harness.config.resolving.auto_values import AUTO, lookup, whole
 from harness.config.schema import Key
 from harness.config.schema.coercion import as_bool, as_int
 from harness.config.schema.normalize import as_read
 from harness.config.text.document import Document
+from harness.config.values.pointers import AUTO, lookup, whole
 
 Target = Literal["harness", "hf", "deepspeed"]
 TARGETS: tuple[Target, ...] = ("harness", "hf", "deepspeed")

@@ -106,17 +106,6 @@ class Layout:
         first = self.rank(stage=stage, dp_rank=0, tp_rank=0)
         return list(range(first, first + self.dp_size * self.tp_size))
 
-    def bubble(self, micro_batches: int) -> float:
-        """The fraction of a step in which a stage waits: (p - 1) / (m + p - 1) for p stages, m micro-batches.
-
-        The same for GPipe (Huang et al. 2019, arXiv:1811.06965, section 2.3) and for 1F1B with a flush, which
-        DeepSpeed runs (Narayanan et al. 2021, arXiv:2104.04473, section 2.2, where it stands relative to the
-        ideal time, (p - 1) / m). Assumes equal stages. Raises UserError for less than one micro-batch.
-        """
-        if micro_batches < 1:
-            raise UserError(f"{micro_batches} micro-batches a step: set gradient_accumulation_steps to 1 or more")
-        return (self.pp_size - 1) / (micro_batches + self.pp_size - 1)
-
     def _stride(self, axis: Axis) -> int:
         """The distance in global rank between two neighbours along `axis`."""
         strides = {"tensor": 1, "data": self.tp_size, "pipeline": self.dp_size * self.tp_size}

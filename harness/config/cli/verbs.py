@@ -16,11 +16,12 @@ from harness.config.check import check as check_document
 from harness.config.cli.fix import diff, fix
 from harness.config.cli.render import FORMATS, render, text_block
 from harness.config.diagnostic import ConfigError, Diagnostic, Severity
-from harness.config.resolving.auto_values import AutoValues, Resolved
 from harness.config.resolving.resolve import resolve as resolve_document
+from harness.config.resolving.resolved import Resolved
 from harness.config.rules.registry import RULES, by_code
 from harness.config.schema.support import version_warning
 from harness.config.text.document import MAX_BYTES, Document, from_bytes, from_text, load
+from harness.config.values.arguments import AutoValues
 from harness.config.view import TARGETS
 from harness.errors import UserError
 

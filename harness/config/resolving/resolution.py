@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.config.diagnostic import Diagnostic, Severity
-from harness.config.resolving.auto_values import AUTO, AutoValues, Filled, lookup, put, size_fault, whole
+from harness.config.resolving.resolved import Filled
 from harness.config.text.document import Document
+from harness.config.values.arguments import AutoValues
+from harness.config.values.layout_keys import size_fault
+from harness.config.values.pointers import AUTO, lookup, name_of, put, whole
 
 
 @dataclass
@@ -71,8 +74,3 @@ class Resolution:
             return
         message = f"--{name} is {argument} and {name_of(pointer)} is {in_file}"
         self.refuse("DS951", pointer, message, 'give one of them, or write "auto" in the file')
-
-
-def name_of(pointer: str) -> str:
-    """`zero_optimization.stage` for `/zero_optimization/stage`: how a user writes it."""
-    return pointer.strip("/").replace("/", ".")

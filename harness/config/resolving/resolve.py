@@ -13,10 +13,13 @@ from typing import Any
 
 from harness.config.diagnostic import ConfigError
 from harness.config.resolving import sizes
-from harness.config.resolving.auto_values import AUTO, PARTITIONS, AutoValues, Filled, Resolved, partition_method, put
 from harness.config.resolving.resolution import Resolution
+from harness.config.resolving.resolved import Filled, Resolved
 from harness.config.schema.normalize import as_read
 from harness.config.text.document import Document
+from harness.config.values.arguments import AutoValues
+from harness.config.values.layout_keys import PARTITION_FORMS, PARTITIONS, partition_method
+from harness.config.values.pointers import AUTO, put
 
 SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
@@ -145,7 +148,7 @@ def _partition(run: Resolution, pipeline: int) -> str:
     stated = run.get("/pipeline/partition")
     method = partition_method(stated)
     if method is None and pipeline > 1:
-        known = ", ".join((*PARTITIONS, "type:REGEX"))
+        known = ", ".join(PARTITION_FORMS)
         run.refuse("DS604", "/pipeline/partition", f"unknown partition {stated!r}", f"use one of {known}")
     return method or PARTITIONS[0]
 

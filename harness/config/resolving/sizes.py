@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from harness.config.resolving.auto_values import AUTO, put
-from harness.config.resolving.batch import complete, misfit
 from harness.config.resolving.resolution import Resolution
+from harness.config.values.batch import complete, misfit
+from harness.config.values.pointers import AUTO, put
 from harness.wording import counted
 
 MICRO, ACCUMULATION, TRAIN = (

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from harness.config.schema import Key
+from harness.wording import one_of
 
 _TRUE = {"1", "on", "t", "true", "y", "yes"}
 _FALSE = {"0", "off", "f", "false", "n", "no"}
@@ -124,9 +124,3 @@ def _limits(key: Key, value: Any) -> tuple[str, str]:
     if "x-items" in key.spec and isinstance(value, list) and any(item not in key.spec["x-items"] for item in value):
         return "choice", "a list of " + one_of(key.spec["x-items"])
     return "", ""
-
-
-def one_of(choices: Sequence[Any]) -> str:
-    """`a, b or c`."""
-    words = [str(choice) for choice in choices]
-    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.config import schema
-from harness.config.resolving.auto_values import AUTO, LEAST
 from harness.config.schema import Key
 from harness.config.schema.coercion import read
+from harness.config.values.layout_keys import LEAST
+from harness.config.values.pointers import AUTO
 
 
 def as_read(config: Mapping[str, Any]) -> dict[str, Any]:

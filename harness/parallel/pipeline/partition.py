@@ -16,10 +16,9 @@ from fractions import Fraction
 from itertools import accumulate
 from math import inf, isfinite, lcm
 
+from harness.config.values.layout_keys import PARTITION_FORMS
 from harness.errors import UserError
 from harness.wording import counted
-
-METHODS = ("balanced", "measured", "uniform", "parameters", "type:REGEX")
 
 
 def stage_boundaries(
@@ -47,7 +46,7 @@ def stage_boundaries(
             return uniform(len(names), stages)
         case "parameters":
             return narrowest(parameters, stages)
-    raise UserError(f"pipeline.partition: {method!r} is not a method; use one of {', '.join(METHODS)}")
+    raise UserError(f"pipeline.partition: {method!r} is not a method; use one of {', '.join(PARTITION_FORMS)}")
 
 
 def uniform(n_layers: int, stages: int) -> list[int]:

@@ -14,10 +14,9 @@ from typing import Any
 from torch import nn
 
 from harness.config.model.shares import Heads, Stretch, stretch
-from harness.config.schema.coercion import one_of
 from harness.errors import UserError
 from harness.parallel.plans.plan import wildcard
-from harness.wording import counted
+from harness.wording import counted, one_of
 
 
 @dataclass(frozen=True, kw_only=True)

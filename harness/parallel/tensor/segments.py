@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.config.schema.coercion import one_of
 from harness.errors import UserError
 from harness.parallel.comm import TensorParallel, copy_to_group, gather_from_group
 from harness.parallel.tensor.shard import Shard, cut_parameter
+from harness.wording import one_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
 from harness.config import Resolved
-from harness.config.resolving.handed import without_idle
+from harness.config.values.idle_keys import without_idle
 from harness.errors import UserError
 from harness.hf.forward.zero3_leaves import leaves_of_sequence
 from harness.parallel.comm import TensorParallel

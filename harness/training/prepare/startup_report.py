@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from harness.config import Resolved
-from harness.config.resolving.batch import bubble, idle, micro_batches_wanted
 from harness.config.schema.support import version_warning
+from harness.config.values.batch import bubble, idle, micro_batches_wanted
 from harness.hf.locate import presets
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
-from harness.config.resolving.handed import accelerated
+from harness.config.values.idle_keys import accelerated
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv, run_timeout
 from harness.topology.rendezvous import open_store

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config import AutoValues, Severity, check, resolve
-from harness.config.resolving.auto_values import LEAST, put
-from harness.config.resolving.handed import IDLE, without_idle
 from harness.config.schema import Key, every_key
 from harness.config.text.document import from_text
+from harness.config.values.idle_keys import IDLE, without_idle
+from harness.config.values.layout_keys import LEAST
+from harness.config.values.pointers import put
 
 ACTS = {
     "/$schema": "editors",

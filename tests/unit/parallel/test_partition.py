@@ -7,8 +7,9 @@ from deepspeed.runtime.utils import partition_balanced, partition_uniform
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.config.values.layout_keys import PARTITION_FORMS
 from harness.errors import UserError
-from harness.parallel.pipeline.partition import METHODS, balanced, by_type, narrowest, stage_boundaries, uniform
+from harness.parallel.pipeline.partition import balanced, by_type, narrowest, stage_boundaries, uniform
 
 NAMES = ["Prologue", *["DecoderLayer"] * 6, "Epilogue"]
 
@@ -116,7 +117,7 @@ def test_each_method_reads_its_own_numbers():
 def test_an_unknown_method_is_told_with_the_known_ones(method):
     with pytest.raises(UserError) as caught:
         stage_boundaries(method, 2, costs=[1, 1], parameters=[1, 1], names=["A", "B"])
-    assert all(known in str(caught.value) for known in METHODS)
+    assert all(known in str(caught.value) for known in PARTITION_FORMS)
 
 
 @pytest.mark.parametrize("method", ["balanced", "measured", "uniform", "parameters", "type:Layer"])

@@ -120,24 +120,3 @@ def test_places_and_ranks_outside_the_layout_are_index_errors() -> None:
         layout.rank(stage=2, dp_rank=0, tp_rank=0)
     with pytest.raises(IndexError, match="tensor index 1"):
         layout.rank(stage=0, dp_rank=0, tp_rank=1)
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "micro_batches", "bubble"), [(1, 1, 0.0), (2, 8, 1 / 9), (4, 4, 3 / 7), (4, 1, 3 / 4)]
-)
-def test_bubble_is_the_share_of_the_step_spent_waiting(pipeline: int, micro_batches: int, bubble: float) -> None:
-    assert Layout(pp_size=pipeline).bubble(micro_batches) == pytest.approx(bubble)
-
-
-def test_bubble_matches_the_slots_of_deepspeeds_schedule() -> None:
-    from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
-
-    for stages, micro_batches in [(2, 8), (4, 4), (4, 12)]:
-        steps = list(TrainSchedule(micro_batches=micro_batches, stages=stages, stage_id=0).steps())
-        busy = sum(any(isinstance(c, (ForwardPass, BackwardPass)) for c in commands) for commands in steps)
-        assert 1 - busy / len(steps) == pytest.approx(Layout(pp_size=stages).bubble(micro_batches))
-
-
-def test_a_step_without_micro_batches_is_refused() -> None:
-    with pytest.raises(UserError, match="0 micro-batches"):
-        Layout(pp_size=2).bubble(0)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.config.diagnostic import Severity
-from harness.config.resolving.auto_values import AUTO
 from harness.config.rules.rule import Finding, rule
-from harness.config.rules.syntax.keys import dotted
 from harness.config.rules.syntax.values import show
+from harness.config.values.pointers import AUTO, name_of
 from harness.config.view import KeyOccurrence, RunView
 
 # what transformers' HfTrainerDeepSpeedConfig fills in; the harness fills the same
@@ -74,7 +73,7 @@ def auto_that_nobody_resolves(view: RunView) -> Iterator[Finding]:
         reader = "DeepSpeed" if view.target == "deepspeed" else "the HuggingFace Trainer"
         yield Finding(
             pointer=visit.pointer,
-            message=f'{dotted(visit.pointer)} is "auto", which {reader} does not replace here',
+            message=f'{name_of(visit.pointer)} is "auto", which {reader} does not replace here',
             hint="write a value, or remove the key",
             severity=None if fatal and view.target == "deepspeed" else Severity.WARNING,
             deepspeed='takes "auto" as a string, and fails when the value is used',
@@ -103,7 +102,7 @@ def auto_that_means_the_default(view: RunView) -> Iterator[Finding]:
         default = visit.key.spec.get("default")
         yield Finding(
             pointer=visit.pointer,
-            message=f'{dotted(visit.pointer)} is "auto": DeepSpeed\'s default {show(default)} applies',
+            message=f'{name_of(visit.pointer)} is "auto": DeepSpeed\'s default {show(default)} applies',
             hint="write the value, or remove the key",
             deepspeed="drops the key" if visit.section.is_pydantic else "never sees it: the harness leaves the key out",
             on_value=True,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.config.diagnostic import Severity
-from harness.config.resolving.auto_values import AUTO, whole
-from harness.config.resolving.batch import complete
 from harness.config.rules.rule import Finding, rule
+from harness.config.values.batch import complete
+from harness.config.values.pointers import AUTO, whole
 from harness.config.view import RunView
 from harness.wording import counted
 

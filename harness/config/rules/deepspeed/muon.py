@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.config.diagnostic import Severity
-from harness.config.resolving.auto_values import AUTO
 from harness.config.rules.deepspeed.optimizer import PARAMS, TYPE, about_type, kind
 from harness.config.rules.rule import Finding, rule
+from harness.config.values.pointers import AUTO
 from harness.config.view import RunView
 
 _CANNOT_TRAIN = {

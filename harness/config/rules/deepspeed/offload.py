@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.config.diagnostic import Severity
-from harness.config.resolving.auto_values import AUTO
 from harness.config.rules.rule import Finding, rule
 from harness.config.schema.coercion import as_float
+from harness.config.values.pointers import AUTO
 from harness.config.view import RunView
 
 ZERO = "/zero_optimization"

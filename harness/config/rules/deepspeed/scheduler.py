@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.config.diagnostic import Severity
-from harness.config.resolving.auto_values import AUTO, whole
 from harness.config.rules.rule import Finding, rule
 from harness.config.schema import signatures
-from harness.config.schema.coercion import one_of
 from harness.config.schema.suggest import nearest
+from harness.config.values.pointers import AUTO, whole
 from harness.config.view import RunView
+from harness.wording import one_of
 
 TYPE, PARAMS = "/scheduler/type", "/scheduler/params"
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from harness.config.diagnostic import Severity
-from harness.config.resolving.auto_values import AUTO
 from harness.config.rules.rule import Finding, rule
 from harness.config.text import edits
+from harness.config.values.pointers import AUTO
 from harness.config.view import RunView
 from harness.wording import counted
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.config.diagnostic import Severity
-from harness.config.resolving.auto_values import AUTO
-from harness.config.resolving.handed import IDLE, accelerated
 from harness.config.rules.deepspeed.offload import ZERO, offloads
 from harness.config.rules.deepspeed.precision import FLOAT16
 from harness.config.rules.rule import Finding, rule
-from harness.config.rules.syntax.keys import dotted
 from harness.config.schema import find
 from harness.config.schema.coercion import as_float
+from harness.config.values.idle_keys import IDLE, accelerated
+from harness.config.values.pointers import AUTO, name_of
 from harness.config.view import RunView
 
 
@@ -50,7 +49,7 @@ def no_effect_in_the_harness(view: RunView) -> Iterator[Finding]:
             reported.add(section)
             yield Finding(
                 pointer=pointer,
-                message=f"{dotted(pointer)} has no effect in the harness: {why}",
+                message=f"{name_of(pointer)} has no effect in the harness: {why}",
                 hint="remove it",
                 deepspeed="never reads it in a run of the harness",
             )

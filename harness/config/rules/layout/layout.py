@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.config.diagnostic import Severity
-from harness.config.resolving.auto_values import AUTO, LEAST, size_fault
 from harness.config.rules.rule import Finding, rule
 from harness.config.schema.coercion import as_int
 from harness.config.text import edits
+from harness.config.values.layout_keys import LEAST, size_fault
+from harness.config.values.pointers import AUTO
 from harness.config.view import RunView
 from harness.wording import counted
 

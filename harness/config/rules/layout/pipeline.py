@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.config.diagnostic import Severity
-from harness.config.resolving.auto_values import AUTO, PARTITIONS, partition_method
-from harness.config.resolving.batch import bubble, idle, micro_batches_wanted
 from harness.config.rules.rule import Finding, rule
+from harness.config.values.batch import bubble, idle, micro_batches_wanted
+from harness.config.values.layout_keys import PARTITION_FORMS, partition_method
+from harness.config.values.pointers import AUTO
 from harness.config.view import RunView
 
 
@@ -124,7 +125,7 @@ def unknown_partition(view: RunView) -> Iterator[Finding]:
     yield Finding(
         pointer="/pipeline/partition",
         message=f"unknown partition {method!r}",
-        hint="use one of " + ", ".join((*PARTITIONS, "type:REGEX")),
+        hint="use one of " + ", ".join(PARTITION_FORMS),
         severity=Severity.ERROR if refused else None,
         deepspeed="does nothing with it",
         on_value=True,

@@ -6,16 +6,11 @@ from collections.abc import Iterator
 
 from harness.config import schema
 from harness.config.diagnostic import Severity
-from harness.config.resolving.auto_values import AUTO
 from harness.config.rules.rule import Finding, rule
 from harness.config.schema.suggest import alias_here, elsewhere, nearest
 from harness.config.text import edits
+from harness.config.values.pointers import AUTO, name_of
 from harness.config.view import KeyOccurrence, RunView, is_comment
-
-
-def dotted(pointer: str) -> str:
-    """`zero_optimization.stage` for `/zero_optimization/stage`."""
-    return pointer.strip("/").replace("/", ".")
 
 
 def unknown(view: RunView) -> Iterator[KeyOccurrence]:
@@ -67,7 +62,7 @@ def misspelt_key(view: RunView) -> Iterator[Finding]:
         taken = meant in view.section(visit.parent) if visit.parent else meant in view.data
         yield Finding(
             pointer=visit.pointer,
-            message=f"unknown key {dotted(visit.pointer)}",
+            message=f"unknown key {name_of(visit.pointer)}",
             hint=f"{meant} is set as well; keep one of them" if taken else f"did you mean {meant}?",
             severity=severity,
             deepspeed=deepspeed,
@@ -102,17 +97,17 @@ def misplaced_key(view: RunView) -> Iterator[Finding]:
         parent = place.rsplit("/", 1)[0]
         if is_switch:
             hint, change = (
-                f"remove it: {dotted(place)} is a separate section",
+                f"remove it: {name_of(place)} is a separate section",
                 edits.remove(view.document, visit.pointer),
             )
         elif view.has(place):
-            hint, change = f"it belongs at {dotted(place)}, which is set as well; keep one of them", ()
+            hint, change = f"it belongs at {name_of(place)}, which is set as well; keep one of them", ()
         else:
-            hint, change = f"move it to {dotted(place)}", edits.move(view.document, visit.pointer, place)
+            hint, change = f"move it to {name_of(place)}", edits.move(view.document, visit.pointer, place)
         yield Finding(
             pointer=visit.pointer,
-            message=f"{visit.name} does not belong in {dotted(visit.parent) or 'the top level'}"
-            + (f" but in {dotted(parent)}" if parent and not is_switch else ""),
+            message=f"{visit.name} does not belong in {name_of(visit.parent) or 'the top level'}"
+            + (f" but in {name_of(parent)}" if parent and not is_switch else ""),
             hint=hint,
             severity=severity,
             deepspeed=deepspeed,
@@ -142,7 +137,7 @@ def unknown_key(view: RunView) -> Iterator[Finding]:
         severity, deepspeed = _consequence(visit)
         yield Finding(
             pointer=visit.pointer,
-            message=f"unknown key {dotted(visit.pointer)}",
+            message=f"unknown key {name_of(visit.pointer)}",
             hint="remove it",
             severity=severity,
             deepspeed=deepspeed,
@@ -171,7 +166,7 @@ def removed_feature(view: RunView) -> Iterator[Finding]:
         is_off = value is False or (isinstance(value, dict) and value.get("enabled", True) is False)
         yield Finding(
             pointer=visit.pointer,
-            message=f"{dotted(visit.pointer)} is a feature that DeepSpeed has removed",
+            message=f"{name_of(visit.pointer)} is a feature that DeepSpeed has removed",
             hint=hint,
             deepspeed="raises DeepSpeedConfigError, even when the feature is switched off",
             edits=edits.remove(view.document, visit.pointer) if is_off else (),
@@ -199,7 +194,7 @@ def deprecated_key(view: RunView) -> Iterator[Finding]:
         hint = f"use {new}" if new else "use pin_memory in offload_optimizer or offload_param"
         yield Finding(
             pointer=visit.pointer,
-            message=f"{dotted(visit.pointer)} is deprecated",
+            message=f"{name_of(visit.pointer)} is deprecated",
             hint="remove it" if shadowed else hint,
             deepspeed="ignores it because bf16 is set" if shadowed else "still reads it",
             edits=_modern(view, visit, new),

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator
 
 from harness.config.diagnostic import Severity
-from harness.config.resolving.auto_values import AUTO, size_fault
 from harness.config.rules.rule import Finding, rule
-from harness.config.rules.syntax.keys import dotted
 from harness.config.schema.coercion import NAMES, Reading, read
 from harness.config.text import edits
+from harness.config.values.layout_keys import size_fault
+from harness.config.values.pointers import AUTO, name_of
 from harness.config.view import KeyOccurrence, RunView
 
 
@@ -74,7 +74,7 @@ def wrong_type(view: RunView) -> Iterator[Finding]:
     for visit, reading, severity, deepspeed in _faults(view, "type"):
         yield Finding(
             pointer=visit.pointer,
-            message=f"{dotted(visit.pointer)} is {show(visit.value)}, not {reading.wanted}",
+            message=f"{name_of(visit.pointer)} is {show(visit.value)}, not {reading.wanted}",
             hint=_type_hint(visit, reading),
             severity=severity,
             deepspeed=deepspeed,
@@ -114,7 +114,7 @@ def unknown_choice(view: RunView) -> Iterator[Finding]:
         names = [str(choice) for choice in choices]
         yield Finding(
             pointer=visit.pointer,
-            message=f"{dotted(visit.pointer)} is {show(visit.value)}",
+            message=f"{name_of(visit.pointer)} is {show(visit.value)}",
             hint="use one of " + ", ".join(names) if len(names) > 1 else f"use {reading.wanted}",
             severity=severity,
             deepspeed=deepspeed,
@@ -135,7 +135,7 @@ def out_of_range(view: RunView) -> Iterator[Finding]:
     for visit, reading, severity, deepspeed in _faults(view, "range"):
         yield Finding(
             pointer=visit.pointer,
-            message=f"{dotted(visit.pointer)} is {show(visit.value)}",
+            message=f"{name_of(visit.pointer)} is {show(visit.value)}",
             hint=f"use a value that is {reading.wanted}",
             severity=severity,
             deepspeed=deepspeed,
@@ -161,7 +161,7 @@ def converted_value(view: RunView) -> Iterator[Finding]:
         if reading.fault == "converted":
             yield Finding(
                 pointer=visit.pointer,
-                message=f"{dotted(visit.pointer)} is {show(visit.value)}, where {reading.wanted} is expected",
+                message=f"{name_of(visit.pointer)} is {show(visit.value)}, where {reading.wanted} is expected",
                 hint=f"write {show(reading.value)}",
                 deepspeed=f"converts it to {show(reading.value)}",
                 on_value=True,
@@ -194,7 +194,7 @@ def section_not_an_object(view: RunView) -> Iterator[Finding]:
             continue  # dropped, as every "auto" in a checked section
         yield Finding(
             pointer=visit.pointer,
-            message=f"{dotted(visit.pointer)} is {show(visit.value)}, not an object",
+            message=f"{name_of(visit.pointer)} is {show(visit.value)}, not an object",
             hint="write { ... } with its keys" if visit.value is not None else "write { ... }, or remove it",
             deepspeed="ends with an error that names neither key nor reason",
             on_value=True,
@@ -218,7 +218,7 @@ def value_not_for_a_file(view: RunView) -> Iterator[Finding]:
         if visit.key is not None and visit.key.spec.get("x-only-auto") and visit.value != AUTO:
             yield Finding(
                 pointer=visit.pointer,
-                message=f"{dotted(visit.pointer)} cannot be set in a JSON file: DeepSpeed expects a torch.dtype",
+                message=f"{name_of(visit.pointer)} cannot be set in a JSON file: DeepSpeed expects a torch.dtype",
                 hint="remove it, and set fp16 or bf16",
                 deepspeed="refuses the config: the value is not a torch.dtype",
                 edits=edits.remove(view.document, visit.pointer),

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.config.schema.coercion import one_of
-from harness.wording import counted
+from harness.wording import counted, one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,11 @@ def complete(train: int | None, micro: int | None, accumulation: int | None, dat
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """The idle share of a pipeline step, (p - 1) / (m + p - 1). GPipe, arXiv 1811.06965, section 2.3."""
+    """Return the idle share of a pipeline step, (p - 1) / (m + p - 1) for p equal stages and m micro-batches.
+
+    It is the same for GPipe (arXiv 1811.06965, section 2.3) and for 1F1B with a flush, which DeepSpeed runs
+    (arXiv 2104.04473, section 2.2, which states it relative to the ideal time: (p - 1) / m).
+    """
     return (stages - 1) / (micro_batches + stages - 1)
 
 

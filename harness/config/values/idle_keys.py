@@ -11,7 +11,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from harness.config.resolving.auto_values import lookup
+from harness.config.values.pointers import lookup
 
 _DATA = "the harness reads the data itself, in an order that depends on the seed"
 _COMPILE = "the harness does not compile the model through DeepSpeed"

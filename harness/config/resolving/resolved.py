@@ -1,0 +1,35 @@
+"""What the resolution of a config comes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled:
+    """One value that was not in the file: where it stands now, what it is, where it came from."""
+
+    pointer: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A config without any "auto", ready for DeepSpeed, and what the harness reads from it itself."""
+
+    config: dict[str, Any]  # as DeepSpeed gets it from the harness
+    alone: dict[str, Any]  # as DeepSpeed takes it where the harness does not cut the model
+    filled: tuple[Filled, ...]
+    pp_size: int
+    tp_size: int
+    dp_size: int
+    ep_size: int  # ranks over which whole experts are spread: 1, or as many as tp_size
+    micro_batch: int
+    accumulation: int
+    train_batch: int
+    zero_stage: int
+    precision: str  # fp32, bf16 or fp16
+    partition: str  # balanced, measured, uniform, parameters or type:REGEX
+    activation_checkpoint_interval: int  # in decoder layers; 0 is off

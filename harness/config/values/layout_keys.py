@@ -1,0 +1,53 @@
+"""The keys by which the harness lays out a run: their least values, and the names of the partition methods."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from harness.config.values.pointers import AUTO, name_of, whole
+
+PARTITIONS = ("balanced", "measured", "uniform", "parameters")
+PARTITION_FORMS = (*PARTITIONS, "type:REGEX")
+# sizes that the harness itself reads, and the least that each may be; DeepSpeed takes any value for them
+LEAST = {
+    "/pipeline/stages": 1,
+    "/pipeline/activation_checkpoint_interval": 0,
+    "/tensor_parallel/autotp_size": 0,
+    "/expert_parallel/autoep_size": 1,
+}
+
+
+def size_fault(pointer: str, value: Any) -> tuple[str, str] | None:
+    """What is wrong with a size that the harness reads, and the remedy; None if it is none of those, or right."""
+    least = LEAST.get(pointer)
+    if least is None or value == AUTO:
+        return None
+    number = whole(value)
+    if number is not None and number >= least:
+        return None
+    shown = value if isinstance(value, (int, float)) and not isinstance(value, bool) else json.dumps(value)
+    return f"{name_of(pointer)} is {shown}, not a whole number of at least {least}", f"write {least} or more" + (
+        ", or remove the key" if least else "; 0 is off"
+    )
+
+
+def partition_method(value: Any) -> str | None:
+    """The way of cutting that `pipeline.partition` names; None if it names none. `best` is DeepSpeed's default."""
+    if value in (None, AUTO, "best"):
+        return PARTITIONS[0]
+    if not isinstance(value, str):
+        return None
+    if value.lower() in PARTITIONS:
+        return value.lower()
+    kind, _, pattern = value.partition(":")
+    return value if kind.lower() == "type" and pattern and _is_regex(pattern) else None
+
+
+def _is_regex(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True

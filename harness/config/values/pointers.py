@@ -1,0 +1,38 @@
+"""Values of a config by their JSON pointers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+AUTO = "auto"
+
+
+def lookup(config: Mapping[str, Any], pointer: str) -> Any:
+    """The value at a JSON pointer, or None where there is none."""
+    value: Any = config
+    for step in pointer.split("/")[1:]:
+        if not isinstance(value, Mapping) or step not in value:
+            return None
+        value = value[step]
+    return value
+
+
+def put(config: dict[str, Any], pointer: str, value: Any) -> None:
+    """Writes a value at a JSON pointer, making the objects on the way."""
+    *steps, last = pointer.split("/")[1:]
+    for step in steps:
+        config = config.setdefault(step, {})
+    config[last] = value
+
+
+def whole(value: Any) -> int | None:
+    """`value` as an int if it is a whole number (5e8 counts, true does not), else None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) == float("inf"):
+        return None
+    return int(value) if value == int(value) else None
+
+
+def name_of(pointer: str) -> str:
+    """Return `zero_optimization.stage` for `/zero_optimization/stage`: how a user writes it."""
+    return pointer.strip("/").replace("/", ".")
