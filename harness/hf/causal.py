@@ -55,7 +55,7 @@ class CausalModel:
     Attributes:
         layers: the pipeline layers, to be built stage by stage.
         source: where the model comes from, its config as it was read.
-        frame: the model's forward.
+        outer: the model's forward around its layers.
         vocab_size: ids that the logits are for, padding left out.
         local_logits: whether the epilogue gives this rank's part of the vocabulary instead of all of it.
         form: how it is written as a HuggingFace checkpoint.
@@ -170,7 +170,7 @@ def assemble(
     local_logits = not whole_logits and _logits_may_be_local(outer, plan, vocab_size, tensor.size)
     text = source.config.get_text_config(decoder=True)
     cut_layer = partial(_cut, plan=plan, tensor=tensor, text=text, local_logits=local_logits, dtype=dtype)
-    options: Any = dict(dtype=dtype, finish=finish, tap=router, kept=in_fp32 if keep_fp32 else frozenset())
+    options: Any = dict(dtype=dtype, finish=finish, capture=router, kept=in_fp32 if keep_fp32 else frozenset())
     blueprint = Blueprint(outer=outer, cut=cut_layer, source=weights, device=device, **options)
     return CausalModel(
         layers=decoder_layers(blueprint),

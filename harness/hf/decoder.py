@@ -1,10 +1,10 @@
 """A HuggingFace causal decoder as a list of pipeline layers, with HuggingFace's own modules inside.
 
 The list is: one `Prologue` (token ids -> hidden state), one `DecoderLayer` for each layer of the model (hidden
-state -> hidden state), one `Epilogue` (hidden state -> logits). What belongs where, and what is handed on besides
-the hidden state (`carry.py`), is found by the model's own forward (`frame.py`). Each holds its modules under their
-names in the model, so that the pipeline name of a parameter is the index of its layer followed by its HuggingFace
-name: `3.model.layers.2.self_attn.q_proj.weight`.
+state -> hidden state), one `Epilogue` (hidden state -> logits). What belongs where, and what is passed on besides
+the hidden state (`payload.py`), is found by running the model's own forward (`outer_forward.py`). Each holds its
+modules under their names in the model, so that the pipeline name of a parameter is the index of its layer followed by
+its HuggingFace name: `3.model.layers.2.self_attn.q_proj.weight`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 from harness.errors import UserError
 from harness.hf.forward.outer_forward import OuterForward
-from harness.hf.forward.payload import CarriedTensor, PayloadSpec, Tap, Tokens, Value, tapped_name
+from harness.hf.forward.payload import CarriedTensor, LayerCapture, PayloadSpec, Tokens, Value, captured_name
 from harness.hf.weights.layer_weights import WeightSource, materialise
 from harness.parallel.draws import expect_shapes
 from harness.parallel.pipeline.staged_module import SharedLayerSpec
@@ -34,12 +34,12 @@ class Blueprint:
     """What every layer of a model is built with.
 
     Attributes:
-        frame: the model's forward.
+        outer: the model's forward around its layers.
         cut: cuts a layer's modules, on meta, for this rank's place in the tensor-parallel group.
         source: fills the weights.
         device, dtype: of the parameters.
         finish: called with each layer once its weights are in place (ZeRO-3 partitions them there).
-        tap: what is taken out of the layers for the loss; the epilogue then gives (logits, what is made of it).
+        capture: what is taken out of the layers for the loss; the epilogue then gives (logits, what is made of it).
         kept: names of the parameters that stay in float32 whatever `dtype`.
     """
 
@@ -49,16 +49,16 @@ class Blueprint:
     device: torch.device
     dtype: torch.dtype
     finish: Callable[[nn.Module], None]
-    tap: Tap | None = None
+    capture: LayerCapture | None = None
     kept: frozenset[str] = frozenset()
 
     @property
     def schema(self) -> PayloadSpec:
-        """What layers hand on: what the model needs, and what is taken out of it."""
-        schema, depth, tap = self.outer.schema, len(self.outer.layers), self.tap
-        if tap is not None:
-            for index in sorted(tap.layers):
-                schema = schema.with_state(CarriedTensor(name=tapped_name(tap, index), made=index, used=depth))
+        """What layers pass on: what the model needs, and what is taken out of it."""
+        schema, depth, capture = self.outer.schema, len(self.outer.layers), self.capture
+        if capture is not None:
+            for index in sorted(capture.layers):
+                schema = schema.with_state(CarriedTensor(name=captured_name(capture, index), made=index, used=depth))
         return schema
 
 
@@ -78,7 +78,7 @@ class ModelLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.leaves = leaves
-        # a copy: the frame's own modules stay whole and on meta, so that a layer can be built once more
+        # a copy: the modules in `outer` stay whole and on meta, so that a layer can be built once more
         for name, module in copy.deepcopy(dict(modules)).items():
             _nest(self, name, module)
         whole = copy.deepcopy(self)
@@ -93,7 +93,7 @@ class ModelLayer(nn.Module):
 class Prologue(ModelLayer):
     """Token ids [batch, sequence], or a tuple of token ids and position ids -> hidden state [batch, sequence, width].
 
-    The hidden state comes with what else later layers need, see `carry.py`; so it does from layer to layer.
+    The hidden state comes with what else later layers need, see `payload.py`; so it does from layer to layer.
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
@@ -103,12 +103,12 @@ class Prologue(ModelLayer):
     def forward(self, inputs: Value) -> Value:
         modules = {name: self.get_submodule(name) for name in self.names}
         tokens = Tokens.of(inputs)
-        carry = self.outer.enter(tokens, modules, self.training)
+        payload = self.outer.enter(tokens, modules, self.training)
         if not self.schema.bare or tokens.positions is not None:
-            # copies: the notes made from them are found again by their memory, which a caller may write to
+            # copies: layer inputs made from them are found again by their memory, which a caller may write to
             copies = Tokens(*(tensor.clone() for tensor in tokens.tensors()))
-            carry = replace(carry, tokens=copies)
-        return self.schema.close(0, carry)
+            payload = replace(payload, tokens=copies)
+        return self.schema.close(0, payload)
 
 
 class DecoderLayer(ModelLayer):
@@ -117,28 +117,26 @@ class DecoderLayer(ModelLayer):
     recompute = True
 
     def __init__(self, blueprint: Blueprint, index: int) -> None:
-        self_name = blueprint.outer.layer_names[index]
-        super().__init__(
-            blueprint, {self_name: blueprint.outer.layers[index]}, partial(_leaves, blueprint.outer, index)
-        )
+        outer, name = blueprint.outer, blueprint.outer.layer_names[index]
+        super().__init__(blueprint, {name: outer.layers[index]}, partial(_leaves, outer, index))
         self.index = index
-        self.name = self_name
-        taps = blueprint.tap is not None and index in blueprint.tap.layers
-        self.tap = blueprint.tap if taps else None
+        self.name = name
+        captures = blueprint.capture is not None and index in blueprint.capture.layers
+        self.capture = blueprint.capture if captures else None
         shards = [shard for parameter in self.parameters() if (shard := shard_of(parameter)) is not None]
         self.shares = sorted({shard.widths for shard in shards if shard.unequal and not shard.copied})
 
     def forward(self, value: Value) -> Value:
-        carry = self.schema.open(self.index, value)
+        payload = self.schema.open(self.index, value)
         layer = self.get_submodule(self.name)
-        hidden, call = self.outer.arguments(self.index, carry)
-        expect_shapes(lambda: self.outer.drawn_shapes(self.index, call, hidden), self.shares)
-        if self.tap is None:
-            output = call.apply(layer, hidden)
+        hidden, inputs = self.outer.arguments(self.index, payload)
+        expect_shapes(lambda: self.outer.facts.drawn_shapes(self.index, inputs, hidden), self.shares)
+        if self.capture is None:
+            output = inputs.apply(layer, hidden)
         else:
-            output, taken = self.tap.run(layer, lambda: call.apply(layer, hidden))
-            carry = carry.with_state(tapped_name(self.tap, self.index), taken)
-        return self.schema.close(self.index + 1, self.outer.after(self.index, call, output, carry))
+            output, taken = self.capture.run(layer, lambda: inputs.apply(layer, hidden))
+            payload = payload.with_state(captured_name(self.capture, self.index), taken)
+        return self.schema.close(self.index + 1, self.outer.after(self.index, inputs, output, payload))
 
 
 class Epilogue(ModelLayer):
@@ -150,20 +148,23 @@ class Epilogue(ModelLayer):
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__(blueprint, blueprint.outer.epilogue)
         self.names = list(blueprint.outer.epilogue)
-        self.tap = blueprint.tap
+        self.capture = blueprint.capture
 
     def forward(self, value: Value) -> Value:
         modules = {name: self.get_submodule(name) for name in self.names}
-        carry = self.schema.open(len(self.outer.layers), value)
-        leave = partial(self.outer.leave, carry, modules, self.training)
-        if self.tap is None:
+        payload = self.schema.open(len(self.outer.layers), value)
+        leave = partial(self.outer.leave, payload, modules, self.training)
+        if self.capture is None:
             return leave().logits
-        taken = [carry.states[tapped_name(self.tap, index)] for index in sorted(self.tap.layers)]
-        return self.tap.finish(self.outer.model, taken, leave)
+        taken = [payload.states[captured_name(self.capture, index)] for index in sorted(self.capture.layers)]
+        return self.capture.finish(self.outer.model, taken, leave)
 
 
 def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:
-    """The model's pipeline layers, tied where the model ties their weights; UserError for a tie that cannot be kept."""
+    """Return the model's pipeline layers, tied where the model ties their weights.
+
+    Raises UserError for a tie that cannot be kept.
+    """
     outer = blueprint.outer
     middle = [(DecoderLayer, blueprint, index) for index in range(len(outer.layers))]
     kinds: list[tuple[Any, ...]] = [(Prologue, blueprint), *middle, (Epilogue, blueprint)]
@@ -175,9 +176,9 @@ def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:
 
 
 def unequal_shares(outer: OuterForward, cut: Callable[[nn.Module], None]) -> frozenset[str]:
-    """Names, with * for numbers, of the layers' parameters of which `cut` gives some ranks more than others.
+    """Return the names, with * for numbers, of the layers' parameters of which `cut` gives some ranks more than others.
 
-    It cuts a layer of each kind on meta; UserError where one cannot be cut.
+    A layer of each kind is cut on meta. Raises UserError where one cannot be cut.
     """
     kinds: dict[Any, tuple[str, nn.Module]] = {}
     for name, layer in zip(outer.layer_names, outer.layers, strict=True):
@@ -201,9 +202,9 @@ class Tie:
 
 
 def find_ties(outer: OuterForward) -> list[Tie]:
-    """The parameters that are one and the same in two or more pipeline layers (a tied head, a shared block).
+    """Return the parameters that are one and the same in two or more pipeline layers (a tied head, a shared block).
 
-    UserError if a layer shares some with one layer and others with another: DeepSpeed ties a layer once.
+    Raises UserError if a layer shares some with one layer and others with another: DeepSpeed ties a layer once.
     """
     places: dict[int, dict[int, str]] = {}  # a parameter's id -> pipeline layer -> its name there
     layers = [{name: layer} for name, layer in zip(outer.layer_names, outer.layers, strict=True)]
@@ -225,8 +226,8 @@ def find_ties(outer: OuterForward) -> list[Tie]:
 
 
 def _leaves(outer: OuterForward, index: int) -> list[str]:
-    """Names in the model of what ZeRO-3 must gather as one in decoder layer `index`."""
-    return [f"{outer.layer_names[index]}.{name}".rstrip(".") for name in outer.leaves(index)]
+    """Return the names in the model of what ZeRO-3 must gather as one in decoder layer `index`."""
+    return [f"{outer.layer_names[index]}.{name}".rstrip(".") for name in outer.facts.zero3_leaves(index)]
 
 
 def _nest(root: nn.Module, name: str, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Run a layer without its weights, to see what it gives.
+"""Run a layer without its weights, to see what it returns.
 
 On the meta device there are shapes alone. A forward that looks at values (experts in a loop over those that a token
 chose) cannot run there; it runs on zeros that take no memory, as a whole layer of a large model may not fit anywhere.
@@ -23,6 +23,8 @@ from harness.parallel.draws import DrawnShapes
 META, CPU = torch.device("meta"), torch.device("cpu")
 # what a forward raises that asks tensors on meta for their values
 ASKS_FOR_VALUES = (NotImplementedError, RuntimeError, ValueError)
+# what a forward raises that asks a placeholder for what it cannot give
+CANNOT_RUN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 # Linux then grants more than it has; Python names the flag only in later versions
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
@@ -31,16 +33,16 @@ Result = TypeVar("Result")
 
 @torch.no_grad()
 def dry_run(
-    layer: nn.Module, call: LayerInputs, hidden: Tensor, run: Callable[[nn.Module, LayerInputs, Tensor], Result]
+    layer: nn.Module, inputs: LayerInputs, hidden: Tensor, run: Callable[[nn.Module, LayerInputs, Tensor], Result]
 ) -> Result:
-    """`run(layer, call, hidden)` with a layer from the meta device, where it runs with the least memory.
+    """Return `run(layer, inputs, hidden)` with a layer from the meta device, where it runs with the least memory.
 
-    Raises what it raised last if it runs nowhere.
+    Where it runs on no device, the last error is raised.
     """
 
     def attempt(device: torch.device) -> Result:
         with _shapes_alone(layer) if device == META else nullcontext():
-            return run(zeroed(layer, device), call.mapped(lambda tensor: tensor.to(device)), hidden.to(device))
+            return run(zeroed(layer, device), inputs.mapped(lambda tensor: tensor.to(device)), hidden.to(device))
 
     *first, last = dict.fromkeys((META, CPU, hidden.device))
     for device in first:
@@ -52,10 +54,10 @@ def dry_run(
 
 
 @torch.no_grad()
-def drawn_shapes(layer: nn.Module, call: LayerInputs, hidden: Tensor) -> list[torch.Size]:
-    """The shapes of the random numbers that a layer on the meta device draws, up to where it looks at values."""
+def drawn_shapes(layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[torch.Size]:
+    """Return the shapes of the random numbers that a layer on the meta device draws, up to where it looks at values."""
     with DrawnShapes() as drawn, suppress(*ASKS_FOR_VALUES), _shapes_alone(layer):
-        call.mapped(lambda tensor: tensor.to(META)).apply(layer, hidden.to(META))
+        inputs.mapped(lambda tensor: tensor.to(META)).apply(layer, hidden.to(META))
     return drawn.shapes
 
 
@@ -78,7 +80,7 @@ def _experts_of(config: Any) -> str | None:
 
 
 def zeroed(layer: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of a layer on meta, on another device, of zeros."""
+    """Return a copy, on another device, of a layer on meta; all its tensors are zeros."""
     if device == META:
         return layer
     copied = copy.deepcopy(layer)
@@ -93,7 +95,7 @@ def zeroed(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _zeros(like: Tensor, device: torch.device) -> Tensor:
-    """Zeros; on the CPU of pages that the system has yet to give: until they are written to, they are none."""
+    """Return zeros. On the CPU they take no memory until they are written to: their pages are not yet assigned."""
     size = prod(like.shape) * like.dtype.itemsize
     if device != CPU or not size:
         return torch.zeros_like(like, device=device)

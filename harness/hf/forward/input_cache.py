@@ -1,7 +1,7 @@
-"""What layers are given besides the hidden state, kept for as long as it serves.
+"""A cache of what layers are given besides the hidden state.
 
-A decoder's masks and rotary tables serve every micro-batch of a shape; where they are made from token or position ids,
-they serve the layers of one micro-batch, in its forward and again where activations are recomputed.
+A decoder's masks and rotary tables are the same for every micro-batch of a shape. Where they are made from token or
+position ids, they are the same for one micro-batch, in its forward and again where activations are recomputed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from harness.hf.forward.payload import Tokens
 KEPT_SHAPES = 4
 KEPT_BATCHES = 2
 
-Take = Callable[[Tokens, torch.dtype], list[LayerInputs]]
-"""Makes the calls of all layers, for these ids and hidden states of this dtype."""
+Make = Callable[[Tokens, torch.dtype], list[LayerInputs]]
+"""Makes the inputs of all layers, for these ids and hidden states of this dtype."""
 
 
 @dataclass(frozen=True)
@@ -32,40 +32,40 @@ class HiddenShape:
 
     @classmethod
     def of(cls, hidden: Tensor, tokens: Tokens | None) -> HiddenShape:
-        """The shape of the ids where they travel, else what the hidden state shows of it."""
+        """Return the shape of the ids where they travel, else what the hidden state shows of it."""
         rows = hidden.shape if tokens is None else tokens.ids.shape
         return cls(rows[0], rows[1], hidden.dtype)
 
     def tokens(self, device: torch.device) -> Tokens:
-        """Some ids of this shape."""
+        """Return some ids of this shape."""
         return Tokens(torch.zeros((self.batch, self.sequence), dtype=torch.long, device=device))
 
 
 class LayerInputCache:
-    """The calls of all layers, made by `take` when they are first asked for."""
+    """The inputs of all layers, made by `make` when they are first asked for."""
 
-    def __init__(self, take: Take, device: torch.device) -> None:
-        self._take = take
+    def __init__(self, make: Make, device: torch.device) -> None:
+        self._make = make
         self._device = device
         self._by_shape: dict[HiddenShape, list[LayerInputs]] = {}
         self._by_batch: list[tuple[Tokens, torch.dtype, list[LayerInputs]]] = []
 
     def of_shape(self, shape: HiddenShape) -> list[LayerInputs]:
-        """Those that serve every micro-batch of a shape."""
+        """Return the inputs for every micro-batch of a shape."""
         if shape not in self._by_shape:
             while len(self._by_shape) >= KEPT_SHAPES:
                 self._by_shape.pop(next(iter(self._by_shape)))
-            self._by_shape[shape] = self._take(shape.tokens(self._device), shape.dtype)
+            self._by_shape[shape] = self._make(shape.tokens(self._device), shape.dtype)
         return self._by_shape[shape]
 
     def of_batch(self, tokens: Tokens, dtype: torch.dtype) -> list[LayerInputs]:
-        """Those that serve one micro-batch."""
-        for known, kind, calls in self._by_batch:
-            if kind == dtype and _share_memory(known, tokens):
-                return calls
-        # the tokens are kept with the notes, so that their memory is not used for others meanwhile
+        """Return the inputs for one micro-batch."""
+        for known, known_dtype, inputs in self._by_batch:
+            if known_dtype == dtype and _share_memory(known, tokens):
+                return inputs
+        # the tokens are kept with the inputs, so that their memory is not used for others meanwhile
         self._by_batch = self._by_batch[1 - KEPT_BATCHES :]
-        self._by_batch.append((tokens, dtype, self._take(tokens, dtype)))
+        self._by_batch.append((tokens, dtype, self._make(tokens, dtype)))
         return self._by_batch[-1][2]
 
 

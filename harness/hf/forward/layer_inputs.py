@@ -1,4 +1,4 @@
-"""A layer's call as a value: its arguments without the hidden state, to be kept, compared and made again."""
+"""What a layer is called with besides the hidden state, as a value that can be kept, compared and passed again."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ class LayerInputs:
 
     @classmethod
     def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, LayerInputs]:
-        """The hidden state and the rest of a layer's arguments."""
+        """Return the hidden state, and the rest of a layer's arguments."""
         key = None if args else HIDDEN
         hidden = args[0] if args else kwargs[HIDDEN]
         rest = {name: value for name, value in kwargs.items() if name != key}
         return hidden, cls(args[1:], rest, key)
 
     def apply(self, layer: Callable[..., Any], hidden: Tensor) -> Any:
-        """Call `layer` with the hidden state and these arguments; returns what the layer returns."""
+        """Call `layer` with the hidden state and these arguments; return what the layer returns."""
         if self.key is None:
             return layer(hidden, *self.args, **self.kwargs)
         return layer(*self.args, **{self.key: hidden}, **self.kwargs)
 
     def arguments(self) -> dict[int | str, Any]:
-        """All arguments by place: position or keyword."""
+        """Return all arguments by place: position or keyword."""
         places: dict[int | str, Any] = dict(enumerate(self.args))
         return places | {**self.kwargs}
 
     def argument(self, place: int | str) -> Any:
-        """The argument at a place."""
+        """Return the argument at a place."""
         return self.args[place] if isinstance(place, int) else self.kwargs[place]
 
     def mapped(self, change: Callable[[Tensor], Any]) -> LayerInputs:
-        """The same with every tensor changed; mappings and lists are copies."""
+        """Return the same with every tensor changed; mappings and lists are copies."""
         args = tuple(_mapped(value, change) for value in self.args)
         return LayerInputs(args, {name: _mapped(value, change) for name, value in self.kwargs.items()}, self.key)
 
     def equals(self, other: LayerInputs) -> bool:
-        """Whether both hold the same values."""
+        """Return whether both hold the same values."""
         return same(self.args, other.args) and same(self.kwargs, other.kwargs)
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two nested values hold equal tensors in equal places."""
+    """Return whether two nested values hold equal tensors in equal places."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.shape == b.shape and _equal(a, b)
     if isinstance(a, (tuple, list)):

@@ -1,6 +1,6 @@
-"""What a decoder layer gives besides its hidden state: further outputs, and what it puts into mappings handed to it.
+"""What a decoder layer gives besides its hidden state: further outputs, and what it puts into mappings it is given.
 
-A model may hand such things to a later layer (keys and values, indices). A `LayerOutputSpec` names each tensor among
+A model may pass such things to a later layer (keys and values, indices). A `LayerOutputSpec` names each tensor among
 them, so that it can be taken from the layer on one stage and put in the same place on another.
 """
 
@@ -32,7 +32,7 @@ class Effect:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOutputSpec:
-    """The form of what one layer gives.
+    """The structure of what one layer gives.
 
     Attributes:
         name: of the layer, with which the names of its tensors begin.
@@ -55,36 +55,39 @@ class LayerOutputSpec:
         return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
 
     def renamed(self, name: str) -> LayerOutputSpec:
-        """The same of another layer."""
+        """Return the same for another layer."""
         effects = tuple(replace(e, name=name + e.name.removeprefix(self.name)) for e in self.effects)
         return replace(self, name=name, effects=effects)
 
-    def output(self, hidden: Tensor, given: Mapping[str, Tensor]) -> Any:
-        """The layer's output made of a hidden state and the tensors in `given`; the others are None."""
+    def output(self, hidden: Tensor, known: Mapping[str, Tensor]) -> Any:
+        """Return the layer's output, made of a hidden state and the tensors in `known`; all others are None."""
         if self.extras is None or self.spec is None:
             return hidden
-        leaves = [given.get(name) for name in _named(f"{self.name}.output", self.extras)]
+        leaves = [known.get(name) for name in _named(f"{self.name}.output", self.extras)]
         return hidden, *tree_unflatten(leaves, self.spec)
 
-    def affect(self, call: LayerInputs, given: Mapping[str, Tensor]) -> None:
-        """Put into the mappings of `call` what the layer would put there, as far as it is in `given`."""
+    def affect(self, inputs: LayerInputs, known: Mapping[str, Tensor]) -> None:
+        """Put into the mappings of `inputs` what the layer would put there, as far as it is in `known`."""
         for effect in self.effects:
-            leaves = [given.get(name) for name in _named(effect.name, effect.leaves)]
+            leaves = [known.get(name) for name in _named(effect.name, effect.leaves)]
             if all(leaf is not None for leaf in leaves):
-                call.argument(effect.place)[effect.key] = tree_unflatten(leaves, effect.spec)
+                inputs.argument(effect.place)[effect.key] = tree_unflatten(leaves, effect.spec)
 
-    def take(self, call: LayerInputs, output: Any) -> dict[str, Tensor]:
-        """The tensors that the layer gave: `output` is what `call` returned."""
+    def take(self, inputs: LayerInputs, output: Any) -> dict[str, Tensor]:
+        """Return the tensors, by name, that the layer gave: it returned `output` when it was given `inputs`."""
         found: dict[str, Any] = {}
         if self.extras is not None:
             found |= _named(f"{self.name}.output", tree_flatten(tuple(output[1:]))[0])
         for effect in self.effects:
-            found |= _named(effect.name, tree_flatten(call.argument(effect.place)[effect.key])[0])
+            found |= _named(effect.name, tree_flatten(inputs.argument(effect.place)[effect.key])[0])
         return {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
 
 
 def kind_of(layer: nn.Module) -> Hashable:
-    """Equal for layers that give alike: of equal modules, shapes and settings, but for numbers such as their index."""
+    """Return a value that is equal for layers whose outputs have one structure.
+
+    These have equal modules, shapes and settings, but for numbers such as their index.
+    """
 
     def settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
         return tuple(sorted((key, value) for key, value in vars(module).items() if isinstance(value, (bool, str))))
@@ -94,36 +97,36 @@ def kind_of(layer: nn.Module) -> Hashable:
 
 
 @torch.no_grad()
-def outline_of(name: str, layer: nn.Module, call: LayerInputs, hidden: Tensor) -> LayerOutputSpec:
-    """Run a layer (on the meta device) on `call` and see what it gives.
+def output_spec_of(name: str, layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> LayerOutputSpec:
+    """Run a layer of the meta device on `inputs`, and return what it gives besides the hidden state.
 
-    UserError if it does not return a hidden state first, or adds to a list that it is handed.
+    Raises UserError if it does not return a hidden state first, or appends to a list that it is given.
     """
 
-    def see(module: nn.Module, seen: LayerInputs, given: Tensor) -> tuple[Any, LayerInputs, Any]:
-        before = _contents(seen)
-        return seen.apply(module, given), seen, before
+    def run(module: nn.Module, passed: LayerInputs, state: Tensor) -> tuple[Any, LayerInputs, Any]:
+        before = _contents(passed)
+        return passed.apply(module, state), passed, before
 
-    output, seen, before = dry_run(layer, call, hidden, see)
+    output, passed, before = dry_run(layer, inputs, hidden, run)
     first = output[0] if isinstance(output, (tuple, list)) else output
     if not isinstance(first, Tensor) or first.shape != hidden.shape:
         raise UserError(
             f"{type(layer).__name__} does not return a hidden state first, so it cannot be split into stages"
         )
     extras, spec = tree_flatten(tuple(output[1:])) if isinstance(output, (tuple, list)) else (None, None)
-    effects = tuple(_effects(name, layer, call, seen, before))
+    effects = tuple(_effects(name, layer, inputs, passed, before))
     return LayerOutputSpec(name=name, extras=extras, spec=spec, effects=effects)
 
 
-def _contents(call: LayerInputs) -> dict[int | str, dict[Any, Any]]:
-    return {place: dict(value) for place, value in call.arguments().items() if isinstance(value, MutableMapping)}
+def _contents(inputs: LayerInputs) -> dict[int | str, dict[Any, Any]]:
+    return {place: dict(value) for place, value in inputs.arguments().items() if isinstance(value, MutableMapping)}
 
 
 def _effects(
-    name: str, layer: nn.Module, call: LayerInputs, seen: LayerInputs, before: Mapping[Any, Any]
+    name: str, layer: nn.Module, inputs: LayerInputs, passed: LayerInputs, before: Mapping[Any, Any]
 ) -> Iterator[Effect]:
-    for place, value in seen.arguments().items():
-        given = call.argument(place)
+    for place, value in passed.arguments().items():
+        given = inputs.argument(place)
         if isinstance(value, list) and len(value) != len(given):
             raise UserError(
                 f"{type(layer).__name__} appends to a list shared with other layers, so it cannot be split into stages"

@@ -1,4 +1,4 @@
-"""Where a model's decoder layers stand, and which modules around them hold parameters."""
+"""Find a model's decoder layers, and the modules around them that hold parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.forward.analysis import CANNOT_RUN
+from harness.hf.forward.dry_run import CANNOT_RUN
 from harness.parallel.plans.lora import wrappers_in
 
 
@@ -49,7 +49,7 @@ class _Called(Exception):
 
 @torch.no_grad()
 def _first_called(model: PreTrainedModel, lists: Iterable[str]) -> str | None:
-    """The name of the list whose layer is called first; None where the forward does not come so far on meta."""
+    """Return the name of the list whose layer is called first; None where the forward does not get there on meta."""
 
     def stop(name: str, *_: Any) -> None:
         raise _Called(name)
@@ -70,7 +70,10 @@ def _first_called(model: PreTrainedModel, lists: Iterable[str]) -> str | None:
 
 
 def parameter_owners(model: nn.Module, stack: str) -> dict[str, nn.Module]:
-    """Name -> module of all modules outside the stack that hold parameters themselves, with all that is in them."""
+    """Return name -> module of all modules outside the stack that hold parameters themselves.
+
+    A module inside of such a one is not listed: it comes with it.
+    """
     owners: dict[str, nn.Module] = {}
     wrapped = wrappers_in(model)
     for name, module in model.named_modules():
@@ -87,7 +90,7 @@ def parameter_owners(model: nn.Module, stack: str) -> dict[str, nn.Module]:
 
 
 def has_own_parameters(module: nn.Module) -> bool:
-    """Whether the module holds a parameter itself, not by a child."""
+    """Return whether the module holds a parameter itself, not by a child."""
     return any(True for _ in module.parameters(recurse=False))
 
 

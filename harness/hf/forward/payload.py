@@ -1,7 +1,7 @@
-"""What goes from one pipeline layer to the next: the hidden state, and whatever else later layers need.
+"""What one pipeline layer passes to the next: the hidden state, and whatever else later layers need.
 
-Most decoders hand on a bare hidden state. Some need more: token ids or position ids that their layers' arguments are
-made from, tensors that an earlier module gave and a later one reads, sums that the loss reads. Then layers hand on a
+Most decoders pass on a bare hidden state. Some need more: token ids or position ids that their layers' arguments are
+made from, tensors that an earlier module gave and a later one reads, sums that the loss reads. Then layers pass on a
 flat tuple, `(hidden, *states, ids[, positions])`. Which states lie at which boundary is the same for every
 micro-batch, so their names never travel.
 """
@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor, nn
 
 Value: TypeAlias = Tensor | tuple[Tensor, ...]
-"""What layers hand on: a bare hidden state or a tuple."""
+"""What layers pass on: a bare hidden state or a tuple."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Tokens:
 
     @classmethod
     def of(cls, inputs: Value) -> Tokens:
-        """The first layer's input: ids, or (ids, position ids)."""
+        """Read the first layer's input: ids, or (ids, position ids)."""
         return cls(inputs) if isinstance(inputs, Tensor) else cls(*inputs)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Both, as they stand at the end of a tuple."""
+        """Return both, as they stand at the end of a tuple."""
         return (self.ids,) if self.positions is None else (self.ids, self.positions)
 
 
@@ -41,8 +41,8 @@ class StagePayload:
 
     Attributes:
         hidden: the output of the layer before.
-        states: name -> what else is handed on. Those that need a gradient have one.
-        tokens: present if anything but the hidden state is handed on.
+        states: name -> what else is passed on. Those that need a gradient have one.
+        tokens: present if anything but the hidden state is passed on.
     """
 
     hidden: Tensor
@@ -50,13 +50,13 @@ class StagePayload:
     tokens: Tokens | None = None
 
     def with_state(self, name: str, value: Tensor) -> StagePayload:
-        """The same with one state added or changed."""
+        """Return the same with one state added or changed."""
         return replace(self, states={**self.states, name: value})
 
 
 @dataclass(frozen=True, kw_only=True)
 class CarriedTensor:
-    """A tensor that is handed on; boundary i lies before layer i, the last one before the epilogue.
+    """A tensor that is passed on; boundary i lies before layer i, the last one before the epilogue.
 
     Attributes:
         name: its name.
@@ -71,7 +71,7 @@ class CarriedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class PayloadSpec:
-    """What is handed on at each boundary of a model.
+    """What is passed on at each boundary of a model.
 
     Attributes:
         states: in the order in which they stand in a tuple.
@@ -90,11 +90,11 @@ class PayloadSpec:
         return not self.states and not self.tokens
 
     def names(self, boundary: int) -> list[str]:
-        """The states that lie at a boundary."""
+        """Return the names of the states that are passed on at a boundary."""
         return [state.name for state in self.states if state.made < boundary <= state.used]
 
     def open(self, boundary: int, value: Value) -> StagePayload:
-        """Read what was handed on at a boundary."""
+        """Read what was passed on at a boundary."""
         if isinstance(value, Tensor):
             return StagePayload(hidden=value)
         names = self.names(boundary)
@@ -102,25 +102,25 @@ class PayloadSpec:
         tokens = Tokens(*rest[len(names) :]) if len(rest) > len(names) else None
         return StagePayload(hidden=hidden, states=dict(zip(names, rest, strict=False)), tokens=tokens)
 
-    def close(self, boundary: int, carry: StagePayload) -> Value:
-        """What is handed on at a boundary."""
+    def close(self, boundary: int, payload: StagePayload) -> Value:
+        """Return what is passed on at a boundary."""
         # a new tensor object for each: activation checkpointing may empty those that it was given
-        states = [carry.states[name].view_as(carry.states[name]) for name in self.names(boundary)]
-        tokens = () if carry.tokens is None else carry.tokens.tensors()
-        return (carry.hidden, *states, *tokens) if states or tokens else carry.hidden
+        states = [payload.states[name].view_as(payload.states[name]) for name in self.names(boundary)]
+        tokens = () if payload.tokens is None else payload.tokens.tensors()
+        return (payload.hidden, *states, *tokens) if states or tokens else payload.hidden
 
     def with_state(self, state: CarriedTensor) -> PayloadSpec:
-        """The same with one more state."""
+        """Return the same with one more state."""
         return replace(self, states=(*self.states, state))
 
 
 def hidden_name(index: int) -> str:
-    """The name of the hidden state that layer `index` gives, where it travels further than to the next layer."""
+    """Return the name of the hidden state that layer `index` gives, where it travels further than to the next layer."""
     return f"hidden:{index}"
 
 
-class Tap(Protocol):
-    """Something that is taken out of layers on their way, for the end of the forward.
+class LayerCapture(Protocol):
+    """Takes something out of layers as they run, for the end of the forward.
 
     Attributes:
         name: of what is taken.
@@ -140,10 +140,12 @@ class Tap(Protocol):
         """
 
     def finish(self, model: nn.Module, taken: Sequence[Tensor], forward: Callable[..., Any]) -> tuple[Tensor, ...]:
-        """The logits, and what is made of all that was taken, layer by layer; `forward`, given further arguments, ends
-        the forward of `model`."""
+        """Return the logits, and what is made of all that was taken, layer by layer.
+
+        `forward`, given further arguments, ends the forward of `model`.
+        """
 
 
-def tapped_name(tap: Tap, index: int) -> str:
-    """The name of the state that is taken out of layer `index`."""
-    return f"{tap.name}:{index}"
+def captured_name(capture: LayerCapture, index: int) -> str:
+    """Return the name of the state that is taken out of layer `index`."""
+    return f"{capture.name}:{index}"

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.forward.analysis import CANNOT_RUN
-from harness.hf.forward.dry_run import dry_run
+from harness.hf.forward.dry_run import CANNOT_RUN, dry_run
+from harness.hf.forward.forward_run import ForwardRun
 from harness.hf.forward.input_cache import HiddenShape
 from harness.hf.forward.layer_inputs import LayerInputs
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import Tokens
-from harness.hf.forward.placeholders import ForwardRun
 
 ROUTER_LOGITS = "router_logits"
 WANTED = {"output_router_logits": True}
@@ -48,7 +47,7 @@ class RouterOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterCapture:
-    """Takes the router logits out of the layers, and gives them to the model's own forward at the end.
+    """Takes the router logits out of the layers, and passes them to the model's own forward at the end.
 
     Of each layer [its routers, *shape of one router's logits] travel, the same on all tensor-parallel ranks.
 
@@ -67,7 +66,7 @@ class RouterCapture:
     coefficient: float = 0.0
 
     def run(self, layer: nn.Module, call: Callable[[], Any]) -> tuple[Any, Tensor]:
-        """Call `call`, which runs `layer`; what it returned, and the logits of the layer's routers."""
+        """Call `call`, which runs `layer`; return what it returned, and the logits of the layer's routers."""
         taken: list[Tensor] = []
         with self.taking(layer, taken.append):
             output = call()
@@ -76,7 +75,7 @@ class RouterCapture:
         return output, torch.stack(taken)
 
     def finish(self, model: nn.Module, taken: Sequence[Tensor], forward: Callable[..., Any]) -> tuple[Tensor, Tensor]:
-        """The logits and the router loss of `model`, whose forward `forward` ends."""
+        """Return the logits and the router loss of `model`, whose forward `forward` ends."""
         with self.replaying(model, taken):
             output = forward(**WANTED)
         return output.logits, output.aux_loss
@@ -97,6 +96,8 @@ class RouterCapture:
 
     @contextmanager
     def taking(self, layer: nn.Module, take: Callable[[Tensor], None]) -> Iterator[None]:
+        """Call `take` with the logits of each router of `layer` that runs."""
+
         def after_forward(_module: nn.Module, _args: Any, output: Any, *, index: int) -> None:
             value = output[index] if isinstance(output, tuple) else output
             if value is not None:
@@ -116,7 +117,7 @@ class RouterCapture:
 
 
 def router_capture(outer: OuterForward, head: str | None) -> RouterCapture | None:
-    """What takes the router logits of a model for its own router loss; None where it makes none of them.
+    """Return what takes the router logits of a model for its own router loss; None where it makes none of them.
 
     Args:
         head: the name of the module that makes the logits.
@@ -133,13 +134,13 @@ def router_capture(outer: OuterForward, head: str | None) -> RouterCapture | Non
         raise UserError(
             f"{outer.described} does not show which module computes its logits: set output_router_logits to false"
         )
-    tap = RouterCapture(layers=layers, recorders=recorders, base=base)
-    coefficient = _coefficient(outer, tap, head)
-    return None if coefficient is None else replace(tap, coefficient=coefficient)
+    capture = RouterCapture(layers=layers, recorders=recorders, base=base)
+    coefficient = _coefficient(outer, capture, head)
+    return None if coefficient is None else replace(capture, coefficient=coefficient)
 
 
 def _owner(model: nn.Module, layer_name: str) -> str:
-    """The name of the innermost transformers model around a layer."""
+    """Return the name of the innermost transformers model around a layer."""
     names = [name for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
     return max((name for name in names if not name or layer_name.startswith(name + ".")), key=len)
 
@@ -169,19 +170,19 @@ class _Taken(Exception):
 
 
 @torch.no_grad()
-def _coefficient(outer: OuterForward, tap: RouterCapture, head: str) -> float | None:
-    """By how much the model's own loss grows with its router loss; None where it makes none of the router logits.
+def _coefficient(outer: OuterForward, capture: RouterCapture, head: str) -> float | None:
+    """Return by how much the model's own loss grows with its router loss; None where it makes no router loss.
 
-    Asked with even routers and logits whose cross entropy vanishes, so that nothing is rounded away. UserError where
-    the model cannot be asked.
+    The forward ends with even routers and with logits whose cross entropy vanishes, so that nothing is rounded away.
+    Raises UserError where it cannot run so.
     """
     labels = torch.zeros(PROBE.batch, PROBE.sequence, dtype=torch.long, device=outer.device)
     width = next(outer.epilogue[head].parameters()).shape[0]
     output = torch.zeros(*labels.shape, width, device=outer.device)
     output[..., 0] = 1e6
     try:
-        with tap.replaying(outer.model, [torch.zeros(1, *_logits_shape(outer, tap), device=outer.device)]):
-            run = ForwardRun(lambda index, call, hidden: hidden, PROBE.dtype)
+        with capture.replaying(outer.model, [torch.zeros(1, *_logits_shape(outer, capture), device=outer.device)]):
+            run = ForwardRun(lambda index, inputs, hidden: hidden, PROBE.dtype)
             if getattr(outer.forward(Tokens(labels), run, **WANTED), "aux_loss", None) is None:
                 return None
             asked = outer.finish(head, output, labels=labels, **WANTED)
@@ -194,20 +195,20 @@ def _coefficient(outer: OuterForward, tap: RouterCapture, head: str) -> float | 
         ) from error
 
 
-def _logits_shape(outer: OuterForward, tap: RouterCapture) -> torch.Size:
-    """The shape of one router's logits; its layer is run no further than to its router."""
-    wanted = min(tap.layers)
+def _logits_shape(outer: OuterForward, capture: RouterCapture) -> torch.Size:
+    """Return the shape of one router's logits; its layer is run no further than to its router."""
+    wanted = min(capture.layers)
 
     def stop(logits: Tensor) -> None:
         raise _Taken(logits)
 
-    def reach(layer: nn.Module, call: LayerInputs, hidden: Tensor) -> None:
-        with tap.taking(layer, stop):
-            call.apply(layer, hidden)
+    def reach(layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> None:
+        with capture.taking(layer, stop):
+            inputs.apply(layer, hidden)
 
-    def handler(index: int, call: LayerInputs, hidden: Tensor) -> Tensor:
+    def handler(index: int, inputs: LayerInputs, hidden: Tensor) -> Tensor:
         if index == wanted:
-            dry_run(outer.layers[index], call, hidden, reach)
+            dry_run(outer.layers[index], inputs, hidden, reach)
         return hidden
 
     tokens = Tokens(torch.zeros(PROBE.batch, PROBE.sequence, dtype=torch.long, device=outer.device))

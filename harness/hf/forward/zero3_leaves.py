@@ -27,7 +27,7 @@ from harness.parallel.plans.experts import run_where_aligned
 
 @torch.no_grad()
 def leaves_of(layer: nn.Module, run: Callable[[nn.Module], Any]) -> frozenset[str]:
-    """Names of the modules of `layer`, on the meta device, that are to be leaves; "" is `layer` itself.
+    """Return the names of the modules of `layer`, on the meta device, that are to be leaves; "" is `layer` itself.
 
     Args:
         run: calls the module that it is given as the model would, with tensors on the meta device.
@@ -39,7 +39,7 @@ def leaves_of(layer: nn.Module, run: Callable[[nn.Module], Any]) -> frozenset[st
 
 
 def leaves_of_sequence(sequence: nn.Module, calls: Iterable[Callable[[Any], Any]], inputs: Any) -> list[str]:
-    """Names of the modules of `sequence` that are to be leaves.
+    """Return the names of the modules of `sequence` that are to be leaves.
 
     Args:
         calls: the modules and functions of `sequence`, one after the other, or functions with a module as first
@@ -67,7 +67,7 @@ def _keep_output(outputs: list[Any], function: Callable[..., Any] | None, value:
 
 
 class _Watch:
-    """A copy of a layer that notes its calls, its reads of parameters, and who looks at values.
+    """A copy of a layer that records its calls, its reads of parameters, and which modules look at values.
 
     Attributes:
         layer: the copy.
@@ -85,10 +85,10 @@ class _Watch:
         original = dict(layer.named_modules())
         for name, module in self.layer.named_modules():
             module.forward = partial(self._call, name, module.forward, original[name])
-            module.__dict__["_parameters"] = _NotedReads(module._parameters, partial(self._read, name))
+            module.__dict__["_parameters"] = _RecordedReads(module._parameters, partial(self._read, name))
 
     def lowest_leaf(self, name: str) -> str:
-        """The module itself or the nearest one around it that may be a leaf; the layer where there is none."""
+        """Return the module itself or the nearest one around it that may be a leaf; the layer where there is none."""
         while name and not self._may_be_leaf(name):
             name = name.rpartition(".")[0]
         return name
@@ -116,27 +116,27 @@ class _Watch:
         self.reads.setdefault(name, []).append(tuple(self.running))
 
 
-class _NotedReads(dict[str, Any]):
-    """The parameters of a module, which tell when one is read."""
+class _RecordedReads(dict[str, Any]):
+    """The parameters of a module; each read of one is reported."""
 
-    def __init__(self, parameters: dict[str, Any], note: Callable[[], None]) -> None:
+    def __init__(self, parameters: dict[str, Any], on_read: Callable[[], None]) -> None:
         super().__init__(parameters)
-        self._note = note
+        self._on_read = on_read
 
     def __getitem__(self, key: str) -> Any:
-        self._note()
+        self._on_read()
         return super().__getitem__(key)
 
 
 def _on_zeros(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a module on meta would give of zeros, on meta again."""
-    given = tree_map_only(torch.Tensor, lambda tensor: torch.zeros_like(tensor, device=CPU), (args, kwargs))
+    """Run a module of the meta device on zeros; return its output on meta."""
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: torch.zeros_like(tensor, device=CPU), (args, kwargs))
     on_zeros = zeroed(module, CPU)
     run_where_aligned(on_zeros, torch.float32)
-    output = on_zeros(*given[0], **given[1])
+    output = on_zeros(*args, **kwargs)
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), output)
 
 
 def _within(name: str, outer: str) -> bool:
-    """Whether the module `name` is `outer` or lies inside of it."""
+    """Return whether the module `name` is `outer` or lies inside of it."""
     return not outer or name == outer or name.startswith(outer + ".")

@@ -119,18 +119,18 @@ def test_initial_weights_are_drawn_as_the_family_draws_them() -> None:
 def test_rotary_tables_are_made_anew_on_every_stage() -> None:
     model = model_of("llama")
     outer = OuterForward(build_skeleton(config("llama")), torch.device("cpu"))
-    _, call = outer.arguments(1, StagePayload(hidden=torch.zeros(1, 8, 64)))
-    cos, _ = call.kwargs["position_embeddings"]
+    _, inputs = outer.arguments(1, StagePayload(hidden=torch.zeros(1, 8, 64)))
+    cos, _ = inputs.kwargs["position_embeddings"]
     wanted, _ = model.model.rotary_emb(torch.zeros(1, 8, 64), torch.arange(8)[None])
     assert torch.equal(cos, wanted)
 
 
-def test_notes_are_kept_by_shape_and_dtype() -> None:
+def test_layer_inputs_are_kept_by_shape_and_dtype() -> None:
     outer = OuterForward(build_skeleton(config("gemma2")), torch.device("cpu"))
     single, half = StagePayload(hidden=torch.zeros(2, 16, 64)), StagePayload(hidden=torch.zeros(2, 16, 64).bfloat16())
-    notes = outer.arguments(0, single)[1]
-    assert notes is outer.arguments(0, StagePayload(hidden=torch.ones(2, 16, 64)))[1]
-    assert notes is not outer.arguments(0, half)[1]
+    inputs = outer.arguments(0, single)[1]
+    assert inputs is outer.arguments(0, StagePayload(hidden=torch.ones(2, 16, 64)))[1]
+    assert inputs is not outer.arguments(0, half)[1]
     assert outer.arguments(1, half)[1].kwargs["position_embeddings"][0].dtype == torch.bfloat16
 
 

@@ -84,4 +84,4 @@ def test_leaves_of_a_users_own_layers_are_found_under_their_index() -> None:
 )
 def test_leaves_of_a_decoder_are_its_experts(family: str, leaves: set[str]) -> None:
     outer = OuterForward(build_skeleton(tiny_config(family)), torch.device("cpu"))
-    assert outer.leaves(1) == leaves
+    assert outer.facts.zero3_leaves(1) == leaves
