@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.cli import main
+from harness.training.process.distributed import avoid_compiling
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -62,6 +63,7 @@ def train_stages(config: dict[str, Any]) -> tuple[int, bool]:
 
 def every_preset() -> dict[str, Any]:
     """The outcome of each preset; those that DeepSpeed cuts come last, as it keeps their groups for the process."""
+    avoid_compiling()
     configs = {preset: printed(preset) for preset in PRESETS}
     order = sorted(PRESETS, key=lambda preset: "tensor_parallel" in configs[preset])
     return {preset: train(configs[preset]) for preset in order}
@@ -69,6 +71,7 @@ def every_preset() -> dict[str, Any]:
 
 def stages() -> tuple[int, bool]:
     """The outcome of the pipeline preset with a PipelineModule."""
+    avoid_compiling()
     deepspeed.init_distributed()
     return train_stages(printed("pipeline_checkpointing"))
 

@@ -26,7 +26,7 @@ def start(env: LaunchEnv) -> torch.device:
         index = device_index(env.local_rank, accelerator.device_count())
         accelerator.set_device(index)
         device = torch.device(accelerator.device_name(index))
-    _avoid_compiling()
+    avoid_compiling()
     timeout = run_timeout()
     if not dist.is_initialized():
         env.export(os.environ)
@@ -113,6 +113,6 @@ def require_device(config: Mapping[str, Any], device: torch.device) -> None:
         raise UserError("zero_optimization.offload_optimizer.device nvme: needs libaio (Debian: libaio-dev)")
 
 
-def _avoid_compiling() -> None:
+def avoid_compiling() -> None:
     """On a CPU, DeepSpeed compiles a shared-memory all-reduce (about 25 s) that only its inference engine uses."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
