@@ -8,6 +8,7 @@ a server serves launches with its own environment alone, but for what `OF_A_LAUN
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -19,7 +20,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOADED = ("torch.distributed", "transformers", "deepspeed", "harness.training.trainer", "tests.distributed.training")
+PRELOADED = (
+    "torch.distributed",
+    "transformers.models.llama.modeling_llama",
+    "deepspeed.runtime.zero.muon.original_muon",  # with it torch's compiler, which the first engine would import
+    "harness.training.trainer",
+    "tests.distributed.training",
+)
 OF_A_LAUNCH = {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "PYTEST_CURRENT_TEST"}
 
 
@@ -83,6 +90,7 @@ def serve(launch: Callable[[str, Path], int]) -> None:
     os.dup2(2, 1)  # what imports print is no answer
     for module in PRELOADED:
         importlib.import_module(module)
+    gc.freeze()  # else each collection of garbage looks through all that is imported, for half a second
     for line in sys.stdin:
         request = json.loads(line)
         sys.stdout.flush()
