@@ -19,6 +19,7 @@ from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import LoraArguments, TrainingArguments, parse
 from harness.training.console import Console, plain_console, quiet
+from harness.training.prepare.configure import RunConfig
 from harness.training.prepare.preflight import ScriptArguments, check_before_start, limit_trial
 from harness.training.process import signals
 
@@ -66,36 +67,40 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console, watch: s
             description=DESCRIPTION,
             epilog=EXAMPLE,
         )
-        check_before_start(script, args, env, lora)
+        config = check_before_start(script, args, env, lora)
         with quiet(Path(args.output_dir) / "logs" / f"rank_{env.rank}.log", env.rank) as console:
             if watch is not None:
                 watch.say = console.say
-            return _guarded(script, args, lora, env, console)
+            return _guarded(script, config, lora, env, console)
     except UserError as error:
         _report(console, env.rank, error)
         return 1
 
 
-def run(
-    script: ScriptArguments, args: TrainingArguments, lora: LoraArguments, env: LaunchEnv, console: Console
-) -> None:
+def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: LaunchEnv, console: Console) -> None:
     """Read the data, train, evaluate, export."""
+    from harness.hf.skeleton import read_source
     from harness.training.prepare.datasets import script_datasets
+    from harness.training.prepare.plan import RunInputs
     from harness.training.trainer import Trainer
 
     console.say(f"preparing {script.model_name_or_path} and {script.train_file}")
-    if note := limit_trial(script, args):
+    if note := limit_trial(script, config.args):
         console.say(note)
-    data = script_datasets(script, args, env, console)
-    trainer = Trainer(
-        model=script.model_name_or_path,
-        args=args,
+    source = read_source(script.model_name_or_path)
+    data = script_datasets(script, source, config, env, console)
+    inputs = RunInputs(
+        model=source,
+        args=config.args,
+        console=console,
+        env=env,
         train_dataset=data.train,
         eval_dataset=data.evaluation,
         processing_class=data.tokenizer,
-        console=console,
         peft_config=lora.peft_config(),
+        config=config,
     )
+    trainer = Trainer.from_inputs(inputs)
     try:
         trainer.train()
     except signals.Stopped:
@@ -109,11 +114,9 @@ def run(
     _shut_down(trainer)
 
 
-def _guarded(
-    script: ScriptArguments, args: TrainingArguments, lora: LoraArguments, env: LaunchEnv, console: Console
-) -> int:
+def _guarded(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: LaunchEnv, console: Console) -> int:
     try:
-        run(script, args, lora, env, console)
+        run(script, config, lora, env, console)
     except signals.Stopped as stopped:
         sys.stdout.flush()
         os._exit(int(stopped.code or 0))  # all is saved; whoever stops a run does not wait for Python to tidy up

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedModel
 
@@ -90,27 +90,37 @@ class Trainer:
         require_ours(type(self), Trainer, others)
         env = LaunchEnv.from_environ(os.environ)
         console = console or plain_console(env.rank)
-        self.run = run = prepare_run(
-            RunInputs(
-                model=model,
-                args=args,
-                console=console,
-                env=env,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                loss_fn=loss_fn,
-                compute_loss_func=compute_loss_func,
-                processing_class=processing_class,
-                data_collator=data_collator,
-                peft_config=peft_config,
-            )
+        inputs = RunInputs(
+            model=model,
+            args=args,
+            console=console,
+            env=env,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            loss_fn=loss_fn,
+            compute_loss_func=compute_loss_func,
+            processing_class=processing_class,
+            data_collator=data_collator,
+            peft_config=peft_config,
         )
-        data, steps, first = run.plan.data, run.plan.max_steps, env.rank == 0
-        self.args, self.engine = args, run.engine
+        self._begin(inputs, callbacks)
+
+    @classmethod
+    def from_inputs(cls, inputs: RunInputs, callbacks: Sequence[TrainerCallback] = ()) -> Self:
+        """Return a Trainer of what `harness.train` has read and checked already."""
+        trainer = cls.__new__(cls)
+        trainer._begin(inputs, callbacks)
+        return trainer
+
+    def _begin(self, inputs: RunInputs, callbacks: Sequence[TrainerCallback]) -> None:
+        """Prepare the run, and resume it where there is a checkpoint to resume."""
+        self.run = run = prepare_run(inputs)
+        data, steps, first = run.plan.data, run.plan.max_steps, run.groups.rank == 0
+        self.args, self.engine = run.args, run.engine
         self.train_dataset, self.eval_dataset, self.processing_class = data.train, data.evaluation, data.tokenizer
         self.state, self.control = TrainerState(max_steps=steps, is_world_process_zero=first), TrainerControl()
-        self.nonfinite = NonFinite(args.nonfinite, console)
-        self.callbacks: list[TrainerCallback] = [ProgressCallback(console), *callbacks]
+        self.nonfinite = NonFinite(run.args.nonfinite, run.console)
+        self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console), *callbacks]
         self.stream = training_stream(run)
         if run.plan.checkpoint is None:
             require_one_model(run.module, run.groups, run.resolved.zero_stage)

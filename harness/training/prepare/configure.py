@@ -5,30 +5,49 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.config import ConfigError, Document, Resolved, check, load, refusals, resolve
+from harness.config import AutoValues, ConfigError, Document, Resolved, check, load, refusals, resolve
 from harness.config.text.document import from_text
 from harness.errors import UserError
 from harness.training.arguments import TrainingArguments
 
 
-def configure(
-    args: TrainingArguments,
-    *,
-    world_size: int,
-    model: str | None = None,
-    samples: int | None = None,
-    hidden_size: int | None = None,
-) -> tuple[Resolved, int]:
-    """Return the resolved config and the number of steps.
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The config of a run, read and checked once.
+
+    Attributes:
+        document: as it is written.
+        values: what the arguments say about "auto".
+        resolved: all that does not depend on the data: layout, batch, precision, ZeRO stage.
+    """
+
+    args: TrainingArguments
+    document: Document
+    values: AutoValues
+    resolved: Resolved
+
+    def for_data(self, samples: int | None, hidden_size: int | None = None) -> tuple[Resolved, int]:
+        """Return the resolved config and the number of steps.
+
+        Args:
+            samples: length of the training data, None if there is none (the steps are then max_steps or 1).
+            hidden_size: of the model, for ZeRO's "auto" bucket sizes.
+        """
+        steps = max_steps(self.args, samples, self.resolved.train_batch)
+        warmup_steps = self.args.warmup(steps)
+        values = replace(self.values, max_steps=steps, warmup_steps=warmup_steps, hidden_size=hidden_size)
+        return resolve(self.document, values), steps
+
+
+def read_run_config(args: TrainingArguments, *, world_size: int, model: str | None = None) -> RunConfig:
+    """Read and check the config of a run.
 
     Args:
         world_size: ranks that run.
         model: a preset's name or a directory, whose heads and layers the layout must fit; None: not looked at.
-        samples: length of the training data, None if not yet known (the steps are then max_steps or 1).
-        hidden_size: of the model, for ZeRO's "auto" bucket sizes.
 
     Raises:
         ConfigError: the config is wrong, cannot run on so many ranks, or contradicts an argument.
@@ -45,16 +64,14 @@ def configure(
     refused = refusals(found, allow_ignored_keys=args.allow_ignored_keys)
     if refused:
         raise ConfigError(refused)
-    values = args.auto_values(world_size=world_size, max_steps=max(1, args.max_steps), hidden_size=hidden_size)
+    values = args.auto_values(world_size=world_size, max_steps=max(1, args.max_steps), hidden_size=None)
     resolved = resolve(document, values)
     if resolved.precision == "fp16" and resolved.zero_stage == 0:
         raise UserError(
             "fp16 at ZeRO stage 0: DeepSpeed's optimizer for it clips by a norm that depends on the layout; "
             "set zero_optimization.stage to 1, which gives the same numbers with less memory"
         )
-    steps = max_steps(args, samples, resolved.train_batch)
-    values = replace(values, max_steps=steps, warmup_steps=args.warmup(steps))
-    return resolve(document, values), steps
+    return RunConfig(args=args, document=document, values=values, resolved=resolved)
 
 
 def read_config(config: str | Mapping[str, Any] | None) -> Document:

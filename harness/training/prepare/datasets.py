@@ -13,7 +13,7 @@ from harness.errors import UserError
 from harness.hf.attention import with_attention
 from harness.hf.causal import require_cut
 from harness.hf.locate import model_directory
-from harness.hf.skeleton import ModelSource, build_skeleton, read_source, vocabulary_size
+from harness.hf.skeleton import ModelSource, build_skeleton, vocabulary_size
 from harness.hf.verify.packing import require_documents_apart
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
@@ -24,7 +24,7 @@ from harness.training.data.files.documents import as_documents, holds_tokens
 from harness.training.data.files.sources import hold_out, read_documents
 from harness.training.data.samples import Samples, make_samples
 from harness.training.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from harness.training.prepare.configure import configure
+from harness.training.prepare.configure import RunConfig
 from harness.training.prepare.preflight import ScriptArguments
 from harness.training.process.distributed import shared_store, start
 from harness.wording import counted
@@ -41,11 +41,13 @@ class Datasets:
     tokenizer: Any
 
 
-def script_datasets(script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, console: Console) -> Datasets:
+def script_datasets(
+    script: ScriptArguments, source: ModelSource, config: RunConfig, env: LaunchEnv, console: Console
+) -> Datasets:
     """Read, tokenise and lay out the script's files."""
     tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model_name_or_path))
-    source = read_source(script.model_name_or_path)
-    _require_cut(source, args, env)
+    args = config.args
+    _require_cut(source, config)
     lay_out = _layer_out(tokenizer, source, args, console.say)
 
     def build() -> tuple[Any, Any]:
@@ -65,7 +67,7 @@ def user_datasets(
     evaluation: Any,
     tokenizer: Tokenizer | None,
     source: ModelSource | None,
-    args: TrainingArguments,
+    config: RunConfig,
     env: LaunchEnv,
     console: Console,
 ) -> Datasets:
@@ -74,13 +76,14 @@ def user_datasets(
     Without a `source`, the model's, nothing is prepared: the samples are for the user's own layers or data_collator.
     Raises UserError where there is something to prepare and no tokenizer, and for --packing where it could not act.
     """
+    args = config.args
     if args.packing:
         _require_packed(source, train, evaluation)
     if source is None or all(holds_tokens(data) for data in (train, evaluation)):
         return Datasets(train=train, evaluation=evaluation, tokenizer=tokenizer)
     if tokenizer is None:
         raise UserError("a data set of text or conversations needs processing_class, the tokenizer")
-    _require_cut(source, args, env)
+    _require_cut(source, config)
     lay_out = _layer_out(tokenizer, source, args, console.say)
 
     def build() -> tuple[Any, Any]:
@@ -105,10 +108,9 @@ def _require_packed(source: ModelSource | None, *datasets: Any) -> None:
             )
 
 
-def _require_cut(source: ModelSource, args: TrainingArguments, env: LaunchEnv) -> None:
+def _require_cut(source: ModelSource, config: RunConfig) -> None:
     """Raise UserError, before anything is tokenised, where the model cannot be cut as the layout asks."""
-    resolved, _ = configure(args, world_size=env.world_size)
-    require_cut(source, resolved.tp_size, whole_experts=resolved.ep_size > 1)
+    require_cut(source, config.resolved.tp_size, whole_experts=config.resolved.ep_size > 1)
 
 
 def _layer_out(

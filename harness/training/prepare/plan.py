@@ -22,7 +22,7 @@ from harness.training.batches.collate import Collator, collate
 from harness.training.batches.stream import data_digest, dataset_length
 from harness.training.console import Console
 from harness.training.prepare import startup_report
-from harness.training.prepare.configure import configure
+from harness.training.prepare.configure import RunConfig, read_run_config
 from harness.training.prepare.datasets import Datasets, user_datasets
 from harness.training.prepare.trainable import Model, adapted
 
@@ -42,6 +42,7 @@ class RunInputs:
     processing_class: Any = None
     data_collator: Collator = collate
     peft_config: Any = None
+    config: RunConfig | None = None  # where it has been read already
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +71,14 @@ def plan_run(inputs: RunInputs) -> RunPlan:
     """Resolve model, data, config and layout; nothing is built yet. Raises UserError for what does not fit."""
     args, env = inputs.args, inputs.env
     source, adaptation = adapted(inputs.model, inputs.peft_config)
+    model = inputs.model if isinstance(inputs.model, str) else None
+    config = inputs.config or read_run_config(args, world_size=env.world_size, model=model)
     data = user_datasets(
         inputs.train_dataset,
         inputs.eval_dataset,
         inputs.processing_class,
         source if inputs.data_collator is collate else None,
-        args,
+        config,
         env,
         inputs.console,
     )
@@ -83,13 +86,8 @@ def plan_run(inputs: RunInputs) -> RunPlan:
         raise UserError(f"--eval_steps {args.eval_steps}: there is no eval_dataset: give one")
     text_config = None if source is None else source.config.get_text_config(decoder=True)
     require_every_layer(0.0 if text_config is None else layer_drop(vars(text_config)))
-    resolved, max_steps = configure(
-        args,
-        world_size=env.world_size,
-        model=inputs.model if isinstance(inputs.model, str) else None,
-        samples=None if data.train is None else dataset_length(data.train),
-        hidden_size=getattr(text_config, "hidden_size", None),
-    )
+    samples = None if data.train is None else dataset_length(data.train)
+    resolved, max_steps = config.for_data(samples, getattr(text_config, "hidden_size", None))
     sizes = {"pp_size": resolved.pp_size, "tp_size": resolved.tp_size, "ep_size": resolved.ep_size}
     adapters = fingerprint(adaptation, args.seed if source and source.weights is None else None)
     checkpoint = find_resume(Path(args.output_dir), args.resume_from_checkpoint)

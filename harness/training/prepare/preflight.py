@@ -14,7 +14,7 @@ from harness.hf.locate import DEFAULT_MODEL, model_directory
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import LoraArguments, TrainingArguments, flag, require_peft
 from harness.training.data.files.sources import PYTHON_STDLIB, preflight
-from harness.training.prepare.configure import configure
+from harness.training.prepare.configure import RunConfig, read_run_config
 
 TRIAL_STEPS = 200  # of a run that names neither data nor steps
 
@@ -38,20 +38,24 @@ class ScriptArguments:
 
 def check_before_start(
     script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, lora: LoraArguments | None = None
-) -> None:
-    """Raise UserError for a config, model, data or output directory that cannot be used. Takes well under a second."""
+) -> RunConfig:
+    """Return the checked config. UserError for a config, model, data or output directory that cannot be used.
+
+    Takes well under a second.
+    """
     if lora is not None and lora.use_peft:
         require_peft()
     model = model_directory(script.model_name_or_path)
-    resolved, _ = configure(args, world_size=env.world_size, model=str(model))
+    config = read_run_config(args, world_size=env.world_size, model=str(model))
     preflight(script.train_file)
     if script.validation_file is not None:
         preflight(script.validation_file)
     output_dir = Path(args.output_dir)
     resume = find_resume(output_dir, args.resume_from_checkpoint)
     if resume is not None:
-        require_same_run(resume, resolved)
+        require_same_run(resume, config.resolved)
     require_writable(output_dir)
+    return config
 
 
 def limit_trial(script: ScriptArguments, args: TrainingArguments) -> str | None:

@@ -10,7 +10,7 @@ import transformers
 from harness import TrainingArguments, UserError
 from harness.config import ConfigError
 from harness.training.arguments import SCHEDULES, LoraArguments, parse
-from harness.training.prepare.configure import configure, max_steps
+from harness.training.prepare.configure import max_steps, read_run_config
 from harness.training.prepare.preflight import ScriptArguments
 
 SAME_AS_HF = (
@@ -41,11 +41,11 @@ def test_every_schedule_is_one_that_transformers_makes_from_steps_alone() -> Non
 
 def test_a_default_that_was_given_contradicts_the_json_all_the_same() -> None:
     config = {"train_batch_size": 8, "gradient_clipping": 0.5}
-    configure(TrainingArguments(deepspeed_config=config), world_size=1)
+    read_run_config(TrainingArguments(deepspeed_config=config), world_size=1)
     _, given = command_line("--max_grad_norm", "1.0")
     given.deepspeed_config = config
     with pytest.raises(ConfigError, match=r"max_grad_norm.*gradient_clipping"):
-        configure(given, world_size=1)
+        read_run_config(given, world_size=1)
 
 
 def test_the_launchers_own_flag_is_taken_and_booleans_need_no_value() -> None:
@@ -90,12 +90,14 @@ def test_epochs_become_steps() -> None:
 )
 def test_what_cannot_run_is_refused_before_anything_is_built(config: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        configure(TrainingArguments(deepspeed_config=config), world_size=2)
+        read_run_config(TrainingArguments(deepspeed_config=config), world_size=2)
 
 
 def test_a_misspelt_key_runs_if_the_user_insists() -> None:
     config = {"train_batch_size": 8, "zero_optimisation": {"stage": 3}}
-    resolved, _ = configure(TrainingArguments(deepspeed_config=config, allow_ignored_keys=True), world_size=1)
+    resolved, _ = read_run_config(
+        TrainingArguments(deepspeed_config=config, allow_ignored_keys=True), world_size=1
+    ).for_data(None)
     assert resolved.zero_stage == 0
 
 

@@ -13,6 +13,7 @@ from harness.hf.skeleton import ModelSource, read_source
 from harness.topology.env import LaunchEnv
 from harness.training.console import plain_console
 from harness.training.data.tokenizer import ByteTokenizer
+from harness.training.prepare.configure import read_run_config
 from harness.training.prepare.datasets import Datasets, _layer_out, _require_cut, user_datasets
 
 LAYOUT = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
@@ -23,8 +24,8 @@ CHATS = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "
 
 def prepare(train: Any, tokenizer: Any = None, model: str | None = "tiny-llama", **arguments: Any) -> Datasets:
     source = read_source(model) if model else None
-    args = TrainingArguments(**arguments)
-    return user_datasets(train, None, tokenizer, source, args, LaunchEnv(), plain_console(0))
+    config = read_run_config(TrainingArguments(**arguments), world_size=1)
+    return user_datasets(train, None, tokenizer, source, config, LaunchEnv(), plain_console(0))
 
 
 def test_tokens_and_pairs_are_left_alone() -> None:
@@ -71,8 +72,8 @@ def test_a_model_that_cannot_be_cut_is_refused_before_anything_is_tokenised() ->
     source = ModelSource(name="it", config=CONFIG_MAPPING["stablelm"](qk_layernorm=True), weights=None)
     for size in (1, 2):
         args = TrainingArguments(deepspeed_config={**LAYOUT, "tensor_parallel": {"autotp_size": size}}, block_size=8)
-        env = LaunchEnv(world_size=size, local_world_size=size)
+        config = read_run_config(args, world_size=size)
         refused = pytest.raises(UserError, match="each head has a norm of its own") if size == 2 else nullcontext()
         with refused:
-            _require_cut(source, args, env)
+            _require_cut(source, config)
             assert size == 1

@@ -25,7 +25,7 @@ from harness.checkpoint.integrity import find_resume, newest
 from harness.hf.skeleton import read_source
 from harness.training.console import plain_console, quiet
 from harness.training.prepare import startup_report
-from harness.training.prepare.configure import configure
+from harness.training.prepare.configure import read_run_config
 from harness.training.report.metrics import MetricsFile
 
 
@@ -82,7 +82,7 @@ def test_a_fresh_start_into_a_used_folder_is_refused(tmp_path: Path) -> None:
 def test_another_layout_is_refused_with_both_named(tmp_path: Path) -> None:
     (tmp_path / partial_name(1)).mkdir()
     saved = finish(tmp_path, progress(1, "pp2 x dp1 x tp1"))
-    resolved, _ = configure(TrainingArguments(), world_size=1)
+    resolved, _ = read_run_config(TrainingArguments(), world_size=1).for_data(None)
     with pytest.raises(UserError, match=r"pp2 x dp1 x tp1.*pp1 x dp1 x tp1"):
         require_same_run(saved, resolved)
 

@@ -16,7 +16,7 @@ from transformers import get_scheduler
 from harness import TrainingArguments, UserError
 from harness.checkpoint.directories import Progress, finish, optimizer_name, partial_name, require_same_run
 from harness.checkpoint.integrity import find_resume
-from harness.training.prepare.configure import configure
+from harness.training.prepare.configure import read_run_config
 from harness.training.prepare.hyperparameters import changes, hyperparameters
 from harness.training.report.metrics import set_aside
 from harness.training.resume import _advance
@@ -60,7 +60,7 @@ def test_a_new_schedule_goes_to_a_step_as_if_it_had_made_all_of_them(name: str) 
 
 def values(config: dict[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
     args = TrainingArguments(deepspeed_config=config, **arguments)
-    resolved, steps = configure(args, world_size=1)
+    resolved, steps = read_run_config(args, world_size=1).for_data(None)
     return hyperparameters(args, resolved, steps)
 
 
@@ -95,11 +95,13 @@ def saved_by(folder: Path, **changes: Any) -> Path:
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     saved = saved_by(tmp_path, optimizer="AdamW")
-    plain, _ = configure(TrainingArguments(), world_size=1)
+    plain, _ = read_run_config(TrainingArguments(), world_size=1).for_data(None)
     require_same_run(saved, plain)
     assert optimizer_name(plain) == "AdamW"
     config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    other, _ = configure(TrainingArguments(deepspeed_config=config, learning_rate=0.1), world_size=1)
+    other, _ = read_run_config(TrainingArguments(deepspeed_config=config, learning_rate=0.1), world_size=1).for_data(
+        None
+    )
     with pytest.raises(UserError, match="contains the state of AdamW, but this run uses SGD"):
         require_same_run(saved, other)
 
