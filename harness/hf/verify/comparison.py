@@ -68,10 +68,10 @@ class Numbers:
 def find_difference(
     config: PretrainedConfig, cut: Cut, place: TensorParallel, device: torch.device
 ) -> Difference | None:
-    """The worst difference between the model of a tiny config, cut, and the whole; None if there is none.
+    """Return the worst difference between the model of a tiny config, cut, and the whole; None if there is none.
 
-    Cut into stages it always is; with a `place` in a group, into this rank's parts as well: all ranks of the group
-    call it then, and get the same. UserError if the model cannot be cut.
+    It is always cut into stages; with a `place` in a group, into this rank's parts as well. Then all ranks of the
+    group call this, and get the same result. Raises UserError if the model cannot be cut.
     """
     found = None
     with own_generators(0, device):
@@ -83,14 +83,14 @@ def find_difference(
 
 
 def on_device(model: Any, device: torch.device) -> PreTrainedModel:
-    """The model on `device`."""
+    """Return the model on `device`."""
     moved: PreTrainedModel = model.to(device)
     return moved
 
 
 @torch.no_grad()
 def looks_ahead(config: PretrainedConfig, device: torch.device) -> bool:
-    """Whether logits of a tiny config's model depend on later tokens, as no decoder's may."""
+    """Return whether logits of a tiny config's model depend on later tokens, as no decoder's may."""
     model = on_device(tiny_model(config), device)
     ids = tiny_ids(model).to(device)
     half = ids.shape[1] // 2
@@ -100,7 +100,7 @@ def looks_ahead(config: PretrainedConfig, device: torch.device) -> bool:
 
 
 def worst_of(own: Difference | None, place: TensorParallel) -> Difference | None:
-    """The largest difference that any rank of the group has found; all of them call it."""
+    """Return the largest difference that any rank of the group has found; all of them call this."""
     found: list[Any] = [own]
     if place.size > 1:
         found = [None] * place.size
@@ -124,7 +124,7 @@ def _try(
 
 
 def _reference(model: PreTrainedModel, moved: PreTrainedModel, ids: Tensor) -> tuple[Numbers, Numbers]:
-    """The whole model's numbers, and by how much each tensor may differ from them; `moved` is another copy of it."""
+    """Return the whole model's numbers, and by how much each may differ; `moved` is another copy of the model."""
     whole = _run(model, ids)
     with torch.no_grad():
         for parameter in moved.parameters():
@@ -155,7 +155,7 @@ def _largest(tensor: Tensor) -> Tensor:
 
 
 def _direction(logits: Tensor) -> Tensor:
-    """What the logits' gradient is: any numbers, the same on every rank and for every cut."""
+    """Return a gradient for the logits: any numbers, the same on every rank and for every cut."""
     drawn = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     return drawn.to(logits.device) / logits[..., 0].numel()
 
@@ -168,14 +168,14 @@ def _compare(
     model: PreTrainedModel, whole: Numbers, allowed: Numbers, ids: Tensor, cut: Cut, place: TensorParallel
 ) -> Difference | None:
     source = replace(ModelSource.of_model(model), model=None)  # made from the config, as on ranks that read a file
-    stages = [cut(source, place) for _ in range(2)]  # each has a frame of its own, as on ranks of its own
+    stages = [cut(source, place) for _ in range(2)]  # each runs a forward of its own, as ranks do
     depth = len(stages[0].layers)
     built = [build_layers(stages[0].layers, 0, depth // 2, 0), build_layers(stages[1].layers, depth // 2, depth, 0)]
     value: Any = ids
     for stage in built:
         value = Unpacker()(pack_payload(value))
-        for call in stage.calls:
-            value = call(value)
+        for layer in stage.calls:
+            value = layer(value)
     wanted, direction = _own_logits(whole.logits, stages[0], place), _direction(whole.logits)
     (value * _own_logits(direction, stages[0], place)).sum().backward()
     found = [_difference("logits", value.detach(), wanted, allowed.logits, whole.logits)]
@@ -187,7 +187,7 @@ def _compare(
 
 
 def _own_logits(whole: Tensor, stage: CausalModel, place: TensorParallel) -> Tensor:
-    """Of logits for the whole vocabulary those that stand in this rank's."""
+    """Return, of logits for the whole vocabulary, this rank's part."""
     if not stage.local_logits:
         return whole
     start, stop = stretch(whole.shape[-1], place.rank, place.size)

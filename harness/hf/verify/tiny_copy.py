@@ -1,11 +1,10 @@
 """A tiny copy of any model's config: the same kinds of layers at sizes that run in milliseconds.
 
-What a size becomes stands in `tiny.json`, by the names of config fields; no family is known here. Of the layers those
-are kept in which every kind occurs (attention types, dense or sparse, sharing or not), in their order. Numbers of heads
-keep their ratio and how the tensor-parallel ranks share them, equally or not; a width that was heads x head size stays
-that, and one that the size does not divide stays such a one.
-Dropout is off. Where a config cannot be built from the first choice of sizes, further ones are tried (`variants`);
-what comes out has been run: its forward gives finite logits, twice the same.
+What a size becomes is written in `tiny_sizes.json`, by the names of config fields; no family is known here. Of the
+layers as many stay as show every kind (attention types, dense or sparse, sharing or not), in their order. Numbers of
+heads keep their ratio, and whether tensor-parallel ranks share them equally. A width that was heads x head size stays
+so, and one that the ranks do not divide stays undivided. Dropout is off. Where no model can be built from the first
+choice of sizes, others are tried (`variants`). A tiny copy has been run: its logits are finite, and twice the same.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 
 from harness.errors import UserError
 from harness.hf.skeleton import vocabulary_size
-from harness.hf.verify.shrink import FIRST_ID, read_table, shrink_fields, varied
+from harness.hf.verify.shrink import FIRST_ID, shrink_fields
+from harness.hf.verify.tiny_fields import read_table, varied
 from harness.parallel.generators import own_generators
 from harness.parallel.plans.experts import run_where_aligned
 
@@ -28,7 +28,7 @@ BATCH, SEQUENCE = 2, 32
 
 
 def tiny_config(model_type: str, *, tensor: int = 1) -> PretrainedConfig:
-    """A tiny config of a family, from its class' defaults; UserError where none could be made that runs.
+    """Return a tiny config of a family, from its class' defaults; UserError where none runs.
 
     Where the family takes it, two query heads share a key/value head, as most checkpoints have it and few defaults do.
     """
@@ -48,7 +48,7 @@ def tiny_config(model_type: str, *, tensor: int = 1) -> PretrainedConfig:
 
 
 def shrink(config: PretrainedConfig, *, tensor: int = 1) -> PretrainedConfig:
-    """A tiny copy of `config` for `tensor` tensor-parallel ranks; UserError, with the reason, where none runs."""
+    """Return a tiny copy of `config` for `tensor` tensor-parallel ranks; UserError where none runs."""
     table = read_table()
     reason: Exception | None = None
     for variant in table["variants"]:
@@ -59,14 +59,17 @@ def shrink(config: PretrainedConfig, *, tensor: int = 1) -> PretrainedConfig:
             vars(tiny).update({key: value for key, value in vars(config).items() if key.startswith("base_model_")})
             require_running(tiny_model(tiny))
             return tiny
-        except Exception as error:  # any family, any reason; the first one is told
+        except Exception as error:  # any family, any reason; the first one is reported
             reason = reason or error
-    told = " ".join(str(reason).split())[:160]
-    raise UserError(f"no tiny copy of this {config.model_type} model runs: {type(reason).__name__}: {told}")
+    first = " ".join(str(reason).split())[:160]
+    raise UserError(f"no tiny copy of this {config.model_type} model runs: {type(reason).__name__}: {first}")
 
 
 def tiny_model(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model of a tiny config, in training mode, its weights random and not zero; ValueError if it is large."""
+    """Return the model of a tiny config, in training mode, its weights random and not zero.
+
+    Raises ValueError if it is large.
+    """
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     if size > MOST_PARAMETERS:
