@@ -100,7 +100,7 @@ def _verdict(cell: Callable[[], None]) -> str:
 def _short(error: Exception) -> str:
     text = " ".join(str(error).split()).replace(f"{PLANS.parents[1]}/", "").replace(f"{tempfile.gettempdir()}/", "")
     kind = "" if isinstance(error, (UserError, Wrong)) else f"{type(error).__name__}: "
-    return (kind + text)[:160]
+    return (kind + text)[:300]
 
 
 # -- the model and its training in one process -------------------------------------------------------------

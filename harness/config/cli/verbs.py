@@ -16,6 +16,7 @@ from harness.config.check import check as check_document
 from harness.config.cli.fix import diff, fix
 from harness.config.cli.render import FORMATS, render, text_block
 from harness.config.diagnostic import ConfigError, Diagnostic, Severity
+from harness.config.model.families import require_trainable_family
 from harness.config.resolving.resolve import resolve as resolve_document
 from harness.config.resolving.resolved import Resolved
 from harness.config.rules.registry import RULES, by_code
@@ -60,6 +61,8 @@ def check(argv: Sequence[str]) -> int:
     unsafe = "with --fix: also apply fixes that change the training, such as renaming an ignored key"
     parser.add_argument("--unsafe-fixes", "--unsafe_fixes", action="store_true", help=unsafe)
     args = parser.parse_args(argv)
+    if args.model is not None and args.target == "harness":
+        require_trainable_family(args.model)
     findings: list[Diagnostic] = []
     texts: dict[str, str] = {}
     sources = _sources(args.files)

@@ -47,8 +47,8 @@ class ModelShape:
     layerdrop: float = 0.0  # probability of a layer to be skipped in training
 
 
-def read_shape(source: str) -> ModelShape:
-    """Read the shape of a preset, a directory with config.json, or such a file; or what is known of a model type.
+def read_model_config(source: str) -> dict[str, Any]:
+    """Read the config.json of a preset or a directory, or such a file; of a model type what is known of it.
 
     Raises UserError if there is none.
     """
@@ -64,6 +64,12 @@ def read_shape(source: str) -> ModelShape:
         raise UserError(f"--model {source}: no readable config.json; {hint}") from None
     if not isinstance(config, dict):
         raise UserError(f"--model {source}: config.json is not an object")
+    return config
+
+
+def read_shape(source: str) -> ModelShape:
+    """Read the shape of a model; `source` and errors are those of `read_model_config`."""
+    config = read_model_config(source)
     refusal = plan_refusal(config)
     text = config.get("text_config", config)
     config = config | text if isinstance(text, dict) else config

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness.checkpoint.directories import require_same_run
 from harness.checkpoint.integrity import find_resume
+from harness.config.model.families import require_trainable_family
 from harness.errors import UserError
 from harness.hf.locate import DEFAULT_MODEL, model_directory
 from harness.topology.env import LaunchEnv
@@ -46,6 +47,7 @@ def check_before_start(
     if lora is not None and lora.use_peft:
         require_peft()
     model = model_directory(script.model_name_or_path)
+    require_trainable_family(str(model))
     config = read_run_config(args, world_size=env.world_size, model=str(model))
     preflight(script.train_file)
     if script.validation_file is not None:

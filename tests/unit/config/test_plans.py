@@ -11,6 +11,10 @@ import pytest
 
 from harness.cli import main
 from harness.config.model.plans import plan_refusal
+from harness.errors import UserError
+from harness.topology.env import LaunchEnv
+from harness.training.arguments import TrainingArguments
+from harness.training.prepare.preflight import ScriptArguments, check_before_start
 from harness.wording import counted
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}
@@ -23,8 +27,8 @@ CONFIG = {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}, "tenso
         ({"model_type": "gpt2"}, None),  # by a packaged file
         ({"model_type": "mamba2"}, None),
         ({"model_type": "of_tomorrow"}, None),  # may declare one
-        ({"model_type": "reformer"}, "model type 'reformer' has no tensor-parallel plan"),
-        ({"model_type": "reformer", "base_model_tp_plan": {"layers.*.up": "colwise"}}, None),
+        ({"model_type": "cpmant"}, "model type 'cpmant' has no tensor-parallel plan"),
+        ({"model_type": "cpmant", "base_model_tp_plan": {"layers.*.up": "colwise"}}, None),
         ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, None),
         ({"model_type": "stablelm", "qk_layernorm": False}, None),
         ({"model_type": "stablelm", "qk_layernorm": True}, "with qk_layernorm True has no .*: each head has a norm"),
@@ -37,7 +41,7 @@ def test_a_missing_plan_is_known_from_the_config(model: dict[str, Any], refused:
 
 def test_check_reports_it_with_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    (tmp_path / "config.json").write_text('{"model_type": "reformer", "num_hidden_layers": 1}', encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "cpmant", "num_hidden_layers": 1}', encoding="utf-8")
     assert main(["check", str(tmp_path / "ds.json"), "--model", str(tmp_path), "--format", "json"]) == 1
     found = {item["code"]: item for item in json.loads(capsys.readouterr().out)}
     assert found["DS905"]["pointer"] == "/tensor_parallel/autotp_size"
@@ -47,8 +51,25 @@ def test_check_reports_it_with_the_model(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_model_type_is_a_model(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    assert main(["check", str(tmp_path / "ds.json"), "--model", "reformer"]) == 1
+    assert main(["check", str(tmp_path / "ds.json"), "--model", "cpmant"]) == 1
     assert main(["check", str(tmp_path / "ds.json"), "--model", "mamba2"]) == 0
+
+
+@pytest.mark.parametrize("family", ["zaya", "prophetnet", "hrm_text", "phi4_multimodal"])
+def test_a_family_that_no_layout_can_train_is_refused_from_its_config_alone(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}), encoding="utf-8")
+    words = f"model type {family!r} cannot be trained: .*(layer|stubs).*; see docs/models.md"
+    with pytest.raises(UserError, match=words):
+        check_before_start(
+            ScriptArguments(model_name_or_path=str(tmp_path)),
+            TrainingArguments(output_dir=str(tmp_path / "run")),
+            LaunchEnv(),
+        )
+    config = tmp_path / "ds.json"
+    config.write_text('{"train_batch_size": 1}', encoding="utf-8")
+    assert main(["check", str(config), "--model", str(tmp_path)]) == 1
+    assert main(["check", str(config), "--model", str(tmp_path), "--target", "deepspeed"]) == 0
+    assert not (tmp_path / "run").exists()
 
 
 def test_one_is_not_many() -> None:

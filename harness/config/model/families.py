@@ -1,0 +1,30 @@
+"""Whether a model's family can be trained at all, as its config.json alone tells. No torch, no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from harness.config.model.plans import families_of_matrix
+from harness.config.model.shape import read_model_config
+from harness.errors import UserError
+
+LAYOUTS = ("pipeline", "tensor", "zero3")
+REFUSED = "refused: "
+
+
+def require_trainable_family(source: str) -> None:
+    """Raise UserError for a family that every layout refused when it was tried, with the reason.
+
+    Such a run would end with the same reason, but only after the model has been built. Nothing is known of a family
+    that was tried with another transformers than the installed one, or of a config with a plan of its own.
+    """
+    config = read_model_config(source)
+    text = config.get("text_config")
+    parts = [config, *([text] if isinstance(text, Mapping) else [])]
+    rows = families_of_matrix()
+    family = next((kind for part in parts if (kind := str(part.get("model_type"))) in rows), None)
+    if family is None or any(key.startswith("base_model_") for part in parts for key in part):
+        return
+    if all(rows[family].get(layout, "").startswith(REFUSED) for layout in LAYOUTS):
+        reason = rows[family][LAYOUTS[0]].removeprefix(REFUSED).removeprefix(f"model type {family!r}: ")
+        raise UserError(f"model type {family!r} cannot be trained: {reason}; see docs/models.md for those that can")
