@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.experts import EXPERT_PARAMETER, EXPERTS, cut_experts, ep_dispatch_experts
 from harness.parallel.plans.heads import Attention, attention_at, attention_below, attentions_in, blocks_of, deal
 from harness.parallel.plans.parameter_styles import cut_bare_parameter, cut_head_parameters
-from harness.parallel.plans.plan import ADVICE, InputRule, Plan, wildcard
+from harness.parallel.plans.plan import ADVICE, InputRule, Plan, PlanRule, wildcard
 from harness.parallel.plans.plan_file import WORDS
 from harness.parallel.plans.styles import STYLE_FUNCTIONS
 from harness.parallel.plans.target import PlanTarget
@@ -49,43 +49,77 @@ def cut(
     """
     if tensor.size == 1:
         return
-    shared: dict[int, nn.Parameter] = {}
     modules = list(module.named_modules())  # kept, so that no new parameter takes an old one's id
     attentions = attentions_in([(_join(prefix, name), child) for name, child in modules], config)
-    for name, child in modules:
-        full_name = _join(prefix, name)
-        rule = plan.rule_of(full_name)
-        if rule is None:
-            continue
-        if rule.style == "all_reduce" and _splits_own_outputs(child, full_name, plan):
-            rule = replace(rule, style="moe_tp_experts")
-        site = PlanTarget(
-            name=full_name,
-            module=child,
-            owner=module.get_submodule(name.rpartition(".")[0]),
-            attention=attention_at(full_name, attentions, tensor.size),
-            rule=rule,
-            tensor=tensor,
-            config=config,
-            local_output=local_logits and full_name == plan.head,
-        )
-        new = ep_dispatch_experts(site) if rule.style == EXPERTS else STYLE_FUNCTIONS[rule.style](site)
-        if new is not child:
-            _keep_shared(child, new, shared)
-            module.set_submodule(name, new)
-    _cut_bare_parameters(module, prefix, plan, tensor, attentions, config)
+    place = _Place(module=module, prefix=prefix, plan=plan, tensor=tensor, config=config, attentions=attentions)
+    shared = _replace_modules(place, modules, local_head=local_logits)
+    _cut_bare_parameters(place)
     _rejoin(module, shared)
     for name, child in module.named_modules():
         _require_a_cut(child, _join(prefix, name), plan)
         cut_head_parameters(child, attentions.get(_join(prefix, name)), tensor)
-    for name, child in module.named_modules():
-        full_name = _join(prefix, name)
+    _adapt_modules(place, local_logits=local_logits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """What is cut, and for which rank: the arguments of `cut`, and the attentions by name."""
+
+    module: nn.Module
+    prefix: str
+    plan: Plan
+    tensor: TensorParallel
+    config: Any
+    attentions: Mapping[str, Attention]
+
+    def attention_at(self, name: str) -> Attention | None:
+        """Return the attention that the module or parameter `name` belongs to."""
+        return attention_at(name, self.attentions, self.tensor.size)
+
+    def target(self, name: str, module: Any, rule: PlanRule, *, local_output: bool = False) -> PlanTarget:
+        """Return the module or parameter `name`, to which `rule` applies, as the functions of the styles take it."""
+        return PlanTarget(
+            name=_join(self.prefix, name),
+            module=module,
+            owner=self.module.get_submodule(name.rpartition(".")[0]),
+            attention=self.attention_at(_join(self.prefix, name)),
+            rule=rule,
+            tensor=self.tensor,
+            config=self.config,
+            local_output=local_output,
+        )
+
+
+def _replace_modules(
+    place: _Place, modules: Iterable[tuple[str, nn.Module]], *, local_head: bool
+) -> dict[int, nn.Parameter]:
+    """Put this rank's part in the place of every module that a rule names; return whole parameter's id -> its part."""
+    shared: dict[int, nn.Parameter] = {}
+    for name, child in modules:
+        full_name = _join(place.prefix, name)
+        rule = place.plan.rule_of(full_name)
+        if rule is None:
+            continue
+        if rule.style == "all_reduce" and _splits_own_outputs(child, full_name, place.plan):
+            rule = replace(rule, style="moe_tp_experts")
+        target = place.target(name, child, rule, local_output=local_head and full_name == place.plan.head)
+        new = ep_dispatch_experts(target) if rule.style == EXPERTS else STYLE_FUNCTIONS[rule.style](target)
+        if new is not child:
+            _keep_shared(child, new, shared)
+            place.module.set_submodule(name, new)
+    return shared
+
+
+def _adapt_modules(place: _Place, *, local_logits: bool) -> None:
+    """Let the modules count, receive and sum what this rank has, once their parts are in place."""
+    plan, tensor = place.plan, place.tensor
+    for name, child in place.module.named_modules():
+        full_name = _join(place.prefix, name)
         pattern = wildcard(full_name)
-        around = attention_at(full_name, attentions, tensor.size)
-        _divide_attributes(child, full_name, plan, tensor, around)
-        inside = attention_below(full_name, attentions)
-        _cut_inputs(child, full_name, plan.inputs.get(pattern, {}), tensor, inside, config)
-        if child is module or (pattern.endswith(".*") and pattern.count("*") == 1):  # a decoder layer
+        _divide_attributes(child, full_name, plan, tensor, place.attention_at(full_name))
+        inside = attention_below(full_name, place.attentions)
+        _cut_inputs(child, full_name, plan.inputs.get(pattern, {}), tensor, inside, place.config)
+        if child is place.module or (pattern.endswith(".*") and pattern.count("*") == 1):  # a decoder layer
             local = local_logits and plan.splits_head and _holds(child, full_name, plan.head)
             sum_partial_gradients(child, full_name, tensor, split_output=local)
 
@@ -116,29 +150,19 @@ def _rejoin(module: nn.Module, shared: dict[int, nn.Parameter]) -> None:
             setattr(module.get_submodule(owner), own_name, shared[id(param)])
 
 
-def _cut_bare_parameters(
-    module: nn.Module, prefix: str, plan: Plan, tensor: TensorParallel, attentions: Mapping[str, Attention], config: Any
-) -> None:
-    for name, param in list(module.named_parameters()):
-        full_name = _join(prefix, name)
-        rule = plan.rule_of(full_name)
+def _cut_bare_parameters(place: _Place) -> None:
+    """Keep this rank's part of every parameter that a rule names and that is whole so far."""
+    for name, param in list(place.module.named_parameters()):
+        full_name = _join(place.prefix, name)
+        rule = place.plan.rule_of(full_name)
         if rule is None or shard_of(param) is not None:
             continue
         *path, own_name = name.split(".")
-        owner, *above = [module.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
+        owner, *above = [place.module.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
         if rule.style == EXPERT_PARAMETER:
-            setattr(owner, own_name, cut_experts(param, full_name, tensor))
-            continue
-        site = PlanTarget(
-            name=full_name,
-            module=param,
-            owner=owner,
-            attention=attention_at(full_name, attentions, tensor.size),
-            rule=rule,
-            tensor=tensor,
-            config=config,
-        )
-        cut_bare_parameter(site, own_name, above)
+            setattr(owner, own_name, cut_experts(param, full_name, place.tensor))
+        else:
+            cut_bare_parameter(place.target(name, param, rule), own_name, above)
 
 
 def _splits_own_outputs(module: nn.Module, name: str, plan: Plan) -> bool:
@@ -193,8 +217,7 @@ def _own_value(
 def _cut_inputs(
     module: nn.Module, name: str, rules: Any, tensor: TensorParallel, attention: Attention | None, config: Any
 ) -> None:
-    """Let `module` receive only this rank's part of the inputs that `rules` name, by position or by
-    keyword."""
+    """Let `module` receive only this rank's part of the inputs that `rules` name, by position or by keyword."""
     if not rules:
         return
     positions = {name: place for place, name in enumerate(inspect.signature(module.forward).parameters)}
@@ -220,6 +243,6 @@ def _cut_inputs(
 
 
 def own_part(x: Tensor, rule: InputRule, run: int, stretch: Stretch) -> Tensor:
-    """This rank's stretch of every run of `run` entries of dimension `rule.dim`."""
+    """Return this rank's stretch of every run of `run` entries of dimension `rule.dim`."""
     dim, (start, stop) = rule.dim % x.ndim, stretch
     return x.unflatten(dim, (-1, run)).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)

@@ -64,11 +64,11 @@ def expert_parallel_plan(model: Any, plans: Path | None = None) -> Plan:
     )
 
 
-def ep_dispatch_experts(site: PlanTarget) -> nn.Module:
+def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
     """Experts of which each rank holds some: it runs those, and the outputs are summed."""
-    module: Any = site.module
-    tensor = site.tensor
-    own = _experts(getattr(module, "num_experts", None), tensor, site.name)
+    module: Any = target.module
+    tensor = target.tensor
+    own = _experts(getattr(module, "num_experts", None), tensor, target.name)
     module.num_experts = own[1] - own[0]
     module._is_expert_parallel = True  # transformers' kernels then leave out what is sent to no expert of theirs
 

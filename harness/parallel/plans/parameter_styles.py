@@ -24,22 +24,22 @@ _STYLES = ("colwise", "packed_colwise", "rowwise", "packed_rowwise")
 _ALIGNED = 8  # grouped matrix products want rows of whole 16 bytes: 8 entries in half precision
 
 
-def cut_bare_parameter(site: PlanTarget, own_name: str, above: Sequence[nn.Module] = ()) -> None:
-    """Keep this rank's part of the parameter `own_name` of the site's owner, which the plan itself names: its outputs
+def cut_bare_parameter(target: PlanTarget, own_name: str, above: Sequence[nn.Module] = ()) -> None:
+    """Keep this rank's part of the parameter `own_name` of the target's owner, which the plan itself names: its outputs
     are the last dimension but one, or the only one; its inputs the last; or `rule.dim` tells. Shares of fused experts
     are padded with zeros to what grouped matrix products take. `above`: the modules around the owner, the nearest
     first. Raises UserError for a style that is not a parameter's."""
-    owner, rule, name = site.owner, site.rule, site.name
+    owner, rule, name = target.owner, target.rule, target.name
     if rule.style == "divided":
-        divide_parameter(owner, own_name, site.tensor.size)
+        divide_parameter(owner, own_name, target.tensor.size)
         return
     param = getattr(owner, own_name)
     shape, style = tuple(param.shape), rule.style
     if style == "replicate" or (style in ("rowwise", "packed_rowwise") and len(shape) == 1):
         return
     if style == "segmented_colwise":
-        segments = read_segments(rule.segments, (owner, *above), shape[0], site.tensor, name)
-        cut_segments(owner, own_name, segments, 0, site.tensor)
+        segments = read_segments(rule.segments, (owner, *above), shape[0], target.tensor, name)
+        cut_segments(owner, own_name, segments, 0, target.tensor)
         return
     if style not in _STYLES:
         raise UserError(f"the tensor-parallel style {style} of {name} does not apply to a parameter: correct the plan")
@@ -48,10 +48,10 @@ def cut_bare_parameter(site: PlanTarget, own_name: str, above: Sequence[nn.Modul
     if dim is None:
         dim = max(len(shape) - 2, 0) if style.endswith("colwise") else len(shape) - 1
     multiple = _ALIGNED * unit if hasattr(owner, "is_concatenated") else 1
-    shard = site.share(shape, dim, parts=parts, unit=unit, multiple=multiple)
+    shard = target.share(shape, dim, parts=parts, unit=unit, multiple=multiple)
     setattr(owner, own_name, cut_parameter(param, shard))
     if shard.copied:
-        sum_gradients_of_copies(owner, [own_name], site.tensor.group)
+        sum_gradients_of_copies(owner, [own_name], target.tensor.group)
 
 
 def divide_parameter(owner: nn.Module, name: str, size: int) -> None:

@@ -42,125 +42,125 @@ from harness.parallel.tensor.shard import cut_parameter, share_of
 from harness.parallel.tensor.summed_gradients import sum_gradients_of_copies
 
 
-def colwise(site: PlanTarget, parts: int = 1) -> nn.Module:
+def colwise(target: PlanTarget, parts: int = 1) -> nn.Module:
     """A linear layer split over its outputs, which stay local; in attention by whole heads."""
-    transposed, tensor = _is_transposed(site), site.tensor
-    shard = site.share(tuple(site.module.weight.shape), int(transposed), parts=parts)
-    layer = ColumnParallelLinear.from_linear(site.module, tensor.group, shard=shard, weight_transposed=transposed)
+    transposed, tensor = _is_transposed(target), target.tensor
+    shard = target.share(tuple(target.module.weight.shape), int(transposed), parts=parts)
+    layer = ColumnParallelLinear.from_linear(target.module, tensor.group, shard=shard, weight_transposed=transposed)
     if shard.copied:
-        _repeat_less(site)
+        _repeat_less(target)
         sum_gradients_of_copies(layer, ["weight", "bias"], tensor.group)
     return layer
 
 
-def packed_colwise(site: PlanTarget) -> nn.Module:
+def packed_colwise(target: PlanTarget) -> nn.Module:
     """As colwise, for a weight that holds several parts side by side: a share of each (gate|up,
     query|key|value)."""
-    return colwise(site, parts_of(site.rule, site.owner))
+    return colwise(target, parts_of(target.rule, target.owner))
 
 
-def shared_colwise(site: PlanTarget) -> nn.Module:
+def shared_colwise(target: PlanTarget) -> nn.Module:
     """A linear layer that every rank holds whole, to compute its share of the outputs and all of the last `whole`
     units (the one key and the one value head of multi-query attention). Its gradients are summed."""
-    transposed, tensor = _is_transposed(site), site.tensor
-    outputs = site.module.weight.shape[int(transposed)]
-    split = outputs - site.rule.whole * site.unit
-    own = site.deal(split)[tensor.rank] if split else (0, 0)
+    transposed, tensor = _is_transposed(target), target.tensor
+    outputs = target.module.weight.shape[int(transposed)]
+    split = outputs - target.rule.whole * target.unit
+    own = target.deal(split)[tensor.rank] if split else (0, 0)
     layer = SharedColumnLinear.from_linear(
-        site.module, tensor.group, pieces=[own, (split, outputs)], weight_transposed=transposed
+        target.module, tensor.group, pieces=[own, (split, outputs)], weight_transposed=transposed
     )
-    return replicated_with_grad_allreduce(replace(site, module=layer))
+    return replicated_with_grad_allreduce(replace(target, module=layer))
 
 
-def colwise_gather_output(site: PlanTarget) -> nn.Module:
-    """A linear layer split over its outputs, which are gathered, unless the site wants them local (a head, for
+def colwise_gather_output(target: PlanTarget) -> nn.Module:
+    """A linear layer split over its outputs, which are gathered, unless the target wants them local (a head, for
     vocabulary-parallel logits)."""
-    transposed = _is_transposed(site)
+    transposed = _is_transposed(target)
     return ColumnParallelLinear.from_linear(
-        site.module,
-        site.tensor.group,
-        shard=_whole_widths(site).share(tuple(site.module.weight.shape), int(transposed)),
-        gather_output=not site.local_output,
+        target.module,
+        target.tensor.group,
+        shard=_whole_widths(target).share(tuple(target.module.weight.shape), int(transposed)),
+        gather_output=not target.local_output,
         weight_transposed=transposed,
     )
 
 
-def rowwise(site: PlanTarget) -> nn.Module:
+def rowwise(target: PlanTarget) -> nn.Module:
     """A linear layer split over its inputs, which come split; the outputs are summed."""
-    return _row(site, input_is_parallel=True)
+    return _row(target, input_is_parallel=True)
 
 
-def rowwise_split_input(site: PlanTarget) -> nn.Module:
+def rowwise_split_input(target: PlanTarget) -> nn.Module:
     """A linear layer split over its inputs, which come whole; the outputs are summed."""
-    return _row(_whole_widths(site), input_is_parallel=False)
+    return _row(_whole_widths(target), input_is_parallel=False)
 
 
-def rowwise_to_split(site: PlanTarget) -> nn.Module:
+def rowwise_to_split(target: PlanTarget) -> nn.Module:
     """As rowwise, for outputs that all go to split values with no layer between: their gradients are summed."""
-    layer, group = rowwise(site), site.tensor.group
+    layer, group = rowwise(target), target.tensor.group
     layer.register_forward_hook(lambda _module, _args, output: copy_to_group(output, group))
     return layer
 
 
-def rowwise_split_output(site: PlanTarget) -> nn.Module:
+def rowwise_split_output(target: PlanTarget) -> nn.Module:
     """As rowwise, for outputs of which each rank's heads then take their own: a rank keeps its share."""
-    widths = site.widths(site.module.weight.shape[1 if _is_transposed(site) else 0])
-    layer, group = rowwise(site), site.tensor.group
+    widths = target.widths(target.module.weight.shape[1 if _is_transposed(target) else 0])
+    layer, group = rowwise(target), target.tensor.group
     layer.register_forward_hook(lambda _module, _args, output: split_to_group(output, group, widths))
     return layer
 
 
-def packed_rowwise(site: PlanTarget) -> nn.Module:
+def packed_rowwise(target: PlanTarget) -> nn.Module:
     """As rowwise, for inputs that are several parts side by side, each of which was split."""
-    return _row(site, input_is_parallel=True, parts=parts_of(site.rule, site.owner))
+    return _row(target, input_is_parallel=True, parts=parts_of(target.rule, target.owner))
 
 
-def embedding_rowwise(site: PlanTarget) -> nn.Module:
+def embedding_rowwise(target: PlanTarget) -> nn.Module:
     """An embedding split by vocabulary."""
-    _require_plain_embedding(site)
-    shard = _whole_widths(site).share(tuple(site.module.weight.shape), 0)
-    return VocabParallelEmbedding.from_embedding(site.module, site.tensor.group, shard=shard)
+    _require_plain_embedding(target)
+    shard = _whole_widths(target).share(tuple(target.module.weight.shape), 0)
+    return VocabParallelEmbedding.from_embedding(target.module, target.tensor.group, shard=shard)
 
 
-def embedding_colwise(site: PlanTarget) -> nn.Module:
+def embedding_colwise(target: PlanTarget) -> nn.Module:
     """An embedding split over the width of its vectors, which are gathered."""
-    module, group = site.module, site.tensor.group
-    _require_plain_embedding(site)
-    shard = _whole_widths(site).share(tuple(module.weight.shape), 1)
+    module, group = target.module, target.tensor.group
+    _require_plain_embedding(target)
+    shard = _whole_widths(target).share(tuple(module.weight.shape), 1)
     module.weight = cut_parameter(module.weight, shard)
     module.register_forward_hook(lambda _module, _args, output: gather_from_group(output, group, shard.widths))
     return module
 
 
-def segmented_colwise(site: PlanTarget) -> nn.Module:
+def segmented_colwise(target: PlanTarget) -> nn.Module:
     """As colwise, for a weight that holds parts of unequal width (`harness.parallel.tensor.segments`): a share of
     each. Where ranks are to use the same unit of a part, all get it from those that hold it."""
-    transposed, tensor = _is_transposed(site), site.tensor
-    shape, dim = tuple(site.module.weight.shape), int(transposed)
-    segments = read_segments(site.rule.segments, [site.owner], shape[dim], tensor, site.name)
+    transposed, tensor = _is_transposed(target), target.tensor
+    shape, dim = tuple(target.module.weight.shape), int(transposed)
+    segments = read_segments(target.rule.segments, [target.owner], shape[dim], tensor, target.name)
     shard = shard_of_segments(segments, shape, dim, tensor)
-    layer = ColumnParallelLinear.from_linear(site.module, tensor.group, shard=shard, weight_transposed=transposed)
+    layer = ColumnParallelLinear.from_linear(target.module, tensor.group, shard=shard, weight_transposed=transposed)
     if any(segment.is_shared(tensor.size) for segment in segments):
         layer.register_forward_hook(lambda _module, _args, output: join_shared(output, segments, tensor))
-        if hasattr(site.owner, "num_key_value_groups"):
-            _repeat_less(site)
+        if hasattr(target.owner, "num_key_value_groups"):
+            _repeat_less(target)
     return layer
 
 
-def grouped_norm(site: PlanTarget) -> nn.Module:
+def grouped_norm(target: PlanTarget) -> nn.Module:
     """A norm over groups of `unit` channels, between layers that are split: each rank norms its own groups, or, where
     ranks share a group, all channels."""
-    module, tensor = site.module, site.tensor
+    module, tensor = target.module, target.tensor
     shape = tuple(module.weight.shape)
-    if shape[0] // getattr(module, site.rule.unit or "") % tensor.size:
-        return gather_input(replace(site, rule=replace(site.rule, unit=None)))
+    if shape[0] // getattr(module, target.rule.unit or "") % tensor.size:
+        return gather_input(replace(target, rule=replace(target.rule, unit=None)))
     module.weight = cut_parameter(module.weight, share_of(shape, 0, tensor.rank, tensor.size))
     return module
 
 
-def divided(site: PlanTarget) -> nn.Module:
+def divided(target: PlanTarget) -> nn.Module:
     """See `harness.parallel.plans.parameter_styles`: a style for parameters alone."""
-    raise style_error(site, "a parameter")
+    raise style_error(target, "a parameter")
 
 
 STYLE_FUNCTIONS: dict[str, Callable[[PlanTarget], nn.Module]] = {
@@ -193,30 +193,30 @@ STYLE_FUNCTIONS: dict[str, Callable[[PlanTarget], nn.Module]] = {
 }
 
 
-def _row(site: PlanTarget, *, input_is_parallel: bool, parts: int = 1) -> nn.Module:
-    transposed = _is_transposed(site)
+def _row(target: PlanTarget, *, input_is_parallel: bool, parts: int = 1) -> nn.Module:
+    transposed = _is_transposed(target)
     return RowParallelLinear.from_linear(
-        site.module,
-        site.tensor.group,
-        shard=site.share(tuple(site.module.weight.shape), 0 if transposed else 1, parts=parts),
+        target.module,
+        target.tensor.group,
+        shard=target.share(tuple(target.module.weight.shape), 0 if transposed else 1, parts=parts),
         input_is_parallel=input_is_parallel,
         weight_transposed=transposed,
     )
 
 
-def _whole_widths(site: PlanTarget) -> PlanTarget:
-    """The site of a layer between which and its neighbours values are whole: its share need not be whole heads."""
-    return replace(site, attention=None)
+def _whole_widths(target: PlanTarget) -> PlanTarget:
+    """The target of a layer between which and its neighbours values are whole: its share need not be whole heads."""
+    return replace(target, attention=None)
 
 
-def _is_transposed(site: PlanTarget) -> bool:
-    """Whether the linear layer at `site` stores its weight as (in, out). Raises UserError where there is
+def _is_transposed(target: PlanTarget) -> bool:
+    """Whether the linear layer at `target` stores its weight as (in, out). Raises UserError where there is
     none."""
-    if isinstance(site.module, Conv1D):
+    if isinstance(target.module, Conv1D):
         return True
-    if isinstance(site.module, nn.Linear) and _computes_as_linear(type(site.module)):
+    if isinstance(target.module, nn.Linear) and _computes_as_linear(type(target.module)):
         return False
-    raise style_error(site, "nn.Linear or Conv1D")
+    raise style_error(target, "nn.Linear or Conv1D")
 
 
 def _computes_as_linear(kind: type[nn.Linear]) -> bool:
@@ -231,19 +231,19 @@ def _computes_as_linear(kind: type[nn.Linear]) -> bool:
             return False
 
 
-def _require_plain_embedding(site: PlanTarget) -> None:
-    module = site.module
+def _require_plain_embedding(target: PlanTarget) -> None:
+    module = target.module
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
-        raise style_error(site, "a plain nn.Embedding")
+        raise style_error(target, "a plain nn.Embedding")
 
 
-def _repeat_less(site: PlanTarget) -> None:
+def _repeat_less(target: PlanTarget) -> None:
     """Tell an attention module that each of its key/value heads now serves fewer query heads on this rank."""
-    attention, heads, size = site.attention, site.heads, site.tensor.size
+    attention, heads, size = target.attention, target.heads, target.tensor.size
     if attention is None or heads is None or not hasattr(attention.module, "num_key_value_groups"):
         raise UserError(
-            f"{site.name} has fewer key/value heads than tensor_parallel.autotp_size {size}, "
-            f"and its {type(site.owner).__name__} cannot share them: use at most {heads.key_value if heads else 1}"
+            f"{target.name} has fewer key/value heads than tensor_parallel.autotp_size {size}, "
+            f"and its {type(target.owner).__name__} cannot share them: use at most {heads.key_value if heads else 1}"
         )
-    start, stop = heads.queries(size)[site.tensor.rank]
+    start, stop = heads.queries(size)[target.tensor.rank]
     attention.module.num_key_value_groups = stop - start

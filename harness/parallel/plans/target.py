@@ -71,9 +71,9 @@ class PlanTarget:
         return [stop - start for start, stop in stretches]
 
 
-def style_error(site: PlanTarget, wanted: str) -> UserError:
+def style_error(target: PlanTarget, wanted: str) -> UserError:
     """The error for a style that is for `wanted` and stands at something else."""
     return UserError(
-        f"the tensor-parallel style {site.rule.style} is for {wanted}, but {site.name} is a "
-        f"{type(site.module).__name__}: set tensor_parallel.autotp_size to 1, or correct the plan"
+        f"the tensor-parallel style {target.rule.style} is for {wanted}, but {target.name} is a "
+        f"{type(target.module).__name__}: set tensor_parallel.autotp_size to 1, or correct the plan"
     )
