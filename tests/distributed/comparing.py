@@ -9,29 +9,31 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.parallel.tensor.shard import shard_of
+from harness.parallel.tensor.shard import Shard, shard_of
 
 
 def whole_grads(model: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor]:
     """Every gradient, put together through the shards; NaN where no rank, or two owners, hold an element."""
-    grads: dict[str, Tensor] = {}
-    for name, param in model.named_parameters():
-        shard, grad = shard_of(param), param.grad
-        if grad is None:  # not used by the forward; on all ranks alike
-            continue
-        if shard is None:
-            grads[name] = grad
-            continue
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, (shard, grad), group=group)
-        full, owners = grad.new_zeros(shard.full_shape), grad.new_zeros(shard.full_shape)
-        for part, part_grad in parts:
-            if part.owner:
-                part.put(part_grad, full)
-                part.put(torch.ones_like(part_grad), found := torch.zeros_like(full))
-                owners += found
-        grads[name] = full.masked_fill(owners != 1, float("nan"))
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    shards = {name: shard_of(param) for name, param in model.named_parameters() if name in grads}
+    own = [(name, shard, grads[name]) for name, shard in shards.items() if shard is not None]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    for parts in zip(*everyone, strict=True):
+        grads[parts[0][0]] = _whole(parts)
     return grads
+
+
+def _whole(parts: tuple[tuple[str, Shard, Tensor], ...]) -> Tensor:
+    """One gradient, put together from what each rank holds of it."""
+    _, shard, grad = parts[0]
+    full, owners = grad.new_zeros(shard.full_shape), grad.new_zeros(shard.full_shape)
+    for _, part, part_grad in parts:
+        if part.owner:
+            part.put(part_grad, full)
+            part.put(torch.ones_like(part_grad), found := torch.zeros_like(full))
+            owners += found
+    return full.masked_fill(owners != 1, float("nan"))
 
 
 def differences(model: Any, part: Any, group: dist.ProcessGroup, vocabulary: int) -> dict[str, float]:

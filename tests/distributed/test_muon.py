@@ -93,7 +93,7 @@ def test_muon_is_the_same_in_every_layout_and_goes_on_from_a_checkpoint(tmp_path
     model = tiny_model(tmp_path / "model", "llama", False)
     wanted = one_process(model)
     assert wanted[0][1] > 2 * CLIP  # so that clipping by another norm shows in the losses
-    layouts = ("dp2z0", "dp2z1", "dp2z2", "dp2z3", "pp2z0", "pp2z1", "tp2z0", "tp2z2", "tp2z3")
+    layouts = ("dp2z0", "dp2z2", "pp2z0", "pp2z1", "tp2z0", "tp2z2", "tp2z3")  # and those of `to_resume`
     jobs = [job(model, layout) for layout in layouts]
     jobs.append(job(model, "dp2z2", offload_optimizer={"device": "cpu"}))
     jobs.append(job(model, "dp2z3", sub_group_size=20_000))
