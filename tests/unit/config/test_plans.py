@@ -58,7 +58,7 @@ def test_a_model_type_is_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["zaya", "prophetnet", "hrm_text", "phi4_multimodal"])
 def test_a_family_that_no_layout_can_train_is_refused_from_its_config_alone(family: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}), encoding="utf-8")
-    words = f"model type {family!r} cannot be trained: .{30,}; see docs/models.md"
+    words = f"model type {family!r} cannot be trained: .+; see docs/models.md"
     with pytest.raises(UserError, match=words):
         check_before_start(
             ScriptArguments(model_name_or_path=str(tmp_path)),
