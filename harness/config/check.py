@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 from harness.config.diagnostic import Diagnostic, Severity
-from harness.config.model.shape import read_shape, require_every_layer
+from harness.config.model.shape import ModelShape, read_shape, require_every_layer
+from harness.config.rules.layout.harness_limits import needs_an_accelerator
 from harness.config.rules.registry import RULES
 from harness.config.rules.rule import Finding, Rule
-from harness.config.text.document import Document
+from harness.config.text.document import Document, from_values
 from harness.config.view import RunView, Target
 
 
@@ -26,19 +31,29 @@ def check(
     program that will read the file; the sizes override the file's layout, as the arguments of a run do.
     Raises UserError if the model's config cannot be read, or the model cannot be cut.
     """
-    shape = read_shape(model) if model is not None else None
-    if shape is not None and target == "harness":
-        require_every_layer(shape.layerdrop)
     view = RunView(
         document,
         world_size=world_size,
-        model=shape,
+        model=known_shape(model, target),
         target=target,
         pipeline_override=pipeline_parallel_size,
         tensor_override=tensor_parallel_size,
         expert_override=expert_parallel_size,
     )
-    found = [_diagnostic(document, rule, finding) for rule in RULES for finding in rule.check(view)]
+    return findings(view)
+
+
+def known_shape(model: str | None, target: Target) -> ModelShape | None:
+    """Return the shape of a model that is given. Raises UserError where it cannot be read, or cannot be cut."""
+    shape = read_shape(model) if model is not None else None
+    if shape is not None and target == "harness":
+        require_every_layer(shape.layerdrop)
+    return shape
+
+
+def findings(view: RunView) -> list[Diagnostic]:
+    """Return what all rules find, in the order of the file."""
+    found = [_diagnostic(view.document, rule, finding) for rule in RULES for finding in rule.check(view)]
     return sorted(found, key=lambda item: (item.line, item.column, item.severity.rank, item.code))
 
 
@@ -50,6 +65,15 @@ def refusals(diagnostics: list[Diagnostic], *, allow_ignored_keys: bool = False)
     """
     misspelt = () if allow_ignored_keys else ("DS101", "DS102")
     return [item for item in diagnostics if item.severity is Severity.ERROR or item.code in misspelt]
+
+
+def unsupported_on_cpu(config: Mapping[str, Any]) -> list[Diagnostic]:
+    """Return what a CPU cannot run, as errors: what a check, which knows no device, gives as advice."""
+    document = from_values(config)
+    found = [
+        _diagnostic(document, needs_an_accelerator, item) for item in needs_an_accelerator.check(RunView(document))
+    ]
+    return [replace(item, severity=Severity.ERROR, file="") for item in found]
 
 
 def _diagnostic(document: Document, rule: Rule, finding: Finding) -> Diagnostic:

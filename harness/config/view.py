@@ -4,7 +4,7 @@ read it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -15,7 +15,8 @@ from harness.config.schema import Key
 from harness.config.schema.coercion import as_bool, as_int
 from harness.config.schema.normalize import as_read
 from harness.config.text.document import Document
-from harness.config.values.pointers import AUTO, lookup, whole
+from harness.config.values.arguments import AutoValues
+from harness.config.values.pointers import AUTO, bf16_section, lookup, whole
 
 Target = Literal["harness", "hf", "deepspeed"]
 TARGETS: tuple[Target, ...] = ("harness", "hf", "deepspeed")
@@ -51,11 +52,13 @@ class RunView:
     pipeline_override: int | None = None
     tensor_override: int | None = None
     expert_override: int | None = None
+    arguments: AutoValues | None = None  # of the run, where there is one
+    filled: Mapping[str, Any] | None = None  # the config once the arguments have taken the place of "auto"
 
     @property
-    def data(self) -> dict[str, Any]:
+    def data(self) -> Mapping[str, Any]:
         """The config as plain values."""
-        return self.document.data
+        return self.document.data if self.filled is None else self.filled
 
     def get(self, pointer: str) -> Any:
         """The value at a pointer; None if it is absent."""
@@ -63,10 +66,11 @@ class RunView:
 
     def as_read(self, pointer: str) -> Any:
         """The value at a pointer as DeepSpeed has it: converted where it converts."""
-        return lookup(self._normal, pointer)
+        return lookup(self.data_as_read, pointer)
 
     @cached_property
-    def _normal(self) -> dict[str, Any]:
+    def data_as_read(self) -> dict[str, Any]:
+        """The config as DeepSpeed has it: converted where it converts."""
         return as_read(self.data)
 
     def has(self, pointer: str) -> bool:
@@ -129,14 +133,20 @@ class RunView:
         if self.world_size is None:
             return None
         cut = self.stages * self.tensor if self.target == "harness" else 1
-        cut *= self.size("/sequence_parallel_size") or 1
+        if self.target != "harness":  # which has no sequence parallelism
+            cut *= self.size("/sequence_parallel_size") or 1
         return self.world_size // cut if self.world_size % cut == 0 else None
 
     @cached_property
     def precision(self) -> str:
         """fp32, bf16 or fp16, as far as the file says it."""
-        bf16 = self.on("/bf16/enabled") or self.on("/bfloat16/enabled")
+        bf16 = self.on(f"/{self.bf16_section}/enabled")
         return "bf16" if bf16 else "fp16" if self.on("/fp16/enabled") else "fp32"
+
+    @property
+    def bf16_section(self) -> str:
+        """The section that DeepSpeed reads for bf16."""
+        return bf16_section(self.data)
 
 
 def is_comment(name: str) -> bool:
@@ -144,7 +154,7 @@ def is_comment(name: str) -> bool:
     return name.startswith(COMMENT_MARKS) or "comment" in name.lower()
 
 
-def _walk(values: dict[str, Any], section: Key, pointer: str) -> Iterator[KeyOccurrence]:
+def _walk(values: Mapping[str, Any], section: Key, pointer: str) -> Iterator[KeyOccurrence]:
     keys = section.keys
     for name, value in values.items():
         key = keys.get(name)

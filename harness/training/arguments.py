@@ -170,6 +170,8 @@ def _target_modules(names: tuple[str, ...] | None) -> str | list[str] | None:
 class LoraArguments:
     """Adapters in the place of weights (LoRA, arXiv 2106.09685), by peft; named as in TRL's ModelConfig."""
 
+    _given: ClassVar[frozenset[str]] = frozenset()  # names that were passed; set on each instance
+
     use_peft: bool = flag(False, "train LoRA adapters with peft; the model's own weights are frozen")
     lora_r: int = flag(16, "rank of the adapters")
     lora_alpha: int = flag(32, "scale the adapters by lora_alpha / lora_r")
@@ -181,8 +183,14 @@ class LoraArguments:
     lora_modules_to_save: tuple[str, ...] | None = flag(None, "names of modules to train fully")
     use_rslora: bool = flag(False, "scale by lora_alpha / sqrt(lora_r) (arXiv 2312.03732)")
 
+    def __new__(cls, **given: Any) -> LoraArguments:
+        self = super().__new__(cls)
+        # also where the value is the default: without use_peft it is without effect
+        object.__setattr__(self, "_given", frozenset(given))
+        return self
+
     def __post_init__(self) -> None:
-        given = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
+        given = [item.name for item in fields(self) if item.name in self._given - {"use_peft"}]
         if given and not self.use_peft:
             raise UserError(f"--{given[0]} has no effect without --use_peft")
         if self.lora_r < 1:

@@ -171,18 +171,9 @@ def resolve(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     stated = {name: value for item in named if (value := getattr(args, name := item.name)) is not None}
     document = load(args.file)
-    found = check_document(
-        document,
-        world_size=stated.get("world_size"),
-        pipeline_parallel_size=stated.get("pipeline_parallel_size"),
-        tensor_parallel_size=stated.get("tensor_parallel_size"),
-        expert_parallel_size=stated.get("expert_parallel_size"),
-    )
-    errors = [finding for finding in found if finding.severity is Severity.ERROR]
+    values = AutoValues(**stated, given=frozenset(stated))
     try:
-        if errors:
-            raise ConfigError(errors)
-        resolved = resolve_document(document, AutoValues(**stated, given=frozenset(stated)))
+        resolved = resolve_document(document, values, allow_ignored_keys=True)
     except ConfigError as error:
         for finding in error.diagnostics:
             print(text_block(finding, document.text, colour=sys.stderr.isatty()), file=sys.stderr)

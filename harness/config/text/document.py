@@ -6,8 +6,10 @@ ConfigError with one finding that names the place.
 
 from __future__ import annotations
 
+import json
 import os
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -104,6 +106,11 @@ def from_text(text: str, path: str = "<text>") -> Document:
         what = "a list" if document.parsed.root.items is not None else "a single value"
         raise ConfigError([unreadable(path, f"the config is {what}, not an object", "write { ... }")])
     return document
+
+
+def from_values(config: Mapping[str, Any]) -> Document:
+    """Return the values that a program made as a document."""
+    return from_text(json.dumps(dict(config), indent=2), "<config>")
 
 
 def unreadable(path: str, message: str, hint: str, line: int = 1, column: int = 1) -> Diagnostic:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+# DeepSpeed's schedules, by the names of HuggingFace's
+SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,5 +35,21 @@ class AutoValues:
     given: frozenset[str] = field(default_factory=frozenset)
 
     def source(self, name: str) -> str:
-        """Where an argument's value comes from, in words."""
+        """Return where an argument's value comes from, in words."""
         return f"--{name}" if name in self.given else f"default of --{name}"
+
+    @property
+    def by_pointer(self) -> tuple[tuple[str, str, Any], ...]:
+        """What takes the place of "auto" in the file: pointer, name of the argument, value."""
+        betas = next((name for name in ("adam_beta1", "adam_beta2") if name in self.given), "adam_beta1")
+        warmup = max(1, self.warmup_steps)  # DeepSpeed's schedules want at least 1
+        return (
+            ("/gradient_clipping", "max_grad_norm", self.max_grad_norm),
+            ("/optimizer/params/lr", "learning_rate", self.learning_rate),
+            ("/optimizer/params/betas", betas, [self.adam_beta1, self.adam_beta2]),
+            ("/optimizer/params/eps", "adam_epsilon", self.adam_epsilon),
+            ("/optimizer/params/weight_decay", "weight_decay", self.weight_decay),
+            ("/scheduler/params/warmup_max_lr", "learning_rate", self.learning_rate),
+            ("/scheduler/params/warmup_num_steps", "warmup_steps", warmup),
+            ("/scheduler/params/total_num_steps", "max_steps", self.max_steps),
+        )

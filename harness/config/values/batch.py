@@ -6,9 +6,60 @@ pipeline or tensor parallelism only the data-parallel size counts, not the numbe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from harness.config.values.arguments import AutoValues
+from harness.config.values.pointers import AUTO, lookup, whole
 from harness.wording import counted, one_of
+
+TRAIN, MICRO, ACCUMULATION = "/train_batch_size", "/train_micro_batch_size_per_gpu", "/gradient_accumulation_steps"
+ARGUMENTS = {
+    TRAIN: "global_batch_size",
+    MICRO: "per_device_train_batch_size",
+    ACCUMULATION: "gradient_accumulation_steps",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatedSizes:
+    """The sizes that file and arguments give, None where they leave one open; `sources` says where each is from."""
+
+    train: int | None
+    micro: int | None
+    accumulation: int | None
+    sources: Mapping[str, str]
+
+    @property
+    def train_name(self) -> str:
+        """What the user calls the size of the global batch."""
+        return self.sources.get(TRAIN, "train_batch_size")
+
+
+def stated_sizes(config: Mapping[str, Any], values: AutoValues | None) -> StatedSizes:
+    """Return the sizes that a config and the arguments of a run (None: not known) give.
+
+    Where the global batch is fixed, by `--global_batch_size` or train_batch_size, the accumulation follows from it;
+    else micro-batch and accumulation have the arguments' defaults, whatever the layout.
+    """
+    sizes = {pointer: whole(lookup(config, pointer)) for pointer in ARGUMENTS}
+    sources: dict[str, str] = {}
+
+    def take(pointer: str) -> None:
+        if values is not None and (size := getattr(values, ARGUMENTS[pointer])) is not None:
+            sizes[pointer], sources[pointer] = size, values.source(ARGUMENTS[pointer])
+
+    for pointer, name in ARGUMENTS.items():
+        if values is not None and name in values.given:
+            take(pointer)
+    fixed, micro, accumulation = (sizes[pointer] is not None for pointer in ARGUMENTS)
+    from_arguments = lookup(config, MICRO) == AUTO or TRAIN in sources
+    if not micro and (not fixed or (not accumulation and from_arguments)):
+        take(MICRO)
+    if not accumulation and not fixed:
+        take(ACCUMULATION)
+    return StatedSizes(train=sizes[TRAIN], micro=sizes[MICRO], accumulation=sizes[ACCUMULATION], sources=sources)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +116,18 @@ def micro_batches_wanted(stages: int) -> int:
     return 4 * (stages - 1)
 
 
-def misfit(
-    name: str, train: int | None, micro: int | None, accumulation: int | None, data_parallel: int
-) -> tuple[str, str]:
-    """What is wrong with three sizes that do not multiply, and the sizes that would.
-
-    `name` is what the user calls the size of the global batch.
-    """
-    ranks = counted(data_parallel, "data-parallel rank")
+def misfit(sizes: StatedSizes, data_parallel: int, *, ranks_are_known: bool = True) -> tuple[str, str]:
+    """Return what is wrong with three sizes that do not multiply, and the sizes that would."""
+    name, train, micro, accumulation = sizes.train_name, sizes.train, sizes.micro, sizes.accumulation
     factors = {"micro-batch": micro, "accumulation": accumulation}
     known = [f"{words} {size}" for words, size in factors.items() if size is not None]
-    message = f"{name} {train} is not {'a multiple of ' if len(known) < 2 else ''}{' x '.join([*known, ranks])}"
+    ranks = [counted(data_parallel, "data-parallel rank")] if ranks_are_known or not known else []
+    is_product = len(known) == 2 and bool(ranks)
+    message = f"{name} {train} is not {'' if is_product else 'a multiple of '}{' x '.join([*known, *ranks])}"
     unit = data_parallel * (micro or 1) * (accumulation or 1)
     if train is None or unit < 1 or train < 1:
         return message, "use sizes of at least 1"
-    if len(known) == 2:
+    if is_product:
         return message, f"use {name} {unit}, or leave one of the three sizes out"
     near = sorted({max(1, train // unit) * unit, (train // unit + 1) * unit})
     hint = f"use {name} {one_of(near)}"

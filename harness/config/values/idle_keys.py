@@ -11,7 +11,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from harness.config.values.pointers import lookup
+from harness.config.values.pointers import lookup, name_of
 
 _DATA = "the harness reads the data itself, in an order that depends on the seed"
 _COMPILE = "the harness does not compile the model through DeepSpeed"
@@ -81,7 +81,7 @@ def accelerated(config: Mapping[str, Any]) -> dict[str, str]:
     for pointer, names in ACCELERATED.items():
         value = lookup(config, pointer)
         if str(value).lower() in names and not (offloaded and str(value).lower() == "lion"):
-            shown = value if isinstance(value, str) else pointer.rsplit("/", 1)[1]
+            shown = f"{name_of(pointer)} {value}" if isinstance(value, str) else name_of(pointer)
             found[pointer] = f"{shown}: DeepSpeed supports it on accelerators only, not on a CPU"
     return found
 

@@ -36,3 +36,8 @@ def whole(value: Any) -> int | None:
 def name_of(pointer: str) -> str:
     """Return `zero_optimization.stage` for `/zero_optimization/stage`: how a user writes it."""
     return pointer.strip("/").replace("/", ".")
+
+
+def bf16_section(config: Mapping[str, Any]) -> str:
+    """Return the section that DeepSpeed reads for bf16: the old name, bfloat16, only where bf16 is absent."""
+    return "bfloat16" if config.get("bf16") is None and config.get("bfloat16") is not None else "bf16"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.config import AutoValues, ConfigError, Document, Resolved, check, load, refusals, resolve
-from harness.config.text.document import from_text
+from harness.config import AutoValues, Document, Resolved, load, resolve
+from harness.config.text.document import from_values
 from harness.errors import UserError
 from harness.training.arguments import TrainingArguments
 
@@ -39,7 +38,7 @@ class RunConfig:
         steps = max_steps(self.args, samples, self.resolved.train_batch)
         warmup_steps = self.args.warmup(steps)
         values = replace(self.values, max_steps=steps, warmup_steps=warmup_steps, hidden_size=hidden_size)
-        return resolve(self.document, values), steps
+        return resolve(self.document, values, allow_ignored_keys=self.args.allow_ignored_keys), steps
 
 
 def read_run_config(args: TrainingArguments, *, world_size: int, model: str | None = None) -> RunConfig:
@@ -53,24 +52,8 @@ def read_run_config(args: TrainingArguments, *, world_size: int, model: str | No
         ConfigError: the config is wrong, cannot run on so many ranks, or contradicts an argument.
     """
     document = read_config(args.deepspeed_config)
-    found = check(
-        document,
-        world_size=world_size,
-        model=model,
-        pipeline_parallel_size=args.pipeline_parallel_size,
-        tensor_parallel_size=args.tensor_parallel_size,
-        expert_parallel_size=args.expert_parallel_size,
-    )
-    refused = refusals(found, allow_ignored_keys=args.allow_ignored_keys)
-    if refused:
-        raise ConfigError(refused)
     values = args.auto_values(world_size=world_size, max_steps=max(1, args.max_steps), hidden_size=None)
-    resolved = resolve(document, values)
-    if resolved.precision == "fp16" and resolved.zero_stage == 0:
-        raise UserError(
-            "fp16 at ZeRO stage 0: DeepSpeed's optimizer for it clips by a norm that depends on the layout; "
-            "set zero_optimization.stage to 1, which gives the same numbers with less memory"
-        )
+    resolved = resolve(document, values, model=model, allow_ignored_keys=args.allow_ignored_keys)
     return RunConfig(args=args, document=document, values=values, resolved=resolved)
 
 
@@ -80,7 +63,7 @@ def read_config(config: str | Mapping[str, Any] | None) -> Document:
     if isinstance(config, str):
         return load(config)
     everything = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
-    return from_text(json.dumps(everything if config is None else dict(config), indent=2), "<config>")
+    return from_values(everything if config is None else config)
 
 
 def max_steps(args: TrainingArguments, samples: int | None, global_batch: int) -> int:

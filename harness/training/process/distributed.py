@@ -12,7 +12,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
-from harness.config.values.idle_keys import accelerated
+from harness.config import ConfigError
+from harness.config.check import unsupported_on_cpu
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv, run_timeout
 from harness.topology.rendezvous import open_store
@@ -104,10 +105,9 @@ def require_precision(precision: str) -> None:
 
 def require_device(config: Mapping[str, Any], device: torch.device) -> None:
     """Raise UserError for what this device cannot run: kernels for accelerators on a CPU, NVMe without libaio."""
-    if device.type == "cpu":
-        for pointer, message in accelerated(config).items():
-            name = pointer.strip("/").replace("/", ".")
-            raise UserError(f"{name} {message}; run it on an accelerator, or remove it")
+    unsupported = unsupported_on_cpu(config) if device.type == "cpu" else []
+    if unsupported:
+        raise ConfigError(unsupported)
     section = config.get("zero_optimization", {}).get("offload_optimizer") or {}
     if section.get("device") == "nvme" and not AsyncIOBuilder().is_compatible(verbose=False):
         raise UserError("zero_optimization.offload_optimizer.device nvme: needs libaio (Debian: libaio-dev)")

@@ -1,17 +1,26 @@
-"""The verdict on every key, with values of every kind, is that of DeepSpeed's own parser."""
+"""Check, run and DeepSpeed read a config alike: verdicts, values, and what is made of arguments."""
 
 from __future__ import annotations
 
 import json
 import logging
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from harness.config import ConfigError, Severity, check
+from harness.config import AutoValues, ConfigError, Severity, check, refusals, resolve, schema
 from harness.config.cli.pages import LENIENT, STRICTER
 from harness.config.rules.registry import by_code
 from harness.config.schema import every_key
+from harness.config.schema.normalize import as_read
 from harness.config.text.document import from_text
+from harness.config.values.layout_keys import LEAST
+from harness.config.values.pointers import lookup, put
+from tests.unit.config.deepspeed_models import MODELS, attribute
 
 VALUES = [None, True, 0, 2, -1, 0.5, 5e8, 1e12, "auto", "", "x", "8", "cpu", [], [1], {}, {"x": 1}]
 
@@ -72,3 +81,72 @@ def test_every_key_with_every_kind_of_value(deepspeed_refuses):
 def test_what_is_excused_does_differ(pointer, deepspeed_refuses):
     values = [*VALUES, 1e-10, False]
     assert any(refused(config(pointer, value)) != deepspeed_refuses(config(pointer, value)) for value in values)
+
+
+CHOICES = st.sampled_from([*VALUES, *LEAST.values(), False, 1, 3, 1.5, 2.0, "2", "true", "best", "Uniform", "nvme"])
+EDITS = st.lists(st.tuples(st.sampled_from([*LEAST, *(pointer for pointer, _ in every_key())]), CHOICES), max_size=4)
+# what excludes what, and old forms beside new ones, is seldom drawn from a thousand keys
+PAIRED = st.fixed_dictionaries(
+    {},
+    optional={
+        "bf16": st.sampled_from([{"enabled": 1}, {"enabled": "auto"}, {"enabled": "yes"}, {}, None, False]),
+        "bfloat16": st.sampled_from([{"enabled": True}, {"enabled": "0"}]),
+        "fp16": st.sampled_from([{"enabled": True}, {"enabled": 0}, {"enabled": "on"}]),
+        "zero_optimization": st.sampled_from(
+            [True, False, {"stage": "2"}, {"stage": 3.0}, {"cpu_offload_param": True}]
+        ),
+        "pipeline": st.sampled_from([{"stages": 2, "partition": "fair"}, {"stages": 2.0}, {"partition": "type:["}, {}]),
+        "tensor_parallel": st.sampled_from([{"autotp_size": "2"}, {"autotp_size": 0}, {"autotp_size": True}]),
+        "expert_parallel": st.sampled_from([{"enabled": True, "autoep_size": 2}, {"enabled": "true"}]),
+        "sequence_parallel_size": st.sampled_from([1, 2, "2"]),
+        "gradient_accumulation_steps": st.sampled_from([1, 2, 3, "auto", None]),
+        "train_batch_size": st.sampled_from([1, 4, 6, "auto", None]),
+        "optimizer": st.sampled_from([{"type": "Lamb"}, {"type": "SGD", "params": {"lr": 0.1}}, {"type": "AdamW"}]),
+    },
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(PAIRED, EDITS, st.sampled_from([1, 2, 4]))
+def test_check_and_run_refuse_the_same_configs_in_the_same_words(paired, edits, world_size):
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1} | json.loads(json.dumps(paired))
+    for pointer, value in edits:
+        try:
+            put(config, pointer, value)
+        except (AttributeError, TypeError):
+            continue  # below something that is no object
+    if config["train_micro_batch_size_per_gpu"] in (None, "auto"):
+        config["train_micro_batch_size_per_gpu"] = 1  # else the arguments' default takes part
+    document = from_text(json.dumps(config))
+    expected = refusals(check(document, world_size=world_size))
+    try:
+        resolve(document, AutoValues(world_size=world_size))
+        refused = []
+    except ConfigError as error:
+        refused = error.diagnostics
+    assert [str(item) for item in refused] == [str(item) for item in expected]
+
+
+FIELDS = [
+    (pointer, name, field)
+    for pointer, path in MODELS.items()
+    for name, field in attribute(path).model_fields.items()
+    if not {"array", "object"} & set(schema.find(f"{pointer}/{field.alias or name}").types)
+]
+SCALARS = st.sampled_from([None, True, False, 0, 1, 2, 0.5, 2.0, 5e8, "", "2", "2.0", "1e3", "yes", "off", "cpu", "x"])
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.sampled_from(FIELDS), SCALARS | st.integers() | st.booleans())
+def test_a_value_is_read_as_deepspeeds_own_model_reads_it(place, value):
+    pointer, name, field = place
+    try:
+        theirs = getattr(attribute(MODELS[pointer])(**{field.alias or name: value}), name)
+    except Exception:
+        return  # refused: the verdicts are compared above
+    config: dict[str, Any] = {}
+    put(config, f"{pointer}/{field.alias or name}", value)
+    ours = lookup(as_read(config), f"{pointer}/{field.alias or name}")
+    if isinstance(theirs, PurePath):
+        ours = type(theirs)(ours)
+    assert ours == (theirs.value if isinstance(theirs, Enum) else theirs)

@@ -10,14 +10,11 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from harness.config import AutoValues, Severity, check, resolve
+from harness.config import Severity, check
 from harness.config.schema import Key, every_key
 from harness.config.text.document import from_text
 from harness.config.values.idle_keys import IDLE, without_idle
-from harness.config.values.layout_keys import LEAST
 from harness.config.values.pointers import put
 
 ACTS = {
@@ -155,21 +152,3 @@ REFUSED = [
 def test_what_would_fail_late_is_refused_at_once(config, code):
     found = check(from_text(json.dumps({"train_batch_size": 8} | config)))
     assert [item.code for item in found if item.severity is Severity.ERROR] == [code]
-
-
-KEYS = [(pointer, key) for pointer, key in every_key() if pointer.count("/") <= 3]
-VALUES = st.sampled_from([None, True, False, 0, 1, 2, -1, 1.5, 2.0, "2", "auto", "true", "cpu", "best", "x", [], {}])
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from([*LEAST, *(p for p, _ in KEYS)]), VALUES), max_size=4))
-def test_a_config_that_check_accepts_is_one_that_resolve_accepts(choices):
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
-    for pointer, value in choices:
-        try:
-            put(config, pointer, value)
-        except (AttributeError, TypeError):
-            return  # below something that is no object
-    document = from_text(json.dumps(config))
-    if not [finding for finding in check(document, world_size=1) if finding.severity is Severity.ERROR]:
-        resolve(document, AutoValues(world_size=1))

@@ -6,9 +6,12 @@ import pytest
 
 from harness.config import AutoValues, ConfigError, resolve
 
+AUTOS = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+
 
 def resolved(config, **values):
-    return resolve(config, AutoValues(**values))
+    """Resolve a config whose batch sizes are "auto" where it does not give them."""
+    return resolve(AUTOS | config, AutoValues(**values))
 
 
 def test_an_empty_config_takes_the_batch_from_the_arguments():
@@ -23,7 +26,6 @@ def test_the_batch_counts_data_parallel_ranks_only():
     assert (run.dp_size, run.micro_batch) == (2, 4)
 
 
-AUTOS = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)]  # pipeline, tensor, data
 
 
@@ -53,7 +55,7 @@ def test_two_sizes_make_the_third():
     given = frozenset({"global_batch_size", "gradient_accumulation_steps"})
     run = resolved(AUTOS, world_size=2, global_batch_size=16, gradient_accumulation_steps=4, given=given)
     assert (run.micro_batch, run.accumulation, run.train_batch) == (2, 4, 16)
-    alone = resolved({"train_batch_size": 12}, world_size=2)  # as DeepSpeed has it
+    alone = resolve({"train_batch_size": 12}, AutoValues(world_size=2))  # as DeepSpeed has it
     assert (alone.micro_batch, alone.accumulation) == (6, 1)
 
 
@@ -164,7 +166,7 @@ def test_zero_buckets_follow_the_hidden_size_and_the_rest_is_left_to_deepspeed()
             "ZeRO-3",
         ),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "DS501", "ZeRO-3 only"),
-        ({"train_batch_size": "8"}, {}, "DS201", "'8'"),
+        ({"train_batch_size": "8"}, {}, "DS201", '"8"'),
     ],
 )
 def test_what_cannot_run_is_refused(config, values, code, says):

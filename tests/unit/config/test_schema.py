@@ -11,6 +11,7 @@ import pytest
 
 from harness.config import schema
 from harness.config.schema import bundle, every_key, files
+from tests.unit.config.deepspeed_models import MODELS, attribute
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -63,36 +64,9 @@ def test_it_takes_what_is_right(config):
     jsonschema.Draft202012Validator(bundle()).validate(config)
 
 
-MODELS = {
-    "/zero_optimization": "deepspeed.runtime.zero.config:DeepSpeedZeroConfig",
-    "/zero_optimization/offload_param": "deepspeed.runtime.zero.offload_config:DeepSpeedZeroOffloadParamConfig",
-    "/zero_optimization/offload_optimizer": "deepspeed.runtime.zero.offload_config:DeepSpeedZeroOffloadOptimizerConfig",
-    "/zero_optimization/zenflow": "deepspeed.runtime.zenflow.zenflow_config:ZenFlowConfig",
-    "/zero_optimization/leaf_module": "deepspeed.runtime.zero.leaf_module_config:DeepSpeedZeroLeafModuleConfig",
-    "/fp16": "deepspeed.runtime.precision_config:DeepSpeedFP16Config",
-    "/bf16": "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
-    "/comms_logger": "deepspeed.comm.config:CommsLoggerConfig",
-    "/tensorboard": "deepspeed.monitor.config:TensorBoardConfig",
-    "/wandb": "deepspeed.monitor.config:WandbConfig",
-    "/csv_monitor": "deepspeed.monitor.config:CSVConfig",
-    "/comet": "deepspeed.monitor.config:CometConfig",
-    "/compile": "deepspeed.compile.config:CompileConfig",
-    "/timers/throughput": "deepspeed.utils.config:DeepSpeedThroughputTimerConfig",
-    "/hybrid_engine": "deepspeed.runtime.config:HybridEngineConfig",
-    "/tensor_parallel": "deepspeed.runtime.tensor_parallel.config:TPTrainingConfig",
-    "/tensor_parallel/tensor_parallel": "deepspeed.runtime.tensor_parallel.config:TPConfig",
-    "/weight_quantization": "deepspeed.inference.config:WeightQuantConfig",
-}
-
-
-def _attribute(path: str):
-    module, name = path.split(":")
-    return getattr(importlib.import_module(module), name)
-
-
 @pytest.mark.parametrize("pointer", MODELS)
 def test_a_checked_section_has_the_keys_and_defaults_of_deepspeeds_model(pointer):
-    fields = _attribute(MODELS[pointer]).model_fields
+    fields = attribute(MODELS[pointer]).model_fields
     section = schema.find(pointer)
     assert section is not None and section.is_pydantic
     names = set(fields) | {field.alias for field in fields.values() if field.alias}

@@ -84,13 +84,28 @@ def test_epochs_become_steps() -> None:
     [
         ({"train_batch_size": 8, "zero_optimisation": {"stage": 3}}, "zero_optimization"),
         ({"train_batch_size": 8, "pipeline": {"stages": 2}, "zero_optimization": {"stage": 3}}, "ZeRO"),
-        ({"train_batch_size": 8, "fp16": {"enabled": True}}, "fp16 at ZeRO stage 0"),
+        (
+            {"train_batch_size": 8, "fp16": {"enabled": True}, "optimizer": {"type": "Lamb"}},
+            "DS407 fp16 at ZeRO stage 0: ZeRO is not tested with Lamb",
+        ),
         ({"train_batch_size": 7, "pipeline": {"stages": 1}}, "train_batch_size"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_built(config: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         read_run_config(TrainingArguments(deepspeed_config=config), world_size=2)
+
+
+def test_fp16_without_zero_runs_at_stage_1() -> None:
+    config = {"train_batch_size": "auto", "fp16": {"enabled": "auto"}}
+    resolved = read_run_config(TrainingArguments(deepspeed_config=config, fp16=True), world_size=1).resolved
+    assert resolved.zero_stage == resolved.config["zero_optimization"]["stage"] == 1
+
+
+def test_an_argument_is_refused_by_the_rules_of_the_file() -> None:
+    config = {"train_batch_size": 8, "fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    with pytest.raises(UserError, match="DS401 fp16 and bf16 are both enabled"):
+        read_run_config(TrainingArguments(deepspeed_config=config, bf16=True), world_size=1)
 
 
 def test_a_misspelt_key_runs_if_the_user_insists() -> None:
@@ -124,6 +139,8 @@ def test_lora_flags_become_pefts_config() -> None:
     ("flags", "wanted"),
     [
         (("--lora_r", "8"), "--lora_r has no effect without --use_peft"),
+        (("--lora_r", "16"), "--lora_r has no effect without --use_peft"),  # its default
+        (("--use_peft", "false", "--use_rslora", "false"), "--use_rslora has no effect without --use_peft"),
         (("--use_peft", "--lora_r", "0"), "--lora_r 0: must be at least 1"),
         (("--use_peft", "--lora_dropout", "1"), "--lora_dropout 1.0"),
     ],

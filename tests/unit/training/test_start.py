@@ -40,7 +40,13 @@ def said(stages: int, accumulation: int) -> str:
     values = AutoValues(world_size=stages, pipeline_parallel_size=stages, gradient_accumulation_steps=accumulation)
     out = io.StringIO()
     layout = Layout.from_world(stages, pp_size=stages, tp_size=1)
-    startup_report.stages(Console(out=out, error=out, speaks=True), layout, resolve({}, values), 1, [])
+    startup_report.stages(
+        Console(out=out, error=out, speaks=True),
+        layout,
+        resolve({"train_micro_batch_size_per_gpu": "auto"}, values),
+        1,
+        [],
+    )
     return out.getvalue()
 
 

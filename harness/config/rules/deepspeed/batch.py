@@ -6,12 +6,9 @@ from collections.abc import Iterator
 
 from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
-from harness.config.values.batch import complete
-from harness.config.values.pointers import AUTO, whole
+from harness.config.values.batch import ACCUMULATION, ARGUMENTS, MICRO, TRAIN, complete, misfit, stated_sizes
+from harness.config.values.pointers import AUTO
 from harness.config.view import RunView
-from harness.wording import counted
-
-TRAIN, MICRO, STEPS = "/train_batch_size", "/train_micro_batch_size_per_gpu", "/gradient_accumulation_steps"
 
 
 @rule(
@@ -31,7 +28,7 @@ def no_batch_size(view: RunView) -> Iterator[Finding]:
     if view.get(TRAIN) is None and view.get(MICRO) is None:
         value = '"auto"' if view.target != "deepspeed" else "a number"
         yield Finding(
-            pointer=STEPS if view.has(STEPS) else "",
+            pointer=ACCUMULATION if view.has(ACCUMULATION) else "",
             message="no batch size: neither train_batch_size nor train_micro_batch_size_per_gpu is given",
             hint=f"add train_micro_batch_size_per_gpu, as {value}",
             deepspeed="raises AssertionError",
@@ -53,28 +50,17 @@ def batch_sizes_disagree(view: RunView) -> Iterator[Finding]:
     ranks. Without `--world_size` this is reported where no number of ranks at all would fit. With the
     harness only the data-parallel ranks count: ranks / (pipeline stages x tensor-parallel ranks).
     """
-    values = [view.get(pointer) for pointer in (TRAIN, MICRO, STEPS)]
-    if any(value not in (None, AUTO) and (whole(value) or 0) < 1 for value in values):
-        return  # a wrong value is told as such
-    train, micro, steps = (whole(value) for value in values)
-    if train is None or (view.world_size is not None and view.data_parallel is None):
+    if any(view.get(pointer) not in (None, AUTO) and (view.size(pointer) or 0) < 1 for pointer in ARGUMENTS):
+        return  # another rule reports a wrong value
+    sizes = stated_sizes(view.data_as_read, view.arguments)
+    if sizes.train is None or (view.world_size is not None and view.data_parallel is None):
         return
-    ranks = view.data_parallel or _some_ranks(train, micro, steps)
-    batch = complete(train, micro, steps, ranks)
+    ranks = view.data_parallel or _some_ranks(sizes.train, sizes.micro, sizes.accumulation)
+    batch = complete(sizes.train, sizes.micro, sizes.accumulation, ranks)
     if batch is None or batch.fits(ranks):
         return
-    product = " x ".join(str(size) for size in (micro, steps) if size is not None)
-    given = "micro-batch x accumulation" if micro and steps else "micro-batch" if micro else "accumulation"
-    where = f" x {counted(ranks, 'data-parallel rank')}" if view.data_parallel else ""
-    yield Finding(
-        pointer=TRAIN,
-        message=f"train_batch_size {train} is not a multiple of {given} {product}{where}"
-        if product and not (micro and steps and view.data_parallel)
-        else f"train_batch_size {train} is not {given + ' ' + product if product else 'a multiple of'}{where}",
-        hint='give two of the three sizes, or write "auto" for one',
-        deepspeed="raises AssertionError",
-        on_value=True,
-    )
+    message, hint = misfit(sizes, ranks, ranks_are_known=view.data_parallel is not None)
+    yield Finding(pointer=TRAIN, message=message, hint=hint, deepspeed="raises AssertionError", on_value=True)
 
 
 def _some_ranks(train: int, micro: int | None, steps: int | None) -> int:

@@ -62,6 +62,13 @@ def _unknown(view: RunView) -> str | None:
     return None if known else name
 
 
+def is_tested_with_zero(view: RunView) -> bool:
+    """Return whether DeepSpeed runs ZeRO with the optimizer; so it does with all if the file allows untested ones."""
+    name = kind(view)
+    is_tested = name is None or _unknown(view) is not None or name in _ZERO_TESTED
+    return is_tested or bool(view.get("/zero_allow_untested_optimizer"))
+
+
 @rule(
     "DS801",
     "unknown-optimizer",
@@ -197,9 +204,7 @@ def untested_optimizer(view: RunView) -> Iterator[Finding]:
     Adagrad, Lion) and wrong for those that look at a whole tensor (Lamb, Adafactor). DeepSpeed therefore
     wants zero_allow_untested_optimizer for all others.
     """
-    name = kind(view)
-    tested = name is None or _unknown(view) is not None or name in _ZERO_TESTED
-    if tested or view.zero_stage in (0, None) or view.get("/zero_allow_untested_optimizer"):
+    if is_tested_with_zero(view) or view.zero_stage in (0, None):
         return
     yield about_type(
         message=f"DeepSpeed has not tested ZeRO with {view.get(TYPE)}",

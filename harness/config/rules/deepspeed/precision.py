@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from harness.config.diagnostic import Severity
 from harness.config.rules.deepspeed.offload import offloads
+from harness.config.rules.deepspeed.optimizer import is_tested_with_zero
 from harness.config.rules.rule import Finding, rule
 from harness.config.schema.coercion import as_float, as_int
 from harness.config.text import edits
@@ -35,8 +36,7 @@ def _kind(name: object) -> str | None:
 )
 def fp16_and_bf16(view: RunView) -> Iterator[Finding]:
     """fp16 and bf16 are both enabled; a model has one precision."""
-    bf16 = "/bf16" if view.get("/bf16") is not None else "/bfloat16"
-    if view.on("/fp16/enabled") and view.on(f"{bf16}/enabled"):
+    if view.on("/fp16/enabled") and view.on(f"/{view.bf16_section}/enabled"):
         yield Finding(
             pointer="/fp16/enabled",
             message="fp16 and bf16 are both enabled",
@@ -114,7 +114,7 @@ def low_precision_masters_without_zero(view: RunView) -> Iterator[Finding]:
     Only ZeRO's optimizers can keep them so; master weights alone only with an offloaded optimizer state.
     bf16_optimizer_states also needs bf16_master_weights_and_grads.
     """
-    bf16 = "/bf16" if view.get("/bf16") is not None else "/bfloat16"
+    bf16 = f"/{view.bf16_section}"
     masters = f"{bf16}/bf16_master_weights_and_grads"
     states = f"{bf16}/bf16_optimizer_states"
     for pointer in ("/fp16/fp16_master_weights_and_grads", masters, states):
@@ -187,3 +187,31 @@ def accumulation_in_another_type(view: RunView) -> Iterator[Finding]:
             deepspeed="raises NotImplementedError when the engine starts",
             on_value=True,
         )
+
+
+@rule(
+    "DS407",
+    "fp16-without-zero",
+    Severity.WARNING,
+    claim="elsewhere",
+    wrong='{"train_batch_size": 8, "fp16": {"enabled": true}}',
+    right='{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1}}',
+)
+def fp16_without_zero(view: RunView) -> Iterator[Finding]:
+    """fp16 at ZeRO stage 0, which the harness runs at stage 1.
+
+    DeepSpeed's optimizer for fp16 at stage 0 clips by a norm that depends on the layout. Stage 1 gives the numbers of
+    one process with less memory, so the harness uses it instead. It partitions flattened parameters: an optimizer that
+    looks at whole tensors, such as Lamb, is refused there unless zero_allow_untested_optimizer is true.
+    """
+    if view.target != "harness" or view.precision != "fp16" or view.zero_stage != 0:
+        return
+    tested = is_tested_with_zero(view)
+    yield Finding(
+        pointer="/fp16/enabled",
+        message="fp16 at ZeRO stage 0: "
+        + ("the harness uses stage 1 instead" if tested else f"ZeRO is not tested with {view.get('/optimizer/type')}"),
+        hint="set zero_optimization.stage to 1" + ("" if tested else " and zero_allow_untested_optimizer to true"),
+        severity=None if tested else Severity.ERROR,
+        deepspeed="clips by a norm that depends on the layout",
+    )

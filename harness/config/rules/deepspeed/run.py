@@ -1,11 +1,15 @@
-"""Rules that hold a config against the arguments of a run. `resolve` raises them, since only it knows both."""
+"""Rules that compare a config with the arguments of a run, where there is a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
+from harness.config.values.arguments import SCHEDULERS
+from harness.config.values.batch import ARGUMENTS
+from harness.config.values.pointers import AUTO, name_of
 from harness.config.view import RunView
 
 
@@ -25,4 +29,26 @@ def argument_in_conflict(view: RunView) -> Iterator[Finding]:
     The layout (`--pipeline_parallel_size`, `--tensor_parallel_size`, `--expert_parallel_size`) is the
     exception: there the argument overrides the file.
     """
-    yield from ()
+    values = view.arguments
+    if values is None:
+        return
+    stated = [(pointer, name, getattr(values, name)) for pointer, name in ARGUMENTS.items()]
+    stated += [(f"/{view.bf16_section}/enabled", "bf16", values.bf16), ("/fp16/enabled", "fp16", values.fp16)]
+    for pointer, name, wanted in (*stated, *values.by_pointer):
+        in_file = view.as_read(pointer)
+        if pointer == "/scheduler/params/warmup_num_steps":
+            in_file = in_file or None  # 0 is the same as 1
+        if name in values.given and in_file not in (None, AUTO, wanted):
+            yield _conflict(pointer, name, wanted, in_file)
+    kind = view.get("/scheduler/type")
+    same = SCHEDULERS.get(kind) if isinstance(kind, str) else None
+    if "lr_scheduler_type" in values.given and same not in (None, values.lr_scheduler_type):
+        yield _conflict("/scheduler/type", "lr_scheduler_type", values.lr_scheduler_type, kind)
+
+
+def _conflict(pointer: str, name: str, wanted: Any, in_file: Any) -> Finding:
+    return Finding(
+        pointer=pointer,
+        message=f"--{name} is {wanted} and {name_of(pointer)} is {in_file}",
+        hint='give one of them, or write "auto" in the file',
+    )

@@ -1,0 +1,107 @@
+"""What takes the place of "auto" and of absent keys: values of the arguments, of the model, of the harness."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.config.resolving.resolution import Resolution
+from harness.config.resolving.resolved import Filled
+from harness.config.values.batch import ACCUMULATION, MICRO, TRAIN, complete, stated_sizes
+from harness.config.values.pointers import AUTO, bf16_section, put
+
+_MEANINGFUL_AUTO = {"/data_types/keep_in_fp32_modules", "/tensor_parallel/autotp_size"}
+
+
+def fill_batch(run: Resolution, data_parallel: int) -> None:
+    """Write all three batch sizes; they are known to fit."""
+    sizes = stated_sizes(run.config, run.values)
+    batch = complete(sizes.train, sizes.micro, sizes.accumulation, data_parallel)
+    if batch is None:
+        raise ValueError(f"{sizes} give no batch")
+    for pointer, size in {MICRO: batch.micro, ACCUMULATION: batch.accumulation}.items():
+        if run.get(pointer) != size:
+            run.fill(pointer, size, sizes.sources.get(pointer, sizes.train_name))
+    if run.get(TRAIN) != batch.train:
+        product = "micro-batch x accumulation x data parallel"
+        run.fill(TRAIN, batch.train, product if sizes.train is None else sizes.train_name)
+
+
+def fill_precision(run: Resolution) -> None:
+    """Write bf16 and fp16 as the arguments say, where the file leaves them open."""
+    for name, section in (("bf16", bf16_section(run.config)), ("fp16", "fp16")):
+        pointer, wanted = f"/{section}/enabled", getattr(run.values, name)
+        stated = run.get(pointer)
+        if stated == AUTO or (stated is None and wanted and name in run.values.given):
+            if run.get(f"/{section}") is None:
+                run.config.pop(section, None)
+            run.fill(pointer, wanted, run.values.source(name))
+
+
+def fill_from_arguments(run: Resolution) -> None:
+    """Write clipping, optimizer and scheduler from the arguments where the file says "auto"."""
+    values = run.values
+    if run.get("/gradient_clipping") is None:  # absent, DeepSpeed would clip at 1.0 whatever the argument says
+        run.fill("/gradient_clipping", values.max_grad_norm, values.source("max_grad_norm"))
+    for pointer, name, value in values.by_pointer:
+        if run.get(pointer) == AUTO:
+            run.fill(pointer, value, values.source(name))
+    if run.get("/scheduler/params/warmup_num_steps") == 0:
+        run.fill("/scheduler/params/warmup_num_steps", 1, "DeepSpeed refuses 0; 1 step has the same effect")
+    if run.get("/scheduler/params/warmup_min_lr") == AUTO:
+        run.fill("/scheduler/params/warmup_min_lr", 0, "default, as in HF")
+
+
+def fill_from_model(run: Resolution) -> None:
+    """Write ZeRO's bucket sizes from the hidden size, as HF and Accelerate do."""
+    hidden = run.values.hidden_size
+    if not hidden:
+        return
+    for key, value, source in (
+        ("reduce_bucket_size", hidden * hidden, "hidden_size squared"),
+        ("stage3_prefetch_bucket_size", int(0.9 * hidden * hidden), "0.9 x hidden_size squared"),
+        ("stage3_param_persistence_threshold", 10 * hidden, "10 x hidden_size"),
+    ):
+        if run.get(f"/zero_optimization/{key}") == AUTO:
+            run.fill(f"/zero_optimization/{key}", value, source)
+
+
+def fill_pipeline(run: Resolution, stages: int) -> None:
+    """Write the number of stages that runs, and how layers are recomputed where the file does not say."""
+    if stages == 1 and not isinstance(run.get("/pipeline"), dict):
+        return
+    if run.get("/pipeline/stages") not in (None, stages):
+        source = "--pipeline_parallel_size" if run.values.pipeline_parallel_size else "default"
+        run.fill("/pipeline/stages", stages, source)
+    put(run.config, "/pipeline/stages", stages)
+    if run.get("/pipeline/use_reentrant") is None:
+        # reentrant checkpointing has no gradient where a layer's input is integer ids
+        run.fill("/pipeline/use_reentrant", False, "harness")
+
+
+def fill_zero_stage(run: Resolution, precision: str, stage: int) -> int:
+    """Write the ZeRO stage and the type of gradient sums that a 16-bit precision takes; return the stage.
+
+    Gradients of bf16 are accumulated in float32 unless the file says otherwise. fp16 runs at stage 1 instead of 0.
+    """
+    if precision == "fp16" and stage == 0:
+        run.fill("/zero_optimization/stage", 1, "at stage 0 DeepSpeed clips fp16 by a norm that depends on the layout")
+        return 1
+    pointer, section = "/data_types/grad_accum_dtype", bf16_section(run.config)
+    masters = run.get(f"/{section}/bf16_master_weights_and_grads")
+    if precision != "bf16" or masters or run.get(pointer) not in (None, AUTO):
+        return stage
+    run.fill(pointer, "fp32", "harness: a sum in bf16 loses small gradients")
+    if stage == 0:
+        run.fill("/zero_optimization/stage", 1, "for bf16 DeepSpeed uses the same optimizer at stages 0 and 1")
+    return max(stage, 1)
+
+
+def remove_autos(run: Resolution, pointer: str, section: dict[str, Any]) -> None:
+    """Remove every "auto" that is left: what DeepSpeed does with an absent key is its default."""
+    for key, value in list(section.items()):
+        here = f"{pointer}/{key}"
+        if isinstance(value, dict):
+            remove_autos(run, here, value)
+        elif value == AUTO and here not in _MEANINGFUL_AUTO:
+            del section[key]
+            run.filled.append(Filled(pointer=here, value=None, source="left out: DeepSpeed's default"))
