@@ -33,7 +33,9 @@ def test_every_key_has_a_description():
 
 @pytest.mark.parametrize("preset", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda path: path.stem)
 def test_the_presets_satisfy_it(preset):
-    jsonschema.Draft202012Validator(bundle()).validate(json.loads(preset.read_text("utf-8")))
+    config = json.loads(preset.read_text("utf-8"))
+    jsonschema.Draft202012Validator(bundle()).validate(config)
+    assert (preset.parent / config["$schema"]).is_file()  # where an editor looks
 
 
 @pytest.mark.parametrize(
