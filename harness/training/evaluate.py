@@ -8,12 +8,14 @@ from typing import Any
 
 from torch.utils.data import Subset
 
+from harness.topology.agreement import require_alike
 from harness.training.batches.collate import Collator
 from harness.training.batches.evaluation import evaluation_batches, evaluation_steps
 from harness.training.batches.same_data import require_same_data
-from harness.training.batches.stream import dataset_length
+from harness.training.batches.stream import data_digest, dataset_length
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import Loss, RouterLoss
+from harness.training.prepare.run import PreparedRun
 from harness.training.process import signals
 from harness.training.process.distributed import any_rank
 
@@ -31,10 +33,18 @@ def default_batch(loss: Loss, micro_batch: int) -> int:
     return ROUTER_BATCH if isinstance(loss, RouterLoss) else micro_batch
 
 
-def evaluation_metrics(engine: Engine, dataset: Any, micro_batch: int, collator: Collator) -> dict[str, float]:
-    """Evaluate on `dataset`: eval_loss, perplexity, eval_samples, eval_seconds; see `mean_loss`."""
+def evaluation_metrics(run: PreparedRun, dataset: Any, *, is_new: bool) -> dict[str, float]:
+    """Return eval_loss, perplexity, eval_samples and eval_seconds; all ranks call it. See `mean_loss`.
+
+    `is_new`: not the run's own data set, which was looked at when the run began. UserError if it cannot be used, or
+    differs between ranks.
+    """
+    micro_batch = run.args.per_device_eval_batch_size or default_batch(run.trainable.loss, run.resolved.micro_batch)
+    if is_new:
+        require_alike({"evaluation data": data_digest(dataset)}, run.engine.device)
+        run.data_check.first_batch(dataset, micro_batch)
     start_time = time.perf_counter()
-    loss = mean_loss(engine, dataset, micro_batch, collator)
+    loss = mean_loss(run.engine, dataset, micro_batch, run.inputs.data_collator)
     return {
         "eval_loss": loss,
         "perplexity": math.exp(min(loss, 700.0)),

@@ -18,16 +18,14 @@ from typing import Any, Self
 from transformers import PreTrainedModel
 
 from harness.errors import UserError
-from harness.topology.agreement import require_alike
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
 from harness.training.batches.collate import Collator, collate
-from harness.training.batches.stream import data_digest, dataset_length
+from harness.training.cadence import agree_on_control, due_after, step_record
 from harness.training.callbacks import StepRecord, TrainerCallback, TrainerControl, TrainerState, call
 from harness.training.console import Console, plain_console
-from harness.training.engine.losses import AUX_LOSS
 from harness.training.engine.profiling import communication_summary
-from harness.training.evaluate import default_batch, evaluation_metrics
+from harness.training.evaluate import evaluation_metrics
 from harness.training.gathered_model import gather_model
 from harness.training.hf_names import require_ours
 from harness.training.nonfinite import NonFinite
@@ -37,7 +35,6 @@ from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.run import prepare_run, release, training_stream
 from harness.training.prepare.trainable import Model
 from harness.training.process import signals
-from harness.training.process.distributed import largest
 from harness.training.report.progress import ProgressCallback
 from harness.training.report.recorder import Recorder
 from harness.training.resume import resume
@@ -89,11 +86,10 @@ class Trainer:
     ) -> None:
         require_ours(type(self), Trainer, others)
         env = LaunchEnv.from_environ(os.environ)
-        console = console or plain_console(env.rank)
         inputs = RunInputs(
             model=model,
             args=args,
-            console=console,
+            console=console or plain_console(env.rank),
             env=env,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -133,8 +129,6 @@ class Trainer:
         """Let go of the engine's memory and of its process groups, so that another Trainer may take its place."""
         release(self.run)
 
-    # -- training ------------------------------------------------------------------------------------------
-
     def train(self) -> TrainerState:
         """Train to the last step; returns the final state.
 
@@ -173,18 +167,8 @@ class Trainer:
         units = sum(self.run.trainable.loss.units(inputs) for inputs, _ in micro_batches)
         self.state.global_step += 1
         self._consumed(self.stream.consumed)
-        return StepRecord(
-            step=self.state.global_step,
-            loss=outcome.loss,
-            grad_norm=outcome.grad_norm,
-            learning_rate=learning_rate,
-            tokens_per_second=units * self.run.plan.layout.dp_size / seconds,
-            step_seconds=seconds,
-            consumed_samples=self.state.consumed_samples,
-            epoch=self.state.epoch,
-            aux_loss=outcome.parts.get(AUX_LOSS),
-            skipped=not outcome.applied,
-        )
+        tokens_per_second = units * self.run.plan.layout.dp_size / seconds
+        return step_record(outcome, self.state, learning_rate, seconds, tokens_per_second)
 
     def _consumed(self, samples: int) -> None:
         """Set how many samples the run has seen, here and in the stream."""
@@ -195,42 +179,27 @@ class Trainer:
 
     def _after_step(self, record: StepRecord, recorder: Recorder) -> int:
         """Do what is due after a step: callbacks, log, evaluation, checkpoint; return the signal that ends the run."""
-        args, step, control = self.args, record.step, self.control
-        last = step == self.state.max_steps
+        control, device = self.control, self.engine.device
+        due = due_after(record, self.run, self.state)
         call(self.callbacks, "on_step_end", self, record=record)
-        samples = dataset_length(self.train_dataset)
-        if record.consumed_samples // samples > (record.consumed_samples - self.run.resolved.train_batch) // samples:
+        if due.epoch_end:
             call(self.callbacks, "on_epoch_end", self)
-            if not last:
-                call(self.callbacks, "on_epoch_begin", self)
-        if step % args.logging_steps == 0 or last:
+        if due.epoch_begin:
+            call(self.callbacks, "on_epoch_begin", self)
+        if due.log:
             logs = record.as_dict()
             recorder.log(logs)
             call(self.callbacks, "on_log", self, logs=logs)
-        stop = self._agree_on_control()
-        by_cadence = self.eval_dataset is not None and (last or (args.eval_steps and step % args.eval_steps == 0))
-        if not stop and (control.should_evaluate or by_cadence):
+        stop = agree_on_control(control, device)
+        if not stop and (control.should_evaluate or due.evaluate):
             control.should_evaluate = False
             recorder.evaluation(self.evaluate)
-            stop = self._agree_on_control()
-        if stop or control.should_save or (args.save_steps and (last or step % args.save_steps == 0)):
+            stop = agree_on_control(control, device)
+        if stop or control.should_save or due.save:
             control.should_save = False
             self.save_checkpoint()
-            stop = self._agree_on_control()
+            stop = agree_on_control(control, device)
         return stop
-
-    def _agree_on_control(self) -> int:
-        """Do on all ranks what was asked for on any, as a rank that acts alone would wait for ever.
-
-        Returns the number of the signal that asks for the end, 0 if none does.
-        """
-        control = self.control
-        asked = (control.should_training_stop, control.should_save, control.should_evaluate)
-        stop, *flags = largest([signals.precedence(signals.received()), *asked], self.engine.device)
-        control.should_training_stop, control.should_save, control.should_evaluate = map(bool, flags)
-        return signals.of_precedence(stop)
-
-    # -- evaluation ----------------------------------------------------------------------------------------
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """Mean loss over the evaluation data, each sample once: eval_loss, perplexity, eval_samples, eval_seconds.
@@ -240,18 +209,10 @@ class Trainer:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise UserError("evaluate() needs an eval_dataset")
-        micro_batch = self.args.per_device_eval_batch_size or default_batch(
-            self.run.trainable.loss, self.run.resolved.micro_batch
-        )
-        if eval_dataset is not None:
-            require_alike({"evaluation data": data_digest(dataset)}, self.engine.device)
-            self.run.data_check.first_batch(dataset, micro_batch)
-        metrics = evaluation_metrics(self.engine, dataset, micro_batch, self.run.inputs.data_collator)
+        metrics = evaluation_metrics(self.run, dataset, is_new=eval_dataset is not None)
         self.nonfinite.judge_evaluation(metrics["eval_loss"])
         call(self.callbacks, "on_evaluate", self, metrics=metrics)
         return metrics
-
-    # -- saving --------------------------------------------------------------------------------------------
 
     def save_checkpoint(self) -> Path:
         """Write `output_dir/checkpoint-STEP`, from which the run can go on; all ranks call it."""
@@ -261,23 +222,18 @@ class Trainer:
         return path
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
-        """Write the model as a HuggingFace directory, adapters as peft does, a list of layers' tensors alone.
-
-        All ranks call it.
-        """
+        """Write a HuggingFace directory, adapters as peft's, of a list of layers the tensors; all ranks call it."""
         directory = Path(output_dir or self.args.output_dir)
         self.nonfinite.judge_weights(self.engine, str(directory))
         write_model(self.run, directory)
         return directory
 
     def trained_model(self) -> PreTrainedModel | None:
-        """Return the model with its weights as they are now, on the CPU of rank 0, None on other ranks; all ranks call
-        it.
+        """Return the model with its present weights, on the CPU of rank 0, None elsewhere; all ranks call it.
 
         A model that was given in memory is filled with them and returned. Rank 0 needs memory for the whole model.
 
-        Raises:
-            UserError: for adapters and for a list of layers.
+        Raises UserError for adapters and for a list of layers.
         """
         return gather_model(self.run)
 

@@ -1,0 +1,74 @@
+"""What is due after a step, and whether all ranks agree on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from harness.training.batches.stream import dataset_length
+from harness.training.callbacks import StepRecord, TrainerControl, TrainerState
+from harness.training.engine.engine import StepOutcome
+from harness.training.engine.losses import AUX_LOSS
+from harness.training.prepare.run import PreparedRun
+from harness.training.process import signals
+from harness.training.process.distributed import largest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Due:
+    """What the arguments ask for after a step; a step may reach from one epoch into the next."""
+
+    epoch_end: bool
+    epoch_begin: bool
+    log: bool
+    evaluate: bool
+    save: bool
+
+
+def due_after(record: StepRecord, run: PreparedRun, state: TrainerState) -> Due:
+    """Return what is due after the step of `record`. After the last one all is, but a checkpoint without save_steps."""
+    args, step, last = run.args, record.step, record.step == state.max_steps
+    samples = dataset_length(run.plan.data.train)
+    before = record.consumed_samples - run.resolved.train_batch
+    epoch_end = record.consumed_samples // samples > before // samples
+    return Due(
+        epoch_end=epoch_end,
+        epoch_begin=epoch_end and not last,
+        log=last or step % args.logging_steps == 0,
+        evaluate=run.plan.data.evaluation is not None and (last or _every(args.eval_steps, step)),
+        save=bool(args.save_steps) and (last or _every(args.save_steps, step)),
+    )
+
+
+def _every(steps: int | None, step: int) -> bool:
+    return steps is not None and steps > 0 and step % steps == 0
+
+
+def agree_on_control(control: TrainerControl, device: torch.device) -> int:
+    """Set `control` to what is asked for on any rank, as a rank that acts alone would wait for ever; all ranks call it.
+
+    Returns the number of the signal that asks for the end, 0 if none does.
+    """
+    asked = (control.should_training_stop, control.should_save, control.should_evaluate)
+    stop, *flags = largest([signals.precedence(signals.received()), *asked], device)
+    control.should_training_stop, control.should_save, control.should_evaluate = map(bool, flags)
+    return signals.of_precedence(stop)
+
+
+def step_record(
+    outcome: StepOutcome, state: TrainerState, learning_rate: float, seconds: float, tokens_per_second: float
+) -> StepRecord:
+    """Return the record of the step that `state` has just counted."""
+    return StepRecord(
+        step=state.global_step,
+        loss=outcome.loss,
+        grad_norm=outcome.grad_norm,
+        learning_rate=learning_rate,
+        tokens_per_second=tokens_per_second,
+        step_seconds=seconds,
+        consumed_samples=state.consumed_samples,
+        epoch=state.epoch,
+        aux_loss=outcome.parts.get(AUX_LOSS),
+        skipped=not outcome.applied,
+    )
