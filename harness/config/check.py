@@ -58,7 +58,7 @@ def findings(view: RunView) -> list[Diagnostic]:
 
 
 def refusals(diagnostics: list[Diagnostic], *, allow_ignored_keys: bool = False) -> list[Diagnostic]:
-    """The findings that keep a run from starting: errors, and ignored keys that look like a real one's
+    """Return the findings that keep a run from starting: errors, and ignored keys that look like a real one's
     misspelling.
 
     Nobody wants a run at ZeRO stage 0 because of one letter; `allow_ignored_keys` lets such a key pass.
@@ -77,7 +77,7 @@ def unsupported_on_cpu(config: Mapping[str, Any]) -> list[Diagnostic]:
 
 
 def _diagnostic(document: Document, rule: Rule, finding: Finding) -> Diagnostic:
-    """A finding with its place in the file."""
+    """Return a finding with its place in the file."""
     start, end = finding.span or document.span(finding.pointer, of_value=finding.on_value)
     line, column = document.line_column(start)
     stop = document.text.find("\n", start)

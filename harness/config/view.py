@@ -61,11 +61,11 @@ class RunView:
         return self.document.data if self.filled is None else self.filled
 
     def get(self, pointer: str) -> Any:
-        """The value at a pointer; None if it is absent."""
+        """Return the value at a pointer; None if it is absent."""
         return lookup(self.data, pointer)
 
     def as_read(self, pointer: str) -> Any:
-        """The value at a pointer as DeepSpeed has it: converted where it converts."""
+        """Return the value at a pointer as DeepSpeed has it: converted where it converts."""
         return lookup(self.data_as_read, pointer)
 
     @cached_property
@@ -84,7 +84,7 @@ class RunView:
         return as_bool(self.get(pointer)) is True
 
     def section(self, pointer: str) -> dict[str, Any]:
-        """The object at a pointer; empty if there is none."""
+        """Return the object at a pointer; empty if there is none."""
         value = self.get(pointer)
         return value if isinstance(value, dict) else {}
 
@@ -104,7 +104,7 @@ class RunView:
         return 0 if stage == AUTO else as_int(stage)
 
     def size(self, pointer: str) -> int | None:
-        """A whole number of at least 1 at a pointer, else None."""
+        """Return a whole number of at least 1 at a pointer, else None."""
         number = whole(self.as_read(pointer))
         return number if number is not None and number > 0 else None
 

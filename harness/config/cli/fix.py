@@ -64,7 +64,7 @@ def _key(finding: Diagnostic) -> tuple[str, str, str]:
 def _try(
     document: Document, chosen: Diagnostic, before: list[Diagnostic], world_size: int | None, target: Target
 ) -> Document | None:
-    """The document after one remedy; None if it cannot be read, or is refused for something new."""
+    """Return the document after one remedy; None if it cannot be read, or is refused for something new."""
     text = apply(document.text, chosen.edits)
     if text == document.text:
         return None
@@ -88,7 +88,7 @@ def _is_refusal(finding: Diagnostic) -> bool:
 
 
 def diff(path: str, before: str, after: str, *, colour: bool = False) -> str:
-    """A unified diff of two texts."""
+    """Return a unified diff of two texts."""
     lines = difflib.unified_diff(
         before.splitlines(keepends=True), after.splitlines(keepends=True), path, path + " (fixed)"
     )

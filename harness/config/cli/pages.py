@@ -45,7 +45,7 @@ LENIENT = {
 
 
 def page(rule: Rule) -> str:
-    """A rule's page in Markdown."""
+    """Return a rule's page in Markdown."""
     options = "".join(f" --{name} {value}" for name, value in rule.options.items() if name != "arguments")
     arguments = "".join(f" --{name} {value}" for name, value in rule.options.get("arguments", {}).items())
     verb = "resolve" if arguments else "check"
@@ -72,7 +72,7 @@ def page(rule: Rule) -> str:
 
 
 def pretty(text: str) -> str:
-    """An example with one key a line, unless it is not plain JSON or has duplicate keys: then as it is."""
+    """Return an example with one key a line, unless it is not plain JSON or has duplicate keys: then as it is."""
     try:
         data = json.loads(text)
     except ValueError:
@@ -81,7 +81,7 @@ def pretty(text: str) -> str:
 
 
 def index() -> str:
-    """The list of all rules in Markdown."""
+    """Return the list of all rules in Markdown."""
     low, high = supported()
     rows = [f"| [{r.code}]({r.code}.md) | {r.name} | {r.severity.value} | {r.title} |" for r in RULES]
     return "\n".join(
@@ -120,7 +120,7 @@ def pages() -> dict[str, str]:
 
 
 def main() -> None:
-    """Writes the pages to docs/rules below the working directory, and removes those of rules that are gone."""
+    """Write the pages to docs/rules below the working directory, and remove those of rules that are gone."""
     folder = Path("docs/rules")
     folder.mkdir(parents=True, exist_ok=True)
     wanted = pages()

@@ -30,7 +30,7 @@ def render(findings: Sequence[Diagnostic], style: str, texts: dict[str, str], *,
 
 
 def as_json(finding: Diagnostic) -> dict[str, Any]:
-    """A finding as the documented JSON object."""
+    """Return a finding as the documented JSON object."""
     return {
         "file": finding.file,
         "code": finding.code,
@@ -45,7 +45,7 @@ def as_json(finding: Diagnostic) -> dict[str, Any]:
 
 
 def text_block(finding: Diagnostic, text: str, *, colour: bool) -> str:
-    """A finding with the line it is about, the key underlined, DeepSpeed's behaviour and the remedy."""
+    """Return a finding with the line it is about, the key underlined, DeepSpeed's behaviour and the remedy."""
     paint = _COLOURS[finding.severity] if colour else ""
 
     def painted(words: str, style: str = "") -> str:
@@ -86,7 +86,7 @@ def _remedies(findings: Sequence[Diagnostic]) -> list[str]:
 
 
 def _annotation(finding: Diagnostic) -> str:
-    """A workflow command that GitHub shows beside the line."""
+    """Return a workflow command that GitHub shows beside the line."""
     level = {"info": "notice"}.get(finding.severity.value, finding.severity.value)
     place = f"file={_escape(finding.file, ':,')},line={finding.line},col={finding.column},title={finding.code}"
     words = printable(finding.message + (f"; {finding.hint}" if finding.hint else ""))
@@ -100,7 +100,7 @@ def _escape(words: str, more: str = "") -> str:
 
 
 def sarif(findings: Sequence[Diagnostic]) -> dict[str, Any]:
-    """The findings as a SARIF 2.1.0 log, the format of code-scanning services."""
+    """Return the findings as a SARIF 2.1.0 log, the format of code-scanning services."""
     rules = [
         {
             "id": rule.code,

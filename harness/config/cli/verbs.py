@@ -44,7 +44,7 @@ def _positive(text: str) -> int:
 
 
 def check(argv: Sequence[str]) -> int:
-    """Checks files; 0 without errors, 1 with."""
+    """Check files; 0 without errors, 1 with."""
     example = "ds-harness check ds_configs --world_size 8 --strict"
     parser = _parser("check", "Check DeepSpeed configs and report every problem, before any process starts.", example)
     parser.add_argument(
@@ -127,7 +127,7 @@ def _fix(document: Document, args: argparse.Namespace) -> Document:
 
 
 def explain(argv: Sequence[str]) -> int:
-    """Prints a rule's page, or the list of all rules."""
+    """Print a rule's page, or the list of all rules."""
     parser = _parser("explain", "Print the page of a rule, or list all rules.", "ds-harness explain DS101")
     parser.add_argument("code", nargs="?", help="a rule's code or name")
     args = parser.parse_args(argv)
@@ -145,7 +145,7 @@ def explain(argv: Sequence[str]) -> int:
 
 
 def schema(argv: Sequence[str]) -> int:
-    """Prints the schema, whole or one section."""
+    """Print the schema, whole or one section."""
     from harness.config.schema import ROOT, bundle, files
 
     sections = sorted(name.removesuffix(".json") for name in files() if name != ROOT)
@@ -185,7 +185,7 @@ def resolve(argv: Sequence[str]) -> int:
 
 
 def _print_filled(resolved: Resolved) -> None:
-    """A table of the values that were not in the file, as comments above the config."""
+    """Return a table of the values that were not in the file, as comments above the config."""
     width = max((len(item.pointer) for item in resolved.filled), default=0)
     for item in resolved.filled:
         value = "-" if item.value is None else json.dumps(item.value)

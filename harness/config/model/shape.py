@@ -88,7 +88,7 @@ def read_shape(source: str) -> ModelShape:
 
 
 def layer_drop(config: Mapping[str, Any]) -> float:
-    """The probability with which a decoder's config has its layers skipped in training."""
+    """Return the probability with which a decoder's config has its layers skipped in training."""
     rates = [config.get(name) for name in ("layerdrop", "decoder_layerdrop")]
     return max((float(rate) for rate in rates if isinstance(rate, (int, float))), default=0.0)
 

@@ -16,7 +16,7 @@ Stretch: TypeAlias = tuple[int, int]
 
 
 def stretch(total: int, index: int, size: int) -> Stretch:
-    """The part `index` of `total` entries in `size` parts, of which the first may have one entry more than the last."""
+    """Return part `index` of `total` entries in `size` parts; the first may have one entry more than the last."""
     least, longer = divmod(total, size)
     start = index * least + min(index, longer)
     return start, start + least + (index < longer)
@@ -36,7 +36,7 @@ class Heads:
         return size <= self.query
 
     def queries(self, size: int) -> list[Stretch]:
-        """The query heads of every rank. `fit` must hold."""
+        """Return the query heads of every rank. `fit` must hold."""
         if self.query % self.key_value:
             return [stretch(self.query, rank, size) for rank in range(size)]
         group = self.query // self.key_value
@@ -50,7 +50,7 @@ class Heads:
         return found
 
     def key_values(self, size: int) -> list[Stretch]:
-        """The key/value heads of every rank, some of them on several ranks. `fit` must hold."""
+        """Return the key/value heads of every rank, some of them on several ranks. `fit` must hold."""
         if size <= self.key_value:
             return [stretch(self.key_value, rank, size) for rank in range(size)]
         holders = [stretch(size, head, self.key_value) for head in range(self.key_value)]

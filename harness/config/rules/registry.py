@@ -49,6 +49,6 @@ RULES: tuple[Rule, ...] = tuple(
 
 
 def by_code(code: str) -> Rule | None:
-    """The rule with a code or a name, in whatever case."""
+    """Return the rule with a code or a name, in whatever case."""
     wanted = code.lower()
     return next((found for found in RULES if wanted in (found.code.lower(), found.name)), None)

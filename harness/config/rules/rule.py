@@ -65,7 +65,7 @@ class Rule:
 def rule(
     code: str, name: str, severity: Severity, *, claim: Claim, wrong: str, right: str, **options: Any
 ) -> Callable[[Check], Rule]:
-    """Makes a function a rule."""
+    """Make a function a rule."""
 
     def decorate(check: Check) -> Rule:
         return Rule(

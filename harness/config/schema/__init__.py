@@ -65,7 +65,7 @@ class Key:
         return _keys(self.spec["properties"]) if self.is_section else {}
 
     def removed(self, name: str) -> str | None:
-        """What to do about a key whose feature DeepSpeed has removed; None if it is no such key."""
+        """Return what to do about a key whose feature DeepSpeed has removed; None if it is no such key."""
         hint: str | None = self.spec.get("x-removed", {}).get(name)
         return hint
 
@@ -88,14 +88,14 @@ def files() -> dict[str, dict[str, Any]]:
 
 @cache
 def root() -> Key:
-    """The schema of the whole config, with every reference put in place."""
+    """Return the schema of the whole config, with every reference put in place."""
     spec = dict(files()[ROOT])
     spec["properties"] = {name: _inline(value) for name, value in spec["properties"].items()}
     return Key("", spec)
 
 
 def _inline(spec: dict[str, Any]) -> dict[str, Any]:
-    """A `$ref` replaced by the file it names; what stands beside the reference wins."""
+    """Return a `$ref` replaced by the file it names; what stands beside the reference wins."""
     if "$ref" not in spec:
         return spec
     section = {key: value for key, value in files()[spec["$ref"]].items() if not key.startswith("$")}
@@ -103,7 +103,7 @@ def _inline(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def bundle() -> dict[str, Any]:
-    """The schema as one JSON Schema document, for an editor: each section is a definition."""
+    """Return the schema as one JSON Schema document, for an editor: each section is a definition."""
     sections = {name.removesuffix(".json"): dict(spec) for name, spec in files().items() if name != ROOT}
     definitions = {name: _without(spec, "$schema", "$id") for name, spec in sections.items()}
     top = _without(files()[ROOT], "$schema", "$id", "properties")
@@ -119,7 +119,7 @@ def _without(spec: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def find(pointer: str) -> Key | None:
-    """The key that a JSON pointer names, or None if the schema has none there."""
+    """Return the key that a JSON pointer names, or None if the schema has none there."""
     key: Key | None = root()
     for step in pointer.split("/")[1:]:
         key = key.keys.get(step) if key is not None else None
@@ -158,6 +158,6 @@ def signatures() -> dict[str, dict[str, dict[str, list[str]]]]:
 
 
 def supported() -> tuple[str, str]:
-    """The supported DeepSpeed versions: the first one, and the first one that is too new."""
+    """Return the supported DeepSpeed versions: the first one, and the first one that is too new."""
     low, high = str(files()[ROOT]["x-supported"]).split(",")
     return low.removeprefix(">="), high.removeprefix("<")

@@ -42,7 +42,7 @@ class Reading:
 
 
 def as_bool(value: Any) -> bool | None:
-    """A value as pydantic's bool, or None if it refuses it."""
+    """Return a value as pydantic's bool, or None if it refuses it."""
     if isinstance(value, str):
         word = value.lower()
         return True if word in _TRUE else False if word in _FALSE else None
@@ -50,7 +50,7 @@ def as_bool(value: Any) -> bool | None:
 
 
 def as_int(value: Any) -> int | None:
-    """A value as pydantic's int, or None if it refuses it."""
+    """Return a value as pydantic's int, or None if it refuses it."""
     if isinstance(value, str):
         whole_number = len(value) < 400 and re.fullmatch(r"\s*([-+]?\d+(_\d+)*)(\.0*)?\s*", value)
         return int(whole_number.group(1)) if whole_number else None
@@ -60,7 +60,7 @@ def as_int(value: Any) -> int | None:
 
 
 def as_float(value: Any) -> float | None:
-    """A value as pydantic's float, or None if it refuses it."""
+    """Return a value as pydantic's float, or None if it refuses it."""
     if isinstance(value, (bool, int, float)):
         return float(value) if abs(value) < 1e308 else math.inf
     try:
@@ -100,7 +100,7 @@ def _convert(kind: str, value: Any, *, lenient: bool) -> Any:
 
 
 def _limits(key: Key, value: Any) -> tuple[str, str]:
-    """The fault of a value of the right type: outside its choices or its range."""
+    """Return the fault of a value of the right type: outside its choices or its range."""
     core = key.core
     if "enum" in core:
         choices = core["enum"]

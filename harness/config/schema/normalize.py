@@ -14,7 +14,7 @@ from harness.config.values.pointers import AUTO
 
 
 def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which every value is the one that DeepSpeed makes of it: `"true"` and 1 are true, `"2"` is 2.
+    """Return a copy in which every value is the one that DeepSpeed makes of it: `"true"` and 1 are true, `"2"` is 2.
 
     Values that DeepSpeed refuses, keys that it does not know and "auto" stay as they are.
     """

@@ -13,19 +13,19 @@ _ALIKE = 0.8  # share of matching characters; 0.8 still tells "lr_scheduler" fro
 
 
 def plain(name: str) -> str:
-    """A name without the differences that spelling makes: case, dashes, -ise for -ize."""
+    """Return a name without the differences that spelling makes: case, dashes, -ise for -ize."""
     return name.lower().replace("-", "_").replace(" ", "_").replace("isation", "ization").replace("ise", "ize")
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `name` is most likely a misspelling of, or None."""
+    """Return the candidate that `name` is most likely a misspelling of, or None."""
     by_plain = {plain(candidate): candidate for candidate in candidates}
     found = get_close_matches(plain(name), by_plain, n=1, cutoff=_ALIKE)
     return by_plain[found[0]] if found else None
 
 
 def elsewhere(name: str, section: str) -> str | None:
-    """The pointer of the key that `name`, standing in `section`, names in another section, or None."""
+    """Return the pointer of the key that `name`, standing in `section`, names in another section, or None."""
     meant = schema.aliases().get(plain(name))
     if meant is not None and meant.rsplit("/", 1)[0] != section:
         return meant
@@ -36,7 +36,7 @@ def elsewhere(name: str, section: str) -> str | None:
 
 
 def alias_here(name: str, section: str) -> str | None:
-    """The key of the same section that another program calls `name`, or None."""
+    """Return the key of the same section that another program calls `name`, or None."""
     meant = schema.aliases().get(plain(name))
     if meant is not None and meant.rsplit("/", 1)[0] == section:
         return meant.rsplit("/", 1)[1]

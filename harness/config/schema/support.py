@@ -15,7 +15,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def version_warning(installed: str | None = None) -> str | None:
-    """A sentence if another DeepSpeed is installed than the rules were held to; None if it fits or is
+    """Return a sentence if another DeepSpeed is installed than the rules were held to; None if it fits or is
     absent.
     """
     if installed is None:

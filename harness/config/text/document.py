@@ -71,13 +71,13 @@ class Document:
 
 
 def load(source: str | Path) -> Document:
-    """Reads a config from a path, or a preset by its name ("zero3"). Raises ConfigError."""
+    """Read a config from a path, or a preset by its name ("zero3"). Raises ConfigError."""
     path = _find(str(source))
     return from_bytes(_read(path), str(path))
 
 
 def from_bytes(raw: bytes, path: str) -> Document:
-    """Reads a config from a file's content. Raises ConfigError."""
+    """Read a config from a file's content. Raises ConfigError."""
 
     def refuse(message: str, hint: str) -> ConfigError:
         return ConfigError([unreadable(path, message, hint)])
@@ -94,7 +94,7 @@ def from_bytes(raw: bytes, path: str) -> Document:
 
 
 def from_text(text: str, path: str = "<text>") -> Document:
-    """Reads a config from its text; `path` is what findings call it. Raises ConfigError."""
+    """Read a config from its text; `path` is what findings call it. Raises ConfigError."""
     try:
         document = Document(path, text, parse(text))
     except TextError as error:
@@ -114,7 +114,7 @@ def from_values(config: Mapping[str, Any]) -> Document:
 
 
 def unreadable(path: str, message: str, hint: str, line: int = 1, column: int = 1) -> Diagnostic:
-    """The finding for a file of which nothing can be said but that it cannot be read."""
+    """Return the finding for a file of which nothing can be said but that it cannot be read."""
     return Diagnostic(
         code="DS001",
         severity=Severity.ERROR,
@@ -128,7 +128,7 @@ def unreadable(path: str, message: str, hint: str, line: int = 1, column: int = 
 
 
 def _find(source: str) -> Path:
-    """The file that `source` names: a path, else a packaged preset."""
+    """Return the file that `source` names: a path, else a packaged preset."""
     path = Path(source)
     if not os.path.lexists(source) and os.sep not in source:
         preset = PRESETS / f"{source.removesuffix('.json')}.json"
@@ -141,7 +141,7 @@ def _find(source: str) -> Path:
 
 
 def _read(path: Path) -> bytes:
-    """The content of a regular file, up to a byte more than is allowed."""
+    """Return the content of a regular file, up to a byte more than is allowed."""
 
     def refuse(message: str, hint: str) -> ConfigError:
         return ConfigError([unreadable(str(path), message, hint)])

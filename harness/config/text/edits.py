@@ -16,14 +16,14 @@ from harness.config.text.parser import Member, Node
 
 
 def apply(text: str, edits: Iterable[Edit]) -> str:
-    """The text with all edits made; they must not overlap."""
+    """Return the text with all edits made; they must not overlap."""
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.end), reverse=True):
         text = text[: edit.start] + edit.new + text[edit.end :]
     return text
 
 
 def member(document: Document, pointer: str) -> Member | None:
-    """The member of an object that a pointer names."""
+    """Return the member of an object that a pointer names."""
     node: Node = document.parsed.root
     found: Member | Node | None = None
     for step in pointer.split("/")[1:]:
@@ -35,7 +35,7 @@ def member(document: Document, pointer: str) -> Member | None:
 
 
 def section(document: Document, pointer: str) -> Node | None:
-    """The object that a pointer names; the whole config for an empty pointer."""
+    """Return the object that a pointer names; the whole config for an empty pointer."""
     if not pointer:
         return document.parsed.root
     found = member(document, pointer)
@@ -43,7 +43,7 @@ def section(document: Document, pointer: str) -> Node | None:
 
 
 def remove(document: Document, pointer: str) -> tuple[Edit, ...]:
-    """Takes a key and its value out, with the comma and the line that become idle."""
+    """Take a key and its value out, with the comma and the line that become idle."""
     parent, found = section(document, pointer.rsplit("/", 1)[0]), member(document, pointer)
     if parent is None or found is None or parent.members is None:
         return ()
@@ -59,7 +59,7 @@ def remove(document: Document, pointer: str) -> tuple[Edit, ...]:
 
 
 def rename(document: Document, pointer: str, new: str) -> tuple[Edit, ...]:
-    """Gives a key another name; nothing if its section has that name already."""
+    """Give a key another name; nothing if its section has that name already."""
     parent, found = section(document, pointer.rsplit("/", 1)[0]), member(document, pointer)
     if parent is None or found is None or parent.child(new) is not None:
         return ()
@@ -67,7 +67,7 @@ def rename(document: Document, pointer: str, new: str) -> tuple[Edit, ...]:
 
 
 def replace(document: Document, pointer: str, value: Any) -> tuple[Edit, ...]:
-    """Puts another value in the place of the one that a pointer names."""
+    """Put another value in the place of the one that a pointer names."""
     found = member(document, pointer)
     if found is None:
         return ()
@@ -75,7 +75,7 @@ def replace(document: Document, pointer: str, value: Any) -> tuple[Edit, ...]:
 
 
 def move(document: Document, pointer: str, target: str) -> tuple[Edit, ...]:
-    """Moves a key to another pointer; nothing if something stands there, or its section is no object."""
+    """Move a key to another pointer; nothing if something stands there, or its section is no object."""
     found = member(document, pointer)
     if found is None or member(document, target) is not None:
         return ()
@@ -85,7 +85,7 @@ def move(document: Document, pointer: str, target: str) -> tuple[Edit, ...]:
 
 
 def insert(document: Document, pointer: str, written: str) -> tuple[Edit, ...]:
-    """Adds `pointer` with a value as it is to be written; its section is made if it is missing."""
+    """Add `pointer` with a value as it is to be written; its section is made if it is missing."""
     parent_pointer, name = pointer.rsplit("/", 1)
     entry = f"{json.dumps(name)}: {written}"
     parent = section(document, parent_pointer)

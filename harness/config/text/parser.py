@@ -57,7 +57,7 @@ class Node:
     items: tuple[Node, ...] | None = None
 
     def data(self) -> Any:
-        """The plain Python value; of duplicate keys the last one counts."""
+        """Return the plain Python value; of duplicate keys the last one counts."""
         if self.members is not None:
             return {member.key: member.node.data() for member in self.members}
         if self.items is not None:
@@ -65,7 +65,7 @@ class Node:
         return self.scalar
 
     def child(self, key: str) -> Member | Node | None:
-        """The member (of an object) or the item (of an array) named by one step of a JSON pointer."""
+        """Return the member (of an object) or the item (of an array) named by one step of a JSON pointer."""
         if self.members is not None:
             return next((member for member in reversed(self.members) if member.key == key), None)
         if self.items is not None and key.isdigit() and int(key) < len(self.items):
@@ -101,7 +101,7 @@ class _Reader:
         self.oddities.append(NonJsonSyntax(kind, start, end, detail))
 
     def skip(self, at: int) -> int:
-        """The offset of the next character that is neither white space nor comment."""
+        """Return the offset of the next character that is neither white space nor comment."""
         text = self.text
         while at < len(text):
             start = at
@@ -141,7 +141,7 @@ class _Reader:
         return self.bare(at)
 
     def members(self, start: int, at: int, depth: int, closing: str) -> Node:
-        """The members of an object up to `closing`; an empty `closing` is an object without braces."""
+        """Return the members of an object up to `closing`; an empty `closing` is an object without braces."""
         members: list[Member] = []
         at = self.skip(at)
         while self.text[at : at + 1] != closing:
@@ -160,7 +160,7 @@ class _Reader:
         return Member(key, at, key_end, node), self.skip(node.end)
 
     def separator(self, at: int, value: Node, closing: str) -> int:
-        """Steps over an optional comma, noting where plain JSON wants it otherwise."""
+        """Step over an optional comma, noting where plain JSON wants it otherwise."""
         head = self.text[at : at + 1]
         if head == ",":
             after = self.skip(at + 1)
@@ -202,7 +202,7 @@ class _Reader:
         return match.group(), match.end()
 
     def string(self, start: int) -> tuple[str, int]:
-        """A quoted string and the offset behind its closing quote."""
+        """Return a quoted string and the offset behind its closing quote."""
         text, quote, at, parts = self.text, self.text[start], start + 1, []
         if quote == "'":
             self.note("quotes", start, start + 1)
@@ -249,7 +249,7 @@ class _Reader:
         return Node(start, close + 3, self.text[start + 3 : close].strip())
 
     def bare(self, start: int) -> Node:
-        """An unquoted word: a literal or a number if one ends here, else all up to the end of the line."""
+        """Return an unquoted word: a literal or a number if one ends here, else all up to the end of the line."""
         text = self.text
         line_end = _line_end(text, start)
         for at in [m.start() for m in re.finditer(r"[,}\]#]|//|/\*", text[start:line_end])] + [line_end - start]:
@@ -265,7 +265,7 @@ class _Reader:
 
 
 def _number(word: str, match: re.Match[str], offset: int) -> int | float:
-    """An int or a float; a whole float below 1e10 comes as an int, as in DeepSpeed's reader."""
+    """Return an int or a float; a whole float below 1e10 comes as an int, as in DeepSpeed's reader."""
     if len(word) > MAX_DIGITS:
         raise TextError(f"a number has more than {MAX_DIGITS} digits", offset, "write a number of reasonable length")
     if not (match.group(1) or match.group(2)):
@@ -282,7 +282,7 @@ def _line_end(text: str, at: int) -> int:
 
 
 def parse(text: str) -> Parsed:
-    """Reads `text`; raises TextError where DeepSpeed's reader fails too."""
+    """Read `text`; raises TextError where DeepSpeed's reader fails too."""
     reader = _Reader(text)
     at = reader.skip(1 if text.startswith("\ufeff") else 0)
     if at == len(text):

@@ -77,7 +77,7 @@ class Batch:
 
 
 def complete(train: int | None, micro: int | None, accumulation: int | None, data_parallel: int) -> Batch | None:
-    """The batch that DeepSpeed makes of what is given; None where it has too little. It need not fit.
+    """Return the batch that DeepSpeed makes of what is given; None where it has too little. It need not fit.
 
     Source: DeepSpeedConfig._set_batch_related_parameters.
     """
@@ -112,7 +112,7 @@ def idle(stages: int, micro_batches: int) -> str:
 
 
 def micro_batches_wanted(stages: int) -> int:
-    """The fewest micro-batches a step at which the stages of a pipeline idle for no more than a fifth of it."""
+    """Return the fewest micro-batches a step at which the stages of a pipeline idle for no more than a fifth of it."""
     return 4 * (stages - 1)
 
 

@@ -75,7 +75,7 @@ _DROPPED = (
 
 
 def accelerated(config: Mapping[str, Any]) -> dict[str, str]:
-    """What needs an accelerator, in words, by its pointer. Lion has a kernel for the CPU where it is offloaded."""
+    """Return what needs an accelerator, by its pointer. Lion has a kernel for the CPU where it is offloaded."""
     offloaded = lookup(config, "/zero_optimization/offload_optimizer/device") == "cpu"
     found = {}
     for pointer, names in ACCELERATED.items():
@@ -87,7 +87,7 @@ def accelerated(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def without_idle(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without the keys that would break a run in which they have nothing to do."""
+    """Return a copy without the keys that would break a run in which they have nothing to do."""
     kept = copy.deepcopy(dict(config))
     for pointer in _DROPPED:
         parent, name = pointer.rsplit("/", 1)

@@ -20,7 +20,7 @@ LEAST = {
 
 
 def size_fault(pointer: str, value: Any) -> tuple[str, str] | None:
-    """What is wrong with a size that the harness reads, and the remedy; None if it is none of those, or right."""
+    """Return what is wrong with a size that the harness reads, and the remedy; None for other keys and right values."""
     least = LEAST.get(pointer)
     if least is None or value == AUTO:
         return None
@@ -34,7 +34,7 @@ def size_fault(pointer: str, value: Any) -> tuple[str, str] | None:
 
 
 def partition_method(value: Any) -> str | None:
-    """The way of cutting that `pipeline.partition` names; None if it names none. `best` is DeepSpeed's default."""
+    """Return the method that `pipeline.partition` names; None if it names none. `best` is DeepSpeed's default."""
     if value in (None, AUTO, "best"):
         return PARTITIONS[0]
     if not isinstance(value, str):

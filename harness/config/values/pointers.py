@@ -9,7 +9,7 @@ AUTO = "auto"
 
 
 def lookup(config: Mapping[str, Any], pointer: str) -> Any:
-    """The value at a JSON pointer, or None where there is none."""
+    """Return the value at a JSON pointer, or None where there is none."""
     value: Any = config
     for step in pointer.split("/")[1:]:
         if not isinstance(value, Mapping) or step not in value:
@@ -19,7 +19,7 @@ def lookup(config: Mapping[str, Any], pointer: str) -> Any:
 
 
 def put(config: dict[str, Any], pointer: str, value: Any) -> None:
-    """Writes a value at a JSON pointer, making the objects on the way."""
+    """Write a value at a JSON pointer, making the objects on the way."""
     *steps, last = pointer.split("/")[1:]
     for step in steps:
         config = config.setdefault(step, {})

@@ -12,7 +12,7 @@ SECTION = "/activation_checkpointing"
 
 
 def _severity(view: RunView) -> Severity | None:
-    """An error where the harness will configure activation checkpointing, since DeepSpeed then raises."""
+    """Return an error where the harness will configure activation checkpointing, since DeepSpeed then raises."""
     recomputes = view.size("/pipeline/activation_checkpoint_interval") is not None
     return Severity.ERROR if view.target == "harness" and recomputes else None
 

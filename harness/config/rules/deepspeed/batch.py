@@ -64,5 +64,5 @@ def batch_sizes_disagree(view: RunView) -> Iterator[Finding]:
 
 
 def _some_ranks(train: int, micro: int | None, steps: int | None) -> int:
-    """The number of ranks at which the sizes are most likely to fit."""
+    """Return the number of ranks at which the sizes are most likely to fit."""
     return max(1, train // (micro * steps)) if micro and steps else 1

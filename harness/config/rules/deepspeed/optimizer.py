@@ -42,7 +42,7 @@ def about_type(*, message: str, hint: str, deepspeed: str) -> Finding:
 
 
 def _class_name(view: RunView, name: str) -> str | None:
-    """The class that the engine builds, by the name of its signature; None where nothing is known of it."""
+    """Return the class that the engine builds, by the name of its signature; None where nothing is known of it."""
     cpu = offloads(view, "offload_optimizer")
     if name in ("adam", "adamw"):
         if view.on(f"{PARAMS}/torch_adam"):
@@ -56,7 +56,7 @@ def _class_name(view: RunView, name: str) -> str | None:
 
 
 def _unknown(view: RunView) -> str | None:
-    """The name of an optimizer that exists nowhere."""
+    """Return the name of an optimizer that exists nowhere."""
     name = kind(view)
     known = name is None or name in (own.lower() for own in OWN) or name in signatures()["torch_optimizers"]
     return None if known else name

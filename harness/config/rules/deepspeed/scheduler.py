@@ -16,7 +16,7 @@ TYPE, PARAMS = "/scheduler/type", "/scheduler/params"
 
 
 def _known(view: RunView) -> tuple[str | None, dict[str, list[str]] | None]:
-    """The schedule's name and arguments; no arguments if it is unknown."""
+    """Return the schedule's name and arguments; no arguments if it is unknown."""
     name = view.get(TYPE)
     if not isinstance(name, str):
         return None, None

@@ -30,7 +30,7 @@ def _consequence(visit: KeyOccurrence) -> tuple[Severity, str]:
 
 
 def _meant(visit: KeyOccurrence) -> str | None:
-    """The key of the same section that is meant, if it can be told."""
+    """Return the key of the same section that is meant, if it can be told."""
     meant = alias_here(visit.name, visit.parent) or nearest(visit.name, visit.section.keys)
     takes_object = meant is not None and (
         visit.section.keys[meant].is_section or "object" in visit.section.keys[meant].types
@@ -211,7 +211,7 @@ def deprecated_key(view: RunView) -> Iterator[Finding]:
 
 
 def _modern(view: RunView, visit: KeyOccurrence, new: str | None) -> tuple[edits.Edit, ...]:
-    """The edit that puts the new form in the place of the old one, where that changes nothing."""
+    """Return the edit that puts the new form in the place of the old one, where that changes nothing."""
     if new is None or view.has(f"{visit.parent}/{new}"):
         return ()
     if new in ("offload_optimizer", "offload_param"):

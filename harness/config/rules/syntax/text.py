@@ -73,7 +73,7 @@ def not_plain_json(view: RunView) -> Iterator[Finding]:
 
 
 def _plain(text: str, odd: NonJsonSyntax) -> Iterator[Edit]:
-    """The edits that turn one oddity into JSON."""
+    """Return the edits that turn one oddity into JSON."""
     kind, start, end = odd.kind, odd.start, odd.end
     if kind == "comment":
         line_start = text.rfind("\n", 0, start) + 1

@@ -15,7 +15,7 @@ from harness.config.view import KeyOccurrence, RunView
 
 
 def show(value: object) -> str:
-    """A value for a message: short, as JSON would have it."""
+    """Return a value for a message: short, as JSON would have it."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, (dict, list)):
@@ -91,7 +91,7 @@ def _type_hint(visit: KeyOccurrence, reading: Reading) -> str:
 
 
 def _number(view: RunView, visit: KeyOccurrence, reading: Reading) -> tuple[edits.Edit, ...]:
-    """Takes the quotes off a number."""
+    """Take the quotes off a number."""
     wants_number = reading.wanted in (NAMES["integer"], NAMES["number"])
     if wants_number and isinstance(visit.value, str) and visit.value.isdigit() and len(visit.value) < 19:
         return edits.replace(view.document, visit.pointer, int(visit.value))
