@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.errors import UserError
 from harness.hf.attention import on_any_device
+from harness.hf.costs import layer_costs
 from harness.hf.decoder import Blueprint, decoder_layers, unequal_shares
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.router_loss import RouterCapture, router_capture
@@ -81,39 +82,23 @@ class CausalModel:
         return ["Prologue", *(type(layer).__name__ for layer in self.outer.layers), "Epilogue"]
 
     def parameter_counts(self, *, trained: bool = False) -> list[int]:
-        """Parameters (with `trained`, those that are trained) of each pipeline layer, a tied one counted in both of
-        its places."""
+        """Return the number of parameters (with `trained`, of trained ones) of each pipeline layer.
+
+        A tied one is counted in both of its places.
+        """
         return [
             sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad or not trained)
             for modules in self._modules()
         ]
 
     def size(self, *, trained: bool = False) -> int:
-        """Parameters of the model (with `trained`, those that are trained), each counted once."""
+        """Return the number of parameters (with `trained`, of trained ones) of the model, each counted once."""
         parameters = {id(p): p for modules in self._modules() for module in modules for p in module.parameters()}
         return sum(p.numel() for p in parameters.values() if p.requires_grad or not trained)
 
     def costs(self, sequence_length: int, checkpointed: bool) -> list[LayerCost]:
-        """What each pipeline layer costs to compute; a tied head multiplies like one of its own."""
-        first, *middle, last = (_weights(modules) for modules in self._modules())
-        return [
-            LayerCost(
-                matmul_parameters=first.matrices,
-                lookup_width=first.lookup_width,
-                vector_parameters=first.vectors,
-            ),
-            *(
-                LayerCost(
-                    matmul_parameters=weights.matrices,
-                    vector_parameters=weights.vectors,
-                    attention_width=_attention_width(self.source.config, index),
-                    sequence_length=sequence_length,
-                    checkpointed=checkpointed,
-                )
-                for index, weights in enumerate(middle)
-            ),
-            LayerCost(matmul_parameters=last.matrices, vector_parameters=last.vectors, logits=self.vocab_size),
-        ]
+        """Return what each pipeline layer costs to compute; a tied head multiplies like one of its own."""
+        return layer_costs(self._modules(), self.source.config, self.vocab_size, sequence_length, checkpointed)
 
     def _modules(self) -> list[list[nn.Module]]:
         outer = self.outer
@@ -142,8 +127,7 @@ def assemble(
     """Prepare the model that `source` names for this rank; UserError for one that cannot be cut as asked.
 
     Args:
-        tensor: this rank's place in its tensor-parallel group.
-        device, dtype: of the parameters that will be built.
+        tensor: this rank's place in its tensor-parallel group; device, dtype: of the parameters that will be built.
         seed: of initial weights, where the source has none.
         finish: called with each layer once its weights are in place.
         whole_experts: whether the tensor-parallel ranks share out experts instead of parts of each.
@@ -158,18 +142,13 @@ def assemble(
     weights, form = _weight_source(source, model, seed, part)
     vocab_size = _vocab_size(model)
     if adaptation is not None:
-        inject(model, adaptation.config, keep_ties=isinstance(source.weights, Path))
-        weights = AdaptedWeights(base=weights, adaptation=adaptation, seed=seed)
-    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
+        weights = _adapt(model, weights, adaptation, source, seed)
     in_fp32 = kept_in_fp32(model, dtype)
-    with on_any_device(model):
-        outer = OuterForward(model, device, source.weights if isinstance(source.weights, Mapping) else {})
-        router = router_capture(outer, head) if router_loss else None
+    outer, router = _run_outside(source, model, device, router_loss)
     if adaptation is None:
         _require_all_held(outer, form)
     local_logits = not whole_logits and _logits_may_be_local(outer, plan, vocab_size, tensor.size)
-    text = source.config.get_text_config(decoder=True)
-    cut_layer = partial(_cut, plan=plan, tensor=tensor, text=text, local_logits=local_logits, dtype=dtype)
+    cut_layer = partial(_cut, plan=plan, tensor=tensor, config=source.config, local_logits=local_logits, dtype=dtype)
     options: Any = dict(dtype=dtype, finish=finish, capture=router, kept=in_fp32 if keep_fp32 else frozenset())
     blueprint = Blueprint(outer=outer, cut=cut_layer, source=weights, device=device, **options)
     return CausalModel(
@@ -185,6 +164,24 @@ def assemble(
     )
 
 
+def _adapt(
+    model: PreTrainedModel, weights: WeightSource, adaptation: Adaptation, source: ModelSource, seed: int
+) -> WeightSource:
+    """Put adapters into the model; return where its weights and theirs come from."""
+    inject(model, adaptation.config, keep_ties=isinstance(source.weights, Path))
+    return AdaptedWeights(base=weights, adaptation=adaptation, seed=seed)
+
+
+def _run_outside(
+    source: ModelSource, model: PreTrainedModel, device: torch.device, router_loss: bool
+) -> tuple[OuterForward, RouterCapture | None]:
+    """Return the model's forward around its layers, and, with `router_loss`, what takes its routers' logits."""
+    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
+    with on_any_device(model):
+        outer = OuterForward(model, device, source.weights if isinstance(source.weights, Mapping) else {})
+        return outer, router_capture(outer, head) if router_loss else None
+
+
 def _require_all_held(outer: OuterForward, form: CheckpointFormat) -> None:
     """Raise UserError for a tensor that is saved with the model and that no pipeline layer would hold."""
     modules = {**outer.prologue, **dict(zip(outer.layer_names, outer.layers, strict=True)), **outer.epilogue}
@@ -198,23 +195,30 @@ def _require_all_held(outer: OuterForward, form: CheckpointFormat) -> None:
 
 
 def _cut(
-    layer: nn.Module, *, plan: Plan | None, tensor: TensorParallel, text: Any, local_logits: bool, dtype: torch.dtype
+    layer: nn.Module,
+    *,
+    plan: Plan | None,
+    tensor: TensorParallel,
+    config: PretrainedConfig,
+    local_logits: bool,
+    dtype: torch.dtype,
 ) -> None:
     """Cut a layer as the plan says, and have its experts run where their share is aligned."""
     if plan is not None:
+        text = config.get_text_config(decoder=True)
         cut_with_adapters(layer, plan, tensor, text, local_logits=local_logits)
     run_where_aligned(layer, dtype)
 
 
 def _vocab_size(model: PreTrainedModel) -> int:
-    """Rows of the head, or of the embedding where there is no head."""
+    """Return the rows of the head, or of the embedding where there is no head."""
     ends: Any = model.get_output_embeddings(), model.get_input_embeddings()
     size: int = next(end.weight.shape[0] for end in ends if end is not None)
     return size
 
 
 def require_cut(source: ModelSource, size: int, *, whole_experts: bool = False) -> None:
-    """Raise UserError for a model that cannot be cut over `size` tensor-parallel ranks, as its config alone tells.
+    """Raise UserError for a model that, by its config alone, cannot be cut over `size` tensor-parallel ranks.
 
     `assemble` finds the same, and more, once there is data; this takes a second at most.
     """
@@ -229,9 +233,9 @@ def require_cut(source: ModelSource, size: int, *, whole_experts: bool = False) 
 def _weight_source(
     source: ModelSource, model: PreTrainedModel, seed: int, part: Zero3Partition | None
 ) -> tuple[WeightSource, CheckpointFormat]:
-    """Where the weights come from, and the form in which they are written in the end.
+    """Return where the weights come from, and the form in which they are written in the end.
 
-    What the config ties and the checkpoint holds apart is untied in the skeleton.
+    What the config ties and the checkpoint stores separately is untied in the skeleton.
     """
     initialiser = Initialiser(model=model, seed=seed, part=part)
     if source.weights is None:
@@ -240,15 +244,15 @@ def _weight_source(
         return MemoryReader(tensors=source.weights), default_form(model)
     try:
         checkpoint = open_checkpoint(source.weights, model)
-    except Unconverted as told:
-        return read_by_transformers(source.weights, told), default_form(model)
+    except Unconverted as reason:
+        return read_by_transformers(source.weights, reason), default_form(model)
     untie(model, checkpoint.untied)
     reader = CheckpointReader(tensors=checkpoint.tensors, initialiser=initialiser, part=part)
     return reader, checkpoint.form
 
 
 def _plan(source: ModelSource, model: PreTrainedModel, whole_experts: bool) -> Plan:
-    """How tensor-parallel ranks share the model out; UserError for modules of which no plan of its family speaks."""
+    """Return how tensor-parallel ranks share the model; UserError for modules that no plan of its family names."""
     built = model if source.model is None else build_skeleton(source.config)
     for name, module in foreign_modules(model, built):
         raise UserError(
@@ -259,9 +263,10 @@ def _plan(source: ModelSource, model: PreTrainedModel, whole_experts: bool) -> P
 
 
 def _logits_may_be_local(outer: OuterForward, plan: Plan | None, vocab_size: int, size: int) -> bool:
-    """Whether what the model does with its head's output (scaling, soft-capping) can be done part by part.
+    """Return whether what the model does with its head's output (scaling, soft-capping) can be done part by part.
 
-    Only then may the logits stay local. Tried on random numbers: the part of the whole must be the whole of the part.
+    Only then may the logits stay local. It is tried on random numbers: a part of the result for all of them must be
+    the result for that part.
     """
     head: Any = None if plan is None else outer.epilogue.get(plan.head or "")
     if plan is None or plan.head is None or not plan.splits_head or head is None or head.weight.shape[0] != vocab_size:
@@ -271,32 +276,3 @@ def _logits_may_be_local(outer: OuterForward, plan: Plan | None, vocab_size: int
     output: Tensor = torch.randn(1, 2, vocab_size, generator=generator).to(outer.device)
     whole, local = (outer.finish(plan.head, part).logits for part in (output, output[..., :part]))
     return whole.shape == output.shape and torch.equal(whole[..., :part], local)
-
-
-@dataclass(frozen=True)
-class _Weights:
-    matrices: int
-    vectors: int
-    lookup_width: int
-
-
-def _weights(modules: list[nn.Module]) -> _Weights:
-    """Count the parameters by what is done with them: matrices multiply, tables are looked up, vectors scale."""
-    tables = [child for module in modules for child in module.modules() if isinstance(child, nn.Embedding)]
-    looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
-    rest = [p for module in modules for p in module.parameters() if id(p) not in looked_up]
-    return _Weights(
-        matrices=sum(p.numel() for p in rest if p.dim() > 1),
-        vectors=sum(p.numel() for p in rest if p.dim() == 1),
-        lookup_width=sum(table.embedding_dim for table in tables),
-    )
-
-
-def _attention_width(config: PretrainedConfig, index: int) -> int:
-    """Attention heads x head size of decoder layer `index`, as far as the config tells."""
-    text: Any = config.get_text_config(decoder=True)
-    layers = getattr(text, "per_layer_config", None)
-    text = layers[index] if layers else text
-    heads = getattr(text, "num_attention_heads", None)
-    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    return heads * size if heads else 0
