@@ -141,18 +141,15 @@ def assemble(
     plan = _plan(source, model, whole_experts) if tensor.size > 1 else None
     weights, form = _weight_source(source, model, seed, part)
     vocab_size = _vocab_size(model)
-    if adaptation is not None:
-        weights = _adapt(model, weights, adaptation, source, seed)
+    weights = _adapt(model, weights, adaptation, source, seed)
     in_fp32 = kept_in_fp32(model, dtype)
     outer, router = _run_outside(source, model, device, router_loss)
-    if adaptation is None:
-        _require_all_held(outer, form)
+    _require_all_held(outer, form, adapted=adaptation is not None)
     local_logits = not whole_logits and _logits_may_be_local(outer, plan, vocab_size, tensor.size)
     cut_layer = partial(_cut, plan=plan, tensor=tensor, config=source.config, local_logits=local_logits, dtype=dtype)
     options: Any = dict(dtype=dtype, finish=finish, capture=router, kept=in_fp32 if keep_fp32 else frozenset())
-    blueprint = Blueprint(outer=outer, cut=cut_layer, source=weights, device=device, **options)
     return CausalModel(
-        layers=decoder_layers(blueprint),
+        layers=decoder_layers(Blueprint(outer=outer, cut=cut_layer, source=weights, device=device, **options)),
         source=source,
         outer=outer,
         vocab_size=vocab_size,
@@ -165,9 +162,11 @@ def assemble(
 
 
 def _adapt(
-    model: PreTrainedModel, weights: WeightSource, adaptation: Adaptation, source: ModelSource, seed: int
+    model: PreTrainedModel, weights: WeightSource, adaptation: Adaptation | None, source: ModelSource, seed: int
 ) -> WeightSource:
-    """Put adapters into the model; return where its weights and theirs come from."""
+    """Put adapters, where there are any, into the model; return where its weights and theirs come from."""
+    if adaptation is None:
+        return weights
     inject(model, adaptation.config, keep_ties=isinstance(source.weights, Path))
     return AdaptedWeights(base=weights, adaptation=adaptation, seed=seed)
 
@@ -182,8 +181,13 @@ def _run_outside(
         return outer, router_capture(outer, head) if router_loss else None
 
 
-def _require_all_held(outer: OuterForward, form: CheckpointFormat) -> None:
-    """Raise UserError for a tensor that is saved with the model and that no pipeline layer would hold."""
+def _require_all_held(outer: OuterForward, form: CheckpointFormat, *, adapted: bool) -> None:
+    """Raise UserError for a tensor that is saved with the model and that no pipeline layer would hold.
+
+    A model with adapters is not checked: its layers hold parameters under other names.
+    """
+    if adapted:
+        return
     modules = {**outer.prologue, **dict(zip(outer.layer_names, outer.layers, strict=True)), **outer.epilogue}
     held = {f"{name}.{key}".lstrip(".") for name, module in modules.items() for key in module.state_dict()}
     leaves = (leaf for lazy in form.tensors.values() for leaf in lazy.leaves())

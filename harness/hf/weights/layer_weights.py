@@ -23,7 +23,7 @@ from harness.errors import UserError
 from harness.hf.weights.buffers import constructed, is_unfilled, mark_unfilled
 from harness.hf.weights.initialization import PIECE_BYTES, Drawn, Scratch, changes_of, standing_for
 from harness.hf.weights.lazy_tensor import LazyTensor
-from harness.hf.weights.stored import Stored
+from harness.hf.weights.stored_tensor import Stored
 from harness.parallel.zero.zero3_partition import Zero3Partition
 
 

@@ -1,7 +1,8 @@
 """The tensors in a model directory's files, as lazy tensors by name.
 
-A safetensors file is opened by its header, and read where tensors are asked for (`stored.py`). A `pytorch_model.bin` is
-opened with torch.load's weights_only, and mmap unless it is older than torch 1.6. Each file is opened once.
+A safetensors file is opened by its header, and read where tensors are asked for (`stored_tensor.py`). A
+`pytorch_model.bin` is opened with torch.load's weights_only, and mmap unless it is older than torch 1.6. Each file is
+opened once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from harness.errors import UserError, printable
 from harness.hf.weights.lazy_tensor import InMemory, LazyTensor
-from harness.hf.weights.stored import OpenFile, Stored
+from harness.hf.weights.stored_tensor import OpenFile, Stored
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
