@@ -21,6 +21,7 @@ from harness.checkpoint.file_plan import Share, dealt_places, plan_files
 from harness.checkpoint.gather import gather_tp, gather_zero3
 from harness.checkpoint.model_files import replace_model, settle_model, unfinished_name
 from harness.checkpoint.tensor_writer import Entry, OpenFiles, Place, create, index_content, places_in
+from harness.deepspeed.zero3_parameters import unpartitioned_shape
 from harness.hf.skeleton import ModelSource
 from harness.hf.weights.conversion import CheckpointFormat, ParameterRef
 from harness.hf.weights.lazy_tensor import Computed, InMemory, LazyTensor, realised
@@ -86,7 +87,7 @@ def _saved_tensors(module: nn.Module, each_name: bool) -> Iterator[tuple[str, Te
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     """The shape of the whole tensor of which a rank may hold a part."""
     shard = shard_of(tensor)
-    return shard.full_shape if shard is not None else tuple(getattr(tensor, "ds_shape", tensor.shape))
+    return shard.full_shape if shard is not None else unpartitioned_shape(tensor)
 
 
 def _held(lazy: LazyTensor) -> set[str]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from harness.deepspeed.zero3_parameters import is_partitioned, unpartitioned_size
 from harness.parallel.memory import malloc_trim
 from harness.parallel.tensor.shard import shard_of
 from harness.topology.groups import Groups
@@ -23,9 +24,9 @@ MANY = 100_000  # values; what fewer of them leave behind when they are freed is
 def gather_zero3(tensors: Sequence[Tensor]) -> ExitStack:
     """Under ZeRO-3 the whole of parameters that are spread over the data group, while the context lasts."""
     stack = ExitStack()
-    spread: list[Any] = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+    spread = [tensor for tensor in tensors if is_partitioned(tensor)]
     if spread:
-        if sum(tensor.ds_numel for tensor in spread) >= MANY:
+        if unpartitioned_size(spread) >= MANY:
             stack.callback(malloc_trim)
         stack.enter_context(deepspeed.zero.GatheredParameters(spread))
     return stack

@@ -14,14 +14,9 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 
+from harness.deepspeed.checkpoint_files import STORED_CLASSES, is_universal, reading_with
 from harness.errors import UserError
-
-# what DeepSpeed 0.19.8 stores besides tensors and plain values; none of them does anything when it is made
-STORED_CLASSES = [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum]
 
 
 def read_values(path: str | Path, map_location: Any = None) -> Any:
@@ -41,11 +36,7 @@ def values_only(engine: DeepSpeedEngine) -> Iterator[None]:
 
     DeepSpeed reads the files of a universal checkpoint elsewhere, and unpickles all of them.
     """
-    if engine.load_universal_checkpoint():
+    if is_universal(engine):
         raise UserError("checkpoint.load_universal: its files can run code when they are read: remove it")
-    reader = engine.checkpoint_engine
-    reader.load = read_values
-    try:
+    with reading_with(engine, read_values):
         yield
-    finally:
-        del reader.load  # the class's own again

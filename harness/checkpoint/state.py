@@ -13,9 +13,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from harness.checkpoint.directories import Progress, finish, partial_name, prune, read_progress
 from harness.checkpoint.integrity import Files, changed_file, contents, newest, newest_whole
 from harness.checkpoint.safe_loading import read_values, values_only
+from harness.deepspeed.checkpoint_files import RECOVERY_SCRIPTS
 from harness.errors import UserError
-
-RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # DeepSpeed lays them beside the model on every save
 
 
 def save(engine: DeepSpeedEngine, output_dir: Path, progress: Progress, keep: int | None) -> Path:

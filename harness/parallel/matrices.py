@@ -7,19 +7,18 @@ together from all ranks that hold a part of it, and takes this rank's elements o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from torch.nn import functional
 
+from harness.deepspeed.flat_tensors import DividedOneByOne, DividedTogether, OneParameter, SteppedOn, stepped_on
+from harness.deepspeed.zero3_parameters import Partition
 from harness.parallel.tensor.shard import Shard, shard_of
 
 Group = dist.ProcessGroup
@@ -101,33 +100,19 @@ def locate_matrices(
     All ranks of the tensor-parallel group call this together. `optimizer` is the engine's, which wraps the one that
     steps.
     """
-    return {flat: _with_shards(list(parts), tensor) for flat, parts in _located(optimizer, chosen, device)}
+    stepped = ((each.tensor, list(_parts(each, device))) for each in stepped_on(optimizer, chosen))
+    return {flat: _with_shards(parts, tensor) for flat, parts in stepped}
 
 
-_Located = Iterator[tuple[Tensor, Iterable[tuple[Any, MatrixPart]]]]
-
-
-def _located(optimizer: Any, chosen: Sequence[int], device: torch.device) -> _Located:
-    """Yield the tensors that are stepped on, with the parameters in each and their parts."""
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        for index, parameters in enumerate(optimizer.fp16_groups):
-            if optimizer.sub_group_to_group_id[index] in chosen:
-                yield optimizer.fp32_partitioned_groups_flat[index], _each_divided(parameters, device)
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-        for index in chosen:
-            parameters, offsets = optimizer.round_robin_bit16_groups[index], optimizer.round_robin_bit16_offsets[index]
-            flat, group = optimizer.single_partition_of_fp32_groups[index], optimizer.real_dp_process_group[index]
-            yield flat, _divided_together(parameters, offsets, flat.numel(), group, device)
-    elif isinstance(optimizer, BF16_Optimizer):
-        for index in chosen:
-            parameters = optimizer.bf16_groups[index]
-            offsets = [sum(p.numel() for p in parameters[:at]) for at in range(len(parameters))]
-            flat, group = optimizer.fp32_groups_flat_partition[index], optimizer.real_dp_process_group[index]
-            yield flat, _divided_together(parameters, offsets, flat.numel(), group, device)
-    else:
-        for index in chosen:
-            for parameter in optimizer.param_groups[index]["params"]:
-                yield parameter, [(parameter, _undivided(parameter, device))]
+def _parts(stepped: SteppedOn, device: torch.device) -> Iterator[tuple[Any, MatrixPart]]:
+    """Yield the parameters that lie in a tensor that is stepped on, with their parts."""
+    match stepped:
+        case OneParameter(parameter):
+            yield parameter, _undivided(parameter, device)
+        case DividedTogether():
+            yield from _divided_together(stepped, device)
+        case DividedOneByOne(_, parameters):
+            yield from _each_divided(parameters, device)
 
 
 def _undivided(parameter: Tensor, device: torch.device) -> MatrixPart:
@@ -135,13 +120,11 @@ def _undivided(parameter: Tensor, device: torch.device) -> MatrixPart:
     return MatrixPart(shape=shape, start=0, length=size, offset=0, group=None, split=False, needed=True, device=device)
 
 
-def _divided_together(
-    parameters: Sequence[Tensor], offsets: Sequence[int], size: int, group: Group, device: torch.device
-) -> Iterator[tuple[Tensor, MatrixPart]]:
-    """Yield parts of parameters that lie at `offsets` in one tensor, of which each rank of `group` has `size`
-    elements."""
+def _divided_together(stepped: DividedTogether, device: torch.device) -> Iterator[tuple[Tensor, MatrixPart]]:
+    """Yield the parameters of one flat tensor, and what of them lies in this rank's run of it."""
+    group, size = stepped.group, stepped.tensor.numel()
     first = dist.get_rank(group) * size
-    for parameter, offset in zip(parameters, offsets, strict=True):
+    for parameter, offset in zip(stepped.parameters, stepped.offsets, strict=True):
         begin = min(max(first, offset), offset + parameter.numel())
         end = max(min(first + size, offset + parameter.numel()), begin)
         is_split = offset // size != (offset + parameter.numel() - 1) // size
@@ -164,21 +147,20 @@ def _each_divided(parameters: Sequence[Any], device: torch.device) -> Iterator[t
     """Yield parts of parameters of which ZeRO-3 has given every rank an equal share."""
     offset = 0
     for parameter in parameters:
-        group, size = parameter.ds_process_group, parameter.partition_numel()
-        begin = min(dist.get_rank(group) * size, parameter.ds_numel)
-        length = min(size, parameter.ds_numel - begin)
+        divided = Partition.of(parameter)
+        begin = min(dist.get_rank(divided.group) * divided.size, divided.total)
         part = MatrixPart(
-            shape=tuple(parameter.ds_shape),
+            shape=divided.shape,
             start=begin,
-            length=length,
+            length=min(divided.size, divided.total - begin),
             offset=offset,
-            group=group,
-            split=dist.get_world_size(group) > 1,
+            group=divided.group,
+            split=dist.get_world_size(divided.group) > 1,
             needed=True,
             device=device,
         )
         yield parameter, part
-        offset += size
+        offset += divided.size
 
 
 def _with_shards(located: list[tuple[Any, MatrixPart]], tensor: Group | None) -> list[MatrixPart]:

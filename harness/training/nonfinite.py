@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from harness.deepspeed.zero3_parameters import held_tensor
 from harness.errors import UserError
 from harness.training.console import Console
 from harness.training.engine.engine import Engine, StepOutcome
@@ -77,5 +78,5 @@ class NonFinite:
 
 def _finite(parameter: Any) -> bool:
     """Whether what this rank holds of a parameter is finite; under ZeRO-3 that is its part."""
-    held = getattr(parameter, "ds_tensor", parameter)
+    held = held_tensor(parameter)
     return held.is_meta or held.device.type == "meta" or bool(held.detach().isfinite().all())

@@ -18,10 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from harness.checkpoint import state
 from harness.checkpoint.directories import Progress
+from harness.deepspeed.engine import put_back_scaler
 from harness.training.prepare.hyperparameters import changes
 from harness.training.prepare.run import PreparedRun
-
-OF_LOSS_SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,7 @@ class FreshValues:
         if self.clip is not None:
             optimizer.clip_grad = self.clip
         if self.scaler is not None:
-            _go_on_scaling(self.scaler, optimizer.loss_scaler)
-            optimizer.loss_scaler = self.scaler
-            optimizer.dynamic_loss_scale = self.scaler.dynamic
+            put_back_scaler(optimizer, self.scaler)
         _advance(engine.lr_scheduler, engine.global_steps - engine.skipped_steps, engine.train_batch_size())
 
 
@@ -89,13 +86,6 @@ def resume(run: PreparedRun, checkpoint: Path) -> Progress:
             "the order of samples does not continue where it stopped"
         )
     return progress
-
-
-def _go_on_scaling(scaler: Any, loaded: Any) -> None:
-    """Take over how far `loaded` has come with the loss scale, if both find it by themselves."""
-    if scaler.dynamic and loaded.dynamic:
-        for name in OF_LOSS_SCALING:
-            setattr(scaler, name, getattr(loaded, name))
 
 
 def _advance(scheduler: Any, steps: int, train_batch: int) -> None:

@@ -22,7 +22,7 @@ SOURCES = PRODUCT + sorted(p for top in ("scripts", "tests") for p in (ROOT / to
 
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
-LAYERS = ("config", "topology", "parallel", "hf", "checkpoint", "training", "compat", "train", "cli")
+LAYERS = ("config", "topology", "deepspeed", "parallel", "hf", "checkpoint", "training", "compat", "train", "cli")
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
-
-import deepspeed
-from torch import nn
 
 Index = tuple[int | slice, ...]
 
@@ -43,26 +39,3 @@ def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Index]:
     if first < last:
         yield (slice(first, last),)
     yield from ((last, *box) for box in _boxes(shape[1:], 0, stop - last * inner))
-
-
-class PartitionInPlace(deepspeed.zero.Init):
-    """`deepspeed.zero.Init` for a module in which each rank has filled its own part of every parameter.
-
-    Without it, rank 0 of the data group would send whole parameters to the others. Raises RuntimeError where DeepSpeed
-    does not part them as `Zero3Partition` does.
-    """
-
-    parted = 0
-
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        whole = sum(not hasattr(parameter, "ds_id") for parameter in module.parameters())
-        super().__init__(module=module, **options)
-        if self.parted != whole:
-            raise RuntimeError(f"DeepSpeed {deepspeed.__version__} does not partition parameters one by one")
-
-    def _zero_init_param(self, param: Any) -> None:
-        self._convert_to_deepspeed_param(param)
-        param.partition()
-        self.parted += 1
-        if param.ds_tensor.ds_numel != -(-param.ds_numel // self.dp_world_size):
-            raise RuntimeError(f"DeepSpeed {deepspeed.__version__} partitions parameters in an unknown way")

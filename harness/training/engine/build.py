@@ -18,6 +18,9 @@ from torch import nn
 
 from harness.config import Resolved
 from harness.config.values.idle_keys import without_idle
+from harness.deepspeed.engine import check_every_gradient
+from harness.deepspeed.kept_in_fp32 import keeping_fp32, reduce_fp32_gradients
+from harness.deepspeed.process_groups import MpuAdapter
 from harness.errors import UserError
 from harness.hf.forward.zero3_leaves import leaves_of_sequence
 from harness.parallel.comm import TensorParallel
@@ -28,11 +31,10 @@ from harness.topology.groups import Groups
 from harness.training.arguments import TrainingArguments
 from harness.training.engine.clipping import correct_clipping
 from harness.training.engine.engine import Engine, PipelineStages, WholeModel
-from harness.training.engine.evidence import GuardedLoss, check_every_gradient
+from harness.training.engine.evidence import GuardedLoss
 from harness.training.engine.losses import Loss
 from harness.training.engine.muon import find_matrices
 from harness.training.engine.optimizer import own_optimizer, parameter_groups, schedule
-from harness.training.engine.precision import keeping_fp32, reduce_fp32_gradients
 from harness.training.process.distributed import give_timeout, open_groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -155,21 +157,13 @@ def _nothing_shared_out(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "pipeline": {**config.get("pipeline", {}), **whole}}
 
 
-class MpuAdapter:
-    """The tensor-parallel group by the names under which DeepSpeed's activation checkpointing asks for it."""
-
-    def __init__(self, groups: Groups) -> None:
-        self.get_tensor_model_parallel_rank = lambda: groups.coordinate.tp_rank
-        self.get_tensor_model_parallel_world_size = lambda: groups.layout.tp_size
-        self.get_tensor_model_parallel_group = lambda: groups.tp_group
-
-
 def _configure_checkpointing(context: RunContext) -> None:
     """Hand the section `activation_checkpointing` to DeepSpeed; only tensor-parallel ranks can share activations."""
     section = context.resolved.config.get("activation_checkpointing", {})
-    partitioned = section.get("partition_activations", False) and context.groups.tp_group is not None
+    groups = context.groups
+    partitioned = section.get("partition_activations", False) and groups.tp_group is not None
     checkpointing.configure(
-        MpuAdapter(context.groups),
+        MpuAdapter(groups.coordinate.tp_rank, groups.layout.tp_size, groups.tp_group),
         partition_activations=partitioned,
         contiguous_checkpointing=section.get("contiguous_memory_optimization", False) and partitioned,
         num_checkpoints=section.get("number_checkpoints"),

@@ -8,30 +8,30 @@ thousand of a tensor of 20 million elements. ZeRO's optimizers count right and s
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import wraps
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
+from harness.deepspeed.engine import clip_before_step, has_bf16_optimizer, is_counted_elsewhere, sum_norm_with
 from harness.topology.groups import Groups
 
 BLOCK = 2**20
 """Elements that are summed at once: a CPU copies what it sums in float64."""
 
 
-def correct_clipping(engine: Any, groups: Groups, *, skip_nonfinite: bool) -> None:
+def correct_clipping(engine: DeepSpeedEngine, groups: Groups, *, skip_nonfinite: bool) -> None:
     """Let `engine` clip by the exact norm over all ranks' parameters, each counted once, and keep that norm.
 
     `skip_nonfinite`: a plain torch optimizer makes no update where the norm is not finite, and its attribute
     `overflow` says so, as DeepSpeed's own optimizers do. All ranks know the same norm, so all of them skip.
     """
-    if isinstance(engine.optimizer, BF16_Optimizer):
-        _sum_in_float64(engine.optimizer)
+    if has_bf16_optimizer(engine):
+        sum_norm_with(engine.optimizer, square_sum)
     elif not engine.zero_optimization():
-        _clip_before_step(engine, groups, skip_nonfinite)
+        clip_before_step(engine, partial(_clip, engine, groups), skip_nonfinite=skip_nonfinite)
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], groups: Groups, device: torch.device) -> Tensor:
@@ -53,48 +53,20 @@ def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def _clip_before_step(engine: Any, groups: Groups, skip_nonfinite: bool) -> None:
-    """Clip in the place of an engine whose optimizer is a plain torch one."""
-    optimizer = engine.basic_optimizer
-    update = optimizer.step
-
-    def clip() -> Tensor:
-        norm = gradient_norm(engine.module.parameters(), groups, engine.device)
-        engine._global_grad_norm = norm
-        limit = engine.gradient_clipping()
-        if limit:
-            scale = torch.clamp(limit / (norm + 1e-6), max=1.0).float()
-            for parameter in engine.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
-        return norm
-
-    @wraps(update)  # with what the schedule has noted on it
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer.overflow = not bool(torch.isfinite(clip())) and skip_nonfinite
-        return None if optimizer.overflow else update(*args, **kwargs)
-
-    engine.clip_fp32_gradients = lambda: None
-    optimizer.step = step
-
-
-def _sum_in_float64(optimizer: BF16_Optimizer) -> None:
-    """Have the optimizer take the norm of one number, the norm of all gradients that it counts on this rank."""
-    of_deepspeed = optimizer.get_grads_for_norm
-
-    def grads_for_norm(for_clipping: bool = False) -> Any:
-        grads = of_deepspeed(for_clipping)
-        if for_clipping:
-            return grads
-        dense, by_expert_group = grads
-        device = optimizer.fp32_groups_flat_partition[0].device
-        return [square_sum(dense, device).sqrt().view(1)], by_expert_group
-
-    optimizer.get_grads_for_norm = grads_for_norm
+def _clip(engine: DeepSpeedEngine, groups: Groups) -> Tensor:
+    """Scale all gradients so that their norm is at most the engine's limit; return the norm before."""
+    norm = gradient_norm(engine.module.parameters(), groups, engine.device)
+    limit = engine.gradient_clipping()
+    if limit:
+        scale = torch.clamp(limit / (norm + 1e-6), max=1.0).float()
+        for parameter in engine.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+    return norm
 
 
 def _counts(parameter: nn.Parameter, tp_rank: int) -> bool:
     """Whether this rank counts the parameter: its own shard, or as the first of those that hold it whole."""
-    if getattr(parameter, "ds_pipe_replicated", False):
+    if is_counted_elsewhere(parameter):
         return False
     return tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False)

@@ -18,6 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
+from harness.deepspeed.engine import evaluate_pipeline, scales_loss_dynamically
 from harness.errors import UserError
 from harness.parallel.draws import DrawKeys
 from harness.topology.groups import Groups
@@ -115,8 +116,7 @@ class Engine(ABC):
     @property
     def scales_loss(self) -> bool:
         """Whether the loss is scaled dynamically (fp16), so that gradients may overflow now and then."""
-        scaler = getattr(self.deepspeed.optimizer, "loss_scaler", None)
-        return bool(getattr(scaler, "dynamic", False))
+        return scales_loss_dynamically(self.deepspeed.optimizer)
 
     def evidence(self) -> Evidence:
         """Return what this rank has seen of the last step that was not finite. Waits for the device."""
@@ -215,15 +215,10 @@ class PipelineStages(Engine):
                 )
 
     def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
-        engine, monitored, trained = self.deepspeed, self.deepspeed.monitor.enabled, self._shape
-        engine.monitor.enabled = False  # DeepSpeed would log each part of the data set as an evaluation
-        engine.reset_activation_shape()  # evaluation may have another micro-batch size or block size
-        self._shape = None
+        trained, self._shape = self._shape, None  # evaluation may have another micro-batch size or block size
         self._require_one_shape(batches)
-        loss = engine.eval_batch(iter(batches), num_micro_batches=steps, bcast_loss=True)
-        engine.reset_activation_shape()
-        engine.monitor.enabled, self._shape = monitored, trained
-        engine.module.train()
+        loss = evaluate_pipeline(self.deepspeed, batches, steps)
+        self._shape = trained
         return loss
 
 

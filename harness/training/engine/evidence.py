@@ -47,12 +47,6 @@ class GuardedLoss:
         return value
 
 
-def check_every_gradient(optimizer: Any) -> None:
-    """Let DeepSpeed's ZeRO optimizers look for gradients that are not finite in bf16, too, before they update."""
-    if hasattr(optimizer, "check_grad_overflow"):
-        optimizer.check_grad_overflow = True
-
-
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
     """What one rank has seen of a step.

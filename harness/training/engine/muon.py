@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
+from harness.deepspeed.engine import stepping_optimizer
+from harness.deepspeed.orthogonal import newton_schulz
+from harness.deepspeed.zero3_parameters import unpartitioned_shape
 from harness.parallel.matrices import MatrixPart, locate_matrices
 from harness.parallel.tensor.shard import shard_of
 from harness.topology.groups import Groups
@@ -107,16 +110,10 @@ def orthogonal(matrix: Tensor, method: str) -> Tensor:
 
     Approximate: five Newton-Schulz iterations, in the precision of DeepSpeed's `method`.
     """
-    # imported late: torch's compiler comes with it
-    from deepspeed.runtime.zero.muon import original_muon as newton_schulz
-
-    iterate = (
-        newton_schulz.zeropower_via_gram_newtonschulz if method == "gram" else newton_schulz.zeropower_via_newtonschulz5
-    )
     rows, columns = matrix.shape[-2:]
     # on a CPU the compiler would need a C++ compiler, and more time than it saves
     with torch.compiler.set_stance("force_eager" if matrix.device.type == "cpu" else "default"):
-        found = iterate(matrix.flatten(1) if matrix.ndim == 4 else matrix, steps=5)
+        found = newton_schulz(matrix.flatten(1) if matrix.ndim == 4 else matrix, method)
     return (found * (sqrt(rows / columns) if rows > columns else 1.0)).to(matrix.dtype).view(matrix.shape)
 
 
@@ -138,7 +135,7 @@ def muon(module: nn.Module, groups: list[dict[str, Any]], params: Mapping[str, A
 
 def find_matrices(engine: DeepSpeedEngine, groups: Groups) -> None:
     """Tell Muon, if `engine` has it, where the matrices lie that it orthogonalises; all ranks call this."""
-    optimizer = engine.basic_optimizer
+    optimizer = stepping_optimizer(engine)
     if isinstance(optimizer, OrthogonalMomentum):
         chosen = [index for index, group in enumerate(optimizer.param_groups) if group["of_matrices"]]
         optimizer.matrices = locate_matrices(engine.optimizer, chosen, groups.tp_group, engine.device)
@@ -146,5 +143,5 @@ def find_matrices(engine: DeepSpeedEngine, groups: Groups) -> None:
 
 def _is_matrix(parameter: Tensor, name: str) -> bool:
     shard = shard_of(parameter)
-    shape = shard.full_shape if shard is not None else getattr(parameter, "ds_shape", parameter.shape)
+    shape = shard.full_shape if shard is not None else unpartitioned_shape(parameter)
     return len(shape) >= 2 and not any(word in name.lower() for word in BY_ADAMW)

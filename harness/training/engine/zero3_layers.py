@@ -11,10 +11,11 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
-from deepspeed.utils import groups as deepspeed_groups
 
+from harness.deepspeed.process_groups import set_secondary_group
+from harness.deepspeed.zero3_parameters import PartitionInPlace
 from harness.parallel.memory import malloc_trim
-from harness.parallel.zero.zero3_partition import PartitionInPlace, Zero3Partition
+from harness.parallel.zero.zero3_partition import Zero3Partition
 from harness.topology.env import run_timeout
 from harness.training.engine.build import RunContext, deepspeed_config, mark_leaves
 
@@ -66,8 +67,8 @@ def secondary_size(context: RunContext) -> int:
 def open_secondary_group(context: RunContext) -> dist.ProcessGroup | None:
     """Make the group of this rank that shares a second copy; all ranks call this. None where there is none.
 
-    DeepSpeed reads it from its own module in many places, and makes it itself once a process, of neighbours in the
-    world. Here they are neighbours in a data-parallel group, and each run has its own.
+    Its ranks are neighbours in a data-parallel group, not in the world as DeepSpeed's own are, and each run has its
+    own.
     """
     size, mine = secondary_size(context), None
     if size > 1:
@@ -76,5 +77,5 @@ def open_secondary_group(context: RunContext) -> dist.ProcessGroup | None:
                 ranks = list(replicas[start : start + size])
                 group = dist.new_group(ranks, timeout=run_timeout())
                 mine = group if context.groups.rank in ranks else mine
-    deepspeed_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = mine
+    set_secondary_group(mine)
     return mine

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from harness.deepspeed.zero3_parameters import held_tensor
 from harness.errors import UserError
 from harness.parallel.pipeline.partition import stage_boundaries
 from harness.parallel.pipeline.staged_module import build_layers
@@ -158,5 +159,4 @@ def _wait(device: torch.device) -> None:
 
 def _size(parameter: nn.Parameter) -> int:
     """Elements that this rank holds: under ZeRO-3 its part."""
-    partition = getattr(parameter, "ds_tensor", None)
-    return parameter.numel() if partition is None else partition.numel()
+    return held_tensor(parameter).numel()

@@ -14,6 +14,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from harness.config import ConfigError
 from harness.config.check import unsupported_on_cpu
+from harness.deepspeed.process_groups import avoid_compiling
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv, run_timeout
 from harness.topology.rendezvous import open_store
@@ -111,8 +112,3 @@ def require_device(config: Mapping[str, Any], device: torch.device) -> None:
     section = config.get("zero_optimization", {}).get("offload_optimizer") or {}
     if section.get("device") == "nvme" and not AsyncIOBuilder().is_compatible(verbose=False):
         raise UserError("zero_optimization.offload_optimizer.device nvme: needs libaio (Debian: libaio-dev)")
-
-
-def avoid_compiling() -> None:
-    """On a CPU, DeepSpeed compiles a shared-memory all-reduce (about 25 s) that only its inference engine uses."""
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

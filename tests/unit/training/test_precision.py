@@ -1,4 +1,4 @@
-"""Which configs can keep parameters in float32 beside those in bf16, and flat tensors of two dtypes."""
+"""Which configs can keep parameters in float32 beside those in bf16."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import json
 from typing import Any
 
 import pytest
-import torch
-from deepspeed.runtime.zero import stage3
 
 from harness.config import AutoValues, resolve
 from harness.config.text.document import from_text
-from harness.training.engine.precision import can_keep_fp32, keeping_fp32, obstacle
+from harness.training.engine.precision import can_keep_fp32, obstacle
 
 CPU = {"device": "cpu"}
 
@@ -41,14 +39,3 @@ def test_where_parameters_can_stay_in_float32(zero: dict[str, Any], types: dict[
 
 def test_an_empty_list_keeps_nothing_in_any_layout() -> None:
     assert not can_keep_fp32(resolved({"stage": 2}, {"keep_in_fp32_modules": []}))
-
-
-def test_flat_tensors_of_two_dtypes_are_addressed_as_one() -> None:
-    tensors = [
-        torch.arange(start, start + 3, dtype=dtype) for start, dtype in ((0, torch.bfloat16), (3, torch.float32))
-    ]
-    with keeping_fp32():
-        flat: Any = stage3.defragment([*tensors, torch.arange(6, 9, dtype=torch.bfloat16)])
-    assert [flat.narrow(0, start, 3).tolist() for start in (0, 3, 6)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert flat.narrow(0, 4, 2).dtype is torch.float32
-    assert tensors[1].data_ptr() == flat.narrow(0, 3, 3).data_ptr()

@@ -1,0 +1,34 @@
+"""How DeepSpeed reads and writes a checkpoint's files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+STORED_CLASSES = [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum]
+"""What DeepSpeed stores besides tensors and plain values; none of them does anything when it is made."""
+
+RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
+"""Files that DeepSpeed writes beside the model on every save."""
+
+
+def is_universal(engine: DeepSpeedEngine) -> bool:
+    """Whether `engine` loads universal checkpoints, whose files `reading_with` does not reach."""
+    return bool(engine.load_universal_checkpoint())
+
+
+@contextmanager
+def reading_with(engine: DeepSpeedEngine, read: Callable[..., Any]) -> Iterator[None]:
+    """Have `engine` read the files of a checkpoint by `read(path, map_location=...)` meanwhile."""
+    reader = engine.checkpoint_engine
+    reader.load = read
+    try:
+        yield
+    finally:
+        del reader.load  # the class's own again

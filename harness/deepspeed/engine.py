@@ -1,0 +1,111 @@
+"""What DeepSpeed's engines keep to themselves: the gradient norm, clipping, evaluation, the running loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+from torch.optim import Optimizer
+
+LOSS_SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What a scaler of the loss changes while it runs."""
+
+
+def has_bf16_optimizer(engine: DeepSpeedEngine) -> bool:
+    """Whether parameters in bf16 are stepped on in float32 without ZeRO's optimizers."""
+    return isinstance(engine.optimizer, BF16_Optimizer)
+
+
+def stepping_optimizer(engine: DeepSpeedEngine) -> Optimizer:
+    """Return the torch optimizer that DeepSpeed's own optimizer wraps, if it has one."""
+    optimizer: Optimizer = engine.basic_optimizer
+    return optimizer
+
+
+def clip_before_step(engine: DeepSpeedEngine, clip: Callable[[], Tensor], *, skip_nonfinite: bool) -> None:
+    """Have `clip` clip the gradients, in the place of an engine whose optimizer is a plain torch one.
+
+    Args:
+        clip: clips all gradients; returns their norm before clipping, which the engine then reports.
+        skip_nonfinite: make no update where that norm is not finite; the optimizer's attribute `overflow` says so.
+    """
+    optimizer: Any = stepping_optimizer(engine)
+    update = optimizer.step
+
+    @wraps(update)  # with what the schedule has noted on it
+    def step(*args: Any, **kwargs: Any) -> Any:
+        norm = clip()
+        engine._global_grad_norm = norm
+        optimizer.overflow = not bool(torch.isfinite(norm)) and skip_nonfinite
+        return None if optimizer.overflow else update(*args, **kwargs)
+
+    engine.clip_fp32_gradients = lambda: None
+    optimizer.step = step
+
+
+def sum_norm_with(optimizer: BF16_Optimizer, square_sum: Callable[[Iterable[Tensor], torch.device], Tensor]) -> None:
+    """Have the optimizer take the norm of one number, the norm of all gradients that it counts on this rank.
+
+    Args:
+        square_sum: returns the sum of the squares of all elements, a scalar on the device.
+    """
+    of_deepspeed = optimizer.get_grads_for_norm
+
+    def grads_for_norm(for_clipping: bool = False) -> Any:
+        grads = of_deepspeed(for_clipping)
+        if for_clipping:
+            return grads
+        dense, by_expert_group = grads
+        device = optimizer.fp32_groups_flat_partition[0].device
+        return [square_sum(dense, device).sqrt().view(1)], by_expert_group
+
+    optimizer.get_grads_for_norm = grads_for_norm
+
+
+def is_counted_elsewhere(parameter: Tensor) -> bool:
+    """Whether a parameter is tied to one of an earlier stage, whose rank counts it in the gradient norm."""
+    return bool(getattr(parameter, "ds_pipe_replicated", False))
+
+
+def check_every_gradient(optimizer: Any) -> None:
+    """Let DeepSpeed's ZeRO optimizers look for gradients that are not finite in bf16, too, before they update."""
+    if hasattr(optimizer, "check_grad_overflow"):
+        optimizer.check_grad_overflow = True
+
+
+def evaluate_pipeline(engine: PipelineEngine, batches: Sequence[Any], steps: int) -> Tensor:
+    """Return the mean loss of `steps` micro-batches, equal on all ranks; their shape may be another than in training.
+
+    Nothing is logged: DeepSpeed would log each call as an evaluation.
+    """
+    monitored, engine.monitor.enabled = engine.monitor.enabled, False
+    engine.reset_activation_shape()
+    loss: Tensor = engine.eval_batch(iter(batches), num_micro_batches=steps, bcast_loss=True)
+    engine.reset_activation_shape()
+    engine.monitor.enabled = monitored
+    engine.module.train()
+    return loss
+
+
+def scales_loss_dynamically(optimizer: Any) -> bool:
+    """Whether an engine's optimizer finds the scale of the loss by itself (fp16)."""
+    return bool(getattr(getattr(optimizer, "loss_scaler", None), "dynamic", False))
+
+
+def put_back_scaler(optimizer: Any, scaler: Any) -> None:
+    """Give an optimizer that has loaded a checkpoint the scaler of the loss that it was built with.
+
+    If both find the scale by themselves, `scaler` goes on from where the loaded one has come.
+    """
+    loaded = optimizer.loss_scaler
+    if scaler.dynamic and loaded.dynamic:
+        for name in LOSS_SCALING:
+            setattr(scaler, name, getattr(loaded, name))
+    optimizer.loss_scaler = scaler
+    optimizer.dynamic_loss_scale = scaler.dynamic

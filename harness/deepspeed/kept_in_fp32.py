@@ -1,0 +1,76 @@
+"""Let parameters stay in float32 in an engine that trains the others in bf16.
+
+DeepSpeed casts all parameters of a model to one dtype. ZeRO-0 to 2 flatten each group of parameters by itself, so a
+group may have another dtype. ZeRO-3 puts all groups into one flat tensor and reduces all gradients in one dtype; here
+it gets a tensor and a bucket for each dtype. A parameter to keep has the attribute `kept_in_fp32`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import stage3
+from torch import Tensor
+
+
+@contextmanager
+def keeping_fp32() -> Iterator[None]:
+    """Let an engine that is built meanwhile leave the parameters to keep in float32 as they are."""
+    of_engine, of_zero3 = DeepSpeedEngine._cast_module_mixed_precision, stage3.defragment
+
+    def cast(engine: Any, *args: Any, **kwargs: Any) -> None:
+        kept = [(p, p.data) for p in engine.module.parameters() if is_kept(p)]
+        of_engine(engine, *args, **kwargs)
+        for parameter, data in kept:
+            parameter.data = data
+
+    def flatten(tensors: Sequence[Tensor]) -> Any:
+        runs = [list(run) for _, run in groupby(tensors, key=lambda tensor: tensor.dtype)]
+        return _FlatRuns([of_zero3(run) for run in runs]) if len(runs) > 1 else of_zero3(tensors)
+
+    DeepSpeedEngine._cast_module_mixed_precision, stage3.defragment = cast, flatten
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._cast_module_mixed_precision, stage3.defragment = of_engine, of_zero3
+
+
+class _FlatRuns:
+    """Flat tensors of different dtypes, one after the other, that DeepSpeed narrows as one tensor."""
+
+    def __init__(self, runs: Sequence[Tensor]) -> None:
+        self._runs = runs
+
+    def narrow(self, dim: int, start: int, length: int) -> Tensor:
+        """Return `length` elements from `start`; they lie in one run."""
+        for run in self._runs:
+            if start < run.numel():
+                break
+            start -= run.numel()
+        return run.narrow(dim, start, length)
+
+
+def reduce_fp32_gradients(optimizer: Any) -> None:
+    """Have ZeRO-3 reduce the gradients of parameters in float32 in float32, if there are any beside those in bf16."""
+    if not isinstance(optimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
+        return
+    kept = [p for group in optimizer.fp16_groups for p in group if is_kept(p)]
+    if not kept or torch.float32 in optimizer.ipg_buckets:
+        return
+    bucket = stage3.IPGBucketZ3()
+    if optimizer.contiguous_gradients:
+        size = min(optimizer.reduce_bucket_size, sum(p.ds_numel for p in kept))
+        bucket.buffer = torch.empty(size, dtype=torch.float32, device=optimizer.device)
+    optimizer.ipg_buckets[torch.float32] = bucket
+    of_others = optimizer.get_param_comm_dtype
+    optimizer.get_param_comm_dtype = lambda p: torch.float32 if is_kept(p) else of_others(p)
+
+
+def is_kept(parameter: Any) -> bool:
+    """Whether a parameter stays in float32."""
+    return bool(getattr(parameter, "kept_in_fp32", False))

@@ -1,0 +1,32 @@
+"""What DeepSpeed keeps for a whole process, whatever engine it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+from deepspeed.utils import groups
+from torch.distributed import ProcessGroup
+
+
+def avoid_compiling() -> None:
+    """Keep DeepSpeed from compiling a shared-memory all-reduce (about 25 s) that only its inference engine uses."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def set_secondary_group(group: ProcessGroup | None) -> None:
+    """Set the group whose ranks share a second copy of ZeRO-3's parameters (hpZ); None where there is none.
+
+    DeepSpeed reads it from its own module in many places. It makes one by itself only once a process, of neighbours
+    in the world.
+    """
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = group
+
+
+class MpuAdapter:
+    """A tensor-parallel group by the names under which DeepSpeed's activation checkpointing asks for it."""
+
+    def __init__(self, rank: int, size: int, group: Any) -> None:
+        self.get_tensor_model_parallel_rank = lambda: rank
+        self.get_tensor_model_parallel_world_size = lambda: size
+        self.get_tensor_model_parallel_group = lambda: group

@@ -1,0 +1,82 @@
+"""ZeRO-3's parameters: what DeepSpeed notes on them, and how it divides them among the data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def is_partitioned(tensor: Tensor) -> bool:
+    """Whether ZeRO-3 has divided a tensor among the data-parallel ranks."""
+    return hasattr(tensor, "ds_id")
+
+
+def held_tensor(tensor: Any) -> Tensor:
+    """Return what this rank holds of a tensor, partitioned or not; under ZeRO-3 a flat part of it."""
+    held: Tensor = getattr(tensor, "ds_tensor", tensor)
+    return held
+
+
+def unpartitioned_shape(tensor: Any) -> tuple[int, ...]:
+    """Return the shape that a tensor has once ZeRO-3 has gathered it; its own if it is not partitioned."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def unpartitioned_size(tensors: Sequence[Any]) -> int:
+    """Return how many elements partitioned tensors have in all once they are gathered."""
+    return sum(tensor.ds_numel for tensor in tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """How ZeRO-3 has divided one parameter.
+
+    Attributes:
+        shape: of the whole parameter.
+        total: its elements.
+        size: elements that each rank has; the last ones may hold padding.
+        group: the ranks.
+    """
+
+    shape: tuple[int, ...]
+    total: int
+    size: int
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, parameter: Any) -> Partition:
+        """Return how `parameter` is divided; it must be partitioned."""
+        return cls(
+            shape=tuple(parameter.ds_shape),
+            total=parameter.ds_numel,
+            size=parameter.partition_numel(),
+            group=parameter.ds_process_group,
+        )
+
+
+class PartitionInPlace(deepspeed.zero.Init):
+    """`deepspeed.zero.Init` for a module in which each rank has filled its own part of every parameter.
+
+    Without it, rank 0 of the data group would send whole parameters to the others. Raises RuntimeError where DeepSpeed
+    does not give each rank an equal run of elements, rounded up.
+    """
+
+    parted = 0
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        whole = sum(not is_partitioned(parameter) for parameter in module.parameters())
+        super().__init__(module=module, **options)
+        if self.parted != whole:
+            raise RuntimeError(f"DeepSpeed {deepspeed.__version__} does not partition parameters one by one")
+
+    def _zero_init_param(self, param: Any) -> None:
+        self._convert_to_deepspeed_param(param)
+        param.partition()
+        self.parted += 1
+        if param.ds_tensor.ds_numel != -(-param.ds_numel // self.dp_world_size):
+            raise RuntimeError(f"DeepSpeed {deepspeed.__version__} partitions parameters in an unknown way")
