@@ -8,17 +8,18 @@ is the input of the next. Every floating tensor of a tuple gets its gradient, on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from harness.deepspeed.pipeline import BuiltLayers, GivenStages, StageBuilder, TiedWeights
 from harness.parallel.draws import DrawKeys
 from harness.parallel.pipeline.finite import FiniteWatch
 from harness.parallel.pipeline.recomputation import is_recomputed, run_block, shared_parameters, split_into_blocks
@@ -33,37 +34,8 @@ def deepspeed_topology(layout: Layout) -> PipeModelDataParallelTopology:
     return PipeModelDataParallelTopology(num_pp=layout.pp_size, num_mp=layout.tp_size, num_dp=layout.dp_size)
 
 
-class TiedWeights(nn.Module):
-    """The parameters that one tied layer shares with its namesakes, and nothing else of it."""
-
-    def __init__(self, owner: nn.Module, names: Sequence[str]) -> None:
-        super().__init__()
-        for index, name in enumerate(names):
-            self.register_parameter(str(index), owner.get_parameter(name))
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the shared parameters in this holder, in the order of the spec."""
-        return list(self._parameters)
-
-
 class SharedLayerSpec(TiedLayerSpec):
     """A tied layer that is always a module of its own: nothing but the parameters in `tied_weight_attr` is shared."""
-
-
-@dataclass(frozen=True)
-class BuiltLayers:
-    """The layers of one stage.
-
-    Attributes:
-        calls: what the forward calls, in order.
-        modules: pipeline index -> module, to be registered under it; a module that two specs share is there once.
-        tied: key -> the parameters shared under that key on this stage.
-    """
-
-    calls: list[Callable[..., Any]] = field(default_factory=list)
-    modules: dict[int, nn.Module] = field(default_factory=dict)
-    tied: dict[str, TiedWeights] = field(default_factory=dict)
 
 
 def build_layers(layers: Sequence[Layer], start: int, stop: int, seed: int) -> BuiltLayers:
@@ -118,7 +90,7 @@ def _build_tied(spec: TiedLayerSpec, index: int, owners: dict[str, nn.Module], b
     return module
 
 
-class StagedModule(PipelineModule):
+class StagedModule(GivenStages):
     """DeepSpeed's PipelineModule with the stage boundaries given, and names and ties as the module's docstring says.
 
     Args:
@@ -134,8 +106,6 @@ class StagedModule(PipelineModule):
         finite: whether what this stage hands on is finite; the last one hands nothing on.
     """
 
-    tied_comms: dict[str, Any]
-
     def __init__(
         self,
         layers: Sequence[Layer],
@@ -147,25 +117,23 @@ class StagedModule(PipelineModule):
         seed: int,
         keys: DrawKeys | None = None,
     ) -> None:
-        self.__dict__["_boundaries"] = list(boundaries)  # read by _partition_layers before nn.Module is set up
-        self.__dict__["_unpack"] = Unpacker()
         super().__init__(
             layers,
-            topology=deepspeed_topology(layout),
+            StageBuilder(boundaries=boundaries, build=build_layers, is_recomputed=is_recomputed),
+            deepspeed_topology(layout),
             loss_fn=loss_fn,
             activation_checkpoint_interval=checkpoint_interval,
             base_seed=seed,
         )
         self.finite = FiniteWatch()
         self._keys = keys
+        self._unpack = Unpacker()
         self._parts: dict[str, Any] = dict.fromkeys(getattr(loss_fn, "reports", ()))
-        # by now the stages hold the same tied weights; where those are frozen there is no gradient to share
-        self.tied_comms = dict(_trained_ties(self.tied_comms))
 
     def forward(self, forward_input: Any) -> Any:
         """The output of this stage's last layer, in the form in which it is sent to the next."""
         first, last = self.stage_id == 0, self.stage_id == self.num_stages - 1
-        output = self._run(forward_input if first else self.__dict__["_unpack"](forward_input))
+        output = self._run(forward_input if first else self._unpack(forward_input))
         if last and self._parts:
             self._parts = self.loss_fn.parts(output)
         if last:
@@ -176,12 +144,9 @@ class StagedModule(PipelineModule):
     def _run(self, value: Any) -> Any:
         """As DeepSpeed's forward, with the draws of each layer keyed, also where it is run again."""
         key = self._keys.next() if self._keys is not None and self.training else None
-        layers = list(enumerate(self.forward_funcs, self._local_start))
-        interval = self.activation_checkpoint_interval
-        for start in range(0, len(layers), interval or len(layers)):
-            run = partial(run_block, layers[start : start + (interval or len(layers))], key)
+        for block, recomputed in self.blocks():
+            run = partial(run_block, block, key)
             tensors = value if isinstance(value, tuple) else (value,)
-            recomputed = interval > 0 and self.is_checkpointable_results[start // interval]
             value = self.activation_checkpoint_func(run, *tensors) if recomputed else run(*tensors)
         return value
 
@@ -189,44 +154,6 @@ class StagedModule(PipelineModule):
         """What the loss reports of the last micro-batch besides itself (`loss_fn.parts`); DeepSpeed asks all stages,
         and brings every stage the means."""
         return self._parts or None
-
-    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
-        """The tied weights whose gradients are to be summed over stages, and over which; DeepSpeed asks for them.
-
-        Each has a gradient here, if only zeros: DeepSpeed passes over a weight without one, and this stage would take
-        the next weight's sum for it (of a block shared between stages, a part that only another stage has used).
-        """
-        tied = super().get_tied_weights_and_groups()
-        for weight, _ in tied:
-            if weight.grad is None and getattr(weight, "_hp_grad", None) is None:
-                weight.grad = torch.zeros_like(weight)
-        return tied
-
-    def _partition_layers(self, method: str = "uniform") -> None:
-        self.parts = self.__dict__["_boundaries"]
-        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
-
-    def _build(self) -> None:
-        built = build_layers(self._layer_specs, self._local_start, self._local_stop, self.base_seed)
-        self.forward_funcs = built.calls
-        for index, module in built.modules.items():
-            self.add_module(str(index), module)
-        # Not registered: the parameters keep their layer's name. DeepSpeed leaves everything in here out of the
-        # gradient norm on all stages but the first, so it must be the shared parameters alone.
-        del self.tied_modules
-        self.__dict__["tied_modules"] = built.tied
-        self.tied_weight_attrs = {key: weights.names for key, weights in built.tied.items()}
-
-    def _is_checkpointable(self, funcs: Sequence[Any]) -> bool:
-        return is_recomputed(funcs)
-
-
-def _trained_ties(ties: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """DeepSpeed's records of tied weights, without those that are frozen."""
-    for key, tie in ties.items():
-        trained = [name for name in tie["weight_attr"] if tie["module"].get_parameter(name).requires_grad]
-        if trained:
-            yield key, {**tie, "weight_attr": trained}
 
 
 class LayerSequence(nn.Module):

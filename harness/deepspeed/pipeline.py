@@ -1,0 +1,115 @@
+"""DeepSpeed's PipelineModule with the stage boundaries and the built layers given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from torch import nn
+
+
+class TiedWeights(nn.Module):
+    """The parameters that one tied layer shares with its namesakes, and nothing else of it."""
+
+    def __init__(self, owner: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        for index, name in enumerate(names):
+            self.register_parameter(str(index), owner.get_parameter(name))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the shared parameters in this holder, in the order of the spec."""
+        return list(self._parameters)
+
+
+@dataclass(frozen=True)
+class BuiltLayers:
+    """The layers of one stage.
+
+    Attributes:
+        calls: what the forward calls, in order.
+        modules: pipeline index -> module, to be registered under it; a module that two specs share is there once.
+        tied: key -> the parameters shared under that key on this stage.
+    """
+
+    calls: list[Callable[..., Any]] = field(default_factory=list)
+    modules: dict[int, nn.Module] = field(default_factory=dict)
+    tied: dict[str, TiedWeights] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageBuilder:
+    """What decides in the place of DeepSpeed.
+
+    Attributes:
+        boundaries: stage i holds layers boundaries[i] to boundaries[i + 1] - 1.
+        build: `build(layers, start, stop, seed)` returns layers `start` to `stop` - 1, built.
+        is_recomputed: whether activation checkpointing applies to some neighbouring layers.
+    """
+
+    boundaries: Sequence[int]
+    build: Callable[[Sequence[Any], int, int, int], BuiltLayers]
+    is_recomputed: Callable[[Sequence[Any]], bool]
+
+
+class GivenStages(PipelineModule):
+    """PipelineModule with the boundaries and the layers of a `StageBuilder`; its other arguments are DeepSpeed's."""
+
+    tied_comms: dict[str, Any]
+
+    def __init__(self, layers: Sequence[Any], builder: StageBuilder, topology: ProcessTopology, **options: Any) -> None:
+        self.__dict__["_builder"] = builder  # DeepSpeed's constructor needs it before it sets up nn.Module
+        super().__init__(layers, topology=topology, **options)
+        # by now the stages hold the same tied weights; where those are frozen there is no gradient to share
+        self.tied_comms = dict(_trained_ties(self.tied_comms))
+
+    def blocks(self) -> Iterator[tuple[list[tuple[int, Any]], bool]]:
+        """Yield runs of this stage's layers, each layer with its index, and whether the run is recomputed."""
+        layers = list(enumerate(self.forward_funcs, self._local_start))
+        interval = self.activation_checkpoint_interval
+        size = interval or len(layers)
+        for start in range(0, len(layers), size):
+            recomputed = interval > 0 and self.is_checkpointable_results[start // interval]
+            yield layers[start : start + size], recomputed
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """Return the tied weights whose gradients are to be summed over stages, and over which; DeepSpeed asks for it.
+
+        Each has a gradient here, if only zeros: DeepSpeed passes over a weight without one, and this stage would take
+        the next weight's sum for it (of a block shared between stages, a part that only another stage has used).
+        """
+        tied: list[tuple[nn.Parameter, Any]] = super().get_tied_weights_and_groups()
+        for weight, _ in tied:
+            if weight.grad is None and getattr(weight, "_hp_grad", None) is None:
+                weight.grad = torch.zeros_like(weight)
+        return tied
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        self.parts = list(self.__dict__["_builder"].boundaries)
+        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
+
+    def _build(self) -> None:
+        built = self.__dict__["_builder"].build(self._layer_specs, self._local_start, self._local_stop, self.base_seed)
+        self.forward_funcs = built.calls
+        for index, module in built.modules.items():
+            self.add_module(str(index), module)
+        # Not registered: the parameters keep their layer's name. DeepSpeed leaves everything in here out of the
+        # gradient norm on all stages but the first, so it must be the shared parameters alone.
+        del self.tied_modules
+        self.__dict__["tied_modules"] = built.tied
+        self.tied_weight_attrs = {key: weights.names for key, weights in built.tied.items()}
+
+    def _is_checkpointable(self, funcs: Sequence[Any]) -> bool:
+        return bool(self.__dict__["_builder"].is_recomputed(funcs))
+
+
+def _trained_ties(ties: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield DeepSpeed's records of tied weights, without those that are frozen."""
+    for key, tie in ties.items():
+        trained = [name for name in tie["weight_attr"] if tie["module"].get_parameter(name).requires_grad]
+        if trained:
+            yield key, {**tie, "weight_attr": trained}
