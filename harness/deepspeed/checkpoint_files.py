@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pickle import UnpicklingError
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -11,7 +12,22 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-STORED_CLASSES = [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum]
+
+def stage_named(kind: Any, name: str) -> ZeroStageEnum:
+    """Return a ZeRO stage as Python before 3.11.4 pickles it, by `getattr(ZeroStageEnum, name)`; nothing else."""
+    if kind is not ZeroStageEnum or name not in kind.__members__:
+        raise UnpicklingError(f"getattr of {name!r} is not a ZeRO stage")
+    return kind[name]
+
+
+STORED_CLASSES = [
+    fragment_address,
+    LossScaler,
+    DynamicLossScaler,
+    ZeroStageEnum,
+    (stage_named, "__builtin__.getattr"),
+    (stage_named, "builtins.getattr"),
+]
 """What DeepSpeed stores besides tensors and plain values; none of them does anything when it is made."""
 
 RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")

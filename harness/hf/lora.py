@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from harness.errors import UserError
-from harness.hf.forward.dry_run import CANNOT_RUN
+from harness.hf.layers.dry_run import CANNOT_RUN
 from harness.hf.skeleton import ModelSource
 from harness.hf.weights.layer_weights import WeightSource, fill_local
 from harness.parallel.generators import own_generators

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.hf.forward.dry_run import CANNOT_RUN
 from harness.hf.forward.forward_run import ForwardRun
-from harness.hf.forward.layer_inputs import LayerInputs, same
 from harness.hf.forward.lifted import LiftedForward
 from harness.hf.forward.payload import CarriedTensor, PayloadSpec, Tokens, hidden_name
+from harness.hf.layers.dry_run import CANNOT_RUN
+from harness.hf.layers.inputs import LayerInputs, same
 from harness.parallel.draws import DrawnShapes
 from harness.parallel.generators import own_generators
 from harness.wording import counted

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.hf.forward.layer_inputs import LayerInputs
+from harness.hf.layers.inputs import LayerInputs
 
 Handler = Callable[[int, LayerInputs, Tensor], Tensor]
 """What happens at a layer: (index, inputs, hidden state) -> hidden state."""

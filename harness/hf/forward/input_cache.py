@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.hf.forward.layer_inputs import LayerInputs
 from harness.hf.forward.payload import Tokens
+from harness.hf.layers.inputs import LayerInputs
 
 KEPT_SHAPES = 4
 KEPT_BATCHES = 2

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.forward.dry_run import CANNOT_RUN
+from harness.hf.layers.dry_run import CANNOT_RUN
 from harness.parallel.plans.lora import wrappers_in
 
 

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 from harness.errors import UserError
 from harness.hf.forward.forward_run import ForwardRun, ReachedLayer
-from harness.hf.forward.layer_facts import LayerFacts
-from harness.hf.forward.layer_inputs import LayerInputs
 from harness.hf.forward.layer_stack import find_stack, has_own_parameters, parameter_owners, put
 from harness.hf.forward.payload import Tokens
 from harness.hf.forward.placeholders import PlaceholderLayer, PlaceholderModule
+from harness.hf.layers.facts import LayerFacts
+from harness.hf.layers.inputs import LayerInputs
 from harness.parallel.plans.lora import without_adapters
 
 

@@ -30,9 +30,9 @@ from transformers import PreTrainedModel
 from harness.hf.forward.analysis import analyze
 from harness.hf.forward.forward_run import ForwardRun, ReachedLayer, call_name
 from harness.hf.forward.input_cache import HiddenShape, LayerInputCache
-from harness.hf.forward.layer_inputs import LayerInputs
 from harness.hf.forward.lifted import LiftedForward
 from harness.hf.forward.payload import PayloadSpec, StagePayload, Tokens, hidden_name
+from harness.hf.layers.inputs import LayerInputs
 from harness.parallel.draws import draws_apart, draws_of_layer, has_dropout
 
 

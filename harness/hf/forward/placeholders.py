@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from harness.hf.forward.dry_run import ASKS_FOR_VALUES
-from harness.hf.forward.layer_inputs import LayerInputs
+from harness.hf.layers.dry_run import ASKS_FOR_VALUES
+from harness.hf.layers.inputs import LayerInputs
 
 
 class AttributeProxy(nn.Module):

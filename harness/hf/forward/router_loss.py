@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.forward.dry_run import CANNOT_RUN, dry_run
 from harness.hf.forward.forward_run import ForwardRun
 from harness.hf.forward.input_cache import HiddenShape
-from harness.hf.forward.layer_inputs import LayerInputs
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import Tokens
+from harness.hf.layers.dry_run import CANNOT_RUN, dry_run
+from harness.hf.layers.inputs import LayerInputs
 
 ROUTER_LOGITS = "router_logits"
 WANTED = {"output_router_logits": True}

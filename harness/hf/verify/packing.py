@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.errors import UserError
 from harness.hf.attention import is_flash
-from harness.hf.forward.dry_run import CANNOT_RUN
+from harness.hf.layers.dry_run import CANNOT_RUN
 from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model
 
 LENGTHS = (13, 9, 10)

@@ -22,7 +22,7 @@ from harness.deepspeed.engine import check_every_gradient
 from harness.deepspeed.kept_in_fp32 import keeping_fp32, reduce_fp32_gradients
 from harness.deepspeed.process_groups import MpuAdapter
 from harness.errors import UserError
-from harness.hf.forward.zero3_leaves import leaves_of_sequence
+from harness.hf.layers.zero3_leaves import leaves_of_sequence
 from harness.parallel.comm import TensorParallel
 from harness.parallel.draws import DrawKeys
 from harness.parallel.pipeline.staged_module import Layer, LayerSequence, StagedModule, deepspeed_topology
@@ -87,24 +87,9 @@ def build_engine(
     guarded = GuardedLoss(loss, spoils=acts)
     if traits.local_states and context.groups.tp_group is not None:
         config = _nothing_shared_out(config)
-    interval = context.resolved.activation_checkpoint_interval
     index = context.device.index  # where a rank sees its own device alone, not its local rank
-    grid, keys = None, draw_keys(context) if traits.draws else None
-    if context.is_pipeline:
-        module: nn.Module = StagedModule(
-            layers,
-            layout=context.groups.layout,
-            boundaries=boundaries,
-            loss_fn=guarded,
-            checkpoint_interval=interval,
-            seed=context.args.seed,
-            keys=keys,
-        )
-    else:
-        grid = PipelineParallelGrid(topology=deepspeed_topology(context.groups.layout), process_group=dist.group.WORLD)
-        module = LayerSequence(layers, checkpoint_interval=interval, seed=context.args.seed, keys=keys)
-        if context.resolved.zero_stage == 3 and traits.example is not None:
-            mark_leaves(module, leaves_of_sequence(module, module.calls, traits.example))
+    keys = draw_keys(context) if traits.draws else None
+    module, grid = _build_module(context, layers, boundaries, guarded, keys, traits.example)
     _configure_checkpointing(context)
     stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", context.args.weight_decay)
     groups = parameter_groups(module, stated)
@@ -130,6 +115,34 @@ def build_engine(
         copy_hooked_inputs(module)
     kind = PipelineStages if context.is_pipeline else WholeModel
     return kind(engine, context.groups, guarded, context.device, context.dtype, keys)
+
+
+def _build_module(
+    context: RunContext,
+    layers: Sequence[Layer],
+    boundaries: Sequence[int],
+    loss: GuardedLoss,
+    keys: DrawKeys | None,
+    example: Any,
+) -> tuple[nn.Module, PipelineParallelGrid | None]:
+    """Build this rank's layers; and the grid of ranks, by which DeepSpeed finds the groups of what is no pipeline."""
+    interval, seed, layout = context.resolved.activation_checkpoint_interval, context.args.seed, context.groups.layout
+    if context.is_pipeline:
+        staged = StagedModule(
+            layers,
+            layout=layout,
+            boundaries=boundaries,
+            loss_fn=loss,
+            checkpoint_interval=interval,
+            seed=seed,
+            keys=keys,
+        )
+        return staged, None
+    grid = PipelineParallelGrid(topology=deepspeed_topology(layout), process_group=dist.group.WORLD)
+    whole = LayerSequence(layers, checkpoint_interval=interval, seed=seed, keys=keys)
+    if context.resolved.zero_stage == 3 and example is not None:
+        mark_leaves(whole, leaves_of_sequence(whole, whole.calls, example))
+    return whole, grid
 
 
 def draw_keys(context: RunContext) -> DrawKeys:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from harness.hf.forward.dry_run import dry_run
-from harness.hf.forward.layer_inputs import LayerInputs
 from harness.hf.forward.outer_forward import OuterForward
+from harness.hf.layers.dry_run import dry_run
+from harness.hf.layers.inputs import LayerInputs
 from harness.hf.skeleton import build_skeleton
 
 WIDE = {"hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 320}

@@ -7,10 +7,10 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor, nn
 
-from harness.hf.forward.dry_run import META, drawn_shapes
-from harness.hf.forward.layer_inputs import LayerInputs
-from harness.hf.forward.layer_outputs import LayerOutputSpec, kind_of, output_spec_of
-from harness.hf.forward.zero3_leaves import leaves_of
+from harness.hf.layers.dry_run import META, drawn_shapes
+from harness.hf.layers.inputs import LayerInputs
+from harness.hf.layers.outputs import LayerOutputSpec, kind_of, output_spec_of
+from harness.hf.layers.zero3_leaves import leaves_of
 
 
 class LayerFacts:

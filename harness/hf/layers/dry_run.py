@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from harness.hf.forward.layer_inputs import LayerInputs
+from harness.hf.layers.inputs import LayerInputs
 from harness.parallel.draws import DrawnShapes
 
 META, CPU = torch.device("meta"), torch.device("cpu")

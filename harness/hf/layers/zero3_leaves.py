@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from harness.hf.forward.dry_run import ASKS_FOR_VALUES, CPU, META, zeroed
+from harness.hf.layers.dry_run import ASKS_FOR_VALUES, CPU, META, zeroed
 from harness.parallel.plans.experts import run_where_aligned
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from harness.errors import UserError
-from harness.hf.forward.dry_run import dry_run
-from harness.hf.forward.layer_inputs import LayerInputs
+from harness.hf.layers.dry_run import dry_run
+from harness.hf.layers.inputs import LayerInputs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""One decoder layer: what it is given, what it returns, and a run of it without its weights."""
