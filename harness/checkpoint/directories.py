@@ -58,23 +58,23 @@ class Progress:
 
 
 def partial_name(step: int) -> str:
-    """The folder's name while it is written."""
+    """Return the folder's name while it is written."""
     return f"writing-checkpoint-{step}"
 
 
 def finished_name(step: int) -> str:
-    """The folder's name once it is whole."""
+    """Return the folder's name once it is whole."""
     return f"checkpoint-{step}"
 
 
 def numbered(output_dir: Path) -> list[tuple[int, Path]]:
-    """The folders of a run that bear a checkpoint's name, whole or not, with their steps, oldest first."""
+    """Return the folders of a run that bear a checkpoint's name, whole or not, with their steps, oldest first."""
     matches = ((NAME.fullmatch(path.name), path) for path in output_dir.glob("checkpoint-*"))
     return sorted((int(match.group(1)), path) for match, path in matches if match and path.is_dir())
 
 
 def read_progress(checkpoint: Path) -> Progress:
-    """What a checkpoint says of itself; UserError if it cannot be read."""
+    """Return what a checkpoint says of itself; UserError if it cannot be read."""
     path = checkpoint / STATE
     try:
         stated = json.loads(path.read_text(encoding="utf-8"))
@@ -85,7 +85,7 @@ def read_progress(checkpoint: Path) -> Progress:
 
 
 def optimizer_name(resolved: Resolved) -> str:
-    """The optimizer of a run; where the JSON has none, the arguments make it AdamW."""
+    """Return the optimizer of a run; where the JSON has none, the arguments make it AdamW."""
     return str(resolved.config.get("optimizer", {}).get("type", "AdamW"))
 
 

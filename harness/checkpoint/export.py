@@ -85,7 +85,7 @@ def _saved_tensors(module: nn.Module, each_name: bool) -> Iterator[tuple[str, Te
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of the whole tensor of which a rank may hold a part."""
+    """Return the shape of the whole tensor of which a rank may hold a part."""
     shard = shard_of(tensor)
     return shard.full_shape if shard is not None else unpartitioned_shape(tensor)
 
@@ -95,7 +95,7 @@ def _held(lazy: LazyTensor) -> set[str]:
 
 
 def _entries(mine: Mapping[str, LazyTensor], local: Mapping[str, Tensor]) -> list[Entry]:
-    """What this rank's stage writes: the tensors all of whose values it holds."""
+    """Return what this rank's stage writes: the tensors all of whose values it holds."""
     entries = []
     for name, lazy in mine.items():
         source = local[min(_held(lazy))]
@@ -140,7 +140,7 @@ def _write_patches(
 
 
 def _parts(patch: TensorSlice, tensor: Tensor) -> Iterator[tuple[TensorSlice, Tensor]]:
-    """What of a patch lies in this rank's tensor, with its values."""
+    """Return the part of a slice that lies in this rank's tensor, with its values."""
     shard = shard_of(tensor) or _all_of(tensor)
     tensor = tensor.detach()
     for start, stop, offset in shard.spans():

@@ -87,7 +87,7 @@ def plan_files(shares: list[Share], form: CheckpointFormat) -> dict[str, list[En
 
 
 def _shares(entries: list[Entry], groups: Groups) -> list[Share] | None:
-    """What each stage writes, in order of stage; None on all ranks but rank 0."""
+    """Return what each stage writes, in order of stage; None on all ranks but rank 0."""
     share = Share(host=socket.gethostname(), entries=entries)
     if groups.pp_group is None:
         return [share] if groups.rank == 0 else None

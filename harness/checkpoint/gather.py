@@ -33,7 +33,8 @@ def gather_zero3(tensors: Sequence[Tensor]) -> ExitStack:
 
 
 def gather_tp(local: Tensor, groups: Groups) -> Tensor:
-    """The whole tensor, on the first rank of the tensor-parallel group (elsewhere the shard); all of them call it."""
+    """Return the whole tensor, on the first rank of the tensor-parallel group (elsewhere the shard); all of them call
+    it."""
     shard, local = shard_of(local), local.detach()
     if shard is None or groups.tp_group is None:
         return local

@@ -21,7 +21,8 @@ Files = dict[str, list[int]]
 
 
 def contents(folder: Path, share: int = 0, shares: int = 1) -> Files:
-    """What lies in a checkpoint that was just written, or every `shares`-th file of it from number `share` on."""
+    """Return what lies in a checkpoint that was just written, or every `shares`-th file of it from number `share`
+    on."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != STATE)
     return {
         path.relative_to(folder).as_posix(): [path.stat().st_size, _checksum(path)] for path in files[share::shares]
@@ -29,7 +30,7 @@ def contents(folder: Path, share: int = 0, shares: int = 1) -> Files:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, as far as names and sizes tell; None if nothing is."""
+    """Return what is wrong with a checkpoint, as far as names and sizes tell; None if nothing is."""
     if not (checkpoint / STATE).is_file():
         return f"{STATE} is missing"
     try:
@@ -43,7 +44,8 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:
-    """The first file of this rank's share whose content is not what was saved, in words; None if there is none."""
+    """Return the first file of this rank's share whose content is not what was saved, in words; None if there is
+    none."""
     files: Mapping[str, list[int]] = read_progress(checkpoint).files
     for name, (_, checksum) in sorted(files.items())[share::shares]:
         try:
@@ -55,7 +57,7 @@ def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:
 
 
 def find_resume(output_dir: Path, wanted: str | None) -> Path | None:
-    """The checkpoint that `--resume_from_checkpoint` means, None for a fresh start.
+    """Return the checkpoint that `--resume_from_checkpoint` means, None for a fresh start.
 
     Raises UserError if a named checkpoint is not whole, or if this run would overwrite another one: by a fresh start,
     or by going on from a checkpoint of a run elsewhere.
@@ -76,13 +78,13 @@ def find_resume(output_dir: Path, wanted: str | None) -> Path | None:
 
 
 def newest(output_dir: Path, count: int | None) -> list[Path] | None:
-    """The newest `count` whole checkpoints, which are kept; None keeps all."""
+    """Return the newest `count` whole checkpoints, which are kept; None keeps all."""
     whole = (path for _, path in reversed(numbered(output_dir)) if damage(path) is None)
     return None if count is None else list(itertools.islice(whole, count))
 
 
 def newest_whole(output_dir: Path, before: Path | None = None) -> Path | None:
-    """The newest checkpoint of a run, or the newest older than `before`, of which nothing is missing."""
+    """Return the newest checkpoint of a run, or the newest older than `before`, of which nothing is missing."""
     step = None if before is None else {path: step for step, path in numbered(output_dir)}[before]
     older = (path for number, path in reversed(numbered(output_dir)) if step is None or number < step)
     return next((path for path in older if damage(path) is None), None)

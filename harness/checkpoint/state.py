@@ -44,7 +44,8 @@ def save(engine: DeepSpeedEngine, output_dir: Path, progress: Progress, keep: in
 
 
 def first_unchanged(checkpoint: Path | None, output_dir: Path, *, auto: bool) -> tuple[Path | None, list[str]]:
-    """The checkpoint, or with `auto` the newest older one, all of whose files are what was saved; all ranks call it.
+    """Return the checkpoint, or with `auto` the newest older one, all of whose files are what was saved; all ranks
+    call it.
 
     Returns with it what is wrong with those that are left out. Raises UserError, on all ranks alike, if the one that
     was named is damaged.

@@ -52,7 +52,7 @@ class Place:
 
 
 def split_by_size(entries: Iterable[Entry], most: int) -> list[list[Entry]]:
-    """The tensors in order, in files of at most `most` bytes, or of one larger tensor."""
+    """Return the tensors in order, in files of at most `most` bytes, or of one larger tensor."""
     files: list[list[Entry]] = []
     size = 0
     for entry in entries:
@@ -65,7 +65,8 @@ def split_by_size(entries: Iterable[Entry], most: int) -> list[list[Entry]]:
 
 
 def places_in(path: Path, entries: Sequence[Entry]) -> tuple[bytes, list[Place]]:
-    """The header of the file `path`, and the places of its tensors: wider ones first, so that each is aligned."""
+    """Return the header of the file `path`, and the places of its tensors: wider ones first, so that each is
+    aligned."""
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0

@@ -65,7 +65,7 @@ class FamilyCase:
 
 
 def run_family(family: str, work: Path) -> dict[str, str]:
-    """The row of a family; both ranks call it, and get the same."""
+    """Return the row of a family; both ranks call it, and get the same."""
     row: dict[str, str] = {}
     if (digest := plan_digest(CONFIG_MAPPING[family])) is not None:
         row[PLAN] = digest
@@ -83,7 +83,7 @@ def run_family(family: str, work: Path) -> dict[str, str]:
 
 
 def _verdict(cell: Callable[[], None]) -> str:
-    """What a cell says on these ranks: the worst of both."""
+    """Return what a cell says on these ranks: the worst of both."""
     try:
         cell()
         own = YES
@@ -137,7 +137,7 @@ def _zero3(trial: FamilyCase, exported: Path | None) -> None:
 
 
 def _trained(trial: FamilyCase) -> PretrainedConfig:
-    """What of the directory is trained: of a model of several parts its text decoder."""
+    """Return the config of what is trained: of a model of several parts, its text decoder."""
     return read_source(str(trial.directory)).config
 
 
@@ -182,7 +182,7 @@ def _same_tensors(trial: FamilyCase, exported: Path) -> None:
 
 
 def _loads(trial: FamilyCase, exported: Path) -> None:
-    """What was written is a model to transformers, with the logits of the one that was read."""
+    """Check that transformers loads what was written, with the logits of the model that was read."""
     ids = torch.tensor([sample["input_ids"] for sample in samples()])
     logits = []
     for directory in (trial.directory, exported):

@@ -85,14 +85,14 @@ def _run(families: Sequence[str], results: Path | None, limit_s: float) -> Rows:
 
 
 def known_families() -> list[str]:
-    """The model types that the installed transformers can build as causal language models."""
+    """Return the model types that the installed transformers can build as causal language models."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def spell(row: Mapping[str, str]) -> str:
-    """A row in a line: what holds, and for what reason the rest does not."""
+    """Return a row in a line: what holds, and for what reason the rest does not."""
     holds = [cell for cell in CELLS if row.get(cell) == YES]
     reasons: dict[str, list[str]] = {}
     for cell in CELLS:
@@ -103,7 +103,7 @@ def spell(row: Mapping[str, str]) -> str:
 
 
 def differences(stored: Matrix, rows: Rows, *, everything: bool) -> list[str]:
-    """What the rows say otherwise than what is stored: families and cells that came, and those that are gone."""
+    """Return what the rows say otherwise than what is stored: families and cells that came, and those that are gone."""
     lines = []
     for family, row in rows.items():
         if family not in stored.families:
@@ -131,7 +131,7 @@ def store(matrix: Matrix) -> None:
 
 
 def render(matrix: Matrix, form: str) -> str:
-    """The matrix as text, JSON or markdown."""
+    """Return the matrix as text, JSON or markdown."""
     if form == "json":
         return json.dumps({"transformers": matrix.transformers, "families": matrix.families}, indent=2)
     if form == "markdown":

@@ -24,7 +24,8 @@ START_S = 90.0  # for imports, on top of the first family's time
 def run_families(
     families: Sequence[str], results: Path, *, limit_s: float, tell: Callable[[str, dict[str, str]], None]
 ) -> dict[str, dict[str, str]]:
-    """The rows of `families`, each told as soon as it is known; one that takes longer than `limit_s` is given up."""
+    """Return the rows of `families`, each told as soon as it is known; one that takes longer than `limit_s` is given
+    up."""
     told: set[str] = set()
     while True:
         rows = read_rows(results)
@@ -45,7 +46,7 @@ def run_families(
 
 
 def read_rows(results: Path) -> dict[str, dict[str, str]]:
-    """The rows of a results file; a last line that was cut off is left out."""
+    """Return the rows of a results file; a last line that was cut off is left out."""
     rows = {}
     for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else []:
         try:

@@ -41,7 +41,7 @@ def samples() -> list[dict[str, list[int]]]:
 
 
 def reference(directory: Path, rounding: int | None = None) -> Curve:
-    """The training in one process; with `rounding`, a seed, of weights that are off by rounding errors."""
+    """Return the training in one process; with `rounding`, a seed, of weights that are off by rounding errors."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).train()
     if rounding is not None:
         with torch.no_grad(), own_generators(rounding):
@@ -65,7 +65,7 @@ def reference(directory: Path, rounding: int | None = None) -> Curve:
 
 
 def worst(curve: Curve, wanted: Curve) -> tuple[float, float, float]:
-    """The largest relative difference of the losses, of the first norm, and of the later ones."""
+    """Return the largest relative difference of the losses, of the first norm, and of the later ones."""
     pairs = list(zip(curve, wanted, strict=True))
     losses, norms = ([abs(a[i] - b[i]) / max(abs(b[i]), 1e-30) for a, b in pairs] for i in range(2))
     return max(losses), norms[0], max(norms[1:])

@@ -20,7 +20,7 @@ def presets() -> list[str]:
 
 
 def model_directory(name: str) -> Path:
-    """The directory of a preset's name or of a path; UserError if there is no readable config.json in it."""
+    """Return the directory of a preset's name or of a path; UserError if there is no readable config.json in it."""
     directory = PRESETS / name if name in presets() else Path(name)
     config = directory / "config.json"
     if not config.is_file() and (directory / ADAPTERS).is_file():
@@ -43,6 +43,6 @@ def model_directory(name: str) -> Path:
 
 
 def plan_file(model_type: str) -> Path | None:
-    """The packaged tensor-parallel plan of a family that declares none itself, or None."""
+    """Return the packaged tensor-parallel plan of a family that declares none itself, or None."""
     path = PLANS / f"{model_type}.json"
     return path if path.is_file() else None

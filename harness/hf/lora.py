@@ -59,7 +59,8 @@ class Adaptation:
 
 
 def lora_config(given: Any) -> Any:
-    """A copy of peft's LoraConfig `given` after a check; UserError if it asks for what cannot be trained here."""
+    """Return a copy of peft's LoraConfig `given` after a check; UserError if it asks for what cannot be trained
+    here."""
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -197,12 +198,12 @@ def _train_whole(model: PreTrainedModel) -> None:
 
 
 def saved_name(name: str) -> str:
-    """The name under which peft stores a trained parameter of the model."""
+    """Return the name under which peft stores a trained parameter of the model."""
     return PREFIX + name.replace(f".{NAME}.", ".")
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter in the model without adapters."""
+    """Return the name of a parameter in the model without adapters."""
     return name.replace(".base_layer", "")
 
 
@@ -212,7 +213,7 @@ def is_adapter(name: str) -> bool:
 
 
 def sorted_config(config: Any) -> Any:
-    """A copy of peft's config whose sets are sorted lists: the same on every process."""
+    """Return a copy of peft's config whose sets are sorted lists: the same on every process."""
     config = copy.copy(config)
     for key, value in vars(config).items():
         if isinstance(value, (set, frozenset)):
@@ -253,7 +254,8 @@ class AdaptedWeights:
                 fill_local(parameter, value)
 
     def _initial(self, layer: nn.Module, whole: nn.Module) -> dict[str, Tensor]:
-        """The uncut adapters as peft draws them; the random numbers depend on the seed and on the layer's name."""
+        """Return the uncut adapters as peft draws them; the random numbers depend on the seed and on the layer's
+        name."""
         device = next(layer.parameters()).device
         tensors = {}
         wrappers = ((name, wrapper) for name, wrapper in whole.named_modules() if is_wrapper(wrapper))

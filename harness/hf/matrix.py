@@ -39,7 +39,7 @@ class Matrix:
 
 
 def read_matrix(path: Path = STORED) -> Matrix:
-    """The stored matrix."""
+    """Return the stored matrix."""
     content = json.loads(path.read_text(encoding="utf-8"))
     return Matrix(transformers=content["transformers"], families=content["families"])
 
@@ -52,7 +52,7 @@ def write_matrix(matrix: Matrix, path: Path = STORED) -> None:
 
 
 def installed_transformers() -> str:
-    """The installed version, or "" where there is none."""
+    """Return the installed version, or "" where there is none."""
     try:
         return version("transformers")
     except PackageNotFoundError:
@@ -60,7 +60,7 @@ def installed_transformers() -> str:
 
 
 def plan_digest(config_class: Any) -> str | None:
-    """What tells one plan of a family from another: its packaged file, else what its config class declares.
+    """Return what tells one plan of a family from another: its packaged file, else what its config class declares.
 
     None for a family with neither.
     """

@@ -47,7 +47,7 @@ class ModelSource:
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> ModelSource:
-        """A model that is already in memory, with its weights and buffers.
+        """Return a model that is already in memory, with its weights and buffers.
 
         UserError for one of several parts, for one of another class than its config stands for, as it may be no
         causal decoder, and for what could not be trained as it is (`memory.py`).
@@ -68,7 +68,7 @@ class ModelSource:
         return cls(name=kind, config=model.config, weights=tensors, generation=model.generation_config, model=model)
 
     def skeleton(self) -> PreTrainedModel:
-        """The model on the meta device: a copy of the one in memory, or built from the config."""
+        """Return the model on the meta device: a copy of the one in memory, or built from the config."""
         return build_skeleton(self.config) if self.model is None else skeleton_of(self.model, self.config)
 
 
@@ -105,7 +105,8 @@ def _read_generation(directory: Path) -> GenerationConfig | None:
 
 
 def _reason(error: Exception) -> str:
-    """What transformers says of a config, in one line: its first, and the second where the first only leads to it."""
+    """Return what transformers says of a config, in one line: its first, and the second where the first only leads to
+    it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if isinstance(error, KeyError):  # says nothing but the key
         return f"KeyError: {lines[0]}"
@@ -119,7 +120,7 @@ def is_composite(config: PretrainedConfig) -> bool:
 
 
 def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
-    """The config of the text decoder inside a model of several parts, with a warning; any other config as it is.
+    """Return the config of the text decoder inside a model of several parts, with a warning; any other config as it is.
 
     UserError where transformers has no causal class for the text part alone.
     """
@@ -157,7 +158,7 @@ def _causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
-    """The causal language model of `config` on the meta device, in training mode; UserError if it has none.
+    """Return the causal language model of `config` on the meta device, in training mode; UserError if it has none.
 
     Also where it has not the implementation of attention that the config asks for.
     """

@@ -38,17 +38,17 @@ class TensorParallel:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> TensorParallel:
-        """The calling rank's place in `group`; no group is a group of one."""
+        """Return the calling rank's place in `group`; no group is a group of one."""
         return cls(group=group, rank=group_rank(group), size=group_size(group))
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """The number of ranks in `group`; 1 without a group."""
+    """Return the number of ranks in `group`; 1 without a group."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def group_rank(group: dist.ProcessGroup | None) -> int:
-    """The calling rank's index in `group`; 0 without a group."""
+    """Return the calling rank's index in `group`; 0 without a group."""
     return 0 if group is None else dist.get_rank(group)
 
 
@@ -91,7 +91,7 @@ def split_to_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of `x` over the group, in a new tensor, outside of the graph: for gradients."""
+    """Return the sum of `x` over the group, in a new tensor, outside of the graph: for gradients."""
     if group_size(group) == 1:
         return x
     total = x.detach().clone(memory_format=torch.contiguous_format)
@@ -100,7 +100,7 @@ def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def max_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The elementwise maximum of `x` over the group, in a new tensor, outside of the graph."""
+    """Return the elementwise maximum of `x` over the group, in a new tensor, outside of the graph."""
     if group_size(group) == 1:
         return x
     largest = x.detach().clone(memory_format=torch.contiguous_format)

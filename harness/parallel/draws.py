@@ -174,8 +174,11 @@ class KeyedDraws(DrawCatcher):
         default_generator(device).manual_seed(self._seed(number, 0, share))
 
     def _next_shape(self, own: torch.Size) -> tuple[torch.Size, int, int, int]:
-        """The shape of the whole tensor of the next draw, where this rank's share starts in it, the draw's number, and
-        what sets this rank's draws apart where its share is not known."""
+        """Return what the next draw is a part of.
+
+        The shape of the whole tensor, where this rank's share starts in it, the draw's number, and what sets this
+        rank's draws apart where its share is not known.
+        """
         number, self._count = self._count, self._count + 1
         whole = self.whole[number] if number < len(self.whole) else own
         differing = [dim for dim, (a, b) in enumerate(zip(whole, own, strict=False)) if a != b]

@@ -86,7 +86,7 @@ def digest(value: Any) -> bytes:
 
 
 def code_version() -> str:
-    """The installed version of the harness and a digest of its code and plans, as they lie on this host."""
+    """Return the installed version of the harness and a digest of its code and plans, as they lie on this host."""
     try:
         installed = version("ds-harness")
     except PackageNotFoundError:  # run from a checkout that was never installed

@@ -151,7 +151,7 @@ def run_timeout() -> timedelta:
 
 
 def _launcher(environ: Mapping[str, str]) -> Names | None:
-    """The names that this process's rank is to be read by; None for a process alone."""
+    """Return the names that this process's rank is to be read by; None for a process alone."""
     if "RANK" in environ:
         return PLAIN
     for names in (OPEN_MPI, MVAPICH):
@@ -168,7 +168,7 @@ def _launcher(environ: Mapping[str, str]) -> Names | None:
 
 
 def _world_size(environ: Mapping[str, str], names: Names) -> int | None:
-    """Number of ranks; UserError where WORLD_SIZE contradicts the launcher that gave the rank."""
+    """Return the number of ranks; UserError where WORLD_SIZE contradicts the launcher that gave the rank."""
     stated, announced = _number(environ, "WORLD_SIZE"), _number(environ, *names.world_size)
     if stated is not None and announced is not None and stated != announced:
         raise UserError(
@@ -203,12 +203,12 @@ def _master(environ: Mapping[str, str], names: Names, *, one_host: bool) -> tupl
 
 
 def _port_of(launch: str) -> int:
-    """A port for a launch, which all its ranks find alike from what identifies it."""
+    """Return a port for a launch, which all its ranks find alike from what identifies it."""
     return PORTS[zlib.crc32(launch.encode()) % len(PORTS)]
 
 
 def free_port(address: str = LOOPBACK) -> int:
-    """A TCP port that nobody listens on now; it is not reserved."""
+    """Return a TCP port that nobody listens on now; it is not reserved."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]
@@ -216,7 +216,7 @@ def free_port(address: str = LOOPBACK) -> int:
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:
-    """The value of the first of `names` that is set."""
+    """Return the value of the first of `names` that is set."""
     for name in names:
         if name in environ:
             try:

@@ -29,7 +29,7 @@ class Groups:
     tp_group: ProcessGroup | None  # the shards of this rank's layers
 
     def along(self, axis: Axis) -> ProcessGroup | None:
-        """This rank's group along `axis`."""
+        """Return this rank's group along `axis`."""
         return {"pipeline": self.pp_group, "data": self.dp_group, "tensor": self.tp_group}[axis]
 
     @property
@@ -69,7 +69,7 @@ def build_groups(layout: Layout) -> Groups:
 
 
 def _build_axis(layout: Layout, axis: Axis, rank: int) -> ProcessGroup | None:
-    """This rank's group along `axis`. All ranks create all groups, in one order, as new_group demands."""
+    """Return this rank's group along `axis`. All ranks create all groups, in one order, as new_group demands."""
     mine = None
     for ranks in layout.groups(axis):
         if len(ranks) == 1:

@@ -26,7 +26,7 @@ class Coordinate:
     tp_rank: int
 
     def along(self, axis: Axis) -> int:
-        """The place along one axis."""
+        """Return the place along one axis."""
         return {"pipeline": self.stage, "data": self.dp_rank, "tensor": self.tp_rank}[axis]
 
     def __str__(self) -> str:
@@ -68,11 +68,11 @@ class Layout:
         return self.pp_size * self.dp_size * self.tp_size
 
     def sizes(self) -> dict[str, int]:
-        """The sizes by the names of their axes, as `run.json` holds them."""
+        """Return the sizes by the names of their axes, as `run.json` holds them."""
         return {axis: getattr(self, name) for axis, name in AXIS_SIZES.items()}
 
     def coordinate(self, rank: int) -> Coordinate:
-        """The place of a global rank. Raises IndexError for a rank outside the world."""
+        """Return the place of a global rank. Raises IndexError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is outside the {self.world_size} ranks of {self}")
         rest, tp_rank = divmod(rank, self.tp_size)
@@ -80,7 +80,7 @@ class Layout:
         return Coordinate(stage=stage, dp_rank=dp_rank, tp_rank=tp_rank)
 
     def rank(self, *, stage: int, dp_rank: int, tp_rank: int) -> int:
-        """The global rank at a place. Raises IndexError for a place outside the layout."""
+        """Return the global rank at a place. Raises IndexError for a place outside the layout."""
         for axis, index in zip(AXES, (stage, dp_rank, tp_rank), strict=True):
             size = self.sizes()[axis]
             if not 0 <= index < size:
@@ -88,7 +88,7 @@ class Layout:
         return (stage * self.dp_size + dp_rank) * self.tp_size + tp_rank
 
     def ranks_along(self, axis: Axis, rank: int) -> list[int]:
-        """The ranks that differ from `rank` along `axis` alone, with `rank` itself, in order of that axis."""
+        """Return the ranks that differ from `rank` along `axis` alone, with `rank` itself, in order of that axis."""
         stride = self._stride(axis)
         size = self.sizes()[axis]
         first = rank - (rank // stride % size) * stride
@@ -102,12 +102,12 @@ class Layout:
         return [self.ranks_along(axis, rank) for rank in range(self.world_size) if rank // stride % size == 0]
 
     def stage_ranks(self, stage: int) -> list[int]:
-        """The ranks of one pipeline stage, in order. Raises IndexError for a stage outside the layout."""
+        """Return the ranks of one pipeline stage, in order. Raises IndexError for a stage outside the layout."""
         first = self.rank(stage=stage, dp_rank=0, tp_rank=0)
         return list(range(first, first + self.dp_size * self.tp_size))
 
     def _stride(self, axis: Axis) -> int:
-        """The distance in global rank between two neighbours along `axis`."""
+        """Return the distance in global rank between two neighbours along `axis`."""
         strides = {"tensor": 1, "data": self.tp_size, "pipeline": self.dp_size * self.tp_size}
         return strides[axis]
 

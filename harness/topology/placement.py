@@ -64,14 +64,14 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
 
 
 def hosts_of_launch(env: LaunchEnv) -> tuple[Host, ...]:
-    """The hosts of a running launch, all taken to be as large as this one; they have numbers for names."""
+    """Return the hosts of a running launch, all taken to be as large as this one; they have numbers for names."""
     full, rest = divmod(env.world_size, env.local_world_size)
     sizes = [env.local_world_size] * full + [rest] * bool(rest)
     return tuple(Host(name=f"host {index}", slots=slots) for index, slots in enumerate(sizes))
 
 
 def host_of_ranks(world_size: int, hosts: Sequence[Host]) -> list[int]:
-    """The index of each rank's host, filling the hosts in order. Raises UserError if the slots do not
+    """Return the index of each rank's host, filling the hosts in order. Raises UserError if the slots do not
     suffice.
     """
     places = [index for index, host in enumerate(hosts) for _ in range(host.slots)]
@@ -99,7 +99,7 @@ def crossings(layout: Layout, hosts: Sequence[Host]) -> list[Crossing]:
 
 
 def place(layout: Layout, hosts: Sequence[Host]) -> tuple[Host, ...] | None:
-    """The slots to use of each host so that every tensor group lies inside one; None if there is no such way.
+    """Return the slots to use of each host so that every tensor group lies inside one; None if there is no such way.
 
     Uses of each host, in order, as many whole tensor groups as it can hold, until all ranks have a place.
     """

@@ -39,11 +39,11 @@ class ProcessSet:
         return self._me in self.ranks
 
     def size(self) -> int:
-        """The number of members."""
+        """Return the number of members."""
         return len(self.ranks)
 
     def rank(self) -> int:
-        """This process's rank within the set, from 0. Raises UserError outside it."""
+        """Return this process's rank within the set, from 0. Raises UserError outside it."""
         if not self.included():
             raise UserError(f"{self!r} does not include rank {self._me}: check included() first")
         return self.ranks.index(self._me)
@@ -55,7 +55,7 @@ class ProcessSet:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The members' tensors (equal shapes) stacked in set order: [...] -> [size, ...]."""
+        """Return the members' tensors (equal shapes) stacked in set order: [...] -> [size, ...]."""
         if not self._communicates():
             return tensor.clone().unsqueeze(0)
         parts = [torch.empty_like(tensor) for _ in self.ranks]
@@ -120,7 +120,7 @@ class ProcessSets:
         self._predefined = frozenset(self._sets)
 
     def __getitem__(self, name: str) -> ProcessSet:
-        """The set of that name. Raises UserError, with the names there are, for an unknown one."""
+        """Return the set of that name. Raises UserError, with the names there are, for an unknown one."""
         if name not in self._sets:
             raise UserError(f"no process set {name!r}: there are {', '.join(self._sets)}")
         return self._sets[name]
@@ -180,14 +180,14 @@ class ProcessSets:
             raise UserError(f"{told}: {'; '.join(f'{spell_ranks(r)} {text}' for text, r in held.items())}")
 
     def _new_group(self, ranks: Sequence[int]) -> ProcessGroup | None:
-        """A group of these ranks, as far as this rank is in it; collective over the world."""
+        """Return a group of these ranks, as far as this rank is in it; collective over the world."""
         if len(ranks) == 1:
             return None
         group = dist.new_group(list(ranks), timeout=run_timeout())
         return group if self._groups.rank in ranks else None
 
     def _keep_stage(self, stage: int) -> None:
-        """The set of one stage's ranks, by a group that the layout already has where there is one."""
+        """Return the set of one stage's ranks, by a group that the layout already has where there is one."""
         layout, mine = self._groups.layout, self._groups.coordinate.stage
         ranks = layout.stage_ranks(stage)
         if layout.pp_size == 1:

@@ -11,7 +11,7 @@ LEVELS = 8  # how far up a launcher is looked for; a wrapper or two may stand be
 
 
 def parent_of(process: int) -> int:
-    """A process's parent; 0 if the process is gone. Raises OSError if that cannot be known."""
+    """Return a process's parent; 0 if the process is gone. Raises OSError if that cannot be known."""
     if process == os.getpid():
         return os.getppid()
     try:
@@ -21,7 +21,7 @@ def parent_of(process: int) -> int:
 
 
 def children_of(process: int) -> list[int]:
-    """The processes that a process's main thread has started; empty if they cannot be seen."""
+    """Return the processes that a process's main thread has started; empty if they cannot be seen."""
     try:
         return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
     except OSError:
@@ -38,7 +38,7 @@ def wakes_of(process: int) -> int:
 
 
 def command_of(process: int) -> tuple[str, ...]:
-    """A process's command line; empty if it cannot be seen."""
+    """Return a process's command line; empty if it cannot be seen."""
     try:
         text = Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
@@ -47,7 +47,7 @@ def command_of(process: int) -> tuple[str, ...]:
 
 
 def above() -> Iterator[tuple[int, tuple[str, ...]]]:
-    """The nearest processes above this one, with their command lines, from the parent upwards."""
+    """Return the nearest processes above this one, with their command lines, from the parent upwards."""
     process = os.getpid()
     for _ in range(LEVELS):
         process = parent_of(process)
@@ -57,5 +57,6 @@ def above() -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def ancestor(word: str) -> int:
-    """The nearest process above this one with `word` on its command line, or a path to it; 0 if there is none."""
+    """Return the nearest process above this one with `word` on its command line, or a path to it; 0 if there is
+    none."""
     return next((process for process, words in above() if any(word in (w, Path(w).name) for w in words)), 0)

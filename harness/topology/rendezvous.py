@@ -40,7 +40,7 @@ def open_store(env: LaunchEnv, timeout: timedelta) -> dist.Store | None:
 
 
 def _reachable(host: str) -> str:
-    """The host's name, or, where the network does not know it, the address that Slurm has for it."""
+    """Return the host's name, or, where the network does not know it, the address that Slurm has for it."""
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror as error:

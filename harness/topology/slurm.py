@@ -14,7 +14,7 @@ def in_step(environ: Mapping[str, str]) -> bool:
 
 
 def first_host(hosts: str) -> str:
-    """The first name of a Slurm list of hosts: `n07` of `n[07-09,12],gpu1`."""
+    """Return the first name of a Slurm list of hosts: `n07` of `n[07-09,12],gpu1`."""
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group() if match else hosts)
 
@@ -28,7 +28,8 @@ def tasks_on_node(counts: str, node: int) -> int | None:
 
 
 def address_of(node: str) -> str | None:
-    """The address that Slurm has for a node, whose name need not be one of the network; None if it does not tell."""
+    """Return the address that Slurm has for a node, whose name need not be one of the network; None if it does not
+    tell."""
     if shutil.which("scontrol") is None:
         return None
     shown = subprocess.run(["scontrol", "show", "node", node], capture_output=True, text=True, timeout=30, check=False)

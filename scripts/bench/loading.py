@@ -160,7 +160,7 @@ def memory() -> dict[str, int]:
 
 
 def bytes_read() -> int:
-    """What this process has read from files, in bytes."""
+    """Return what this process has read from files, in bytes."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
@@ -196,7 +196,7 @@ def load_and_write(model: str, out: str, pipeline: int, tensor: int, zero: int) 
 
 
 def summary(results: list[dict[str, Any]], read_s: float) -> dict[str, Any]:
-    """The worst rank's peak against the share that it keeps; all ranks' work against that of reading the files once."""
+    """Compare the worst rank's peak with the share that it keeps; all ranks' work with that of reading the files once."""
     worst = max(results, key=lambda rank: rank["load"]["resident"] / rank["share"])
     seconds = max(rank["load"]["seconds"] for rank in results)
     return {

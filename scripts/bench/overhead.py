@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def step_by_hand(trainer: Trainer) -> None:
-    """What a user's own loop would do: take the micro-batches, call train_batch, read the loss."""
+    """Do what a user's own loop would: take the micro-batches, call train_batch, read the loss."""
     engine = trainer.engine
     batches = BATCHES.setdefault("ready", prepared(trainer))
     float(engine.deepspeed.train_batch(iter(batches)))

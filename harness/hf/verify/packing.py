@@ -37,7 +37,7 @@ def require_documents_apart(config: PretrainedConfig) -> None:
 
 
 def require_flash_apart(config: PretrainedConfig, rows: int, device: torch.device, dtype: torch.dtype) -> None:
-    """The same of a model that runs with flash-attention, on its device, for micro-batches of so many `rows`.
+    """Return the same of a model that runs with flash-attention, on its device, for micro-batches of so many `rows`.
 
     Raises UserError as well for more than one: transformers takes position ids apart in a single row only.
     """
@@ -76,7 +76,8 @@ def _try(config: PretrainedConfig, attention: str | None, device: torch.device, 
 
 @torch.no_grad()
 def _difference(model: PreTrainedModel, ids: Tensor) -> float:
-    """The largest difference between the logits of documents packed into the row `ids` and of each alone, relative."""
+    """Return the largest difference between the logits of documents packed into the row `ids` and of each alone,
+    relative."""
     positions = torch.cat([torch.arange(length, device=ids.device) for length in LENGTHS])[None]
     packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
     starts = [0, *accumulate(LENGTHS)]

@@ -46,7 +46,7 @@ class ParameterRef:
     dtype: torch.dtype
 
     def read(self, into: Tensor, box: Box) -> None:
-        """It has no values; who writes puts the live tensor in its place."""
+        """Refuse: a name has no values. The writer puts the live tensor in its place."""
         raise LookupError(f"{self.name} is only a name")
 
 
@@ -126,7 +126,7 @@ def untie(model: PreTrainedModel, names: Iterable[str]) -> None:
 
 
 def _load(model: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> tuple[PreTrainedModel, Any]:
-    """A copy of the skeleton with lazy tensors for parameters where transformers puts them, and its report."""
+    """Return a copy of the skeleton with lazy tensors for parameters where transformers puts them, and its report."""
     loaded = copy.deepcopy(model)
     rules: Any = get_model_conversion_mapping(loaded)
     settings = LoadStateDictConfig(weight_mapping=rules)
@@ -147,7 +147,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def _inside_composite(stored: Iterable[str], model: PreTrainedModel) -> dict[str, str] | None:
-    """Stored name -> name in the text decoder, where the checkpoint is of a model around it; else None.
+    """Return stored name -> name in the text decoder, where the checkpoint is of a model around it; else None.
 
     Its prefix there is the one under which most names of the base model are found.
     """
@@ -242,7 +242,7 @@ def _refuse_quantized(directory: Path, found: Mapping[str, LazyTensor], model: P
 
 
 def _written(model: PreTrainedModel, names: Collection[str]) -> dict[str, LazyTensor]:
-    """The tensors of a checkpoint, made of those `names` of the model."""
+    """Return the tensors of a checkpoint, made of those `names` of the model."""
     ignored = set(model._keys_to_ignore_on_save or ())
     held: Any = {
         name: LazyTensor.of(ParameterRef(name, tuple(tensor.shape), tensor.dtype))
@@ -260,7 +260,7 @@ def _form_of(
     present: Collection[str],
     keep_names: bool,
 ) -> CheckpointFormat:
-    """The checkpoint's own form: its names, its files."""
+    """Return the checkpoint's own form: its names, its files."""
     prefix = loaded.base_model_prefix + "."
     tensors: dict[str, LazyTensor] = {}
     for name, lazy in _written(loaded, present).items():
@@ -279,7 +279,7 @@ def _form_of(
 
 
 def _whole_leaf(lazy: LazyTensor) -> TensorSource | None:
-    """The leaf that this is all of, unmoved; None for anything made of parts."""
+    """Return the leaf that this is all of, unmoved; None for anything made of parts."""
     only = lazy.patches[0] if len(lazy.patches) == 1 else None
     return only.leaf if only is not None and only.is_whole and only.leaf.name else None
 

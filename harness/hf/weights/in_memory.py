@@ -56,7 +56,7 @@ def require_plain(model: PreTrainedModel) -> None:
 
 
 def skeleton_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    """A copy of `model` on the meta device, in training mode and with fp32 for every precision.
+    """Return a copy of `model` on the meta device, in training mode and with fp32 for every precision.
 
     `config` says which attention it runs with. UserError for modules that cannot be copied.
     """

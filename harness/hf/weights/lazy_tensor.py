@@ -50,7 +50,7 @@ class LazyTensor(Tensor):
             patch.leaf.read(patch.leaf_view(into[patch.place]), patch.box)
 
     def leaves(self) -> Iterator[TensorSource]:
-        """What it is made of in the end; what computed leaves are computed from, instead of these."""
+        """Return the sources that it is made of; for a computed one, those that it is computed from."""
         for patch in self.patches:
             if isinstance(patch.leaf, Computed):
                 for source in patch.leaf.inputs:
@@ -59,7 +59,7 @@ class LazyTensor(Tensor):
                 yield patch.leaf
 
     def with_leaves(self, change: Callable[[str], TensorSource]) -> LazyTensor:
-        """The same arrangement of other leaves, which `change` gives by name."""
+        """Return the same arrangement of other leaves, which `change` gives by name."""
 
         def changed(leaf: TensorSource) -> TensorSource:
             if not isinstance(leaf, Computed):
@@ -103,7 +103,7 @@ class Computed:
         return found
 
     def with_inputs(self, change: Callable[[LazyTensor], Any]) -> Computed:
-        """The same function of other tensors."""
+        """Return the same function of other tensors."""
         args, kwargs = _map_lazy(change, self.args, self.kwargs)
         return replace(self, args=args, kwargs=kwargs)
 
@@ -136,14 +136,15 @@ class InMemory:
 
 
 def realised(lazy: LazyTensor) -> Tensor:
-    """A real tensor with the values of all of `lazy`."""
+    """Return a real tensor with the values of all of `lazy`."""
     whole = torch.empty(lazy.shape, dtype=lazy.dtype)
     lazy.read_into(whole)
     return whole
 
 
 def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Computed:
-    """What `func` would give; its shape is found on the meta device. NotImplementedError if it gives no one tensor."""
+    """Return what `func` would give; its shape is found on the meta device. NotImplementedError if it gives no one
+    tensor."""
     on_meta = _map_lazy(lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"), args, kwargs)
     shaped = func(*on_meta[0], **on_meta[1])
     if not isinstance(shaped, Tensor):

@@ -62,7 +62,7 @@ class TensorSlice:
         return full and self.axes == tuple(range(len(self.box))) and not any(self.start)
 
     def clipped(self, axis: int, start: int, stop: int) -> TensorSlice | None:
-        """The part within (start, stop) along a dimension of the leaf, in its place; None if there is none."""
+        """Return the part within (start, stop) along a dimension of the leaf, in its place; None if there is none."""
         first, last = max(start, self.box[axis][0]), min(stop, self.box[axis][1])
         if first >= last:
             return None

@@ -29,7 +29,7 @@ def stage_boundaries(
     parameters: Sequence[int],
     names: Sequence[str],
 ) -> list[int]:
-    """The boundaries that `pipeline.partition` asks for, one entry of each sequence per pipeline layer.
+    """Return the boundaries that `pipeline.partition` asks for, one entry of each sequence per pipeline layer.
 
     `balanced` and `measured` read `costs` (computed or profiled, by the caller), `parameters` reads the
     counts of trainable parameters, `type:REGEX` the layers' class names. The last three methods cut as
@@ -143,7 +143,7 @@ def _cut(ends: Sequence[int], stages: int, combine: Callable[[int, int], int]) -
 
 
 def _as_integers(costs: Sequence[float]) -> list[int]:
-    """The costs times one common factor that makes all of them whole numbers, so that sums do not round."""
+    """Return the costs times one common factor that makes all of them whole numbers, so that sums do not round."""
     if not all(isfinite(cost) and cost >= 0 for cost in costs):
         raise ValueError(f"layer costs must be finite and not negative: {list(costs)}")
     exact = [Fraction(cost) for cost in costs]

@@ -19,7 +19,7 @@ def is_recomputed(layers: Sequence[Any]) -> bool:
 
 
 def shared_parameters(layers: Iterable[Any]) -> set[nn.Parameter]:
-    """The parameters that several layers hold."""
+    """Return the parameters that several layers hold."""
     counts = Counter(parameter for layer in layers for parameter in _parameters(layer))
     return {parameter for parameter, count in counts.items() if count > 1}
 
@@ -27,8 +27,9 @@ def shared_parameters(layers: Iterable[Any]) -> set[nn.Parameter]:
 def split_into_blocks(
     layers: Sequence[Any], interval: int, shared: set[nn.Parameter]
 ) -> Iterator[tuple[list[tuple[int, Any]], bool]]:
-    """Runs of layers with their indices, and whether each is recomputed: up to `interval` neighbours that may be, the
-    others alone.
+    """Yield runs of layers with their indices, and whether each run is recomputed.
+
+    A run is up to `interval` neighbours that may be recomputed, or one layer that may not.
 
     Layers that share parameters are not: each recomputed block has a backward of its own, and ZeRO-2 and ZeRO-3 take
     a parameter's gradient but once.
@@ -54,7 +55,7 @@ def _parameters(layer: Any) -> Iterable[nn.Parameter]:
 
 
 def run_block(block: Sequence[tuple[int, Callable[..., Any]]], key: DrawKey | None, *given: Tensor) -> Any:
-    """The output of layers given with their indices; what they draw depends on `key` alone."""
+    """Return the output of layers given with their indices; what they draw depends on `key` alone."""
     inputs: Any = given if len(given) > 1 else given[0]
     for index, layer in block:
         with nullcontext() if key is None else key.layer(index):

@@ -19,7 +19,7 @@ Layout = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def pack_payload(value: Any) -> Any:
-    """The form in which a layer's output is sent."""
+    """Return the form in which a layer's output is sent."""
     if isinstance(value, Tensor) or _travels_as_it_is(value):
         return value
     floats = [tensor for tensor in value if tensor.is_floating_point()]
@@ -40,7 +40,7 @@ class Unpacker:
         self._layouts: dict[tuple[tuple[int, ...], ...], Layout] = {}
 
     def __call__(self, value: Any) -> Any:
-        """The layer's output as it was before it was sent."""
+        """Return the layer's output as it was before it was sent."""
         if isinstance(value, Tensor) or value[0].dim() > 1:
             return value
         flat, shapes, *integers = value

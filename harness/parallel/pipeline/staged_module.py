@@ -30,7 +30,7 @@ Layer: TypeAlias = LayerSpec | nn.Module | Callable[..., Any]
 
 
 def deepspeed_topology(layout: Layout) -> PipeModelDataParallelTopology:
-    """The layout as DeepSpeed names it; ranks are numbered alike."""
+    """Return the layout as DeepSpeed names it; ranks are numbered alike."""
     return PipeModelDataParallelTopology(num_pp=layout.pp_size, num_mp=layout.tp_size, num_dp=layout.dp_size)
 
 
@@ -63,7 +63,7 @@ def build_layers(layers: Sequence[Layer], start: int, stop: int, seed: int) -> B
 
 
 def _build_order(layers: Sequence[Layer], start: int, stop: int) -> list[int]:
-    """The first and the last layer, then the others.
+    """Return the first and the last layer, then the others.
 
     The ends hold the vocabulary, and under ZeRO-3, where a layer is whole until it is spread, the largest are best made
     while the least else is there. A last layer tied to one in the middle waits its turn: the first of a key names it.
@@ -131,7 +131,7 @@ class StagedModule(GivenStages):
         self._parts: dict[str, Any] = dict.fromkeys(getattr(loss_fn, "reports", ()))
 
     def forward(self, forward_input: Any) -> Any:
-        """The output of this stage's last layer, in the form in which it is sent to the next."""
+        """Return the output of this stage's last layer, in the form in which it is sent to the next."""
         first, last = self.stage_id == 0, self.stage_id == self.num_stages - 1
         output = self._run(forward_input if first else self._unpack(forward_input))
         if last and self._parts:
@@ -151,8 +151,10 @@ class StagedModule(GivenStages):
         return value
 
     def get_additional_losses(self) -> dict[str, Any] | None:
-        """What the loss reports of the last micro-batch besides itself (`loss_fn.parts`); DeepSpeed asks all stages,
-        and brings every stage the means."""
+        """Return what the loss reports of the last micro-batch besides itself (`loss_fn.parts`).
+
+        DeepSpeed asks all stages, and brings every stage the means.
+        """
         return self._parts or None
 
 
@@ -181,7 +183,7 @@ class LayerSequence(nn.Module):
         self._blocks = list(split_into_blocks(built.calls, checkpoint_interval, shared_parameters(built.calls)))
 
     def forward(self, inputs: Any) -> Any:
-        """The last layer's output."""
+        """Return the last layer's output."""
         key = self._keys.next() if self._keys is not None and self.training else None
         for block, recomputed in self._blocks:
             run = partial(run_block, block, key)

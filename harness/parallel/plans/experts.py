@@ -31,7 +31,7 @@ _ADVICE = "remove expert_parallel.autoep_size, so that each expert is split"
 
 
 def expert_parallel_plan(model: Any, plans: Path | None = None) -> Plan:
-    """The plan of a transformers model with its experts spread as its own expert-parallel plan says.
+    """Return the plan of a transformers model with its experts spread as its own expert-parallel plan says.
 
     What that says of experts takes the place of all that the tensor-parallel plan (`plan_for`) does with them and
     their parts; of a family without one, the rest stays whole on every rank. Raises UserError for a family that
@@ -84,7 +84,7 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
 
 
 def cut_experts(param: nn.Parameter, name: str, tensor: TensorParallel) -> nn.Parameter:
-    """This rank's experts of a parameter that holds all of them along its first dimension."""
+    """Return this rank's experts of a parameter that holds all of them along its first dimension."""
     shape = tuple(param.shape)
     _experts(shape[0], tensor, name)
     return cut_parameter(param, share_of(shape, 0, tensor.rank, tensor.size))
@@ -106,7 +106,8 @@ def run_where_aligned(module: nn.Module, dtype: torch.dtype) -> None:
 def _own_routing(
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, own: Stretch, tensor: TensorParallel
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What this rank's `own` experts are given: others get the index after the last, which is no expert, and weight 0.
+    """Return what this rank's `own` experts are given: others get the index after the last, which is no expert, and
+    weight 0.
 
     Each rank makes a part of the gradients of hidden states and weights: they are summed over the group.
     """
@@ -145,7 +146,8 @@ class _Linked(torch.autograd.Function):
 
 
 def _experts(experts: int | None, tensor: TensorParallel, name: str) -> Stretch:
-    """This rank's experts. Raises UserError where the module does not count them, or they are fewer than the ranks."""
+    """Return this rank's experts. Raises UserError where the module does not count them, or they are fewer than the
+    ranks."""
     if not isinstance(experts, int):
         raise UserError(f"{name} does not have its number of experts (num_experts): {_ADVICE}")
     if experts < tensor.size:

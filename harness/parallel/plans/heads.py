@@ -35,7 +35,8 @@ class Attention:
 
 
 def heads_of(module: nn.Module, config: Any) -> Heads | None:
-    """The heads of an attention module, as it says itself, else as the config says; None where `module` is none."""
+    """Return the heads of an attention module, as it says itself, else as the config says; None where `module` is
+    none."""
     layers, index = getattr(config, "per_layer_config", None), getattr(module, "layer_idx", None)
     if layers is not None and index is not None and 0 <= index < len(layers):  # not so in an encoder beside
         config = layers[index]
@@ -64,7 +65,8 @@ def attentions_in(modules: Sequence[tuple[str, nn.Module]], config: Any) -> dict
 
 
 def attention_at(name: str, attentions: Mapping[str, Attention], size: int) -> Attention | None:
-    """The attention that the module `name` (in the model) is, lies in, or stands beside within one block of a layer."""
+    """Return the attention that the module `name` (in the model) is, lies in, or stands beside within one block of a
+    layer."""
     for owner in _owners(name):
         if owner in attentions:
             return attentions[owner]
@@ -77,7 +79,7 @@ def attention_at(name: str, attentions: Mapping[str, Attention], size: int) -> A
 
 
 def attention_below(name: str, attentions: Mapping[str, Attention]) -> Attention | None:
-    """The first attention inside of the module `name`, itself included."""
+    """Return the first attention inside of the module `name`, itself included."""
     inside = (one for own, one in attentions.items() if own == name or not name or own.startswith(f"{name}."))
     return next(inside, None)
 
@@ -85,8 +87,8 @@ def attention_below(name: str, attentions: Mapping[str, Attention]) -> Attention
 def deal(
     width: int, size: int, name: str, *, heads: Heads | None = None, key_values: Collection[int] = (), unit: int = 1
 ) -> list[Stretch]:
-    """The stretch of every one of `size` ranks in `width` entries of `name`, which belong to whole `heads` where they
-    can, else to units of `unit` neighbours. Among `key_values`: the width is that of the key/value heads.
+    """Return the stretch of every one of `size` ranks in `width` entries of `name`, which belong to whole `heads`
+    where they can, else to units of `unit` neighbours. Among `key_values`: the width is that of the key/value heads.
 
     Raises UserError where a rank would have nothing.
     """
@@ -106,7 +108,7 @@ def deal(
 
 
 def blocks_of(heads: Heads, blocks: int, name: str) -> Heads:
-    """The heads of each of `blocks` equal blocks; UserError where those of `name` are not."""
+    """Return the heads of each of `blocks` equal blocks; UserError where those of `name` are not."""
     if heads.query % blocks or heads.key_value % blocks:
         raise UserError(f"the heads of {name} are not {blocks} equal blocks: set tensor_parallel.autotp_size to 1")
     return Heads(query=heads.query // blocks, key_value=heads.key_value // blocks)

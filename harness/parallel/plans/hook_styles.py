@@ -22,7 +22,7 @@ from harness.parallel.tensor.summed_gradients import sum_gradients
 
 
 def replicated_with_grad_allreduce(target: PlanTarget) -> nn.Module:
-    """A module that every rank holds whole but applies to its own heads: its gradients are summed."""
+    """Sum the gradients of a module that every rank holds whole and applies to its own heads."""
     for module in target.module.modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]
         if names:
@@ -43,15 +43,13 @@ def moe_tp_experts(target: PlanTarget) -> nn.Module:
 
 
 def moe_identity_expert(target: PlanTarget) -> nn.Module:
-    """An expert that returns its input, on every rank alike, where the experts' outputs are summed: it gives
-    a share."""
+    """Divide the output of an expert that returns its input, alike on every rank, where experts' outputs are summed."""
     target.module.register_forward_hook(lambda _module, _args, output: output / target.tensor.size)
     return target.module
 
 
 def gather_input(target: PlanTarget) -> nn.Module:
-    """A module that needs the whole width (a norm over all heads), between layers that are split: its split inputs are
-    gathered, its output is split again."""
+    """Gather the inputs and split the output of a module that needs the whole width (a norm over all heads)."""
     group, widths = target.tensor.group, target.widths(target.module.weight.shape[-1])
     target.module.register_forward_pre_hook(
         lambda _module, args: tuple(gather_from_group(x, group, widths) for x in args)
@@ -61,14 +59,14 @@ def gather_input(target: PlanTarget) -> nn.Module:
 
 
 def copy_input(target: PlanTarget) -> nn.Module:
-    """The owner of split parameters, of which each rank makes its part of the output from the whole input."""
+    """Sum the input's gradients for an owner of split parameters, of which each rank makes its part of the output."""
     group = target.tensor.group
     target.module.register_forward_pre_hook(lambda _module, args: tuple(_copied(x, group) for x in args))
     return target.module
 
 
 def mla_kv_a_proj(target: PlanTarget) -> nn.Module:
-    """A whole projection whose output is two: one that a split layer takes in, and `qk_rope_head_dim` rotary
+    """Return a whole projection whose output is two: one that a split layer takes in, and `qk_rope_head_dim` rotary
     values that go to each rank's own heads, so that their gradients are summed (DeepSeek-V2, arXiv
     2405.04434, section 2.1).
     """
@@ -78,19 +76,19 @@ def mla_kv_a_proj(target: PlanTarget) -> nn.Module:
 
 
 def all_reduce(target: PlanTarget) -> nn.Module:
-    """A module whose output, partial on each rank, is summed."""
+    """Sum the output of a module, which is partial on each rank."""
     group = target.tensor.group
     target.module.register_forward_hook(lambda _module, _args, output: reduce_from_group(output, group))
     return target.module
 
 
 def local_params(target: PlanTarget) -> nn.Module:
-    """The owner of parameters that rules of their own cut: its forward uses this rank's parts as they are."""
+    """Leave a module as it is whose parameters are split by rules of their own: its forward uses this rank's parts."""
     return target.module
 
 
 def replicate(target: PlanTarget) -> nn.Module:
-    """A module that every rank holds whole and applies to the same input: nothing to do."""
+    """Leave a module as it is that every rank holds whole and applies to the same input."""
     return target.module
 
 

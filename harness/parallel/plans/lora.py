@@ -36,7 +36,7 @@ def is_wrapper(module: nn.Module) -> bool:
 
 
 def without_adapters(module: Any) -> Any:
-    """The layer inside all wrappers, or the module itself."""
+    """Return the layer inside all wrappers, or the module itself."""
     while is_wrapper(module):
         module = module.base_layer
     return module
@@ -157,5 +157,5 @@ def _columns(linear: Any, base: ColumnParallelLinear, shard: Shard, tensor: Tens
 
 
 def _same_pieces(shard: Shard, weight: Tensor, dim: int) -> Shard:
-    """The shard of an adapter's weight, cut along `dim` as its layer's along `shard.dim`."""
+    """Return the shard of an adapter's weight, cut along `dim` as its layer's along `shard.dim`."""
     return replace(shard, full_shape=tuple(weight.shape), dim=dim)

@@ -96,8 +96,8 @@ class Plan:
     extends: bool = False
 
     def rule_of(self, name: str) -> PlanRule | None:
-        """The rule of a module or parameter: of several, the one that leaves most numbers after the layer's as they
-        are."""
+        """Return the rule of a module or parameter: of several, the one that leaves most numbers after the layer's as
+        they are."""
         return next((self.rules[pattern] for pattern in patterns(name) if pattern in self.rules), None)
 
     def blocks_in(self, name: str) -> int:
@@ -132,8 +132,8 @@ def patterns(name: str) -> list[str]:
 
 
 def plan_for(model: nn.Module, plans: Path | None = None) -> Plan:
-    """The plan of a transformers model: its own, as the file of its model type in the folder `plans` may extend it, or
-    else that file.
+    """Return the plan of a transformers model: its own, as the file of its model type in the folder `plans` may extend
+    it, or else that file.
 
     Where input and output embedding are one parameter, both are split by vocabulary or neither is. Raises
     UserError where the family has no plan, and where a plan has a style that is not known.
@@ -164,7 +164,7 @@ def plan_for(model: nn.Module, plans: Path | None = None) -> Plan:
 
 
 def read_plan_file(path: Path, config: Any) -> Plan:
-    """The plan in a JSON file, named after its model type, for a model with `config`.
+    """Return the plan in a JSON file, named after its model type, for a model with `config`.
 
     Raises UserError where it is not one, or refuses such a model.
     """
@@ -189,7 +189,7 @@ def _rule(word: str | Mapping[str, Any]) -> PlanRule:
 
 
 def _with_embeddings(plan: Plan, model: Any) -> Plan:
-    """The plan with the embeddings' names. Logits leave a split head gathered; where both embeddings share a
+    """Return the plan with the embeddings' names. Logits leave a split head gathered; where both embeddings share a
     parameter, both are split by vocabulary."""
     names: Mapping[int, str] = {id(module): name for name, module in model.named_modules()}
     head_module, embedding_module = model.get_output_embeddings(), model.get_input_embeddings()

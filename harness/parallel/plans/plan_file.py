@@ -32,8 +32,8 @@ WORDS = frozenset({"divide", "share"})
 
 
 def read_parts(path: Path, config: Any) -> dict[str, Any]:
-    """What a plan file says of a model with `config`, as JSON has it: styles, attributes and inputs, and whether they
-    extend the model's own plan.
+    """Return what a plan file says of a model with `config`, as JSON has it: styles, attributes and inputs, and
+    whether they extend the model's own plan.
 
     Raises ValueError, KeyError or TypeError where the file is no plan, UserError where it refuses such a model.
     """

@@ -43,7 +43,7 @@ from harness.parallel.tensor.summed_gradients import sum_gradients_of_copies
 
 
 def colwise(target: PlanTarget, parts: int = 1) -> nn.Module:
-    """A linear layer split over its outputs, which stay local; in attention by whole heads."""
+    """Split a linear layer over its outputs, which stay local; in attention by whole heads."""
     transposed, tensor = _is_transposed(target), target.tensor
     shard = target.share(tuple(target.module.weight.shape), int(transposed), parts=parts)
     layer = ColumnParallelLinear.from_linear(target.module, tensor.group, shard=shard, weight_transposed=transposed)
@@ -60,8 +60,11 @@ def packed_colwise(target: PlanTarget) -> nn.Module:
 
 
 def shared_colwise(target: PlanTarget) -> nn.Module:
-    """A linear layer that every rank holds whole, to compute its share of the outputs and all of the last `whole`
-    units (the one key and the one value head of multi-query attention). Its gradients are summed."""
+    """Have every rank hold a linear layer whole, and compute its share of the outputs and all of the last `whole`
+    units.
+
+    Those are the one key and the one value head of multi-query attention. The gradients are summed.
+    """
     transposed, tensor = _is_transposed(target), target.tensor
     outputs = target.module.weight.shape[int(transposed)]
     split = outputs - target.rule.whole * target.unit
@@ -73,8 +76,10 @@ def shared_colwise(target: PlanTarget) -> nn.Module:
 
 
 def colwise_gather_output(target: PlanTarget) -> nn.Module:
-    """A linear layer split over its outputs, which are gathered, unless the target wants them local (a head, for
-    vocabulary-parallel logits)."""
+    """Split a linear layer over its outputs, and gather them unless the target keeps them local.
+
+    A head does, for vocabulary-parallel logits.
+    """
     transposed = _is_transposed(target)
     return ColumnParallelLinear.from_linear(
         target.module,
@@ -86,12 +91,12 @@ def colwise_gather_output(target: PlanTarget) -> nn.Module:
 
 
 def rowwise(target: PlanTarget) -> nn.Module:
-    """A linear layer split over its inputs, which come split; the outputs are summed."""
+    """Split a linear layer over its inputs, which arrive split; the outputs are summed."""
     return _row(target, input_is_parallel=True)
 
 
 def rowwise_split_input(target: PlanTarget) -> nn.Module:
-    """A linear layer split over its inputs, which come whole; the outputs are summed."""
+    """Split a linear layer over its inputs, which arrive whole; the outputs are summed."""
     return _row(_whole_widths(target), input_is_parallel=False)
 
 
@@ -116,14 +121,14 @@ def packed_rowwise(target: PlanTarget) -> nn.Module:
 
 
 def embedding_rowwise(target: PlanTarget) -> nn.Module:
-    """An embedding split by vocabulary."""
+    """Split an embedding by vocabulary."""
     _require_plain_embedding(target)
     shard = _whole_widths(target).share(tuple(target.module.weight.shape), 0)
     return VocabParallelEmbedding.from_embedding(target.module, target.tensor.group, shard=shard)
 
 
 def embedding_colwise(target: PlanTarget) -> nn.Module:
-    """An embedding split over the width of its vectors, which are gathered."""
+    """Split an embedding over the width of its vectors, and gather them."""
     module, group = target.module, target.tensor.group
     _require_plain_embedding(target)
     shard = _whole_widths(target).share(tuple(module.weight.shape), 1)
@@ -148,8 +153,10 @@ def segmented_colwise(target: PlanTarget) -> nn.Module:
 
 
 def grouped_norm(target: PlanTarget) -> nn.Module:
-    """A norm over groups of `unit` channels, between layers that are split: each rank norms its own groups, or, where
-    ranks share a group, all channels."""
+    """Split a norm over groups of `unit` channels that stands between split layers.
+
+    Each rank norms its own groups, or, where ranks share a group, all channels.
+    """
     module, tensor = target.module, target.tensor
     shape = tuple(module.weight.shape)
     if shape[0] // getattr(module, target.rule.unit or "") % tensor.size:
@@ -205,7 +212,8 @@ def _row(target: PlanTarget, *, input_is_parallel: bool, parts: int = 1) -> nn.M
 
 
 def _whole_widths(target: PlanTarget) -> PlanTarget:
-    """The target of a layer between which and its neighbours values are whole: its share need not be whole heads."""
+    """Return the target of a layer between which and its neighbours values are whole: its share need not be whole
+    heads."""
     return replace(target, attention=None)
 
 

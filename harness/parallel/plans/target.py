@@ -54,7 +54,8 @@ class PlanTarget:
     def share(
         self, shape: tuple[int, ...], dim: int, *, parts: int = 1, unit: int | None = None, multiple: int = 1
     ) -> Shard:
-        """This rank's shard of a tensor of `shape`, whose `dim` holds `parts` parts side by side: see `share_of`."""
+        """Return this rank's shard of a tensor of `shape`, whose `dim` holds `parts` parts side by side: see
+        `share_of`."""
         if shape[dim] % parts:
             raise UserError(f"the {shape[dim]} entries of {self.name} are not {parts} equal parts: correct the plan")
         stretches = self.deal(shape[dim] // parts, unit=unit)
@@ -72,7 +73,7 @@ class PlanTarget:
 
 
 def style_error(target: PlanTarget, wanted: str) -> UserError:
-    """The error for a style that is for `wanted` and stands at something else."""
+    """Return the error for a style that is for `wanted` and stands at something else."""
     return UserError(
         f"the tensor-parallel style {target.rule.style} is for {wanted}, but {target.name} is a "
         f"{type(target.module).__name__}: set tensor_parallel.autotp_size to 1, or correct the plan"

@@ -26,7 +26,7 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     ignore_index: int = -100,
 ) -> Tensor:
-    """The loss of every token, float32, shaped as `labels` (...), 0 where the label is `ignore_index`.
+    """Return the loss of every token, float32, shaped as `labels` (...), 0 where the label is `ignore_index`.
 
     `logits` (..., n) are this rank's stretch of the vocabulary, as `shard.share_of` deals it out. The sums are made in
     float32 whatever the dtype of the logits; their gradient has that dtype. A label outside of the vocabulary is a

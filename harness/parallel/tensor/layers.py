@@ -64,8 +64,7 @@ class ColumnParallelLinear(nn.Linear):
         gather_output: bool = False,
         weight_transposed: bool = False,
     ) -> ColumnParallelLinear:
-        """This rank's part of a whole layer; `shard`, of its weight, tells which where it is not an equal
-        share."""
+        """Return this rank's part of a whole layer: `shard` of its weight, or an equal share."""
         layer = cls.__new__(cls)
         layer._adopt(linear, group, shard, gather_output, weight_transposed)
         return layer
@@ -111,7 +110,7 @@ class SharedColumnLinear(nn.Linear):
     def from_linear(
         cls, linear: Any, group: dist.ProcessGroup | None, *, pieces: list[tuple[int, int]], weight_transposed: bool
     ) -> SharedColumnLinear:
-        """A layer with the very parameters of a whole one."""
+        """Return a layer with the very parameters of a whole one."""
         layer = cls.__new__(cls)
         _begin(layer, linear, group, 1 if weight_transposed else 0, weight_transposed)
         layer.pieces = pieces
@@ -163,8 +162,7 @@ class RowParallelLinear(nn.Linear):
         input_is_parallel: bool = True,
         weight_transposed: bool = False,
     ) -> RowParallelLinear:
-        """This rank's part of a whole layer; `shard`, of its weight, tells which where it is not an equal
-        share."""
+        """Return this rank's part of a whole layer: `shard` of its weight, or an equal share."""
         layer = cls.__new__(cls)
         layer._adopt(linear, group, shard, input_is_parallel, weight_transposed)
         return layer
@@ -229,8 +227,11 @@ class VocabParallelEmbedding(nn.Embedding):
     def from_embedding(
         cls, embedding: nn.Embedding, group: dist.ProcessGroup | None, *, shard: Shard | None = None
     ) -> VocabParallelEmbedding:
-        """This rank's rows of a whole embedding. One of a subclass becomes a subclass of both, whose forward,
-        row by row, must send zero to zero or not care about rows that are held elsewhere."""
+        """Return this rank's rows of a whole embedding.
+
+        One of a subclass becomes a subclass of both, whose forward, row by row, must send zero to zero or not depend on
+        rows that are held elsewhere.
+        """
         whole = type(embedding)
         kind: Any = cls if whole is nn.Embedding else type(f"{cls.__name__}{whole.__name__}", (cls, whole), {})
         layer: VocabParallelEmbedding = kind.__new__(kind)

@@ -89,7 +89,7 @@ def sum_partial_gradients(module: nn.Module, name: str, tensor: TensorParallel, 
 
 
 def _first(output: Any) -> Any:
-    """The hidden state or the logits: what else a module returns (attention weights) may be split or not."""
+    """Return the hidden state or the logits: what else a module returns (attention weights) may be split or not."""
     if isinstance(output, Mapping):
         output = tuple(output.values())
     return output[0] if isinstance(output, (tuple, list)) and output else output

@@ -40,12 +40,12 @@ class Segment:
         return whole_units and self.units * self.width % size == 0
 
     def share(self, tensor: TensorParallel) -> tuple[int, int]:
-        """The range that a rank holds where every entry is held once."""
+        """Return the range that a rank holds where every entry is held once."""
         length = self.units * self.width // tensor.size
         return self.start + tensor.rank * length, self.start + (tensor.rank + 1) * length
 
     def used(self, tensor: TensorParallel) -> tuple[int, int]:
-        """The range that a rank uses: its share, or the unit that it shares with its neighbours."""
+        """Return the range that a rank uses: its share, or the unit that it shares with its neighbours."""
         if not self.is_shared(tensor.size):
             return self.share(tensor)
         unit = tensor.rank * self.units // tensor.size

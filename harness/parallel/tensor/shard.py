@@ -65,7 +65,7 @@ class Shard:
             offset += stop - start + self.padding
 
     def take(self, full: Any) -> Tensor:
-        """The local tensor, cut from the whole: a tensor, or what safetensors' `get_slice` returns, of which
+        """Return the local tensor, cut from the whole: a tensor, or what safetensors' `get_slice` returns, of which
         only the pieces are read. Always a new tensor. Raises ValueError on another shape."""
         shape = tuple(full.get_shape() if hasattr(full, "get_shape") else full.shape)
         if shape != self.full_shape:
@@ -104,7 +104,7 @@ def share_of(
     stretches: Sequence[Stretch] | None = None,
     multiple: int = 1,
 ) -> Shard:
-    """The shard of one rank: its stretch of every one of `parts` equal parts of `dim`.
+    """Return the shard of one rank: its stretch of every one of `parts` equal parts of `dim`.
 
     `stretches` are those of all ranks in one part, which neighbours may share; by default each of `size` ranks has its
     own, the first ones an entry more where the size does not divide. Zeros fill each piece to a `multiple`. Raises
@@ -129,7 +129,7 @@ def share_of(
 
 
 def cut_parameter(param: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """A new parameter with this rank's part of `param`, on the same device (meta too), marked."""
+    """Return a new parameter with this rank's part of `param`, on the same device (meta too), marked."""
     with torch.no_grad():
         local = shard.take(param.detach())
     return mark(nn.Parameter(local, requires_grad=param.requires_grad), shard)
@@ -146,10 +146,10 @@ def mark(param: nn.Parameter, shard: Shard | None) -> nn.Parameter:
 
 
 def shard_of(param: Tensor) -> Shard | None:
-    """The parameter's shard; None where it is whole on every rank."""
+    """Return the parameter's shard; None where it is whole on every rank."""
     return getattr(param, "shard", None)
 
 
 def without_dim(shard: Shard) -> Shard:
-    """The shard of the bias that belongs to a weight: the same pieces of its one dimension."""
+    """Return the shard of the bias that belongs to a weight: the same pieces of its one dimension."""
     return replace(shard, full_shape=(shard.full_shape[shard.dim],), dim=0)

@@ -17,14 +17,15 @@ class Zero3Partition:
     count: int
 
     def boxes(self, shape: Sequence[int]) -> Iterator[Index]:
-        """Indices of boxes that together are this part of a tensor of `shape`."""
+        """Return indices of boxes that together are this part of a tensor of `shape`."""
         total = prod(shape)
         size = -(-total // self.count)
         return _boxes(shape, min(self.index * size, total), min((self.index + 1) * size, total))
 
 
 def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Index]:
-    """Indices of boxes that together are elements `start` to `stop` - 1: a row's end, whole rows, a row's beginning."""
+    """Return indices of boxes that together are elements `start` to `stop` - 1: a row's end, whole rows, a row's
+    beginning."""
     if start >= stop:
         return
     if not shape:
