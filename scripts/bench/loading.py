@@ -196,7 +196,7 @@ def load_and_write(model: str, out: str, pipeline: int, tensor: int, zero: int) 
 
 
 def summary(results: list[dict[str, Any]], read_s: float) -> dict[str, Any]:
-    """Compare the worst rank's peak with the share that it keeps; all ranks' work with that of reading the files once."""
+    """Compare the worst rank's peak with its share, and all ranks' work with reading the files once."""
     worst = max(results, key=lambda rank: rank["load"]["resident"] / rank["share"])
     seconds = max(rank["load"]["seconds"] for rank in results)
     return {
