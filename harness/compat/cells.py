@@ -90,7 +90,7 @@ def _verdict(cell: Callable[[], None]) -> str:
     except UserError as error:
         own = f"refused: {_short(error)}"
     except Exception as error:  # whatever a family's code raises under a cut is a wrong cut
-        traceback.print_exc()  # into the log: if the other rank goes on, nothing else will tell
+        traceback.print_exc()  # into the log: if the other rank goes on, nothing else will show it
         own = f"wrong: {_short(error)}"
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, own)
@@ -164,7 +164,7 @@ def _steps(trial: FamilyCase, name: str, layout: dict[str, Any], exported: Path 
     finally:
         trainer.close()
     apart = worst(curve, trial.curve)
-    # one trial of rounding nearly always tells; where a rare choice flips (of experts, of keys), it takes several
+    # one trial of rounding nearly always decides; where a rare choice flips (of experts, of keys), it takes several
     if not any(_within(apart, allowance(trial.directory, trial.curve, seeds)) for seeds in (range(1), range(1, 12))):
         loss, first, later = apart
         raise Wrong(f"losses are off by {loss:.0e}, the first gradient norm by {first:.0e}, later ones by {later:.0e}")
@@ -176,7 +176,7 @@ def _within(apart: Iterable[float], allowed: Iterable[float]) -> bool:
 
 def _same_tensors(trial: FamilyCase, exported: Path) -> None:
     if _trained(trial).model_type != trial.config.model_type:
-        return  # a part is written alone, under its own names: its logits tell
+        return  # a part is written alone, under its own names: its logits show whether it is right
     if (difference := stored_difference(trial.directory, exported)) is not None:
         raise Wrong(difference)
 

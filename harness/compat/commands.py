@@ -80,7 +80,7 @@ def _run(families: Sequence[str], results: Path | None, limit_s: float) -> Rows:
             list(families) or known_families(),
             results or Path(folder) / "rows.jsonl",
             limit_s=limit_s,
-            tell=lambda family, row: print(f"{family}: {spell(row)}", file=sys.stderr, flush=True),
+            report=lambda family, row: print(f"{family}: {spell(row)}", file=sys.stderr, flush=True),
         )
 
 

@@ -22,23 +22,25 @@ START_S = 90.0  # for imports, on top of the first family's time
 
 
 def run_families(
-    families: Sequence[str], results: Path, *, limit_s: float, tell: Callable[[str, dict[str, str]], None]
+    families: Sequence[str], results: Path, *, limit_s: float, report: Callable[[str, dict[str, str]], None]
 ) -> dict[str, dict[str, str]]:
-    """Return the rows of `families`, each told as soon as it is known; one that takes longer than `limit_s` is given
-    up."""
-    told: set[str] = set()
+    """Return the rows of `families`, and report each as soon as it is known.
+
+    A family that takes longer than `limit_s` seconds is given up; its row says so.
+    """
+    reported: set[str] = set()
     while True:
         rows = read_rows(results)
         for family in families:
-            if family in rows and family not in told:
-                told.add(family)
-                tell(family, rows[family])
+            if family in rows and family not in reported:
+                reported.add(family)
+                report(family, rows[family])
         waiting = [family for family in families if family not in rows]
         if not waiting:
             return {family: rows[family] for family in families}
         for family, row in _launch(waiting, results, limit_s):
-            told.add(family)
-            tell(family, row)
+            reported.add(family)
+            report(family, row)
         rows = read_rows(results)
         if (stuck := next((family for family in waiting if family not in rows), None)) is not None:
             reason = f"not tried: its ranks died or gave no answer within {limit_s:.0f} s"

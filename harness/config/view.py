@@ -97,7 +97,7 @@ class RunView:
 
     @cached_property
     def zero_stage(self) -> int | None:
-        """The stage that DeepSpeed will run; None if it cannot be told."""
+        """The stage that DeepSpeed will run; None if it cannot be known."""
         if "stage" not in self.section("/zero_optimization"):
             return int(self.get("/zero_optimization") is True)
         stage = self.as_read("/zero_optimization/stage")

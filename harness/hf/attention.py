@@ -1,6 +1,6 @@
 """Which implementation of attention a model runs with: `--attn_implementation`, by transformers' names.
 
-Without a wish the config.json's own is taken, and without that transformers' default: sdpa where the model has it,
+Without a setting the config.json's own is taken, and without that transformers' default: sdpa where the model has it,
 else eager. Flash-attention is taken from its installed package alone, on a GPU, in half precision.
 """
 

@@ -1,4 +1,4 @@
-"""Where a model lies on disk, told without importing torch or transformers, so that a wrong name fails at once."""
+"""Where a model lies on disk, found without importing torch or transformers, so that a wrong name fails at once."""
 
 from __future__ import annotations
 

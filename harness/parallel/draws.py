@@ -13,6 +13,7 @@ generator, which is seeded for the micro-batch and the layer.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,7 +33,7 @@ from harness.parallel.generators import default_generator, own_generators, seed_
 _active: ContextVar[DrawCatcher | None] = ContextVar("active draws", default=None)
 
 
-class DrawCatcher(TorchFunctionMode):
+class DrawCatcher(TorchFunctionMode, ABC):
     """Catches calls that draw random numbers; of several around each other only the innermost acts."""
 
     def __enter__(self) -> Any:
@@ -47,17 +48,17 @@ class DrawCatcher(TorchFunctionMode):
         draw = _CAUGHT.get(func) if _active.get() is self else None
         return func(*args, **(kwargs or {})) if draw is None else draw(self, *args, **(kwargs or {}))
 
+    @abstractmethod
     def fill(self, out: Tensor, method: str, *args: Any, **options: Any) -> Tensor:
         """Fill `out` with random numbers by one of its methods, and return it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def seed_kernel(self, shape: torch.Size, device: torch.device) -> None:
         """Seed the generator of `device` for a kernel that draws a mask of `shape` by itself."""
-        raise NotImplementedError
 
 
 class DrawnShapes(DrawCatcher):
-    """Notes the shape of each draw, and draws nothing: for a layer on the meta device."""
+    """Records the shape of each draw, and draws nothing: for a layer on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()

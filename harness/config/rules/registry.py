@@ -2,50 +2,21 @@
 
 from __future__ import annotations
 
-from harness.config.rules.deepspeed import (
-    activation,
-    auto,
-    batch,
-    data,
-    muon,
-    offload,
-    optimizer,
-    precision,
-    run,
-    scheduler,
-    zero,
-)
-from harness.config.rules.layout import harness_limits, layout, model, pipeline
+import pkgutil
+from collections.abc import Iterator
+from importlib import import_module
+
+from harness.config.rules import deepspeed, layout, syntax
 from harness.config.rules.rule import Rule
-from harness.config.rules.syntax import keys, text, values
 
-_FILES = (
-    keys,
-    text,
-    values,
-    activation,
-    auto,
-    batch,
-    data,
-    muon,
-    offload,
-    optimizer,
-    precision,
-    run,
-    scheduler,
-    zero,
-    harness_limits,
-    layout,
-    model,
-    pipeline,
-)
 
-RULES: tuple[Rule, ...] = tuple(
-    sorted(
-        (found for file in _FILES for found in vars(file).values() if isinstance(found, Rule)),
-        key=lambda found: found.code,
-    )
-)
+def _all_rules() -> Iterator[Rule]:
+    for folder in (syntax, deepspeed, layout):
+        for file in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
+            yield from (found for found in vars(import_module(file.name)).values() if isinstance(found, Rule))
+
+
+RULES: tuple[Rule, ...] = tuple(sorted(_all_rules(), key=lambda found: found.code))
 
 
 def by_code(code: str) -> Rule | None:

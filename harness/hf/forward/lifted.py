@@ -39,7 +39,7 @@ class LiftedForward:
         layers: the model's decoder layers, in order, on the meta device.
         layer_names: their names in the model, e.g. `model.layers.0`.
         owners: name -> module of everything outside the layers that holds parameters.
-        facts: what dry runs of the layers tell.
+        facts: what dry runs of the layers showed.
 
     Raises:
         UserError: the model has no list of decoder layers, or a module above the list holds parameters.

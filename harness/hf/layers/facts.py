@@ -1,4 +1,4 @@
-"""What dry runs tell about a model's decoder layers, found once for all layers that are alike."""
+"""What dry runs show about a model's decoder layers, found once for all layers that are alike."""
 
 from __future__ import annotations
 

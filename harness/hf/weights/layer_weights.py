@@ -190,17 +190,17 @@ class CheckpointReader:
             fill(local[name], self.tensors[name], self.part)
 
 
-def read_by_transformers(directory: Path, told: UserError) -> MemoryReader:
+def read_by_transformers(directory: Path, refusal: UserError) -> MemoryReader:
     """Let transformers read a checkpoint that cannot be read slice by slice; every rank then holds all of it.
 
-    Raises `told` if tensors are missing all the same.
+    Raises `refusal` if tensors are missing all the same.
     """
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory, local_files_only=True, dtype=torch.float32, output_loading_info=True
     )
     model, info = loaded
     if set(info["missing_keys"]) - set(model.all_tied_weights_keys) or info["mismatched_keys"]:
-        raise told
+        raise refusal
     warnings.warn(f"{directory}: cannot be read in slices, so each rank reads all of it", stacklevel=2)
     return MemoryReader(tensors={**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())})
 

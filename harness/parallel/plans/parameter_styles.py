@@ -25,10 +25,12 @@ _ALIGNED = 8  # grouped matrix products want rows of whole 16 bytes: 8 entries i
 
 
 def cut_bare_parameter(target: PlanTarget, own_name: str, above: Sequence[nn.Module] = ()) -> None:
-    """Keep this rank's part of the parameter `own_name` of the target's owner, which the plan itself names: its outputs
-    are the last dimension but one, or the only one; its inputs the last; or `rule.dim` tells. Shares of fused experts
-    are padded with zeros to what grouped matrix products take. `above`: the modules around the owner, the nearest
-    first. Raises UserError for a style that is not a parameter's."""
+    """Keep this rank's part of the parameter `own_name` of the target's owner, which the plan itself names.
+
+    Its outputs are the last dimension but one, or the only one; its inputs the last; or `rule.dim` says which. Shares
+    of fused experts are padded with zeros to what grouped matrix products take. `above`: the modules around the owner,
+    the nearest first. Raises UserError for a style that is not a parameter's.
+    """
     owner, rule, name = target.owner, target.rule, target.name
     if rule.style == "divided":
         divide_parameter(owner, own_name, target.tensor.size)
@@ -63,9 +65,11 @@ def divide_parameter(owner: nn.Module, name: str, size: int) -> None:
 
 
 def _parts(owner: nn.Module, own_name: str, rule: PlanRule) -> tuple[int, int]:
-    """How many parts the parameter holds side by side, and how many neighbours stay together. Experts tell whether gate
-    and up projection lie side by side or alternate (transformers' `use_experts_implementation`), whatever the plan
-    calls them."""
+    """Return how many parts the parameter holds side by side, and how many neighbours stay together.
+
+    Experts declare whether gate and up projection lie side by side or alternate (transformers'
+    `use_experts_implementation`), whatever the plan calls them.
+    """
     if own_name.startswith("gate_up") and hasattr(owner, "is_concatenated"):
         if not getattr(owner, "has_gate", True):
             return 1, 1

@@ -60,7 +60,7 @@ class PlanRule:
     of unequal parts, see `harness.parallel.tensor.segments`. `unit`: the name of the owner's attribute that says how
     many neighbouring outputs must stay together (a head's), or of a norm's own that says how many it averages.
     `whole`: how many units at the end every rank computes. `dim`: along which dimension a parameter is cut, where its
-    style does not tell.
+    style does not say.
     """
 
     style: str
@@ -83,9 +83,11 @@ class InputRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The rules of one model, by name with `*` for a number. `head` and `embedding`: the names of the modules
-    that make the logits and that take the ids, where the model tells. `extends`: the rules are laid over the model's
-    own."""
+    """The rules of one model, by name with `*` for a number.
+
+    `head` and `embedding`: the names of the modules that make the logits and that take the ids, where the model names
+    them. `extends`: the rules are laid over the model's own.
+    """
 
     model_type: str
     rules: Mapping[str, PlanRule]

@@ -228,7 +228,7 @@ def _is_transposed(target: PlanTarget) -> bool:
 
 
 def _computes_as_linear(kind: type[nn.Linear]) -> bool:
-    """Whether the forward of a subclass of nn.Linear is nothing else, as a small one tells."""
+    """Whether the forward of a subclass of nn.Linear is nothing else, as a small one shows."""
     if kind.forward is nn.Linear.forward:
         return True
     with own_generators(0), torch.no_grad():

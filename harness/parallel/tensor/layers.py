@@ -78,9 +78,7 @@ class ColumnParallelLinear(nn.Linear):
         weight_transposed: bool,
     ) -> None:
         dim = 1 if weight_transposed else 0
-        if shard is None:
-            place = TensorParallel.of(group)
-            shard = share_of(tuple(linear.weight.shape), dim, place.rank, place.size)
+        shard = shard or _equal_share(linear.weight, dim, group)
         _begin(self, linear, group, dim, weight_transposed)
         self.gather_output, self.widths = gather_output, shard.widths
         self.weight = cut_parameter(linear.weight, shard)
@@ -176,9 +174,7 @@ class RowParallelLinear(nn.Linear):
         weight_transposed: bool,
     ) -> None:
         dim = 0 if weight_transposed else 1
-        if shard is None:
-            place = TensorParallel.of(group)
-            shard = share_of(tuple(linear.weight.shape), dim, place.rank, place.size)
+        shard = shard or _equal_share(linear.weight, dim, group)
         _begin(self, linear, group, 1 - dim, weight_transposed)
         self.input_is_parallel, self.widths = input_is_parallel, shard.widths
         self.weight = cut_parameter(linear.weight, shard)
@@ -240,9 +236,7 @@ class VocabParallelEmbedding(nn.Embedding):
         return layer
 
     def _cut(self, group: dist.ProcessGroup | None, shard: Shard | None) -> None:
-        if shard is None:
-            place = TensorParallel.of(group)
-            shard = share_of(tuple(self.weight.shape), 0, place.rank, place.size)
+        shard = shard or _equal_share(self.weight, 0, group)
         self.group = group
         self.rows = shard.length
         self.first_row = shard.pieces[0][0]
@@ -263,6 +257,11 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def extra_repr(self) -> str:
         return f"{self.rows} of {self.num_embeddings}, {self.embedding_dim}"
+
+
+def _equal_share(weight: Tensor, dim: int, group: dist.ProcessGroup | None) -> Shard:
+    place = TensorParallel.of(group)
+    return share_of(tuple(weight.shape), dim, place.rank, place.size)
 
 
 def _begin(layer: Any, linear: Any, group: dist.ProcessGroup | None, out_dim: int, weight_transposed: bool) -> None:

@@ -53,7 +53,7 @@ class Segment:
 
 
 def product_of(words: str, owners: Sequence[Any]) -> list[int]:
-    """Return the factors of a product of numbers and of attributes, which the nearest of `owners` that has one tells.
+    """Return the factors of a product of numbers and of attributes, taken from the nearest of `owners` that has them.
 
     Raises AttributeError for a name that none of them has.
     """

@@ -143,7 +143,7 @@ class _Progress:
     def __init__(self, total: int, doing: str, say: Callable[[str], None]) -> None:
         self.total, self.doing, self.say = total, doing, say
         self.done = 0
-        self.begun = self.reported = time.monotonic()
+        self.started = self.reported = time.monotonic()
 
     def one_more(self) -> None:
         """Count a shard; say how far it is, if it was not said just now."""
@@ -151,7 +151,7 @@ class _Progress:
         now = time.monotonic()
         if now - self.reported >= _REPORT_EVERY_S and self.done < self.total:
             self.reported = now
-            left = (now - self.begun) / self.done * (self.total - self.done)
+            left = (now - self.started) / self.done * (self.total - self.done)
             self.say(f"{self.doing}: {self.done} of {self.total} shards, about {max(left / 60, 1):.0f} min left")
 
 

@@ -202,7 +202,7 @@ class PipelineStages(Engine):
         return loss, self.deepspeed.get_additional_losses() or {}
 
     def _require_one_shape(self, batches: list[Batch]) -> None:
-        """Stages tell each other the shape of what they send once: another one later would hang them."""
+        """Refuse micro-batches of unequal shapes: stages exchange the shape once, and another one would hang them."""
         if self.groups.layout.pp_size == 1:
             return
         for inputs, _ in batches:

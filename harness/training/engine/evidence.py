@@ -1,4 +1,4 @@
-"""What a rank sees of a step that is not finite, and where it must have begun.
+"""What a rank sees of a step that is not finite, and where it must have started.
 
 A loss that is not finite is given a gradient that is not finite either, so that one question decides about a step: is
 the gradient's norm finite? Every optimizer here answers it before it updates, and the answer is the same on all ranks.

@@ -1,6 +1,6 @@
 """All ranks train parts of one model.
 
-What each process made for itself, a model in memory or layers that are modules, may have begun from other random
+What each process made for itself, a model in memory or layers that are modules, may have started from other random
 numbers on each: rank 0's weights are sent to all. Before the first step the weights that several ranks hold alike are
 compared by their checksums, whatever they were made from.
 """
@@ -30,8 +30,10 @@ Checksums = dict[str, int]
 
 
 def tensors_in_memory(model: Any, source: ModelSource | None, adaptation: Adaptation | None) -> dict[str, Tensor]:
-    """Return the tensors, by name, of what the user made in this process; none of a model that is read or begun by
-    ranks."""
+    """Return the tensors, by name, of what the user made in this process.
+
+    None for a model that the ranks read or initialise themselves.
+    """
     if source is not None:
         if not isinstance(source.weights, Mapping):
             return {}

@@ -118,7 +118,7 @@ def trainable_decoder(
     config = with_attention(source.config, args.attn_implementation)
     require_available(config, context.device, context.dtype)
     source = replace(source, config=_with_router_loss(config, args))
-    # a model in memory may have begun from other random numbers on each rank: the first rank's are broadcast
+    # a model in memory may have started from other random numbers on each rank: the first rank's are broadcast
     part = zero3_partition(context) if source.weights is None or isinstance(source.weights, Path) else None
     causal = assemble(
         source,

@@ -21,7 +21,7 @@ def abandon_builds() -> None:
     for child in children_of(os.getpid()):
         if any(Path(word).name == "ninja" for word in command_of(child)[:2]):
             with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGTERM)  # it ends its compilers, and removes what they have begun
+                os.kill(child, signal.SIGTERM)  # it ends its compilers, and removes what they have started to write
     lock = getattr(sys.modules.get("torch.utils.file_baton"), "FileBaton", None)
     for held in [thing for thing in gc.get_objects() if type(thing) is lock] if lock else []:
         with suppress(OSError, TypeError):  # not acquired, or released already

@@ -145,6 +145,9 @@ class KeepAll(DrawCatcher):
     def fill(self, out: Tensor, method: str, *args: Any, **options: Any) -> Tensor:
         return out.zero_()
 
+    def seed_kernel(self, shape: torch.Size, device: torch.device) -> None:
+        pass
+
 
 @pytest.mark.parametrize(
     "options", [{}, {"is_causal": True}, {"attn_mask": "bool"}, {"attn_mask": "float", "scale": 0.3}]

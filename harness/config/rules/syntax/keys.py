@@ -30,7 +30,7 @@ def _consequence(visit: KeyOccurrence) -> tuple[Severity, str]:
 
 
 def _meant(visit: KeyOccurrence) -> str | None:
-    """Return the key of the same section that is meant, if it can be told."""
+    """Return the key of the same section that is meant, if it can be known."""
     meant = alias_here(visit.name, visit.parent) or nearest(visit.name, visit.section.keys)
     takes_object = meant is not None and (
         visit.section.keys[meant].is_section or "object" in visit.section.keys[meant].types
