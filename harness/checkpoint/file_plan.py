@@ -100,7 +100,7 @@ def _shares(entries: list[Entry], groups: Groups) -> list[Share] | None:
 
 def _deal(dealt: list[list[Place]] | None, groups: Groups) -> list[Place]:
     """From rank 0 the first rank of each stage gets what its stage needs, and passes it on."""
-    own: list[Any] = [dealt[groups.coordinate.stage] if dealt is not None else None]
+    own: list[list[Place]] = [dealt[groups.coordinate.stage] if dealt is not None else []]
     for axis in PASSED_ALONG:
         group = groups.along(axis)
         if group is None or not takes_part(groups.coordinate, axis):

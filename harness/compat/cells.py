@@ -92,7 +92,7 @@ def _verdict(cell: Callable[[], None]) -> str:
     except Exception as error:  # whatever a family's code raises under a cut is a wrong cut
         traceback.print_exc()  # into the log: if the other rank goes on, nothing else will show it
         own = f"wrong: {_short(error)}"
-    said: list[Any] = [None] * dist.get_world_size()
+    said = [""] * dist.get_world_size()
     dist.all_gather_object(said, own)
     return max(said, key=lambda text: ("yes", "refused", "wrong").index(text.split(":")[0]))
 

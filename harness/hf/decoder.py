@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec
-from torch import nn
+from torch import Tensor, nn
 
 from harness.errors import UserError
 from harness.hf.forward.outer_forward import OuterForward
@@ -155,7 +155,8 @@ class Epilogue(ModelLayer):
         payload = self.schema.open(len(self.outer.layers), value)
         leave = partial(self.outer.leave, payload, modules, self.training)
         if self.capture is None:
-            return leave().logits
+            logits: Tensor = leave().logits
+            return logits
         taken = [payload.states[captured_name(self.capture, index)] for index in sorted(self.capture.layers)]
         return self.capture.finish(self.outer.model, taken, leave)
 

@@ -11,10 +11,9 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -126,7 +125,7 @@ def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
     """
     if not is_composite(config):
         return config
-    text = config.text_config
+    text: PretrainedConfig = config.text_config
     if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or text.is_encoder_decoder:
         raise UserError(
             f"model type {config.model_type!r} has several parts, but transformers has no causal decoder for its text "
@@ -146,8 +145,8 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
     The rows of its input embedding or of its head, whichever are fewer: a config may name several vocabularies.
     """
-    ends: Any = (model.get_input_embeddings(), model.get_output_embeddings())
-    return min(end.weight.shape[0] for end in ends if end is not None)
+    ends: tuple[nn.Module | None, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
+    return min(end.get_parameter("weight").shape[0] for end in ends if end is not None)
 
 
 def _causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
@@ -168,7 +167,7 @@ def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
         config.output_router_logits = False  # asked for where it can be had: at the end of the forward (`routing.py`)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # a family may make of its config what it likes
         reason = _reason(error)
         if (wanted := config._attn_implementation) and "attention implementation" in reason:
@@ -176,4 +175,5 @@ def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
                 f"{reason.partition(' yet.')[0]}: use another --attn_implementation than {wanted}"
             ) from error
         raise UserError(f"model type {config.model_type!r} cannot be trained as a causal decoder: {reason}") from error
-    return model.train()
+    model: PreTrainedModel = built.train()
+    return model

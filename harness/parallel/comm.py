@@ -52,19 +52,25 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:
+    """Call a function that has a backward of its own; torch's `apply` has no types."""
+    output: Tensor = function.apply(*inputs)
+    return output
+
+
 def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Forward: `x` itself, whole. Backward: the gradients, partial, are summed over the group (f)."""
-    return x if group_size(group) == 1 else _CopyToGroup.apply(x, group)
+    return x if group_size(group) == 1 else apply(_CopyToGroup, x, group)
 
 
 def copy_tail_to_group(x: Tensor, tail: int, group: dist.ProcessGroup | None) -> Tensor:
     """`copy_to_group` for the last `tail` entries of `x`'s last dimension; the gradients of the others are whole."""
-    return x if group_size(group) == 1 else _CopyTailToGroup.apply(x, tail, group)
+    return x if group_size(group) == 1 else apply(_CopyTailToGroup, x, tail, group)
 
 
 def reduce_from_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Forward: `x`, partial, is summed over the group. Backward: the gradient itself, whole (g)."""
-    return x if group_size(group) == 1 else _ReduceFromGroup.apply(x, group)
+    return x if group_size(group) == 1 else apply(_ReduceFromGroup, x, group)
 
 
 def gather_from_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[int] = ()) -> Tensor:
@@ -75,7 +81,7 @@ def gather_from_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequen
     """
     if group_size(group) == 1:
         return x
-    return _GatherFromGroup.apply(x, group, tuple(widths) or (x.shape[-1],) * group_size(group))
+    return apply(_GatherFromGroup, x, group, tuple(widths) or (x.shape[-1],) * group_size(group))
 
 
 def split_to_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[int] = ()) -> Tensor:
@@ -87,7 +93,7 @@ def split_to_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[
     widths = tuple(widths) or (x.shape[-1] // size,) * size
     if sum(widths) != x.shape[-1]:
         raise ValueError(f"a last dimension of {x.shape[-1]} cannot be split over {size} ranks as {widths}")
-    return _SplitToGroup.apply(x, group, widths)
+    return apply(_SplitToGroup, x, group, widths)
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

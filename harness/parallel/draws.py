@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -36,12 +36,13 @@ _active: ContextVar[DrawCatcher | None] = ContextVar("active draws", default=Non
 class DrawCatcher(TorchFunctionMode, ABC):
     """Catches calls that draw random numbers; of several around each other only the innermost acts."""
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         self._outer = _active.set(self)
-        return super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch gives it no types
+        return self
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch gives it no types
         _active.reset(self._outer)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -291,7 +292,8 @@ def _attention(
 
 def _fill(catcher: DrawCatcher, tensor: Tensor, *args: Any, method: str, **options: Any) -> Tensor:
     if any(isinstance(value, Tensor) for value in (*args, *options.values())) or options.get("generator") is not None:
-        return getattr(tensor, method)(*args, **options)  # the caller's own generator, or parameters for each entry
+        filled: Tensor = getattr(tensor, method)(*args, **options)
+        return filled  # by the caller's own generator, or with parameters for each entry
     options.pop("generator", None)
     return catcher.fill(tensor, method, *args, **options)
 

@@ -45,11 +45,12 @@ def _target(causal: CausalModel, dtype: torch.dtype) -> PreTrainedModel:
     source = causal.source
     if source.model is not None:
         return source.model
-    model: Any = AutoModelForCausalLM.from_config(source.config, dtype=dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(source.config, dtype=dtype)
     untie(model, model.all_tied_weights_keys.keys() - causal.outer.model.all_tied_weights_keys.keys())
     if source.generation is not None:
         model.generation_config = source.generation
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _whole_tensors(module: nn.Module, groups: Groups) -> Iterator[tuple[str, Tensor]]:

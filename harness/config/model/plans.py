@@ -33,7 +33,7 @@ def plan_refusal(config: Mapping[str, Any]) -> str | None:
 
 def planless_family() -> str:
     """Return a model type without a plan, for an example."""
-    rows = _matrix()["families"]
+    rows: dict[str, dict[str, str]] = _matrix()["families"]
     return min(family for family in rows if _is_planless(family, rows))
 
 

@@ -8,6 +8,7 @@ ask here, so that nothing is refused that DeepSpeed accepts. Source: pydantic's 
 from __future__ import annotations
 
 import math
+import operator
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -108,12 +109,12 @@ def _limits(key: Key, value: Any) -> tuple[str, str]:
         if word not in choices:
             return "choice", one_of(choices)
     for bound, words, fits in (
-        ("minimum", "at least", lambda limit: value >= limit),
-        ("exclusiveMinimum", "more than", lambda limit: value > limit),
-        ("maximum", "at most", lambda limit: value <= limit),
-        ("exclusiveMaximum", "less than", lambda limit: value < limit),
+        ("minimum", "at least", operator.ge),
+        ("exclusiveMinimum", "more than", operator.gt),
+        ("maximum", "at most", operator.le),
+        ("exclusiveMaximum", "less than", operator.lt),
     ):
-        if bound in core and isinstance(value, (int, float)) and not fits(core[bound]):
+        if bound in core and isinstance(value, (int, float)) and not fits(value, core[bound]):
             return "range", f"{words} {core[bound]}"
     if isinstance(value, str) and len(value) < core.get("minLength", 0):
         return "range", "not empty"

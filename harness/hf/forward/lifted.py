@@ -77,7 +77,8 @@ class LiftedForward:
 
     def run(self, tokens: Tokens, run: ForwardRun) -> Tensor:
         """Return the logits of the model's forward, in which placeholders do what `run` says."""
-        return self.forward(tokens, run).logits
+        logits: Tensor = self.forward(tokens, run).logits
+        return logits
 
     def forward(self, tokens: Tokens, run: ForwardRun, **options: Any) -> Any:
         """Return the output of that forward, given `options` too."""

@@ -141,7 +141,7 @@ def router_capture(outer: OuterForward, head: str | None) -> RouterCapture | Non
 
 def _owner(model: nn.Module, layer_name: str) -> str:
     """Return the name of the innermost transformers model around a layer."""
-    names = [name for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
+    names: list[str] = [name for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
     return max((name for name in names if not name or layer_name.startswith(name + ".")), key=len)
 
 

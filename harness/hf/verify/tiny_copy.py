@@ -80,7 +80,8 @@ def tiny_model(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = 
             for parameter in model.parameters():  # a bias of zeros or a closed gate would hide what stands behind it
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
     run_where_aligned(model, dtype)
-    return model.to(dtype)
+    cast: PreTrainedModel = model.to(dtype)
+    return cast
 
 
 def tiny_ids(model: PreTrainedModel, seed: int = 0) -> Tensor:

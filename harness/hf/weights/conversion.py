@@ -244,12 +244,12 @@ def _refuse_quantized(directory: Path, found: Mapping[str, LazyTensor], model: P
 def _written(model: PreTrainedModel, names: Collection[str]) -> dict[str, LazyTensor]:
     """Return the tensors of a checkpoint, made of those `names` of the model."""
     ignored = set(model._keys_to_ignore_on_save or ())
-    held: Any = {
+    held: dict[str, Tensor] = {
         name: LazyTensor.of(ParameterRef(name, tuple(tensor.shape), tensor.dtype))
         for name, tensor in model.state_dict(keep_vars=True).items()
         if name in names and name not in ignored
     }
-    written: Any = revert_weight_conversion(model, held)
+    written: dict[str, LazyTensor] = revert_weight_conversion(model, held)
     return written
 
 

@@ -77,7 +77,8 @@ def skeleton_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedM
         except ValueError as error:
             raise UserError(f"--attn_implementation {config._attn_implementation}: {error}") from error
     _forget_broken_ties(skeleton)
-    return skeleton.train()
+    skeleton.train()
+    return skeleton
 
 
 def foreign_modules(model: nn.Module, built: nn.Module) -> Iterator[tuple[str, nn.Module]]:

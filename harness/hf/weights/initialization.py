@@ -178,7 +178,7 @@ class _Recording(TorchDispatchMode):
     """Records what is done in place to one tensor on the meta device, and to views of it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self.storage = tensor.untyped_storage()._cdata
         self.changes: list[Change] = []
         self.complete = True

@@ -78,7 +78,7 @@ def _build_tied(spec: TiedLayerSpec, index: int, owners: dict[str, nn.Module], b
     owner = owners.get(spec.key)
     if owner is not None and type(owner) is spec.typename and not isinstance(spec, SharedLayerSpec):
         return owner
-    module = spec.build()
+    module: nn.Module = spec.build()
     built.modules[index] = module
     if owner is None:
         owners[spec.key] = module

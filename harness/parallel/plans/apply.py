@@ -162,7 +162,7 @@ def _cut_bare_parameters(place: _Place) -> None:
         if rule.style == EXPERT_PARAMETER:
             setattr(owner, own_name, cut_experts(param, full_name, place.tensor))
         else:
-            cut_bare_parameter(place.target(name, param, rule), own_name, above)
+            cut_bare_parameter(place.target(name, owner, rule), own_name, above)
 
 
 def _splits_own_outputs(module: nn.Module, name: str, plan: Plan) -> bool:
@@ -245,4 +245,5 @@ def _cut_inputs(
 def own_part(x: Tensor, rule: InputRule, run: int, stretch: Stretch) -> Tensor:
     """Return this rank's stretch of every run of `run` entries of dimension `rule.dim`."""
     dim, (start, stop) = rule.dim % x.ndim, stretch
-    return x.unflatten(dim, (-1, run)).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
+    runs: Tensor = x.unflatten(dim, (-1, run))
+    return runs.narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from harness.config.model.shares import Stretch, stretch
 from harness.errors import UserError
-from harness.parallel.comm import TensorParallel, copy_to_group, reduce_from_group
+from harness.parallel.comm import TensorParallel, apply, copy_to_group, reduce_from_group
 from harness.parallel.plans.plan import STYLES, NoPlan, Plan, PlanRule, plan_for
 from harness.parallel.plans.target import PlanTarget
 from harness.parallel.tensor.shard import cut_parameter, share_of
@@ -80,7 +80,7 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
 
     module.register_forward_pre_hook(before_forward, with_kwargs=True)
     module.register_forward_hook(after_forward)
-    return module
+    return target.module
 
 
 def cut_experts(param: nn.Parameter, name: str, tensor: TensorParallel) -> nn.Parameter:
@@ -129,7 +129,7 @@ def _linked(output: Tensor, args: tuple[Tensor, ...], experts: nn.Module) -> Ten
     if output.requires_grad or not torch.is_grad_enabled():
         return output
     sources = [tensor for tensor in (*args, *experts.parameters()) if tensor.requires_grad]
-    return _Linked.apply(output, *sources) if sources else output
+    return apply(_Linked, output, *sources) if sources else output
 
 
 class _Linked(torch.autograd.Function):

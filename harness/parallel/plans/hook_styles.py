@@ -50,7 +50,7 @@ def moe_identity_expert(target: PlanTarget) -> nn.Module:
 
 def gather_input(target: PlanTarget) -> nn.Module:
     """Gather the inputs and split the output of a module that needs the whole width (a norm over all heads)."""
-    group, widths = target.tensor.group, target.widths(target.module.weight.shape[-1])
+    group, widths = target.tensor.group, target.widths(target.module.get_parameter("weight").shape[-1])
     target.module.register_forward_pre_hook(
         lambda _module, args: tuple(gather_from_group(x, group, widths) for x in args)
     )

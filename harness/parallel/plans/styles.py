@@ -45,7 +45,7 @@ from harness.parallel.tensor.summed_gradients import sum_gradients_of_copies
 def colwise(target: PlanTarget, parts: int = 1) -> nn.Module:
     """Split a linear layer over its outputs, which stay local; in attention by whole heads."""
     transposed, tensor = _is_transposed(target), target.tensor
-    shard = target.share(tuple(target.module.weight.shape), int(transposed), parts=parts)
+    shard = target.share(tuple(target.module.get_parameter("weight").shape), int(transposed), parts=parts)
     layer = ColumnParallelLinear.from_linear(target.module, tensor.group, shard=shard, weight_transposed=transposed)
     if shard.copied:
         _repeat_less(target)
@@ -66,7 +66,7 @@ def shared_colwise(target: PlanTarget) -> nn.Module:
     Those are the one key and the one value head of multi-query attention. The gradients are summed.
     """
     transposed, tensor = _is_transposed(target), target.tensor
-    outputs = target.module.weight.shape[int(transposed)]
+    outputs = target.module.get_parameter("weight").shape[int(transposed)]
     split = outputs - target.rule.whole * target.unit
     own = target.deal(split)[tensor.rank] if split else (0, 0)
     layer = SharedColumnLinear.from_linear(
@@ -84,7 +84,7 @@ def colwise_gather_output(target: PlanTarget) -> nn.Module:
     return ColumnParallelLinear.from_linear(
         target.module,
         target.tensor.group,
-        shard=_whole_widths(target).share(tuple(target.module.weight.shape), int(transposed)),
+        shard=_whole_widths(target).share(tuple(target.module.get_parameter("weight").shape), int(transposed)),
         gather_output=not target.local_output,
         weight_transposed=transposed,
     )
@@ -109,7 +109,7 @@ def rowwise_to_split(target: PlanTarget) -> nn.Module:
 
 def rowwise_split_output(target: PlanTarget) -> nn.Module:
     """As rowwise, for outputs of which each rank's heads then take their own: a rank keeps its share."""
-    widths = target.widths(target.module.weight.shape[1 if _is_transposed(target) else 0])
+    widths = target.widths(target.module.get_parameter("weight").shape[1 if _is_transposed(target) else 0])
     layer, group = rowwise(target), target.tensor.group
     layer.register_forward_hook(lambda _module, _args, output: split_to_group(output, group, widths))
     return layer
@@ -122,17 +122,16 @@ def packed_rowwise(target: PlanTarget) -> nn.Module:
 
 def embedding_rowwise(target: PlanTarget) -> nn.Module:
     """Split an embedding by vocabulary."""
-    _require_plain_embedding(target)
-    shard = _whole_widths(target).share(tuple(target.module.weight.shape), 0)
-    return VocabParallelEmbedding.from_embedding(target.module, target.tensor.group, shard=shard)
+    module = _plain_embedding(target)
+    shard = _whole_widths(target).share(tuple(module.weight.shape), 0)
+    return VocabParallelEmbedding.from_embedding(module, target.tensor.group, shard=shard)
 
 
 def embedding_colwise(target: PlanTarget) -> nn.Module:
     """Split an embedding over the width of its vectors, and gather them."""
-    module, group = target.module, target.tensor.group
-    _require_plain_embedding(target)
+    module, group = _plain_embedding(target), target.tensor.group
     shard = _whole_widths(target).share(tuple(module.weight.shape), 1)
-    module.weight = cut_parameter(module.weight, shard)
+    module.weight = cut_parameter(module.get_parameter("weight"), shard)
     module.register_forward_hook(lambda _module, _args, output: gather_from_group(output, group, shard.widths))
     return module
 
@@ -141,7 +140,7 @@ def segmented_colwise(target: PlanTarget) -> nn.Module:
     """As colwise, for a weight that holds parts of unequal width (`harness.parallel.tensor.segments`): a share of
     each. Where ranks are to use the same unit of a part, all get it from those that hold it."""
     transposed, tensor = _is_transposed(target), target.tensor
-    shape, dim = tuple(target.module.weight.shape), int(transposed)
+    shape, dim = tuple(target.module.get_parameter("weight").shape), int(transposed)
     segments = read_segments(target.rule.segments, [target.owner], shape[dim], tensor, target.name)
     shard = shard_of_segments(segments, shape, dim, tensor)
     layer = ColumnParallelLinear.from_linear(target.module, tensor.group, shard=shard, weight_transposed=transposed)
@@ -158,10 +157,11 @@ def grouped_norm(target: PlanTarget) -> nn.Module:
     Each rank norms its own groups, or, where ranks share a group, all channels.
     """
     module, tensor = target.module, target.tensor
-    shape = tuple(module.weight.shape)
+    weight = module.get_parameter("weight")
+    shape = tuple(weight.shape)
     if shape[0] // getattr(module, target.rule.unit or "") % tensor.size:
         return gather_input(replace(target, rule=replace(target.rule, unit=None)))
-    module.weight = cut_parameter(module.weight, share_of(shape, 0, tensor.rank, tensor.size))
+    module.weight = cut_parameter(weight, share_of(shape, 0, tensor.rank, tensor.size))
     return module
 
 
@@ -205,7 +205,7 @@ def _row(target: PlanTarget, *, input_is_parallel: bool, parts: int = 1) -> nn.M
     return RowParallelLinear.from_linear(
         target.module,
         target.tensor.group,
-        shard=target.share(tuple(target.module.weight.shape), 0 if transposed else 1, parts=parts),
+        shard=target.share(tuple(target.module.get_parameter("weight").shape), 0 if transposed else 1, parts=parts),
         input_is_parallel=input_is_parallel,
         weight_transposed=transposed,
     )
@@ -239,10 +239,12 @@ def _computes_as_linear(kind: type[nn.Linear]) -> bool:
             return False
 
 
-def _require_plain_embedding(target: PlanTarget) -> None:
+def _plain_embedding(target: PlanTarget) -> nn.Embedding:
+    """Return the embedding at `target`; UserError where it is none, or one that does more than look up."""
     module = target.module
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
         raise style_error(target, "a plain nn.Embedding")
+    return module
 
 
 def _repeat_less(target: PlanTarget) -> None:

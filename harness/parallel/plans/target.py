@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from harness.config.model.shares import Heads, Stretch
 from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
@@ -18,12 +20,13 @@ class PlanTarget:
     """A module or parameter that a rule of the plan names: its full name, the module that owns it and the attention to
     which it belongs, if to any; and this rank's place.
 
-    `local_output`: a gathered output shall stay this rank's part.
+    `module`: the owner, where the rule names a parameter. `local_output`: a gathered output shall stay this rank's
+    part.
     """
 
     name: str
-    module: Any
-    owner: Any
+    module: nn.Module
+    owner: nn.Module
     attention: Attention | None
     rule: PlanRule
     tensor: TensorParallel

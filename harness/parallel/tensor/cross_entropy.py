@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.config.model.shares import stretch
-from harness.parallel.comm import group_rank, group_size, max_over_group, sum_over_group
+from harness.parallel.comm import apply, group_rank, group_size, max_over_group, sum_over_group
 
 
 def vocab_parallel_cross_entropy(
@@ -32,7 +32,7 @@ def vocab_parallel_cross_entropy(
     float32 whatever the dtype of the logits; their gradient has that dtype. A label outside of the vocabulary is a
     RuntimeError, another width a ValueError.
     """
-    return _VocabParallelCrossEntropy.apply(logits, labels, group, vocab_size, ignore_index)
+    return apply(_VocabParallelCrossEntropy, logits, labels, group, vocab_size, ignore_index)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

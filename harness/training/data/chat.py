@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -24,7 +24,7 @@ from harness.training.data.files.rows import ASSISTANT
 from harness.training.data.tokenizer import ByteTokenizer, Tokenizer, end_of_document_id
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 Span: TypeAlias = tuple[int, int]
 """First character and the one after the last."""
@@ -99,9 +99,9 @@ class ConversationEncoder:
             raise UserError(f"{place}: the chat template writes no answer to learn")
         return Encoded(ids=np.asarray(tokens["input_ids"], dtype=np.int64), answers=answers)
 
-    def _ids(self, text: str, **more: Any) -> Mapping[str, Any]:
+    def _ids(self, text: str, **more: bool) -> BatchEncoding:
         """Return the text's ids, without special tokens but those that the template has written."""
-        return self.tokenizer(
+        encoded: BatchEncoding = self.tokenizer(
             text,
             add_special_tokens=False,
             return_attention_mask=False,
@@ -109,6 +109,7 @@ class ConversationEncoder:
             verbose=False,  # longer than the model's context: it is cut afterwards
             **more,
         )
+        return encoded
 
 
 @dataclass(frozen=True)

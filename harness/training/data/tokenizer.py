@@ -20,6 +20,7 @@ import numpy.typing as npt
 from harness.errors import UserError
 
 if TYPE_CHECKING:
+    import tokenizers
     from transformers import PreTrainedTokenizerBase
 
 BYTES = "bytes"
@@ -180,7 +181,7 @@ def _is_marked(directory: str) -> bool:
         return False
 
 
-def _as_byte_level_bpe(tokenizer: ByteTokenizer):
+def _as_byte_level_bpe(tokenizer: ByteTokenizer) -> tokenizers.Tokenizer:
     """Return a BPE without merges over GPT-2's printable stand-ins for the 256 bytes, the byte being the id."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

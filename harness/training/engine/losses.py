@@ -214,7 +214,8 @@ def logits_loss(loss_fn: Callable[..., Any] | None, compute_loss_func: Callable[
         return None if loss_fn is None else LogitsLoss(loss_fn)
 
     def of_logits(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
-        return compute_loss_func(CausalLMOutput(logits=logits), labels, num_items_in_batch=num_items_in_batch)
+        loss: Tensor = compute_loss_func(CausalLMOutput(logits=logits), labels, num_items_in_batch=num_items_in_batch)
+        return loss
 
     return LogitsLoss(of_logits)
 

@@ -97,7 +97,7 @@ class OrthogonalMomentum(Optimizer):
         )
 
     def _state_of_other(self, parameter: Tensor) -> dict[str, Any]:
-        state = self.state[parameter]
+        state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter)

@@ -78,7 +78,7 @@ class LateAdagrad(Optimizer):
         return loss
 
     def _state_of(self, parameter: torch.Tensor, initial: float) -> dict[str, Any]:
-        state = self.state[parameter]
+        state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["sum"] = torch.full_like(parameter, initial, memory_format=torch.preserve_format)
@@ -108,11 +108,12 @@ def schedule(args: TrainingArguments, max_steps: int) -> Callable[[Optimizer], L
     """Make transformers' schedule of that name for an optimizer."""
 
     def make(optimizer: Optimizer) -> LRScheduler:
-        return get_scheduler(
+        scheduler: LRScheduler = get_scheduler(
             args.lr_scheduler_type,
             optimizer,
             num_warmup_steps=args.warmup(max_steps),
             num_training_steps=max_steps,
         )
+        return scheduler
 
     return make

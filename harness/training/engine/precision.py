@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from harness.config import Resolved
 
@@ -30,5 +30,5 @@ def obstacle(resolved: Resolved) -> str | None:
     return next((name for name in switches if zero.get(name)), None)
 
 
-def _is_offloaded(zero: dict[str, Any], section: str) -> bool:
+def _is_offloaded(zero: Mapping[str, Mapping[str, object] | None], section: str) -> bool:
     return (zero.get(section) or {}).get("device", "none") != "none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Severity
+from harness.config.diagnostic import Edit, Severity
 from harness.config.rules.rule import Finding, rule
 from harness.config.schema.coercion import as_int
 from harness.config.text import edits
@@ -159,7 +159,7 @@ def size_that_is_none(view: RunView) -> Iterator[Finding]:
             )
 
 
-def _number(view: RunView, pointer: str) -> tuple[edits.Edit, ...]:
+def _number(view: RunView, pointer: str) -> tuple[Edit, ...]:
     """Write a number that stands in quotes, and 1 for a switch that is on."""
     value = view.get(pointer)
     is_number = isinstance(value, str) and value.isdigit() and 0 < len(value) < 19

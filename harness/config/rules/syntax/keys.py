@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.config import schema
-from harness.config.diagnostic import Severity
+from harness.config.diagnostic import Edit, Severity
 from harness.config.rules.rule import Finding, rule
 from harness.config.schema.suggest import alias_here, elsewhere, nearest
 from harness.config.text import edits
@@ -210,7 +210,7 @@ def deprecated_key(view: RunView) -> Iterator[Finding]:
         )
 
 
-def _modern(view: RunView, visit: KeyOccurrence, new: str | None) -> tuple[edits.Edit, ...]:
+def _modern(view: RunView, visit: KeyOccurrence, new: str | None) -> tuple[Edit, ...]:
     """Return the edit that puts the new form in the place of the old one, where that changes nothing."""
     if new is None or view.has(f"{visit.parent}/{new}"):
         return ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Severity
+from harness.config.diagnostic import Edit, Severity
 from harness.config.rules.rule import Finding, rule
 from harness.config.schema.coercion import NAMES, Reading, read
 from harness.config.text import edits
@@ -90,7 +90,7 @@ def _type_hint(visit: KeyOccurrence, reading: Reading) -> str:
     return f"write {reading.wanted}"
 
 
-def _number(view: RunView, visit: KeyOccurrence, reading: Reading) -> tuple[edits.Edit, ...]:
+def _number(view: RunView, visit: KeyOccurrence, reading: Reading) -> tuple[Edit, ...]:
     """Take the quotes off a number."""
     wants_number = reading.wanted in (NAMES["integer"], NAMES["number"])
     if wants_number and isinstance(visit.value, str) and visit.value.isdigit() and len(visit.value) < 19:
