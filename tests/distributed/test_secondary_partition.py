@@ -71,3 +71,11 @@ def test_a_second_copy_changes_no_number(tmp_path: Path) -> None:
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / str(index), dtype=torch.float32)
         for name, tensor in final.state_dict().items():
             assert torch.allclose(exported.state_dict()[name], tensor, atol=2e-5), (task.layout, name)
+
+
+def test_one_data_parallel_rank_needs_no_second_copy(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model", "llama", True)
+    task = Job(model, "z3", {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})
+    [[(curve, shares)]] = run_ranks(1, train_each, [task], str(tmp_path))
+    assert max(worst(curve, trained(model, STEPS)[0])) < 2e-6, curve
+    assert shares == {0}

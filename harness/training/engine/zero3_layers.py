@@ -38,6 +38,8 @@ def layer_finisher(context: RunContext, part: Zero3Partition | None) -> Callable
     kept = ("zero_optimization", "bf16", "fp16", "aio")
     config = {name: value for name, value in deepspeed_config(context).items() if name in kept}
     config["train_micro_batch_size_per_gpu"] = 1
+    # without a group of its own each zero.Init would make one, which DeepSpeed refuses the second time
+    config["zero_optimization"] = {**config["zero_optimization"], "zero_hpz_partition_size": secondary_size(context)}
     alone = [dist.get_rank()]
     data_group = context.groups.dp_group or dist.new_group(alone, timeout=run_timeout(), use_local_synchronization=True)
 

@@ -109,6 +109,7 @@ def require_device(config: Mapping[str, Any], device: torch.device) -> None:
     unsupported = unsupported_on_cpu(config) if device.type == "cpu" else []
     if unsupported:
         raise ConfigError(unsupported)
-    section = config.get("zero_optimization", {}).get("offload_optimizer") or {}
-    if section.get("device") == "nvme" and not AsyncIOBuilder().is_compatible(verbose=False):
+    zero = config.get("zero_optimization", {})
+    nvme = zero.get("stage") == 3 and (zero.get("offload_optimizer") or {}).get("device") == "nvme"
+    if nvme and not AsyncIOBuilder().is_compatible(verbose=False):
         raise UserError("zero_optimization.offload_optimizer.device nvme: needs libaio (Debian: libaio-dev)")
