@@ -19,7 +19,6 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,39 +28,22 @@ import torch.distributed as dist
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from harness.compat.reference import BATCH, MICRO, STEPS, Curve, allowance, reference, samples, worst
+from harness.compat.family_case import CPU, FamilyCase, NotTried, build_case, cut_family, needs_is_decoder
+from harness.compat.reference import BATCH, MICRO, STEPS, Curve, allowance, samples, worst
 from harness.compat.stored import stored_difference
 from harness.errors import UserError
-from harness.hf.causal import CausalModel, assemble
 from harness.hf.locate import PLANS
-from harness.hf.matrix import CELLS, PLAN, YES, plan_digest
-from harness.hf.skeleton import ModelSource, read_source
-from harness.hf.verify.comparison import find_difference, looks_ahead
-from harness.hf.verify.tiny_copy import tiny_config, tiny_model
+from harness.hf.matrix import CELLS, IS_DECODER, NEEDED, PLAN, YES, plan_digest
+from harness.hf.skeleton import read_source
+from harness.hf.verify.comparison import find_difference
 from harness.parallel.comm import TensorParallel
 from harness.training.arguments import TrainingArguments
 from harness.training.console import Console
 from harness.training.trainer import Trainer
 
-CPU = torch.device("cpu")
-
 
 class Wrong(Exception):
     """A cell was not refused and is not right."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FamilyCase:
-    """A tiny model of a family in a directory, and its training in one process.
-
-    Attributes:
-        curve: loss and gradient norm of each step.
-    """
-
-    family: str
-    config: PretrainedConfig
-    directory: Path
-    curve: Curve
 
 
 def run_family(family: str, work: Path) -> dict[str, str]:
@@ -70,7 +52,11 @@ def run_family(family: str, work: Path) -> dict[str, str]:
     if (digest := plan_digest(CONFIG_MAPPING[family])) is not None:
         row[PLAN] = digest
     try:
-        trial = _trial(family, work)
+        trial = build_case(family, work)
+        if needs_is_decoder(trial.config):
+            row[IS_DECODER] = NEEDED
+    except UserError as error:
+        return {**row, **dict.fromkeys(CELLS, f"refused: {_short(error)}")}
     except Exception as error:  # a family that transformers itself cannot run, for whatever reason
         return {**row, **dict.fromkeys(CELLS, f"not tried: {_short(error)}")}
     exported = work / "exported"
@@ -79,7 +65,7 @@ def run_family(family: str, work: Path) -> dict[str, str]:
     row["zero3"] = _verdict(partial(_zero3, trial, None if exported.exists() else exported))
     row["import"] = _verdict(partial(_same_tensors, trial, exported)) if exported.exists() else row["zero3"]
     row["export"] = _verdict(partial(_loads, trial, exported)) if exported.exists() else row["zero3"]
-    return {name: row[name] for name in (*CELLS, PLAN) if name in row}
+    return {name: row[name] for name in (*CELLS, PLAN, IS_DECODER) if name in row}
 
 
 def _verdict(cell: Callable[[], None]) -> str:
@@ -99,24 +85,8 @@ def _verdict(cell: Callable[[], None]) -> str:
 
 def _short(error: Exception) -> str:
     text = " ".join(str(error).split()).replace(f"{PLANS.parents[1]}/", "").replace(f"{tempfile.gettempdir()}/", "")
-    kind = "" if isinstance(error, (UserError, Wrong)) else f"{type(error).__name__}: "
+    kind = "" if isinstance(error, (UserError, Wrong, NotTried)) else f"{type(error).__name__}: "
     return (kind + text)[:300]
-
-
-# -- the model and its training in one process -------------------------------------------------------------
-
-
-def _trial(family: str, work: Path) -> FamilyCase:
-    directory = work / "model"
-    config = tiny_config(family, tensor=2)
-    if dist.get_rank() == 0:
-        shutil.rmtree(directory, ignore_errors=True)
-        tiny_model(config).save_pretrained(directory)
-    dist.barrier()
-    if looks_ahead(config, CPU):
-        raise ValueError("its logits depend on later tokens, so it is not a decoder")
-    curve = reference(directory)
-    return FamilyCase(family=family, config=config, directory=directory, curve=curve)
 
 
 # -- cells -------------------------------------------------------------------------------------------------
@@ -142,13 +112,9 @@ def _trained(trial: FamilyCase) -> PretrainedConfig:
 
 
 def _compare_cut(trial: FamilyCase, place: TensorParallel) -> None:
-    found = find_difference(_trained(trial), _cut, place, CPU)
+    found = find_difference(_trained(trial), cut_family, place, CPU)
     if found is not None:
         raise Wrong(str(found))
-
-
-def _cut(source: ModelSource, place: TensorParallel) -> CausalModel:
-    return assemble(source, tensor=place, device=CPU, dtype=torch.float32, seed=0, finish=lambda layer: None)
 
 
 def _steps(trial: FamilyCase, name: str, layout: dict[str, Any], exported: Path | None = None) -> None:

@@ -19,6 +19,7 @@ from harness.hf.locate import MODELS, plan_file
 CELLS = ("pipeline", "tensor", "zero3", "import", "export")
 STORED = MODELS / "matrix.json"
 PLAN = "plan"
+IS_DECODER, NEEDED = "is_decoder", "needed"
 DECLARED = ("base_model_tp_plan", "base_model_ep_plan")
 YES = "yes"
 
@@ -27,7 +28,8 @@ YES = "yes"
 class Matrix:
     """The cells of every family, and the transformers version that they were tried with.
 
-    A family's row also holds, as `plan`, the digest of the plan that it was split by, if it has one.
+    A family's row also holds, as `plan`, the digest of the plan that it was split by, if it has one, and `is_decoder`:
+    "needed" where a config.json without it makes an encoder.
     """
 
     transformers: str

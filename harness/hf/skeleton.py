@@ -149,6 +149,12 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return min(end.get_parameter("weight").shape[0] for end in ends if end is not None)
 
 
+def position_limit(config: PretrainedConfig) -> int | None:
+    """Return the longest sequence that a model takes; None where its config sets no limit (some say so by -1)."""
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else None
+
+
 def _causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     try:
         return type(build_skeleton(config))

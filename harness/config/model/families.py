@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from harness.config.model.plans import families_of_matrix
-from harness.config.model.shape import read_model_config
+from harness.config.model.shape import is_model_type, read_model_config
 from harness.errors import UserError
 
 LAYOUTS = ("pipeline", "tensor", "zero3")
@@ -15,16 +15,25 @@ REFUSED = "refused: "
 def require_trainable_family(source: str) -> None:
     """Raise UserError for a family that every layout refused when it was tried, with the reason.
 
-    Such a run would end with the same reason, but only after the model has been built. Nothing is known of a family
-    that was tried with another transformers than the installed one, or of a config with a plan of its own.
+    Also for a config.json without the `is_decoder` that makes a decoder of its family. Such a run would end with the
+    same reason, but only after the model has been built. Nothing is known of a family that was tried with another
+    transformers than the installed one, or of a config with a plan of its own.
     """
     config = read_model_config(source)
     text = config.get("text_config")
     parts = [config, *([text] if isinstance(text, Mapping) else [])]
     rows = families_of_matrix()
-    family = next((kind for part in parts if (kind := str(part.get("model_type"))) in rows), None)
-    if family is None or any(key.startswith("base_model_") for part in parts for key in part):
+    part = next((part for part in parts if str(part.get("model_type")) in rows), None)
+    if part is None or any(key.startswith("base_model_") for part in parts for key in part):
         return
+    family = str(part["model_type"])
     if all(rows[family].get(layout, "").startswith(REFUSED) for layout in LAYOUTS):
         reason = rows[family][LAYOUTS[0]].removeprefix(REFUSED).removeprefix(f"model type {family!r}: ")
+        reason = reason.replace(f"model type {family!r}", "it", 1)
         raise UserError(f"model type {family!r} cannot be trained: {reason}; see docs/models.md for those that can")
+    is_encoder = part.get("is_decoder") is not True and not is_model_type(source)
+    if is_encoder and rows[family].get("is_decoder") == "needed":
+        raise UserError(
+            f"model type {family!r}: its logits depend on later tokens, so it is not a causal decoder: set is_decoder "
+            "to true in its config.json"
+        )

@@ -55,9 +55,8 @@ def read_model_config(source: str) -> dict[str, Any]:
     preset = PRESETS / source / "config.json"
     path = preset if preset.is_file() else Path(source)
     path = path / "config.json" if path.is_dir() else path
-    known_type = not path.exists() and source in families_of_matrix()
     try:
-        config = {"model_type": source} if known_type else json.loads(path.read_text("utf-8"))
+        config = {"model_type": source} if is_model_type(source) else json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         names = ", ".join(sorted(p.parent.name for p in PRESETS.glob("*/config.json"))) or "none"
         hint = f"name a directory with config.json, a model type, or one of the presets: {names}"
@@ -65,6 +64,11 @@ def read_model_config(source: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"--model {source}: config.json is not an object")
     return config
+
+
+def is_model_type(source: str) -> bool:
+    """Return whether `source` is a model type alone, without a config.json."""
+    return source in families_of_matrix() and not (PRESETS / source).exists() and not Path(source).exists()
 
 
 def read_shape(source: str) -> ModelShape:

@@ -11,6 +11,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from harness.parallel.generators import own_generators
 from harness.wording import counted
 
 BATCH, SEQUENCE = 2, 8
+NOT_THE_MODELS = ("harness", "torch", "contextlib")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,7 @@ def analyze(lifted: LiftedForward) -> ForwardAnalysis:
             other_ids = ForwardProbe(lifted, base.random, seed=1)
         except CANNOT_RUN as error:
             raise UserError(
-                f"{lifted.described}: its forward does not run with its layers replaced by stubs "
+                f"{lifted.described}: {_failed_in(error)} does not run with placeholders for the model's modules "
                 f"({type(error).__name__}: {' '.join(str(error).split())[:120]}), so it cannot be split into stages"
             ) from error
         last_use = _last_uses(lifted, base)
@@ -144,6 +146,13 @@ def analyze(lifted: LiftedForward) -> ForwardAnalysis:
         schema=PayloadSpec(states=states, tokens=tokens, replayed=replayed),
         draws=bool(drawn.shapes),
     )
+
+
+def _failed_in(error: BaseException) -> str:
+    """Return the innermost function of the model's own code that an error went through, by its qualified name."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    own = [frame for frame in frames if frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THE_MODELS]
+    return own[-1].f_code.co_qualname.partition(".<locals>")[0] if own else "its forward"
 
 
 def _prologue(lifted: LiftedForward, base: ForwardProbe) -> frozenset[str]:

@@ -24,7 +24,7 @@ def find_stack(model: PreTrainedModel) -> str:
     calls first when it gets token ids alone (an encoder of images is not called then), else the largest. That its
     layers are called one after the other is seen when the forward runs. Raises UserError if there is none.
     """
-    depth = model.config.get_text_config(decoder=True).num_hidden_layers
+    depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     sizes: dict[str, int] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in sizes):

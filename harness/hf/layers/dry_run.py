@@ -63,7 +63,11 @@ def drawn_shapes(layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[
 
 @contextmanager
 def _shapes_alone(layer: nn.Module) -> Iterator[None]:
-    """Let transformers' experts do what needs no values and takes any dtype: all tokens at once."""
+    """Let transformers' experts do what needs no values and takes any dtype: all tokens at once.
+
+    Afterwards the layer is as before: a table that its forward has made on meta and kept would be of no use.
+    """
+    before = [(module, dict(vars(module))) for module in layer.modules()]
     configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
     chosen = {id(config): (config, kind) for config in configs if (kind := _experts_of(config)) is not None}
     for config, _ in chosen.values():
@@ -73,6 +77,9 @@ def _shapes_alone(layer: nn.Module) -> Iterator[None]:
     finally:
         for config, kind in chosen.values():
             config._experts_implementation = kind
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 def _experts_of(config: Any) -> str | None:

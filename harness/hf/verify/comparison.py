@@ -37,6 +37,7 @@ RELATIVE = 1e-5  # of a tensor's largest entry: sums in another order
 NOISE = 50  # times what rounding errors in the weights do
 LEAST = 1e-7  # of the largest gradient of all: below it there is nothing to compare
 ROUNDING = 2e-7
+NOT_CAUSAL = "its logits depend on later tokens, so it is not a causal decoder"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.hf.attention import require_available, with_attention
 from harness.hf.forward.payload import Tokens
-from harness.hf.skeleton import ModelSource
+from harness.hf.skeleton import ModelSource, position_limit
 from harness.hf.verify.packing import require_documents_apart, require_flash_apart
 from harness.training.batches.collate import Collator, MicroBatch
 from harness.training.batches.stream import dataset_length, read_micro_batch
@@ -45,7 +45,7 @@ class DatasetCheck:
         args, device, dtype = self.context.args, self.context.device, self.context.dtype
         config = with_attention(source.config, args.attn_implementation)
         require_available(config, device, dtype)
-        longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+        longest = position_limit(config)
         if longest is not None and int(positions.max()) >= longest:
             raise UserError(
                 f"position_ids reach {int(positions.max())}, the model has {counted(longest, 'position')}: shorten them"

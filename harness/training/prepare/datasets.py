@@ -13,7 +13,7 @@ from harness.errors import UserError
 from harness.hf.attention import with_attention
 from harness.hf.causal import require_cut
 from harness.hf.locate import model_directory
-from harness.hf.skeleton import ModelSource, build_skeleton, vocabulary_size
+from harness.hf.skeleton import ModelSource, build_skeleton, position_limit, vocabulary_size
 from harness.hf.verify.packing import require_documents_apart
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
@@ -118,11 +118,10 @@ def _layer_out(
 ) -> Callable[[Any], Any]:
     """Return what makes samples of documents, for this model; UserError if its tokenizer or block size do not fit
     it."""
-    config = source.config.get_text_config(decoder=True)
     check_vocabulary(tokenizer, vocabulary_size(build_skeleton(source.config)))
     if args.packing:  # refused before anything is tokenised
         require_documents_apart(with_attention(source.config, args.attn_implementation))
-    block_size = _block_size(args, getattr(config, "max_position_embeddings", None))
+    block_size = _block_size(args, position_limit(source.config))
 
     def lay_out(documents: Any) -> Any:
         if "conversation" in documents.column_names:

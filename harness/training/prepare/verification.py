@@ -18,7 +18,7 @@ from harness.errors import UserError
 from harness.hf.causal import CausalModel, assemble
 from harness.hf.matrix import is_tested
 from harness.hf.skeleton import ModelSource
-from harness.hf.verify.comparison import Difference, find_difference, looks_ahead, worst_of
+from harness.hf.verify.comparison import NOT_CAUSAL, Difference, find_difference, looks_ahead, worst_of
 from harness.hf.verify.tiny_copy import shrink
 from harness.parallel.comm import TensorParallel
 from harness.training.console import Console
@@ -57,9 +57,7 @@ def _refusal(causal: CausalModel, context: RunContext) -> tuple[float, str | Non
     source, tensor = causal.source, TensorParallel.of(context.groups.tp_group)
     tiny = shrink(source.config, tensor=tensor.size)
     if looks_ahead(tiny, context.device):
-        text = (
-            f"model type {source.config.model_type!r}: its logits depend on later tokens, so it is not a causal decoder"
-        )
+        text = f"model type {source.config.model_type!r}: {NOT_CAUSAL}"
         hint = "set is_decoder to true in its config.json" if hasattr(source.config, "is_decoder") else "choose another"
         return float("inf"), f"{text}: {hint}", None
     unequal: set[str] = set()

@@ -41,7 +41,7 @@ def test_a_missing_plan_is_known_from_the_config(model: dict[str, Any], refused:
 
 def test_check_reports_it_with_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    (tmp_path / "config.json").write_text('{"model_type": "cpmant", "num_hidden_layers": 1}', encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "blt", "num_hidden_layers": 1}', encoding="utf-8")
     assert main(["check", str(tmp_path / "ds.json"), "--model", str(tmp_path), "--format", "json"]) == 1
     found = {item["code"]: item for item in json.loads(capsys.readouterr().out)}
     assert found["DS905"]["pointer"] == "/tensor_parallel/autotp_size"
@@ -51,25 +51,40 @@ def test_check_reports_it_with_the_model(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_model_type_is_a_model(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    assert main(["check", str(tmp_path / "ds.json"), "--model", "cpmant"]) == 1
+    assert main(["check", str(tmp_path / "ds.json"), "--model", "blt"]) == 1
     assert main(["check", str(tmp_path / "ds.json"), "--model", "mamba2"]) == 0
 
 
-@pytest.mark.parametrize("family", ["zaya", "prophetnet", "hrm_text", "phi4_multimodal"])
+def start(model: Path) -> None:
+    """Do what a run does before it imports torch."""
+    arguments = TrainingArguments(output_dir=str(model / "run"))
+    check_before_start(ScriptArguments(model_name_or_path=str(model)), arguments, LaunchEnv())
+
+
+@pytest.mark.parametrize(
+    "family", ["zaya", "prophetnet", "hrm_text", "phi4_multimodal", "reformer", "cpmant", "xlm", "xlnet", "emu3"]
+)
 def test_a_family_that_no_layout_can_train_is_refused_from_its_config_alone(family: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}), encoding="utf-8")
     words = f"model type {family!r} cannot be trained: .+; see docs/models.md"
     with pytest.raises(UserError, match=words):
-        check_before_start(
-            ScriptArguments(model_name_or_path=str(tmp_path)),
-            TrainingArguments(output_dir=str(tmp_path / "run")),
-            LaunchEnv(),
-        )
+        start(tmp_path)
     config = tmp_path / "ds.json"
     config.write_text('{"train_batch_size": 1}', encoding="utf-8")
     assert main(["check", str(config), "--model", str(tmp_path)]) == 1
     assert main(["check", str(config), "--model", str(tmp_path), "--target", "deepspeed"]) == 0
     assert not (tmp_path / "run").exists()
+
+
+def test_an_encoder_without_is_decoder_is_refused_from_its_config_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}), encoding="utf-8")
+    with pytest.raises(UserError, match=r"bert.* depend on later tokens.* set is_decoder to true in its config\.json"):
+        start(tmp_path)
+    for fields in ({"model_type": "bert", "is_decoder": True}, {"model_type": "gpt_neox"}):
+        (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+        start(tmp_path)
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 1}', encoding="utf-8")
+    assert main(["check", str(tmp_path / "ds.json"), "--model", "bert"]) == 0  # a type alone: its config is not known
 
 
 def test_one_is_not_many() -> None:

@@ -14,6 +14,7 @@ from harness.hf.causal import CausalModel, assemble
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import StagePayload
 from harness.hf.skeleton import ModelSource, build_skeleton
+from harness.hf.verify.tiny_copy import tiny_config
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.staged_module import BuiltLayers, build_layers
 
@@ -144,6 +145,13 @@ class Stackless(nn.Module):
 def test_a_model_without_a_list_of_layers_is_refused() -> None:
     with pytest.raises(UserError, match="has no list of decoder layers"):
         OuterForward(Stackless(config("llama")), torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_a_forward_that_needs_its_own_modules_is_refused_by_the_name_of_the_function() -> None:
+    reformer = tiny_config("reformer")
+    reason = r"AxialPositionEmbeddings\.forward does not run with placeholders .*not iterable.* split into stages"
+    with pytest.raises(UserError, match=reason):
+        OuterForward(build_skeleton(reformer), torch.device("cpu"))
 
 
 def test_states_are_found_and_travel_as_far_as_they_are_read() -> None:

@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from harness.errors import UserError
-from harness.hf.skeleton import ModelSource, read_source
+from harness.hf.skeleton import ModelSource, position_limit, read_source
 from harness.hf.verify.tiny_copy import tiny_config, tiny_model
 
 
@@ -36,6 +36,13 @@ def test_a_model_of_another_class_is_refused(kind):
 def test_a_model_that_no_config_stands_for_is_refused():
     with pytest.raises(UserError, match=r"register\(WidenedConfig, Widened"):
         ModelSource.of_model(Widened(WidenedConfig(**tiny_config("llama").to_dict())))
+
+
+@pytest.mark.parametrize(("stated", "wanted"), [(128, 128), (-1, None), (0, None)])
+def test_a_limit_of_positions_is_a_positive_number(stated, wanted):
+    config = tiny_config("llama")
+    config.max_position_embeddings = stated
+    assert position_limit(config) == wanted
 
 
 def test_code_in_a_directory_is_not_run(tmp_path):

@@ -27,6 +27,7 @@ def cut(source: ModelSource, tensor: TensorParallel) -> CausalModel:
         ("bart", {}, "model.decoder.layers"),
         ("git", {}, "git.encoder.layer"),  # the encoder of its images is as deep, and larger
         ("phi4_multimodal", {}, "model.layers"),
+        ("blt", {}, "model.global_transformer.layers"),  # a config without a depth of its own
         ("longcat_flash", {}, "model.layers"),
         ("longcat_flash", {"num_layers": 1}, "model.layers"),  # counts as two, as many as a layer has attentions
     ],

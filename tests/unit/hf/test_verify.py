@@ -24,7 +24,7 @@ def cut(source: ModelSource, tensor: TensorParallel, finish: Any = lambda layer:
     return assemble(source, tensor=tensor, device=CPU, dtype=torch.float32, seed=0, finish=finish)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "olmoe"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "olmoe", "blt"])
 def test_a_decoder_cut_into_layers_is_the_whole(family):
     config = tiny_config(family)
     assert find_difference(config, cut, TensorParallel(), CPU) is None
@@ -34,6 +34,13 @@ def test_a_decoder_cut_into_layers_is_the_whole(family):
 def test_a_layer_of_no_width_is_compared_too():
     config = tiny_config("deepseek_v3")
     config.n_shared_experts = 0
+    assert find_difference(config, cut, TensorParallel(), CPU) is None
+
+
+def test_a_table_that_a_layer_keeps_is_not_the_one_of_its_trial_without_values():
+    config = tiny_config("moshi")
+    factors = {"short_factor": [1.1] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 16}
+    config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
     assert find_difference(config, cut, TensorParallel(), CPU) is None
 
 

@@ -1,0 +1,76 @@
+"""A tiny model of a family, and its training in one process: what the cells of the matrix are tried on."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from harness.compat.reference import Curve, reference
+from harness.errors import UserError
+from harness.hf.causal import CausalModel, assemble
+from harness.hf.skeleton import ModelSource, text_decoder
+from harness.hf.verify.comparison import NOT_CAUSAL, looks_ahead
+from harness.hf.verify.tiny_copy import tiny_config, tiny_model
+from harness.parallel.comm import TensorParallel
+
+CPU = torch.device("cpu")
+
+
+class NotTried(Exception):
+    """No tiny model of the family runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyCase:
+    """A tiny model of a family in a directory, and its training in one process.
+
+    Attributes:
+        curve: loss and gradient norm of each step.
+    """
+
+    family: str
+    config: PretrainedConfig
+    directory: Path
+    curve: Curve
+
+
+def build_case(family: str, work: Path) -> FamilyCase:
+    """Return what the cells are tried on; UserError for a family that no layout can train, whatever its config says."""
+    text_decoder(CONFIG_MAPPING[family]())
+    directory = work / "model"
+    try:
+        config = tiny_config(family, tensor=2)
+    except UserError as error:
+        raise NotTried(str(error)) from error
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+        tiny_model(config).save_pretrained(directory)
+    dist.barrier()
+    if looks_ahead(config, CPU):  # perhaps not with other settings: what holds for all of them is said first
+        cut_family(ModelSource(name=family, config=config, weights=None), TensorParallel())
+        raise UserError(NOT_CAUSAL)
+    curve = reference(directory)
+    return FamilyCase(family=family, config=config, directory=directory, curve=curve)
+
+
+def needs_is_decoder(config: PretrainedConfig) -> bool:
+    """Return whether the family of a tiny config looks at later tokens unless its config.json sets `is_decoder`."""
+    if getattr(type(config)(), "is_decoder", True):
+        return False
+    encoder = copy.deepcopy(config)
+    encoder.is_decoder = False
+    try:
+        return looks_ahead(encoder, CPU)
+    except Exception:  # it does not run at all
+        return True
+
+
+def cut_family(source: ModelSource, place: TensorParallel) -> CausalModel:
+    """Return the model of a tiny config, cut for a place in a tensor-parallel group."""
+    return assemble(source, tensor=place, device=CPU, dtype=torch.float32, seed=0, finish=lambda layer: None)
