@@ -138,12 +138,17 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
     length = int.from_bytes(file.bytes(0, 8), "little")
     if length > min(file.size - 8, LONGEST_HEADER):
         raise ValueError(f"its header claims {length:,} bytes")
-    header = json.loads(file.bytes(8, length))
+    header = json.loads(file.bytes(8, length).decode("utf-8"))
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
     header.pop("__metadata__", None)
-    tensors = [_stored(file, 8 + length, name, entry) for name, entry in header.items()]
-    return {tensor.name: LazyTensor.of(tensor) for tensor in sorted(tensors, key=lambda tensor: tensor.start)}
+    stored = [_stored(file, 8 + length, name, entry) for name, entry in header.items()]
+    stored.sort(key=lambda tensor: (tensor.start, prod(tensor.shape)))  # an empty tensor may begin where another does
+    tensors = {tensor.name: LazyTensor.of(tensor) for tensor in stored}
+    ends = [tensor.start + tensors[tensor.name].nbytes for tensor in stored]
+    if [8 + length, *ends] != [*(tensor.start for tensor in stored), file.size]:
+        raise ValueError("its tensors overlap, or leave bytes of the file out")
+    return tensors
 
 
 def _stored(file: OpenFile, first: int, name: str, entry: Any) -> Stored:
