@@ -79,9 +79,20 @@ def read_progress(checkpoint: Path) -> Progress:
     try:
         stated = json.loads(path.read_text(encoding="utf-8"))
         known = {item.name for item in fields(Progress)}  # a later version may say more
-        return Progress(**{name: value for name, value in stated.items() if name in known})
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        progress = Progress(**{name: value for name, value in stated.items() if name in known})
+        _require_types(progress)
+        return progress
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
+
+
+def _require_types(progress: Progress) -> None:
+    """Raise ValueError for a value of another type than its field's: somebody has edited the file."""
+    kinds = {"int": int, "str": str, "dict": dict}
+    for item in fields(Progress):
+        value = getattr(progress, item.name)
+        if not isinstance(value, kinds[str(item.type).partition("[")[0]]):
+            raise ValueError(f"{item.name} is {value!r}")
 
 
 def optimizer_name(resolved: Resolved) -> str:

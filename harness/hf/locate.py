@@ -35,7 +35,7 @@ def model_directory(name: str) -> Path:
         )
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{config}: is not valid JSON: {error}") from error
     if not isinstance(content, dict) or not ("model_type" in content or "architectures" in content):
         raise UserError(f"{config}: has no model_type: save the model with save_pretrained")

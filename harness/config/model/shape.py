@@ -57,7 +57,7 @@ def read_model_config(source: str) -> dict[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     try:
         config = {"model_type": source} if is_model_type(source) else json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         names = ", ".join(sorted(p.parent.name for p in PRESETS.glob("*/config.json"))) or "none"
         hint = f"name a directory with config.json, a model type, or one of the presets: {names}"
         raise UserError(f"--model {source}: no readable config.json; {hint}") from None

@@ -92,7 +92,7 @@ def open_tensors(directory: Path) -> StoredTensors:
 def _indexed_files(index: Path) -> list[str]:
     try:
         files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(f"{index}: cannot be read: {type(error).__name__}: {error}") from error
     outside = [name for name in files if not isinstance(name, str) or Path(name).name != name]
     if outside or not files:

@@ -30,8 +30,11 @@ def empty(path: Path) -> None:
     (path / STATE).write_text("")
 
 
-def earlier_step(path: Path) -> None:
-    (path / STATE).write_text(json.dumps({**json.loads((path / STATE).read_text()), "step": 1}))
+def state(**changes: object) -> Callable[[Path], object]:
+    def change(path: Path) -> None:
+        (path / STATE).write_text(json.dumps({**json.loads((path / STATE).read_text()), **changes}))
+
+    return change
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -39,7 +42,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file missing": (lambda path: (path / "deep" / "random.pt").unlink(), "deep/random.pt is missing"),
     "its list missing": (lambda path: (path / STATE).unlink(), "trainer_state.json is missing"),
     "its list empty": (empty, "cannot be read"),
-    "another step": (earlier_step, "trainer_state.json is of step 1"),
+    "its list another thing": (state(files=[]), r"cannot be read: files is []"),
+    "its samples a word": (state(consumed_samples="x"), "cannot be read: consumed_samples is 'x'"),
+    "another step": (state(step=1), "trainer_state.json is of step 1"),
 }
 
 

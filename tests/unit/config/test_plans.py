@@ -47,6 +47,10 @@ def test_check_reports_it_with_the_model(tmp_path: Path, capsys: pytest.CaptureF
     assert found["DS905"]["pointer"] == "/tensor_parallel/autotp_size"
     assert found["DS901"]["message"] == "2 pipeline stages, but the model has only 1 decoder layer"
     assert found["DS901"]["hint"] == "use at most 1 stage"
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 0}', encoding="utf-8")
+    assert main(["check", str(tmp_path / "ds.json"), "--model", str(tmp_path), "--format", "json"]) == 1
+    found = {item["code"]: item for item in json.loads(capsys.readouterr().out)}
+    assert found["DS901"]["message"] == "the model's config.json has 0 decoder layers"
 
 
 def test_a_model_type_is_a_model(tmp_path: Path) -> None:

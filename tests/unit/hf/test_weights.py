@@ -143,7 +143,12 @@ def test_presets_can_be_read() -> None:
 
 @pytest.mark.parametrize(
     ("content", "wanted"),
-    [(None, "no config.json"), ("{", "is not valid JSON"), ("{}", "has no model_type")],
+    [
+        (None, "no config.json"),
+        ("{", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ("{}", "has no model_type"),
+    ],
 )
 def test_a_directory_that_holds_no_model_is_told(tmp_path: Path, content: str | None, wanted: str) -> None:
     if content is not None:

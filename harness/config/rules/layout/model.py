@@ -26,7 +26,13 @@ _TINY = "tiny-llama"
 def fewer_layers_than_stages(view: RunView) -> Iterator[Finding]:
     """The model has fewer decoder layers than the pipeline has stages, so some stages would be empty."""
     layers = view.model.layers if view.model is not None else None
-    if view.target == "harness" and layers is not None and view.stages > layers:
+    if view.target == "harness" and layers is not None and layers < 1:
+        yield Finding(
+            pointer="",
+            message=f"the model's config.json has {layers} decoder layers",
+            hint="give a model with at least one",
+        )
+    elif view.target == "harness" and layers is not None and view.stages > layers:
         yield Finding(
             pointer="/pipeline/stages",
             message=f"{view.stages} pipeline stages, but the model has only {counted(layers, 'decoder layer')}",

@@ -126,6 +126,8 @@ def _object_of_line(line: bytes, place: str) -> dict[str, Any]:
         raise UserError(f"{place} is not UTF-8 (byte {error.start} of the line): convert the file") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{place} is not JSON ({error.msg}, column {error.colno}): one object a line") from error
+    except RecursionError as error:
+        raise UserError(f"{place} is nested too deeply to be read as JSON") from error
     if not isinstance(row, dict):
         raise UserError(f'{place} is not an object: each line is {{"text": "..."}} or {{"messages": [...]}}')
     return row

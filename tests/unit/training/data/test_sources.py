@@ -127,6 +127,7 @@ BAD = {
     "missing": ("gone.txt", None, "gone.txt does not exist"),
     "suffix": ("a.csv", b"text\nx\n", r"a\.csv is not one of \.txt, \.jsonl, \.parquet"),
     "empty": ("a.txt", b"", "a.txt is empty"),
+    "deep line": ("a.jsonl", b"[" * 100_000, "a.jsonl:1 is nested too deeply"),
     "no line is JSON": ("a.jsonl", b"{text: 1}\n", r"a.jsonl:1 is not JSON \(.*column 2\)"),
     "no column": (
         "a.jsonl",
