@@ -42,9 +42,7 @@ class Drawing:
             f"{escape(text)}</text>"
         )
 
-    def line(
-        self, points: Sequence[tuple[float, float]], stroke: str, *, width: float = 1, arrow: bool = False
-    ) -> None:
+    def line(self, points: Sequence[tuple[float, float]], stroke: str, *, width: float = 1) -> None:
         """Add a line through `points`."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self._shapes.append(f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="{width}"/>')

@@ -73,4 +73,4 @@ def needs_is_decoder(config: PretrainedConfig) -> bool:
 
 def cut_family(source: ModelSource, place: TensorParallel) -> CausalModel:
     """Return the model of a tiny config, cut for a place in a tensor-parallel group."""
-    return assemble(source, tensor=place, device=CPU, dtype=torch.float32, seed=0, finish=lambda layer: None)
+    return assemble(source, tensor=place, device=CPU, dtype=torch.float32, seed=0, finish=lambda _layer: None)

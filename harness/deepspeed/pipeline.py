@@ -88,7 +88,7 @@ class GivenStages(PipelineModule):
                 weight.grad = torch.zeros_like(weight)
         return tied
 
-    def _partition_layers(self, method: str = "uniform") -> None:
+    def _partition_layers(self, method: str = "uniform") -> None:  # noqa: ARG002  # DeepSpeed gives it by name
         self.parts = list(self.__dict__["_builder"].boundaries)
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 

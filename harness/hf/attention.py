@@ -26,31 +26,43 @@ def with_attention(config: PretrainedConfig, wanted: str | None) -> PretrainedCo
     """
     if wanted is not None:
         config = copy.deepcopy(config)
-        config._attn_implementation = wanted
+        choose_attention(config, wanted)
     return config
+
+
+def attention_of(config: PretrainedConfig) -> str | None:
+    """Return the implementation that a config asks for; None for transformers' default."""
+    name: str | None = config._attn_implementation  # noqa: SLF001  # transformers has no public name for it
+    return name
+
+
+def choose_attention(config: PretrainedConfig, name: str | None) -> None:
+    """Let a config ask for an implementation; None for transformers' default."""
+    config._attn_implementation = name  # noqa: SLF001  # transformers has no public name for it
 
 
 def is_flash(config: PretrainedConfig) -> bool:
     """Whether the model runs with flash-attention."""
-    return FLASH in str(config._attn_implementation)
+    return FLASH in str(attention_of(config))
 
 
 @contextmanager
 def on_any_device(model: PreTrainedModel) -> Iterator[None]:
     """Let a model that runs with flash-attention be tried on the CPU, on the meta device and in fp32."""
-    wanted = model.config._attn_implementation
+    wanted = attention_of(model.config)
     if is_flash(model.config):
-        model.config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
+        has_sdpa = model._supports_sdpa  # noqa: SLF001  # what a class of transformers says of itself
+        choose_attention(model.config, "sdpa" if has_sdpa else "eager")
     try:
         yield
     finally:
-        if model.config._attn_implementation != wanted:
-            model.config._attn_implementation = wanted
+        if attention_of(model.config) != wanted:
+            choose_attention(model.config, wanted)
 
 
 def require_available(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
     """UserError for flash-attention where its package or a GPU is missing, or in fp32."""
-    name = str(config._attn_implementation)
+    name = str(attention_of(config))
     if not is_flash(config):
         return
     available = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}

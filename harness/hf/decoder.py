@@ -235,7 +235,7 @@ def _nest(root: nn.Module, name: str, module: nn.Module) -> None:
     """Register `module` under its dotted name, with bare modules for the parts of the path."""
     *path, leaf = name.split(".")
     for part in path:
-        if part not in root._modules:
+        if part not in dict(root.named_children()):
             root.add_module(part, nn.Module())
         root = root.get_submodule(part)
     root.add_module(leaf, module)

@@ -11,7 +11,7 @@ from harness.hf.lora import plain_name
 
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> frozenset[str]:
     """Names of the parameters that `from_pretrained(dtype=dtype)` leaves in float32, as the class of the model says."""
-    patterns = list(model._get_dtype_plan(dtype))
+    patterns = list(model._get_dtype_plan(dtype))  # noqa: SLF001  # what `from_pretrained` goes by
     if not patterns:
         return frozenset()
     found, _, _ = build_glob_alternation(patterns)

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from harness.errors import UserError
+from harness.hf.attention import attention_of
 from harness.hf.locate import model_directory
 from harness.hf.weights.in_memory import require_plain, skeleton_of
 from harness.hf.weights.tensor_files import has_tensors
@@ -176,7 +177,7 @@ def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
             built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # a family may make of its config what it likes
         reason = _reason(error)
-        if (wanted := config._attn_implementation) and "attention implementation" in reason:
+        if (wanted := attention_of(config)) and "attention implementation" in reason:
             raise UserError(
                 f"{reason.partition(' yet.')[0]}: use another --attn_implementation than {wanted}"
             ) from error

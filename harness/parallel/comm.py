@@ -151,11 +151,11 @@ class _CopyTailToGroup(torch.autograd.Function):
 
 class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(_ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return sum_over_group(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 

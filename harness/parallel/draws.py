@@ -50,7 +50,7 @@ class DrawCatcher(TorchFunctionMode, ABC):
         return func(*args, **(kwargs or {})) if draw is None else draw(self, *args, **(kwargs or {}))
 
     @abstractmethod
-    def fill(self, out: Tensor, method: str, *args: Any, **options: Any) -> Tensor:
+    def fill(self, out: Tensor, method: str, /, *args: Any, **options: Any) -> Tensor:
         """Fill `out` with random numbers by one of its methods, and return it."""
 
     @abstractmethod
@@ -65,11 +65,11 @@ class DrawnShapes(DrawCatcher):
         super().__init__()
         self.shapes: list[torch.Size] = []
 
-    def fill(self, out: Tensor, method: str, *args: Any, **options: Any) -> Tensor:
+    def fill(self, out: Tensor, _method: str, /, *_args: Any, **_options: Any) -> Tensor:
         self.shapes.append(out.shape)
         return out
 
-    def seed_kernel(self, shape: torch.Size, device: torch.device) -> None:
+    def seed_kernel(self, shape: torch.Size, _device: torch.device) -> None:
         self.shapes.append(shape)
 
 
@@ -150,7 +150,7 @@ class KeyedDraws(DrawCatcher):
         self.shares: Sequence[tuple[int, ...]] = ()
         self._count = 0
 
-    def fill(self, out: Tensor, method: str, *args: Any, **options: Any) -> Tensor:
+    def fill(self, out: Tensor, method: str, /, *args: Any, **options: Any) -> Tensor:
         whole, start, number, share = self._next_shape(out.shape)
         if not out.numel():
             return out

@@ -88,6 +88,12 @@ class ProcessSet:
         if self._communicates():
             dist.barrier(group=self._group)
 
+    def dissolve(self) -> None:
+        """Destroy the group of a set that nobody uses any more."""
+        self.removed = True
+        if self.included() and self._group is not None:
+            dist.destroy_process_group(self._group)
+
     def _communicates(self) -> bool:
         """Whether there is anybody to talk to. Raises UserError outside the set, and once it is removed."""
         if self.removed:
@@ -158,9 +164,7 @@ class ProcessSets:
         if name in self._predefined:
             raise UserError(f"{gone!r} belongs to the layout: only sets that were added can be removed")
         del self._sets[name]
-        gone.removed = True
-        if gone.included() and gone._group is not None:
-            dist.destroy_process_group(gone._group)
+        gone.dissolve()
 
     def _agree(self, call: str) -> None:
         """Compare `call` with that of every other rank. Raises UserError if they differ or one is late."""

@@ -272,7 +272,7 @@ def parse(
 class _Names(argparse.Action):
     """Several words, separated by spaces or commas, as a tuple."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(self, _parser: Any, namespace: Any, values: Any, _option_string: str | None = None) -> None:
         names = tuple(name for value in values for name in value.split(",") if name)
         setattr(namespace, self.dest, names)
 

@@ -95,7 +95,8 @@ def _advance(scheduler: Any, steps: int, train_batch: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch misses the optimizer steps, which the checkpoint has done
         if isinstance(scheduler, LambdaLR):  # a function of the step alone
-            scheduler.last_epoch, scheduler._step_count = steps - 1, steps
+            scheduler.last_epoch = steps - 1
+            scheduler._step_count = steps  # noqa: SLF001  # torch's own, which `step` counts up
             scheduler.step()
         elif hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's own, likewise; they count from 0
             scheduler.step(steps - 1)

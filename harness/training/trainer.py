@@ -105,7 +105,7 @@ class Trainer:
     def from_inputs(cls, inputs: RunInputs, callbacks: Sequence[TrainerCallback] = ()) -> Self:
         """Return a Trainer of what `harness.train` has read and checked already."""
         trainer = cls.__new__(cls)
-        trainer._begin(inputs, callbacks)
+        cls._begin(trainer, inputs, callbacks)
         return trainer
 
     def _begin(self, inputs: RunInputs, callbacks: Sequence[TrainerCallback]) -> None:

@@ -67,7 +67,7 @@ def prepared(trainer: Trainer) -> list:
     """One step's micro-batches with their targets, made ready before the clock runs."""
     engine = trainer.engine
     whole = [EvaluationBatch(inputs=x, labels=y, rows=len(y)) for x, y in trainer.stream.next_step()]
-    return engine._weigh(whole, engine._count(whole))
+    return engine.weigh(whole, engine.count(whole))
 
 
 def timed(step) -> float:

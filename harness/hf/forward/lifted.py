@@ -136,7 +136,7 @@ def _revive_buffers(model: PreTrainedModel, stack: str, device: torch.device, va
             continue
         module.to_empty(device=device, recurse=False)
         with torch.no_grad():
-            _model_around(model, name)._init_weights(module)
+            _model_around(model, name)._init_weights(module)  # noqa: SLF001  # it fills buffers too
             for key, buffer in module.named_buffers(name, recurse=False):
                 if key in values and values[key].dtype == buffer.dtype:  # a half-precision copy has lost digits
                     buffer.copy_(values[key])

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from harness.hf.forward.analysis import analyze
-from harness.hf.forward.forward_run import ForwardRun, ReachedLayer, call_name
+from harness.hf.forward.forward_run import ForwardRun, ReachedLayer, call_name, keep_hidden
 from harness.hf.forward.input_cache import HiddenShape, LayerInputCache
 from harness.hf.forward.lifted import LiftedForward
 from harness.hf.forward.payload import PayloadSpec, StagePayload, Tokens, hidden_name
@@ -73,7 +73,7 @@ class OuterForward(LiftedForward):
     def enter(self, tokens: Tokens, modules: dict[str, nn.Module], training: bool) -> StagePayload:
         """Return what the model's forward gives its first layer, by the real prologue `modules`."""
 
-        def stop(index: int, inputs: LayerInputs, hidden: Tensor) -> Tensor:
+        def stop(_index: int, inputs: LayerInputs, hidden: Tensor) -> Tensor:
             raise ReachedLayer(hidden, inputs)
 
         self._switch_mode(training)
@@ -116,7 +116,7 @@ class OuterForward(LiftedForward):
         """Return what the model's forward makes of the `output` of its module `head`, as in `leave`."""
         tokens = HiddenShape.of(output, None).tokens(self.device)
         with self.real({head: _Constant(output)}):
-            return self.forward(tokens, ForwardRun(lambda index, inputs, hidden: hidden, output.dtype), **options)
+            return self.forward(tokens, ForwardRun(keep_hidden, output.dtype), **options)
 
     def _replay(self, index: int, payload: StagePayload) -> tuple[Tensor, LayerInputs]:
         """Run the forward between the layers again, up to layer `index`; return what that layer is given."""
@@ -144,7 +144,7 @@ class OuterForward(LiftedForward):
         """Return the inputs of all layers, for these ids and hidden states of this dtype."""
         made: list[LayerInputs] = []
 
-        def keep(index: int, inputs: LayerInputs, hidden: Tensor) -> Tensor:
+        def keep(_index: int, inputs: LayerInputs, hidden: Tensor) -> Tensor:
             made.append(inputs)
             if len(made) == len(self.layers):
                 raise ReachedLayer(hidden, inputs)
@@ -164,7 +164,7 @@ def _recorded(modules: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     """Yield name -> what a module of the prologue gives at each of its calls."""
     outputs: dict[str, Tensor] = {}
 
-    def record(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def record(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         number = 0
         while call_name(name, number) in outputs:
             number += 1
@@ -185,5 +185,5 @@ class _Constant(nn.Module):
         super().__init__()
         self.value = self.weight = value  # a forward may ask its head's weight for its dtype
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *_args: object, **_kwargs: object) -> Tensor:
         return self.value

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.forward.forward_run import ForwardRun
+from harness.hf.forward.forward_run import ForwardRun, keep_hidden
 from harness.hf.forward.input_cache import HiddenShape
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import Tokens
@@ -182,7 +182,7 @@ def _coefficient(outer: OuterForward, capture: RouterCapture, head: str) -> floa
     output[..., 0] = 1e6
     try:
         with capture.replaying(outer.model, [torch.zeros(1, *_logits_shape(outer, capture), device=outer.device)]):
-            run = ForwardRun(lambda index, inputs, hidden: hidden, PROBE.dtype)
+            run = ForwardRun(keep_hidden, PROBE.dtype)
             if getattr(outer.forward(Tokens(labels), run, **WANTED), "aux_loss", None) is None:
                 return None
             asked = outer.finish(head, output, labels=labels, **WANTED)

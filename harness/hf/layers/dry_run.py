@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from harness.hf.layers.inputs import LayerInputs
 from harness.parallel.draws import DrawnShapes
+from harness.parallel.plans.experts import run_experts_by
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 # what a forward raises that asks tensors on meta for their values
@@ -71,12 +72,12 @@ def _shapes_alone(layer: nn.Module) -> Iterator[None]:
     configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
     chosen = {id(config): (config, kind) for config in configs if (kind := _experts_of(config)) is not None}
     for config, _ in chosen.values():
-        config._experts_implementation = "batched_mm"
+        run_experts_by(config, "batched_mm")
     try:
         yield
     finally:
         for config, kind in chosen.values():
-            config._experts_implementation = kind
+            run_experts_by(config, kind)
         for module, attributes in before:
             vars(module).clear()
             vars(module).update(attributes)
@@ -92,12 +93,10 @@ def zeroed(layer: nn.Module, device: torch.device) -> nn.Module:
         return layer
     copied = copy.deepcopy(layer)
     for module in copied.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                module._parameters[name] = nn.Parameter(_zeros(parameter, device), requires_grad=False)
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                module._buffers[name] = _zeros(buffer, device)
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            module.register_parameter(name, nn.Parameter(_zeros(parameter, device), requires_grad=False))
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, _zeros(buffer, device))
     return copied
 
 

@@ -85,7 +85,8 @@ class _Watch:
         original = dict(layer.named_modules())
         for name, module in self.layer.named_modules():
             module.forward = partial(self._call, name, module.forward, original[name])
-            module.__dict__["_parameters"] = _RecordedReads(module._parameters, partial(self._read, name))
+            parameters = module._parameters  # noqa: SLF001  # where torch looks when a forward reads an attribute
+            module.__dict__["_parameters"] = _RecordedReads(parameters, partial(self._read, name))
 
     def lowest_leaf(self, name: str) -> str:
         """Return the module itself or the nearest one around it that may be a leaf; the layer where there is none."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.attention import is_flash
+from harness.hf.attention import attention_of, choose_attention, is_flash
 from harness.hf.layers.dry_run import CANNOT_RUN
 from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model
 
@@ -30,7 +30,7 @@ def require_documents_apart(config: PretrainedConfig) -> None:
 
     Raises UserError if its documents see each other, it does not take position ids, or it cannot be tried.
     """
-    attention = None if is_flash(config) else config._attn_implementation
+    attention = None if is_flash(config) else attention_of(config)
     worst = _try(config, attention, torch.device("cpu"), torch.float32)
     if not worst <= TOLERANCE:
         raise _seen(config, worst)
@@ -45,10 +45,10 @@ def require_flash_apart(config: PretrainedConfig, rows: int, device: torch.devic
         return
     if rows > 1:
         raise UserError(
-            f"packing with {config._attn_implementation}: transformers separates documents only in micro-batches of "
+            f"packing with {attention_of(config)}: transformers separates documents only in micro-batches of "
             f"one sample, but this one has {rows}: set the (evaluation) batch size per device to 1"
         )
-    worst = _try(config, config._attn_implementation, device, dtype)
+    worst = _try(config, attention_of(config), device, dtype)
     if not worst <= TOLERANCE_OF_HALF:
         raise _seen(config, worst)
 
@@ -64,7 +64,7 @@ def _try(config: PretrainedConfig, attention: str | None, device: torch.device, 
     """How much documents see of each other in a tiny copy; UserError if it does not run."""
     try:
         tiny = shrink(config)
-        tiny._attn_implementation = attention
+        choose_attention(tiny, attention)
         model: Any = tiny_model(tiny, dtype=dtype)
         return _difference(model.to(device), tiny_ids(model)[:1].to(device))
     except (UserError, *CANNOT_RUN) as error:

@@ -45,7 +45,7 @@ class ParameterRef:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def read(self, into: Tensor, box: Box) -> None:
+    def read(self, _into: Tensor, _box: Box) -> None:
         """Refuse: a name has no values. The writer puts the live tensor in its place."""
         raise LookupError(f"{self.name} is only a name")
 
@@ -100,7 +100,7 @@ def open_checkpoint(directory: Path, model: PreTrainedModel) -> Checkpoint:
     present = frozenset(found)
     untied = _tie(found, model)
     info.missing_keys = {name for name in info.missing_keys if name not in found}
-    loaded._adjust_missing_and_unexpected_keys(info)
+    loaded._adjust_missing_and_unexpected_keys(info)  # noqa: SLF001  # what `from_pretrained` itself leaves out
     _refuse(directory, names.values(), info, model)
     _refuse_quantized(directory, found, model)
     if info.unexpected_keys:
@@ -243,7 +243,7 @@ def _refuse_quantized(directory: Path, found: Mapping[str, LazyTensor], model: P
 
 def _written(model: PreTrainedModel, names: Collection[str]) -> dict[str, LazyTensor]:
     """Return the tensors of a checkpoint, made of those `names` of the model."""
-    ignored = set(model._keys_to_ignore_on_save or ())
+    ignored = set(model._keys_to_ignore_on_save or ())  # noqa: SLF001  # `save_pretrained` leaves these out
     held: dict[str, Tensor] = {
         name: LazyTensor.of(ParameterRef(name, tuple(tensor.shape), tensor.dtype))
         for name, tensor in model.state_dict(keep_vars=True).items()

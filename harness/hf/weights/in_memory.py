@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.errors import UserError
+from harness.hf.attention import attention_of
 
 HOOKS = {
     "_forward_hooks": "forward hook",
@@ -45,7 +46,7 @@ def require_plain(model: PreTrainedModel) -> None:
                 f"{where} is parametrized: call torch.nn.utils.parametrize.remove_parametrizations on it first"
             )
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if any(getattr(parameter, kind, None) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")):
             raise UserError(f"{name} has a hook on its gradient, which would not run in training: remove it")
         if isinstance(parameter, DTensor):
             raise UserError(f"{name} is already distributed over ranks: give a model that is complete on every rank")
@@ -71,11 +72,12 @@ def skeleton_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedM
     skeleton.config.use_cache = False
     if getattr(skeleton.config, "output_router_logits", False):
         skeleton.config.output_router_logits = False
-    if config._attn_implementation != model.config._attn_implementation:
+    wanted = attention_of(config)
+    if wanted is not None and wanted != attention_of(model.config):
         try:
-            skeleton.set_attn_implementation(config._attn_implementation)
+            skeleton.set_attn_implementation(wanted)
         except ValueError as error:
-            raise UserError(f"--attn_implementation {config._attn_implementation}: {error}") from error
+            raise UserError(f"--attn_implementation {wanted}: {error}") from error
     _forget_broken_ties(skeleton)
     skeleton.train()
     return skeleton

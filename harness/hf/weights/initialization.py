@@ -161,17 +161,18 @@ def standing_for(names: Sequence[str], root: nn.Module, values: Tensor) -> Itera
     """
     own: dict[int, nn.Parameter] = {id(root.get_parameter(names[0])): nn.Parameter(values)}
     modules = [root.get_submodule(name.rpartition(".")[0]) for name in names]
-    before = [dict(module._parameters) for module in modules]
-    for module in modules:
-        for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in own and parameter.numel() <= SMALL:
+    before = [dict(module.named_parameters(recurse=False, remove_duplicate=False)) for module in modules]
+    for module, parameters in zip(modules, before, strict=True):
+        for name, parameter in parameters.items():
+            if id(parameter) not in own and parameter.numel() <= SMALL:
                 own[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=values.device))
-        module._parameters.update({name: own.get(id(p), p) for name, p in module._parameters.items()})
+            module.register_parameter(name, own.get(id(parameter), parameter))
     try:
         yield
     finally:
         for module, parameters in zip(modules, before, strict=True):
-            module._parameters.update(parameters)
+            for name, parameter in parameters.items():
+                module.register_parameter(name, parameter)
 
 
 class _Recording(TorchDispatchMode):
@@ -179,15 +180,16 @@ class _Recording(TorchDispatchMode):
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
-        self.storage = tensor.untyped_storage()._cdata
+        self.storage = _storage_of(tensor)
         self.changes: list[Change] = []
         self.complete = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        schema = func._schema  # noqa: SLF001  # torch has no public name for it
         written = [
             value
-            for value, argument in zip(args, func._schema.arguments, strict=False)
+            for value, argument in zip(args, schema.arguments, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write and self._is_ours(value)
         ]
         if written:
@@ -215,7 +217,7 @@ class _Recording(TorchDispatchMode):
         return tensor
 
     def _is_ours(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.is_meta and value.untyped_storage()._cdata == self.storage
+        return isinstance(value, Tensor) and value.is_meta and _storage_of(value) == self.storage
 
     def _record(self, function: Any, view: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -225,6 +227,12 @@ class _Recording(TorchDispatchMode):
             return
         start = int(view.storage_offset())
         self.changes.append(Change(function, start, start + view.numel(), args, kwargs))
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Return what is the same for views of one tensor, also of one without memory."""
+    address: int = tensor.untyped_storage()._cdata  # noqa: SLF001  # the public address is 0 on the meta device
+    return address
 
 
 def _pieces(shape: tuple[int, ...], most: int) -> Iterator[Box]:

@@ -53,7 +53,7 @@ def materialise(layer: nn.Module, device: torch.device, dtype: torch.dtype, kept
                     real[id(parameter)].kept_in_fp32 = True  # type: ignore[attr-defined]
             module.register_parameter(name, real[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = torch.empty_like(buffer, device=device)
+            setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ class Initialiser:
             inside = [tensor for tensor in names if tensor.startswith(path + ".")]
             if inside:
                 self._initialise(child, path, inner, inside)
-        inner._init_weights(module)
+        inner._init_weights(module)  # noqa: SLF001  # what a family overrides to draw its weights
 
     def _of_constructor(self, name: str, shape: Sequence[int]) -> Tensor:
         if name in self._constructed:
@@ -160,7 +160,7 @@ class MemoryReader:
     tensors: Mapping[str, Tensor]
 
     @torch.no_grad()
-    def fill(self, layer: nn.Module, whole: nn.Module) -> None:
+    def fill(self, layer: nn.Module, _whole: nn.Module) -> None:
         """Copy what `layer` holds."""
         for name, tensor in _named_tensors(layer):
             fill_local(tensor, self.tensors[name])
@@ -243,7 +243,7 @@ def _with_real_buffers(whole: nn.Module, names: Set[str], device: torch.device) 
     """Return a copy of a module on meta in which the buffers `names` have memory."""
     scratch = copy.deepcopy(whole)
     for prefix, module in scratch.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and f"{prefix}.{name}".lstrip(".") in names:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if f"{prefix}.{name}".lstrip(".") in names:
+                setattr(module, name, torch.empty_like(buffer, device=device))
     return scratch

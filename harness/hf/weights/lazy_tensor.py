@@ -30,7 +30,7 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, patches: Sequence[TensorSlice], shape: Sequence[int], dtype: torch.dtype) -> LazyTensor:
-        tensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device="cpu")  # type: ignore
+        tensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device="cpu")  # type: ignore  # noqa: SLF001
         tensor.patches = tuple(patches)
         return tensor
 
@@ -71,7 +71,7 @@ class LazyTensor(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Lazy({tuple(self.shape)}, {self.dtype}, {len(self.patches)} patches)"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -164,7 +164,7 @@ def arrangement(func: Any) -> Callable[..., Any] | None:
     match func:
         case aten.detach.default | aten.alias.default | aten.clone.default | aten.lift_fresh.default:
             return lambda lazy, **_: LazyTensor(lazy.patches, lazy.shape, lazy.dtype)
-        case aten._to_copy.default:
+        case aten._to_copy.default:  # noqa: SLF001  # torch's name of the operation
             # the values stay as they are stored: whoever reads them chooses the dtype, once
             return lambda lazy, dtype=None, **_: LazyTensor(lazy.patches, lazy.shape, dtype or lazy.dtype)
         case aten.slice.Tensor:

@@ -70,7 +70,8 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
     tensor = target.tensor
     own = _experts(getattr(module, "num_experts", None), tensor, target.name)
     module.num_experts = own[1] - own[0]
-    module._is_expert_parallel = True  # transformers' kernels then leave out what is sent to no expert of theirs
+    # transformers' kernels then leave out what is sent to no expert of theirs
+    module._is_expert_parallel = True  # noqa: SLF001
 
     def before_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _own_routing(*args, **kwargs, own=own, tensor=tensor), {}
@@ -100,7 +101,12 @@ def run_where_aligned(module: nn.Module, dtype: torch.dtype) -> None:
         if getattr(experts, "config", None) is not None:
             rows = {size for param in experts.parameters(recurse=False) if param.ndim == 3 for size in param.shape[1:]}
             if any(row * dtype.itemsize % _ROW_BYTES for row in rows):
-                experts.config._experts_implementation = "eager"
+                run_experts_by(experts.config, "eager")
+
+
+def run_experts_by(config: Any, implementation: str | None) -> None:
+    """Let the fused experts of the model with this config run by one of transformers' implementations."""
+    config._experts_implementation = implementation  # noqa: SLF001  # transformers has no public setter for a part
 
 
 def _own_routing(
@@ -141,7 +147,7 @@ class _Linked(torch.autograd.Function):
         return output.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, *map(torch.zeros_like, ctx.saved_tensors)
 
 

@@ -32,7 +32,7 @@ from harness.parallel.tensor.summed_gradients import sum_gradients, sum_gradient
 
 def is_wrapper(module: nn.Module) -> bool:
     """Whether `module` is a layer with adapters around it."""
-    return "base_layer" in module._modules and "lora_A" in module._modules
+    return {"base_layer", "lora_A"} <= {name for name, _ in module.named_children()}
 
 
 def without_adapters(module: Any) -> Any:
@@ -125,7 +125,7 @@ def _hand_on_hooks(base: nn.Module, wrapper: nn.Module) -> None:
         getattr(base, name).clear()
 
 
-def _follow_parameter(wrapper: Any, base: Any, name: str, tensor: TensorParallel) -> None:
+def _follow_parameter(wrapper: Any, base: Any, _name: str, _tensor: TensorParallel) -> None:
     """Cut the adapters of a parameter: of one matrix (out, in), or of all experts' (experts, out, in), or, where the
     module says `is_transposed`, (experts, in, out). What is left whole has partial gradients (see `partial.py`)."""
     shard = shard_of(getattr(base, wrapper.parameter_name))

@@ -47,7 +47,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ignored = labels == ignore_index
         inside = (labels >= 0) & (labels < vocab_size)
-        torch._assert_async((inside | ignored).all(), "a label is outside the vocabulary")
+        torch._assert_async((inside | ignored).all(), "a label is outside the vocabulary")  # noqa: SLF001  # no public name
         first, stop = stretch(vocab_size, group_rank(group), group_size(group))
         if logits.shape[-1] != stop - first:
             raise ValueError(f"got {logits.shape[-1]} columns of logits, expected {stop - first}")

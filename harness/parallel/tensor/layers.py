@@ -65,7 +65,7 @@ class ColumnParallelLinear(nn.Linear):
         weight_transposed: bool = False,
     ) -> ColumnParallelLinear:
         """Return this rank's part of a whole layer: `shard` of its weight, or an equal share."""
-        layer = cls.__new__(cls)
+        layer: ColumnParallelLinear = cls.__new__(cls)
         layer._adopt(linear, group, shard, gather_output, weight_transposed)
         return layer
 
@@ -161,7 +161,7 @@ class RowParallelLinear(nn.Linear):
         weight_transposed: bool = False,
     ) -> RowParallelLinear:
         """Return this rank's part of a whole layer: `shard` of its weight, or an equal share."""
-        layer = cls.__new__(cls)
+        layer: RowParallelLinear = cls.__new__(cls)
         layer._adopt(linear, group, shard, input_is_parallel, weight_transposed)
         return layer
 
@@ -249,7 +249,7 @@ class VocabParallelEmbedding(nn.Embedding):
         if group_size(self.group) == 1:
             return super().forward(ids)
         inside = (ids >= 0) & (ids < self.num_embeddings)
-        torch._assert_async(inside.all(), "an input id is outside the vocabulary")
+        torch._assert_async(inside.all(), "an input id is outside the vocabulary")  # noqa: SLF001  # no public name
         local = ids - self.first_row
         elsewhere = (local < 0) | (local >= self.rows)
         vectors = super().forward(local.masked_fill(elsewhere, 0))

@@ -115,7 +115,7 @@ def cut_segments(owner: nn.Module, name: str, segments: Sequence[Segment], dim: 
     ranges = [segment.used(tensor) for segment in segments]
 
     def used(module: Any) -> Tensor:
-        whole: Tensor = module._parameters[name]
+        whole: Tensor = module._parameters[name]  # noqa: SLF001  # this property hides the name
         return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim=dim)
 
     kind = type(owner)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.training.data.cache import cache_error, fingerprint, identity, prepared_folder
+from harness.training.data.cache import cache_error, fingerprint, fingerprint_of, identity, prepared_folder
 from harness.training.data.pieces import PieceEncoder
 from harness.training.data.shards import make_shards
 from harness.training.data.tokenizer import Tokenizer, largest_id
@@ -77,7 +77,7 @@ def make_blocks(
     """
     require_block_size(block_size)
     dtype = smallest_dtype(largest_id(tokenizer))
-    folder = prepared_folder(cache_dir) / fingerprint(_FORMAT, documents._fingerprint, identity(tokenizer))
+    folder = prepared_folder(cache_dir) / fingerprint(_FORMAT, fingerprint_of(documents), identity(tokenizer))
     try:
         corpus = Corpus.of(documents, PieceEncoder(tokenizer), dtype)
         folders = make_shards(folder, corpus.shards(), corpus.write, doing="tokenising", say=say, workers=workers)

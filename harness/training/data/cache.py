@@ -16,6 +16,7 @@ from harness.topology.env import LaunchEnv
 from harness.training.data.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from torch.distributed import Store
 
 T = TypeVar("T")
@@ -76,6 +77,17 @@ def fingerprint(*parts: object) -> str:
     """Return a name for prepared data, the same in every process and run: made of what it was made of, of no pickled
     code."""
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def fingerprint_of(rows: Dataset) -> str:
+    """Return the name that stands for the content of a data set."""
+    name: str = rows._fingerprint  # noqa: SLF001  # datasets has no public name for it
+    return name
+
+
+def set_fingerprint(rows: Dataset, name: str) -> None:
+    """Let `name` stand for the content of a data set."""
+    rows._fingerprint = name  # noqa: SLF001  # datasets has no public name for it
 
 
 def identity(tokenizer: Tokenizer) -> str:

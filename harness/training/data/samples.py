@@ -20,7 +20,7 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.training.batches.collate import IGNORED
 from harness.training.data.blocks import require_block_size, smallest_dtype
-from harness.training.data.cache import cache_error, fingerprint, identity, prepared_folder
+from harness.training.data.cache import cache_error, fingerprint, fingerprint_of, identity, prepared_folder
 from harness.training.data.chat import ConversationEncoder
 from harness.training.data.conversations import Conversations, EncodedConversations
 from harness.training.data.packing import Bins, best_fit_decreasing
@@ -96,7 +96,7 @@ def make_samples(
     require_block_size(block_size)
     encoder = ConversationEncoder(tokenizer)
     dtype = smallest_dtype(largest_id(tokenizer))
-    key = fingerprint("samples", _FORMAT, documents._fingerprint, block_size, identity(tokenizer), encoder.template)
+    key = fingerprint("samples", _FORMAT, fingerprint_of(documents), block_size, identity(tokenizer), encoder.template)
     folder = prepared_folder(cache_dir) / key
     try:
         source = Conversations.of(documents, encoder, block_size, dtype)

@@ -70,8 +70,9 @@ def bytes_of_rows(documents: Dataset, column: str) -> npt.NDArray[np.integer]:
     chunks = documents.data.column(column).chunks
     of_chunks = [pc.binary_length(chunk).to_numpy(zero_copy_only=False).astype(np.uint32) for chunk in chunks]
     lengths = np.concatenate([np.empty(0, np.uint32), *of_chunks])
-    if documents._indices is not None:
-        lengths = lengths[documents._indices.column(0).to_numpy()]
+    indices = documents._indices  # noqa: SLF001  # datasets has no public name for which rows are left, in which order
+    if indices is not None:
+        lengths = lengths[indices.column(0).to_numpy()]
     return lengths
 
 

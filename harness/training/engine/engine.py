@@ -101,7 +101,7 @@ class Engine(ABC):
             self.keys.begin_step(consumed_samples)
         self._forget()
         whole = [EvaluationBatch(inputs=x, labels=y, rows=len(_first(y))) for x, y in micro_batches]
-        loss, parts = self._train(self._weigh(whole, self._count(whole)))
+        loss, parts = self._train(self.weigh(whole, self.count(whole)))
         norm = self.deepspeed.get_global_grad_norm()
         norm = None if norm is None else float(norm)
         applied = self.deepspeed.was_step_applied()
@@ -131,15 +131,15 @@ class Engine(ABC):
 
         `micro_batches` holds them where data is read, and is empty elsewhere.
         """
-        counted, rows = self._count(micro_batches)
+        counted, rows = self.count(micro_batches)
         with torch.no_grad():
-            mean = self._evaluate(self._weigh(micro_batches, (counted, rows), by_label=True), steps)
+            mean = self._evaluate(self.weigh(micro_batches, (counted, rows), by_label=True), steps)
         if self.groups.pp_group is not None:
             last = dist.get_process_group_ranks(self.groups.pp_group)[-1]
             dist.broadcast(counted, src=last, group=self.groups.pp_group)
         return float(mean) * float(counted), float(counted)
 
-    def _count(self, micro_batches: Sequence[EvaluationBatch]) -> tuple[Tensor, Tensor]:
+    def count(self, micro_batches: Sequence[EvaluationBatch]) -> tuple[Tensor, Tensor]:
         """Return what counts for the loss, and how many samples do, in the micro-batches of all data ranks; known on
         the last stage, which has the labels."""
         both = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -150,7 +150,7 @@ class Engine(ABC):
                 dist.all_reduce(both, group=self.groups.dp_group)
         return both[0], both[1]
 
-    def _weigh(
+    def weigh(
         self, micro_batches: Sequence[EvaluationBatch], totals: tuple[Tensor, Tensor], by_label: bool = False
     ) -> list[Batch]:
         """Give each micro-batch the weight by which the engine's mean becomes the mean over all that counts.

@@ -49,16 +49,16 @@ class Loss(Protocol):
 
     reports: ClassVar[tuple[str, ...]]
 
-    def count(self, labels: Any, rows: int) -> int:
+    def count(self, labels: Any, rows: int, /) -> int:
         """How many labels or samples count in the first `rows` of these labels."""
 
-    def units(self, inputs: Any) -> int:
+    def units(self, inputs: Any, /) -> int:
         """Tokens (or samples) of these inputs, for the speed."""
 
     def __call__(self, outputs: Any, targets: Targets) -> Tensor:
         """Weighted sum of the losses, a scalar in float32."""
 
-    def parts(self, outputs: Any) -> dict[str, Tensor]:
+    def parts(self, outputs: Any, /) -> dict[str, Tensor]:
         """Return what is reported of these outputs: scalars in float32, each a mean of the micro-batch."""
 
 
@@ -95,7 +95,7 @@ class CausalLoss:
         flat = outputs.view(-1, outputs.shape[-1]).float()
         return functional.cross_entropy(flat, wanted.view(-1), ignore_index=IGNORED, reduction="sum") * weight
 
-    def parts(self, outputs: Any) -> dict[str, Tensor]:
+    def parts(self, _outputs: Any) -> dict[str, Tensor]:
         """Nothing."""
         return {}
 
@@ -142,7 +142,7 @@ class MeanLoss:
     loss_fn: Callable[[Any, Any], Tensor]
     reports: ClassVar[tuple[str, ...]] = ()
 
-    def count(self, labels: Any, rows: int) -> int:
+    def count(self, _labels: Any, rows: int) -> int:
         """Return the number of samples."""
         return rows
 
@@ -161,7 +161,7 @@ class MeanLoss:
         kept = tuple(label[:n] for label in labels)
         return self.loss_fn(_head(outputs, n), kept[0] if len(kept) == 1 else kept).float() * n * weight
 
-    def parts(self, outputs: Any) -> dict[str, Tensor]:
+    def parts(self, _outputs: Any) -> dict[str, Tensor]:
         """Nothing."""
         return {}
 
@@ -200,7 +200,7 @@ class LogitsLoss:
         weight, _, _, labels = targets
         return _scalar(self.loss_fn(outputs, labels, num_items_in_batch=1 / weight)).float()
 
-    def parts(self, outputs: Any) -> dict[str, Tensor]:
+    def parts(self, _outputs: Any) -> dict[str, Tensor]:
         """Nothing."""
         return {}
 

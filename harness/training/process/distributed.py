@@ -59,18 +59,18 @@ def device_index(local_rank: int, visible: int) -> int:
 
 def shared_store() -> dist.Store:
     """Return the key-value store in which all ranks have met."""
-    return dist.distributed_c10d._get_default_store()  # torch has no public name for it
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public name for it
 
 
 def open_groups() -> frozenset[dist.ProcessGroup]:
     """All process groups that this process has."""
-    return frozenset(dist.distributed_c10d._world.pg_map)  # torch has no public list of them
+    return frozenset(dist.distributed_c10d._world.pg_map)  # noqa: SLF001  # torch has no public list of them
 
 
 def give_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
     """Give groups that DeepSpeed has made the run's timeout; on a GPU they would have 10 minutes."""
     for group in groups:
-        dist.distributed_c10d._set_pg_timeout(run_timeout(), group)  # torch has no public name for it
+        dist.distributed_c10d._set_pg_timeout(run_timeout(), group)  # noqa: SLF001  # torch has no public name for it
 
 
 def close_groups(kept: frozenset[dist.ProcessGroup]) -> None:

@@ -61,7 +61,7 @@ class Watch:
         for end in (self._read, self._write):
             os.set_blocking(end, False)
         ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # nohup
-        self._handlers = {number: signal.signal(number, self._noted) for number in SIGNALS if number not in ignored}
+        self.handlers = {number: signal.signal(number, self._noted) for number in SIGNALS if number not in ignored}
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._open = True
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
@@ -71,7 +71,7 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._open = False
         signal.set_wakeup_fd(self._wakeup)
-        for number, handler in self._handlers.items():
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
         os.write(self._write, b"\0")
         self._thread.join()
@@ -93,7 +93,7 @@ class Watch:
     def _next(self, seconds: float) -> list[int]:
         """Return the signals that came within some time."""
         ready, _, _ = select.select([self._read], [], [], seconds)
-        return [number for number in os.read(self._read, 512) if number in self._handlers] if ready else []
+        return [number for number in os.read(self._read, 512) if number in self.handlers] if ready else []
 
     def _receive(self, number: int) -> None:
         now = time.monotonic()
@@ -212,7 +212,7 @@ def _forget() -> None:
     """In a forked child: end by signals as usual, and do not hand them to the parent's thread."""
     if watch := _active():
         signal.set_wakeup_fd(-1)
-        for number in watch._handlers:
+        for number in watch.handlers:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 

@@ -30,7 +30,7 @@ _NAMES = {
     wrong='{"train_batch_size": 8,, }',
     right='{"train_batch_size": 8}',
 )
-def unreadable_config(view: RunView) -> Iterator[Finding]:
+def unreadable_config(_view: RunView) -> Iterator[Finding]:
     """The file cannot be read as a config at all.
 
     It is missing, a directory, binary, far too large, or its text is broken in a way that neither a JSON

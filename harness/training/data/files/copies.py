@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from harness.training.data.cache import set_fingerprint
 from harness.training.data.shards import make_shards
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def copied(
 
     folders = make_shards(folder, parts, write, doing="reading", say=say, workers=workers)
     rows = concatenate_datasets([Dataset.from_file(str(place / _FILE)) for place in folders])
-    rows._fingerprint = folder.name
+    set_fingerprint(rows, folder.name)
     return rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from harness.training.data.cache import cache_error, fingerprint, prepared_folder
+from harness.training.data.cache import cache_error, fingerprint, fingerprint_of, prepared_folder, set_fingerprint
 from harness.training.data.files.copies import copied
 from harness.training.data.files.rows import COLUMNS, document, kind_of_row
 from harness.training.data.pieces import in_pieces
@@ -47,7 +47,7 @@ def as_documents(dataset: Any, name: str, say: Callable[[str], None] = lambda _:
             yield from in_pieces(document(row, kind, f"{name}[{number}]"))
 
     if isinstance(dataset, Dataset) and dataset.cache_files:
-        folder = prepared_folder(None) / fingerprint("documents", _FORMAT, dataset._fingerprint, kind, name)
+        folder = prepared_folder(None) / fingerprint("documents", _FORMAT, fingerprint_of(dataset), kind, name)
         plain = dataset.with_format(None)
         try:
             return copied(folder, _ranges(plain), lambda rows: documents(_rows(plain, rows)), features, say=say)
@@ -55,7 +55,7 @@ def as_documents(dataset: Any, name: str, say: Callable[[str], None] = lambda _:
             raise cache_error(error, None) from error
     made = list(documents((i, dataset[i]) for i in range(len(dataset))))
     table = Dataset.from_list(made, features=features)
-    table._fingerprint = fingerprint(*(value for row in made for value in row.values()))
+    set_fingerprint(table, fingerprint(*(value for row in made for value in row.values())))
     return table
 
 
