@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from harness.config.diagnostic import Diagnostic, Severity
 from harness.config.model.shape import ModelShape, read_shape, require_every_layer
@@ -67,7 +66,7 @@ def refusals(diagnostics: list[Diagnostic], *, allow_ignored_keys: bool = False)
     return [item for item in diagnostics if item.severity is Severity.ERROR or item.code in misspelt]
 
 
-def unsupported_on_cpu(config: Mapping[str, Any]) -> list[Diagnostic]:
+def unsupported_on_cpu(config: Mapping[str, object]) -> list[Diagnostic]:
     """Return what a CPU cannot run, as errors: what a check, which knows no device, gives as advice."""
     document = from_values(config)
     found = [

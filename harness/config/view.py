@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from harness.config import schema
 from harness.config.model.shape import ModelShape
@@ -16,6 +16,7 @@ from harness.config.schema.coercion import as_bool, as_int
 from harness.config.schema.normalize import as_read
 from harness.config.text.document import Document
 from harness.config.values.arguments import AutoValues
+from harness.config.values.json_object import JsonObject
 from harness.config.values.pointers import AUTO, bf16_section, lookup, whole
 
 Target = Literal["harness", "hf", "deepspeed"]
@@ -31,7 +32,7 @@ class KeyOccurrence:
 
     pointer: str
     name: str
-    value: Any
+    value: object
     key: Key | None
     section: Key
 
@@ -53,23 +54,23 @@ class RunView:
     tensor_override: int | None = None
     expert_override: int | None = None
     arguments: AutoValues | None = None  # of the run, where there is one
-    filled: Mapping[str, Any] | None = None  # the config once the arguments have taken the place of "auto"
+    filled: Mapping[str, object] | None = None  # the config once the arguments have taken the place of "auto"
 
     @property
-    def data(self) -> Mapping[str, Any]:
+    def data(self) -> Mapping[str, object]:
         """The config as plain values."""
         return self.document.data if self.filled is None else self.filled
 
-    def get(self, pointer: str) -> Any:
+    def get(self, pointer: str) -> object:
         """Return the value at a pointer; None if it is absent."""
         return lookup(self.data, pointer)
 
-    def as_read(self, pointer: str) -> Any:
+    def as_read(self, pointer: str) -> object:
         """Return the value at a pointer as DeepSpeed has it: converted where it converts."""
         return lookup(self.data_as_read, pointer)
 
     @cached_property
-    def data_as_read(self) -> dict[str, Any]:
+    def data_as_read(self) -> JsonObject:
         """The config as DeepSpeed has it: converted where it converts."""
         return as_read(self.data)
 
@@ -83,7 +84,7 @@ class RunView:
         """Whether a switch is on as DeepSpeed's lenient reader has it."""
         return as_bool(self.get(pointer)) is True
 
-    def section(self, pointer: str) -> dict[str, Any]:
+    def section(self, pointer: str) -> JsonObject:
         """Return the object at a pointer; empty if there is none."""
         value = self.get(pointer)
         return value if isinstance(value, dict) else {}
@@ -154,7 +155,7 @@ def is_comment(name: str) -> bool:
     return name.startswith(COMMENT_MARKS) or "comment" in name.lower()
 
 
-def _walk(values: Mapping[str, Any], section: Key, pointer: str) -> Iterator[KeyOccurrence]:
+def _walk(values: Mapping[str, object], section: Key, pointer: str) -> Iterator[KeyOccurrence]:
     keys = section.keys
     for name, value in values.items():
         key = keys.get(name)

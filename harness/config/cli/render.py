@@ -6,10 +6,10 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from harness.config.diagnostic import Diagnostic, Severity
 from harness.config.rules.registry import RULES
+from harness.config.values.json_object import JsonObject
 from harness.errors import printable
 
 FORMATS = ("text", "json", "github", "sarif")
@@ -29,7 +29,7 @@ def render(findings: Sequence[Diagnostic], style: str, texts: dict[str, str], *,
     return "\n\n".join([*blocks, "\n".join([summary(findings, files), *_remedies(findings)])])
 
 
-def as_json(finding: Diagnostic) -> dict[str, Any]:
+def as_json(finding: Diagnostic) -> JsonObject:
     """Return a finding as the documented JSON object."""
     return {
         "file": finding.file,
@@ -99,7 +99,7 @@ def _escape(words: str, more: str = "") -> str:
     return words
 
 
-def sarif(findings: Sequence[Diagnostic]) -> dict[str, Any]:
+def sarif(findings: Sequence[Diagnostic]) -> JsonObject:
     """Return the findings as a SARIF 2.1.0 log, the format of code-scanning services."""
     rules = [
         {
@@ -123,7 +123,7 @@ def _level(severity: Severity) -> str:
     return "note" if severity is Severity.INFO else severity.value
 
 
-def _result(finding: Diagnostic) -> dict[str, Any]:
+def _result(finding: Diagnostic) -> JsonObject:
     region = {"startLine": finding.line, "startColumn": finding.column, "endColumn": finding.column + finding.length}
     location = {"artifactLocation": {"uri": Path(finding.file).as_posix()}, "region": region}
     words = finding.message + (f"; {finding.hint}" if finding.hint else "")

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from harness.config.check import check as check_document
 from harness.config.cli.fix import diff, fix
@@ -165,7 +164,7 @@ def resolve(argv: Sequence[str]) -> int:
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
     named = [item for item in fields(AutoValues) if item.name != "given"]
     for argument in named:
-        kind: Callable[[str], Any] = _KINDS.get(str(argument.type), int)
+        kind: Callable[[str], object] = _KINDS.get(str(argument.type), int)
         kind = _positive if argument.name.endswith("_size") else kind
         parser.add_argument(f"--{argument.name}", type=kind, help=f"as in a run (default: {argument.default})")
     args = parser.parse_args(argv)
@@ -205,4 +204,4 @@ def _truth(text: str) -> bool:
     return words[text.lower()]
 
 
-_KINDS: dict[str, Callable[[str], Any]] = {"bool": _truth, "float": float, "str": str}
+_KINDS: dict[str, Callable[[str], object]] = {"bool": _truth, "float": float, "str": str}

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+
+from harness.config.values.json_object import JsonObject
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 
 
-def plan_refusal(config: Mapping[str, Any]) -> str | None:
+def plan_refusal(config: Mapping[str, object]) -> str | None:
     """Return why a model with this config.json cannot be cut for tensor parallelism; None where that is not known.
 
     Of a model of several parts the text decoder is cut, which has a plan where it or the whole has one.
@@ -38,8 +39,8 @@ def planless_family() -> str:
 
 
 @cache
-def _matrix() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((MODELS / "matrix.json").read_text(encoding="utf-8"))
+def _matrix() -> JsonObject:
+    content: JsonObject = json.loads((MODELS / "matrix.json").read_text(encoding="utf-8"))
     return content
 
 
@@ -58,12 +59,12 @@ def _is_planless(family: str, rows: Mapping[str, Mapping[str, str]]) -> bool:
     return "plan" not in rows[family] and _plan_file(family) is None
 
 
-def _plan_file(family: Any) -> Path | None:
+def _plan_file(family: object) -> Path | None:
     path = MODELS / "plans" / f"{family}.json"
     return path if path.is_file() else None
 
 
-def _refused_case(config: Mapping[str, Any]) -> str | None:
+def _refused_case(config: Mapping[str, object]) -> str | None:
     """Return what a plan file says of a case that this config.json spells out; a field left out has its default."""
     path = _plan_file(config.get("model_type"))
     if path is None:

@@ -9,9 +9,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from harness.config.model.plans import MODELS, families_of_matrix, plan_refusal
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 
 PRESETS = MODELS / "presets"
@@ -47,7 +47,7 @@ class ModelShape:
     layerdrop: float = 0.0  # probability of a layer to be skipped in training
 
 
-def read_model_config(source: str) -> dict[str, Any]:
+def read_model_config(source: str) -> JsonObject:
     """Read the config.json of a preset or a directory, or such a file; of a model type what is known of it.
 
     Raises UserError if there is none.
@@ -91,7 +91,7 @@ def read_shape(source: str) -> ModelShape:
     )
 
 
-def layer_drop(config: Mapping[str, Any]) -> float:
+def layer_drop(config: Mapping[str, object]) -> float:
     """Return the probability with which a decoder's config has its layers skipped in training."""
     rates = [config.get(name) for name in ("layerdrop", "decoder_layerdrop")]
     return max((float(rate) for rate in rates if isinstance(rate, (int, float))), default=0.0)
@@ -106,5 +106,5 @@ def require_every_layer(rate: float) -> None:
         )
 
 
-def _first(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
+def _first(config: JsonObject, names: tuple[str, ...]) -> int | None:
     return next((config[name] for name in names if isinstance(config.get(name), int)), None)

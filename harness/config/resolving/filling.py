@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from harness.config.resolving.resolution import Resolution
 from harness.config.resolving.resolved import Filled
 from harness.config.values.batch import ACCUMULATION, MICRO, TRAIN, complete, stated_sizes
+from harness.config.values.json_object import JsonObject
 from harness.config.values.pointers import AUTO, bf16_section, put
 
 _MEANINGFUL_AUTO = {"/data_types/keep_in_fp32_modules", "/tensor_parallel/autotp_size"}
@@ -96,7 +95,7 @@ def fill_zero_stage(run: Resolution, precision: str, stage: int) -> int:
     return max(stage, 1)
 
 
-def remove_autos(run: Resolution, pointer: str, section: dict[str, Any]) -> None:
+def remove_autos(run: Resolution, pointer: str, section: JsonObject) -> None:
     """Remove every "auto" that is left: what DeepSpeed does with an absent key is its default."""
     for key, value in list(section.items()):
         here = f"{pointer}/{key}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from harness.config.resolving.resolved import Filled
 from harness.config.values.arguments import AutoValues
+from harness.config.values.json_object import JsonObject
 from harness.config.values.pointers import lookup, put
 
 
@@ -14,15 +14,15 @@ from harness.config.values.pointers import lookup, put
 class Resolution:
     """A resolution under way: the config that is being filled, and what was filled."""
 
-    config: dict[str, Any]
+    config: JsonObject
     values: AutoValues
     filled: list[Filled] = field(default_factory=list)
 
-    def get(self, pointer: str) -> Any:
+    def get(self, pointer: str) -> object:
         """Return the value at a pointer; None if it is absent."""
         return lookup(self.config, pointer)
 
-    def fill(self, pointer: str, value: Any, source: str) -> None:
+    def fill(self, pointer: str, value: object, source: str) -> None:
         """Write a value that was not in the file."""
         put(self.config, pointer, value)
         self.filled.append(Filled(pointer=pointer, value=value, source=source))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from harness.config.check import findings, known_shape, refusals
 from harness.config.diagnostic import ConfigError
@@ -20,13 +19,14 @@ from harness.config.resolving.resolved import Resolved
 from harness.config.schema.normalize import as_read
 from harness.config.text.document import Document, from_values
 from harness.config.values.arguments import AutoValues
+from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import PARTITIONS, partition_method
 from harness.config.values.pointers import put
 from harness.config.view import RunView
 
 
 def resolve(
-    config: Mapping[str, Any] | Document,
+    config: Mapping[str, object] | Document,
     values: AutoValues,
     *,
     model: str | None = None,
@@ -102,7 +102,7 @@ def _resolved(run: Resolution, view: RunView, stage: int) -> Resolved:
     )
 
 
-def _for_deepspeed_alone(run: Resolution, pipeline: int, tensor: int) -> dict[str, Any]:
+def _for_deepspeed_alone(run: Resolution, pipeline: int, tensor: int) -> JsonObject:
     """Return the config for a program without the harness, on the same ranks.
 
     DeepSpeed cuts the layers itself then, by AutoTP, and counts ranks as data-parallel that share a copy of the

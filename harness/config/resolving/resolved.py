@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+from harness.config.values.json_object import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,7 +12,7 @@ class Filled:
     """One value that was not in the file: where it stands now, what it is, where it came from."""
 
     pointer: str
-    value: Any
+    value: object
     source: str
 
 
@@ -19,8 +20,8 @@ class Filled:
 class Resolved:
     """A config without any "auto", ready for DeepSpeed, and what the harness reads from it itself."""
 
-    config: dict[str, Any]  # as DeepSpeed gets it from the harness
-    alone: dict[str, Any]  # as DeepSpeed takes it where the harness does not cut the model
+    config: JsonObject  # as DeepSpeed gets it from the harness
+    alone: JsonObject  # as DeepSpeed takes it where the harness does not cut the model
     filled: tuple[Filled, ...]
     pp_size: int
     tp_size: int

@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from harness.config.diagnostic import Edit, Severity
+from harness.config.values.json_object import JsonObject
 from harness.config.view import RunView
 
 # refuses: DeepSpeed's parser raises; engine: deepspeed.initialize raises; runs: both accept it;
@@ -48,7 +49,7 @@ class Rule:
     claim: Claim
     wrong: str
     right: str
-    options: dict[str, Any]  # how `check` is called for the examples: world_size, model, target
+    options: JsonObject  # how `check` is called for the examples: world_size, model, target
     check: Check
 
     @property
@@ -63,7 +64,7 @@ class Rule:
 
 
 def rule(
-    code: str, name: str, severity: Severity, *, claim: Claim, wrong: str, right: str, **options: Any
+    code: str, name: str, severity: Severity, *, claim: Claim, wrong: str, right: str, **options: object
 ) -> Callable[[Check], Rule]:
     """Make a function a rule."""
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+from harness.config.values.json_object import JsonObject
 
 FOLDER = Path(__file__).resolve().parent / "data"
 ROOT = "deepspeed.json"
@@ -25,12 +26,12 @@ class Key:
     """What the schema says about one key (or about the whole config, whose name is empty)."""
 
     name: str
-    spec: dict[str, Any]
+    spec: JsonObject
 
     @property
-    def core(self) -> dict[str, Any]:
+    def core(self) -> JsonObject:
         """The part that describes a value other than "auto"."""
-        core: dict[str, Any] = self.spec["anyOf"][0] if "anyOf" in self.spec else self.spec
+        core: JsonObject = self.spec["anyOf"][0] if "anyOf" in self.spec else self.spec
         return core
 
     @property
@@ -70,7 +71,7 @@ class Key:
         return hint
 
 
-def _keys(properties: dict[str, Any]) -> dict[str, Key]:
+def _keys(properties: JsonObject) -> dict[str, Key]:
     keys = {}
     for name, spec in properties.items():
         key = Key(name, spec)
@@ -81,7 +82,7 @@ def _keys(properties: dict[str, Any]) -> dict[str, Key]:
 
 
 @cache
-def files() -> dict[str, dict[str, Any]]:
+def files() -> dict[str, JsonObject]:
     """Every schema file by its name."""
     return {path.name: json.loads(path.read_text("utf-8")) for path in sorted(FOLDER.glob("*.json"))}
 
@@ -94,7 +95,7 @@ def root() -> Key:
     return Key("", spec)
 
 
-def _inline(spec: dict[str, Any]) -> dict[str, Any]:
+def _inline(spec: JsonObject) -> JsonObject:
     """Return a `$ref` replaced by the file it names; what stands beside the reference wins."""
     if "$ref" not in spec:
         return spec
@@ -102,7 +103,7 @@ def _inline(spec: dict[str, Any]) -> dict[str, Any]:
     return section | {key: value for key, value in spec.items() if key != "$ref"}
 
 
-def bundle() -> dict[str, Any]:
+def bundle() -> JsonObject:
     """Return the schema as one JSON Schema document, for an editor: each section is a definition."""
     sections = {name.removesuffix(".json"): dict(spec) for name, spec in files().items() if name != ROOT}
     definitions = {name: _without(spec, "$schema", "$id") for name, spec in sections.items()}
@@ -114,7 +115,7 @@ def bundle() -> dict[str, Any]:
     return {"$schema": _DIALECT, **top, "properties": properties, "$defs": definitions}
 
 
-def _without(spec: dict[str, Any], *names: str) -> dict[str, Any]:
+def _without(spec: JsonObject, *names: str) -> JsonObject:
     return {key: value for key, value in spec.items() if key not in names}
 
 
@@ -152,7 +153,7 @@ def places() -> dict[str, tuple[str, ...]]:
 @cache
 def signatures() -> dict[str, dict[str, dict[str, list[str]]]]:
     """Arguments of the optimizer and schedule classes, by group and class name."""
-    data: dict[str, Any] = json.loads((FOLDER.parent / "signatures.json").read_text("utf-8"))
+    data: JsonObject = json.loads((FOLDER.parent / "signatures.json").read_text("utf-8"))
     data.pop("comment")
     return data
 

@@ -11,7 +11,6 @@ import math
 import operator
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from harness.config.schema import Key
 from harness.wording import one_of
@@ -37,12 +36,12 @@ class Reading:
     "range".
     """
 
-    value: Any
+    value: object
     fault: str = ""
     wanted: str = ""
 
 
-def as_bool(value: Any) -> bool | None:
+def as_bool(value: object) -> bool | None:
     """Return a value as pydantic's bool, or None if it refuses it."""
     if isinstance(value, str):
         word = value.lower()
@@ -50,7 +49,7 @@ def as_bool(value: Any) -> bool | None:
     return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
 
 
-def as_int(value: Any) -> int | None:
+def as_int(value: object) -> int | None:
     """Return a value as pydantic's int, or None if it refuses it."""
     if isinstance(value, str):
         whole_number = len(value) < 400 and re.fullmatch(r"\s*([-+]?\d+(_\d+)*)(\.0*)?\s*", value)
@@ -60,7 +59,7 @@ def as_int(value: Any) -> int | None:
     return int(value) if isinstance(value, int) else None
 
 
-def as_float(value: Any) -> float | None:
+def as_float(value: object) -> float | None:
     """Return a value as pydantic's float, or None if it refuses it."""
     if isinstance(value, (bool, int, float)):
         return float(value) if abs(value) < 1e308 else math.inf
@@ -70,7 +69,7 @@ def as_float(value: Any) -> float | None:
         return None
 
 
-def read(key: Key, value: Any, *, pydantic: bool) -> Reading:
+def read(key: Key, value: object, *, pydantic: bool) -> Reading:
     """How DeepSpeed takes `value` for `key`."""
     types = key.types
     if not types or (value is None and "null" in types):
@@ -88,7 +87,7 @@ def read(key: Key, value: Any, *, pydantic: bool) -> Reading:
     return Reading(value, "choice" if "enum" in key.core and isinstance(value, str) else "type", wanted)
 
 
-def _convert(kind: str, value: Any, *, lenient: bool) -> Any:
+def _convert(kind: str, value: object, *, lenient: bool) -> object:
     """`value` as a JSON type, or None if it does not pass for one."""
     if kind == "boolean":
         return as_bool(value) if lenient or not isinstance(value, str) else None
@@ -100,7 +99,7 @@ def _convert(kind: str, value: Any, *, lenient: bool) -> Any:
     return value if accepted is not None and isinstance(value, accepted) else None
 
 
-def _limits(key: Key, value: Any) -> tuple[str, str]:
+def _limits(key: Key, value: object) -> tuple[str, str]:
     """Return the fault of a value of the right type: outside its choices or its range."""
     core = key.core
     if "enum" in core:

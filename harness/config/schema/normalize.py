@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
 
 from harness.config import schema
 from harness.config.schema import Key
 from harness.config.schema.coercion import read
+from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import LEAST
 from harness.config.values.pointers import AUTO
 
 
-def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
+def as_read(config: Mapping[str, object]) -> JsonObject:
     """Return a copy in which every value is the one that DeepSpeed makes of it: `"true"` and 1 are true, `"2"` is 2.
 
     Values that DeepSpeed refuses, keys that it does not know and "auto" stay as they are.
@@ -29,12 +29,12 @@ def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def _section(values: Mapping[str, Any], section: Key, pointer: str) -> dict[str, Any]:
+def _section(values: Mapping[str, object], section: Key, pointer: str) -> JsonObject:
     keys = section.keys
     return {name: _value(value, keys.get(name), section, f"{pointer}/{name}") for name, value in values.items()}
 
 
-def _value(value: Any, key: Key | None, section: Key, pointer: str) -> Any:
+def _value(value: object, key: Key | None, section: Key, pointer: str) -> object:
     if isinstance(value, dict):
         inner = key if key is not None and key.is_section else Key("", {})
         return _section(value, inner, pointer)

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from harness.config.diagnostic import ConfigError, Diagnostic, Severity
 from harness.config.text.parser import Node, NonJsonSyntax, Parsed, TextError, parse
+from harness.config.values.json_object import JsonObject
 
 PRESETS = Path(__file__).resolve().parents[2] / "ds_configs"
 MAX_BYTES = 2 * 2**20  # the longest config seen in the wild has 20 kB
@@ -31,9 +31,9 @@ class Document:
     parsed: Parsed
 
     @cached_property
-    def data(self) -> dict[str, Any]:
+    def data(self) -> JsonObject:
         """The config as plain Python values."""
-        data: dict[str, Any] = self.parsed.root.data()
+        data: JsonObject = self.parsed.root.data()
         return data
 
     @property
@@ -108,7 +108,7 @@ def from_text(text: str, path: str = "<text>") -> Document:
     return document
 
 
-def from_values(config: Mapping[str, Any]) -> Document:
+def from_values(config: Mapping[str, object]) -> Document:
     """Return the values that a program made as a document."""
     return from_text(json.dumps(dict(config), indent=2), "<config>")
 

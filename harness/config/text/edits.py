@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any
 
 from harness.config.diagnostic import Edit
 from harness.config.text.document import Document
@@ -66,7 +65,7 @@ def rename(document: Document, pointer: str, new: str) -> tuple[Edit, ...]:
     return (Edit(start=found.key_start, end=found.key_end, new=json.dumps(new)),)
 
 
-def replace(document: Document, pointer: str, value: Any) -> tuple[Edit, ...]:
+def replace(document: Document, pointer: str, value: object) -> tuple[Edit, ...]:
     """Put another value in the place of the one that a pointer names."""
     found = member(document, pointer)
     if found is None:

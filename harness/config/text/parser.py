@@ -52,7 +52,7 @@ class Node:
 
     start: int
     end: int
-    scalar: Any = None
+    scalar: object = None
     members: tuple[Member, ...] | None = None
     items: tuple[Node, ...] | None = None
 

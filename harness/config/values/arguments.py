@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 # DeepSpeed's schedules, by the names of HuggingFace's
 SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -39,7 +38,7 @@ class AutoValues:
         return f"--{name}" if name in self.given else f"default of --{name}"
 
     @property
-    def by_pointer(self) -> tuple[tuple[str, str, Any], ...]:
+    def by_pointer(self) -> tuple[tuple[str, str, object], ...]:
         """What takes the place of "auto" in the file: pointer, name of the argument, value."""
         betas = next((name for name in ("adam_beta1", "adam_beta2") if name in self.given), "adam_beta1")
         warmup = max(1, self.warmup_steps)  # DeepSpeed's schedules want at least 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from harness.config.values.arguments import AutoValues
 from harness.config.values.pointers import AUTO, lookup, whole
@@ -37,7 +36,7 @@ class StatedSizes:
         return self.sources.get(TRAIN, "train_batch_size")
 
 
-def stated_sizes(config: Mapping[str, Any], values: AutoValues | None) -> StatedSizes:
+def stated_sizes(config: Mapping[str, object], values: AutoValues | None) -> StatedSizes:
     """Return the sizes that a config and the arguments of a run (None: not known) give.
 
     Where the global batch is fixed, by `--global_batch_size` or train_batch_size, the accumulation follows from it;

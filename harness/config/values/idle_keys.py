@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
 
+from harness.config.values.json_object import JsonObject
 from harness.config.values.pointers import lookup, name_of
 
 _DATA = "the harness reads the data itself, in an order that depends on the seed"
@@ -74,7 +74,7 @@ _DROPPED = (
 )
 
 
-def accelerated(config: Mapping[str, Any]) -> dict[str, str]:
+def accelerated(config: Mapping[str, object]) -> dict[str, str]:
     """Return what needs an accelerator, by its pointer. Lion has a kernel for the CPU where it is offloaded."""
     offloaded = lookup(config, "/zero_optimization/offload_optimizer/device") == "cpu"
     found = {}
@@ -86,7 +86,7 @@ def accelerated(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def without_idle(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_idle(config: Mapping[str, object]) -> JsonObject:
     """Return a copy without the keys that would break a run in which they have nothing to do."""
     kept = copy.deepcopy(dict(config))
     for pointer in _DROPPED:

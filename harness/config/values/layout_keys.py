@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 from harness.config.values.pointers import AUTO, name_of, whole
 
@@ -19,7 +18,7 @@ LEAST = {
 }
 
 
-def size_fault(pointer: str, value: Any) -> tuple[str, str] | None:
+def size_fault(pointer: str, value: object) -> tuple[str, str] | None:
     """Return what is wrong with a size that the harness reads, and the remedy; None for other keys and right values."""
     least = LEAST.get(pointer)
     if least is None or value == AUTO:
@@ -33,7 +32,7 @@ def size_fault(pointer: str, value: Any) -> tuple[str, str] | None:
     )
 
 
-def partition_method(value: Any) -> str | None:
+def partition_method(value: object) -> str | None:
     """Return the method that `pipeline.partition` names; None if it names none. `best` is DeepSpeed's default."""
     if value in (None, AUTO, "best"):
         return PARTITIONS[0]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+
+from harness.config.values.json_object import JsonObject
 
 AUTO = "auto"
 
 
-def lookup(config: Mapping[str, Any], pointer: str) -> Any:
+def lookup(config: Mapping[str, object], pointer: str) -> object:
     """Return the value at a JSON pointer, or None where there is none."""
-    value: Any = config
+    value: object = config
     for step in pointer.split("/")[1:]:
         if not isinstance(value, Mapping) or step not in value:
             return None
@@ -18,7 +19,7 @@ def lookup(config: Mapping[str, Any], pointer: str) -> Any:
     return value
 
 
-def put(config: dict[str, Any], pointer: str, value: Any) -> None:
+def put(config: JsonObject, pointer: str, value: object) -> None:
     """Write a value at a JSON pointer, making the objects on the way."""
     *steps, last = pointer.split("/")[1:]
     for step in steps:
@@ -26,7 +27,7 @@ def put(config: dict[str, Any], pointer: str, value: Any) -> None:
     config[last] = value
 
 
-def whole(value: Any) -> int | None:
+def whole(value: object) -> int | None:
     """`value` as an int if it is a whole number (5e8 counts, true does not), else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) == float("inf"):
         return None
@@ -38,6 +39,6 @@ def name_of(pointer: str) -> str:
     return pointer.strip("/").replace("/", ".")
 
 
-def bf16_section(config: Mapping[str, Any]) -> str:
+def bf16_section(config: Mapping[str, object]) -> str:
     """Return the section that DeepSpeed reads for bf16: the old name, bfloat16, only where bf16 is absent."""
     return "bfloat16" if config.get("bf16") is None and config.get("bfloat16") is not None else "bf16"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
@@ -46,7 +45,7 @@ def argument_in_conflict(view: RunView) -> Iterator[Finding]:
         yield _conflict("/scheduler/type", "lr_scheduler_type", values.lr_scheduler_type, kind)
 
 
-def _conflict(pointer: str, name: str, wanted: Any, in_file: Any) -> Finding:
+def _conflict(pointer: str, name: str, wanted: object, in_file: object) -> Finding:
     return Finding(
         pointer=pointer,
         message=f"--{name} is {wanted} and {name_of(pointer)} is {in_file}",

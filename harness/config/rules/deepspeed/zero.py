@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
@@ -15,7 +14,7 @@ from harness.wording import counted
 ZERO = "/zero_optimization"
 
 
-def _acts(value: Any, default: Any) -> bool:
+def _acts(value: object, default: object) -> bool:
     """Whether a value would do something if its key were read."""
     return value is not None and value is not False and value != AUTO and (value != default or value is not True)
 

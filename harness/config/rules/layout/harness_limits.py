@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from harness.config.diagnostic import Severity
 from harness.config.rules.deepspeed.offload import ZERO, offloads
@@ -20,7 +19,7 @@ from harness.config.view import RunView
 def _asks(view: RunView, pointer: str) -> bool:
     """Whether a key holds something else than its default."""
     key, value = find(pointer), view.as_read(pointer)
-    default: Any = key.spec.get("default") if key is not None else None
+    default: object = key.spec.get("default") if key is not None else None
     return view.has(pointer) and value not in (None, AUTO, default) and not (value is False and default is None)
 
 

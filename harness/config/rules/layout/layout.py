@@ -162,5 +162,6 @@ def size_that_is_none(view: RunView) -> Iterator[Finding]:
 def _number(view: RunView, pointer: str) -> tuple[Edit, ...]:
     """Write a number that stands in quotes, and 1 for a switch that is on."""
     value = view.get(pointer)
-    is_number = isinstance(value, str) and value.isdigit() and 0 < len(value) < 19
-    return edits.replace(view.document, pointer, int(value)) if value is True or is_number else ()
+    if value is True or (isinstance(value, str) and value.isdigit() and 0 < len(value) < 19):
+        return edits.replace(view.document, pointer, int(value))
+    return ()

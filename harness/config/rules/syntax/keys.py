@@ -199,8 +199,8 @@ def deprecated_key(view: RunView) -> Iterator[Finding]:
             deepspeed="ignores it because bf16 is set" if shadowed else "still reads it",
             edits=_modern(view, visit, new),
         )
-    if isinstance(view.get("/zero_optimization"), bool):
-        stage = int(view.data["zero_optimization"])
+    if isinstance(switch := view.get("/zero_optimization"), bool):
+        stage = int(switch)
         yield Finding(
             pointer="/zero_optimization",
             message="zero_optimization as true or false is deprecated",
