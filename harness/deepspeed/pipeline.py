@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
+
+LayerCall: TypeAlias = Callable[..., Any]
+"""A layer as the forward calls it: a module or a function."""
 
 
 class TiedWeights(nn.Module):
@@ -36,7 +39,7 @@ class BuiltLayers:
         tied: key -> the parameters shared under that key on this stage.
     """
 
-    calls: list[Callable[..., Any]] = field(default_factory=list)
+    calls: list[LayerCall] = field(default_factory=list)
     modules: dict[int, nn.Module] = field(default_factory=dict)
     tied: dict[str, TiedWeights] = field(default_factory=dict)
 

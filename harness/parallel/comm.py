@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
+
+Context: TypeAlias = Any
+"""What torch hands from a forward to its backward: an object that takes any attribute."""
 
 # Names of the nodes at which a walk from the output to the inputs enters a stretch of split values, and leaves it.
 INTO_SPLIT = frozenset({"_ReduceFromGroupBackward", "_GatherFromGroupBackward"})
@@ -128,54 +131,54 @@ def _own_share(x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> 
 
 class _CopyToGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         return sum_over_group(grad, ctx.group), None
 
 
 class _CopyTailToGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tail: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Context, x: Tensor, tail: int, group: dist.ProcessGroup) -> Tensor:
         ctx.tail, ctx.group = tail, group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         head, tail = grad.split([grad.shape[-1] - ctx.tail, ctx.tail], dim=-1)
         return torch.cat([head, sum_over_group(tail, ctx.group)], dim=-1), None, None
 
 
 class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(_ctx: Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return sum_over_group(x, group)
 
     @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(_ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
 class _GatherFromGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Context, x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.widths = group, widths
         return _join(x, group, widths)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         return _own_share(grad, ctx.group, ctx.widths), None, None
 
 
 class _SplitToGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Context, x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.widths = group, widths
         return _own_share(x, group, widths)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         return _join(grad, ctx.group, ctx.widths), None, None

@@ -14,7 +14,7 @@ generator, which is seeded for the micro-batch and the layer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -45,12 +45,18 @@ class DrawCatcher(TorchFunctionMode, ABC):
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch gives it no types
         _active.reset(self._outer)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         draw = _CAUGHT.get(func) if _active.get() is self else None
         return func(*args, **(kwargs or {})) if draw is None else draw(self, *args, **(kwargs or {}))
 
     @abstractmethod
-    def fill(self, out: Tensor, method: str, /, *args: Any, **options: Any) -> Tensor:
+    def fill(self, out: Tensor, method: str, /, *args: object, **options: object) -> Tensor:
         """Fill `out` with random numbers by one of its methods, and return it."""
 
     @abstractmethod
@@ -65,7 +71,7 @@ class DrawnShapes(DrawCatcher):
         super().__init__()
         self.shapes: list[torch.Size] = []
 
-    def fill(self, out: Tensor, _method: str, /, *_args: Any, **_options: Any) -> Tensor:
+    def fill(self, out: Tensor, _method: str, /, *_args: object, **_options: object) -> Tensor:
         self.shapes.append(out.shape)
         return out
 
@@ -150,7 +156,7 @@ class KeyedDraws(DrawCatcher):
         self.shares: Sequence[tuple[int, ...]] = ()
         self._count = 0
 
-    def fill(self, out: Tensor, method: str, /, *args: Any, **options: Any) -> Tensor:
+    def fill(self, out: Tensor, method: str, /, *args: object, **options: object) -> Tensor:
         whole, start, number, share = self._next_shape(out.shape)
         if not out.numel():
             return out
@@ -290,7 +296,7 @@ def _attention(
     return _dropout(catcher, scores.softmax(-1), dropout_p) @ value
 
 
-def _fill(catcher: DrawCatcher, tensor: Tensor, *args: Any, method: str, **options: Any) -> Tensor:
+def _fill(catcher: DrawCatcher, tensor: Tensor, *args: object, method: str, **options: object) -> Tensor:
     if any(isinstance(value, Tensor) for value in (*args, *options.values())) or options.get("generator") is not None:
         filled: Tensor = getattr(tensor, method)(*args, **options)
         return filled  # by the caller's own generator, or with parameters for each entry
@@ -303,7 +309,7 @@ def _like(catcher: DrawCatcher, tensor: Tensor, *, method: str, **options: Any) 
 
 
 _FILLING = ("uniform_", "normal_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_")
-_CAUGHT: dict[Any, Callable[..., Tensor]] = {
+_CAUGHT: dict[Callable[..., object], Callable[..., Tensor]] = {
     F.dropout: _dropout,
     torch.dropout: _dropout,
     F.scaled_dot_product_attention: _attention,

@@ -104,7 +104,7 @@ def locate_matrices(
     return {flat: _with_shards(parts, tensor) for flat, parts in stepped}
 
 
-def _parts(stepped: SteppedOn, device: torch.device) -> Iterator[tuple[Any, MatrixPart]]:
+def _parts(stepped: SteppedOn, device: torch.device) -> Iterator[tuple[Tensor, MatrixPart]]:
     """Yield the parameters that lie in a tensor that is stepped on, with their parts."""
     match stepped:
         case OneParameter(parameter):
@@ -143,7 +143,7 @@ def _divided_together(stepped: DividedTogether, device: torch.device) -> Iterato
         )
 
 
-def _each_divided(parameters: Sequence[Any], device: torch.device) -> Iterator[tuple[Tensor, MatrixPart]]:
+def _each_divided(parameters: Sequence[Tensor], device: torch.device) -> Iterator[tuple[Tensor, MatrixPart]]:
     """Yield parts of parameters of which ZeRO-3 has given every rank an equal share."""
     offset = 0
     for parameter in parameters:
@@ -163,7 +163,7 @@ def _each_divided(parameters: Sequence[Any], device: torch.device) -> Iterator[t
         offset += divided.size
 
 
-def _with_shards(located: list[tuple[Any, MatrixPart]], tensor: Group | None) -> list[MatrixPart]:
+def _with_shards(located: list[tuple[Tensor, MatrixPart]], tensor: Group | None) -> list[MatrixPart]:
     """Return the parts with the shards of all tensor-parallel ranks.
 
     Where these are of unequal sizes, they lie differently in the flat tensors of their ranks: then every rank takes

@@ -5,11 +5,11 @@ The answers stay on the device until they are asked for, so watching waits for n
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+from harness.parallel.values import Value
 
 
 class FiniteWatch:
@@ -33,7 +33,7 @@ class FiniteWatch:
         """Whether all gradients of these outputs were finite. Waits for the device."""
         return self._gradients is None or bool(self._gradients)
 
-    def see(self, output: Any) -> None:
+    def see(self, output: Value) -> None:
         """Watch a tensor, or a tuple of tensors, and the gradients that will arrive for them."""
         if not torch.is_grad_enabled():
             return

@@ -5,28 +5,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
 from harness.parallel.draws import DrawKey
+from harness.parallel.values import Value
+
+Layer: TypeAlias = nn.Module | Callable[[Value], Value]
+"""A layer that has been built, or a function."""
 
 
-def is_recomputed(layers: Sequence[Any]) -> bool:
+def is_recomputed(layers: Sequence[Layer]) -> bool:
     """Whether activation checkpointing applies to layers: by their own `recompute`, else if they have parameters."""
     modules = [layer for layer in layers if isinstance(layer, nn.Module)]
     return any(getattr(module, "recompute", any(True for _ in module.parameters())) for module in modules)
 
 
-def shared_parameters(layers: Iterable[Any]) -> set[nn.Parameter]:
+def shared_parameters(layers: Iterable[Layer]) -> set[nn.Parameter]:
     """Return the parameters that several layers hold."""
     counts = Counter(parameter for layer in layers for parameter in _parameters(layer))
     return {parameter for parameter, count in counts.items() if count > 1}
 
 
 def split_into_blocks(
-    layers: Sequence[Any], interval: int, shared: set[nn.Parameter]
-) -> Iterator[tuple[list[tuple[int, Any]], bool]]:
+    layers: Sequence[Layer], interval: int, shared: set[nn.Parameter]
+) -> Iterator[tuple[list[tuple[int, Layer]], bool]]:
     """Yield runs of layers with their indices, and whether each run is recomputed.
 
     A run is up to `interval` neighbours that may be recomputed, or one layer that may not.
@@ -34,7 +38,7 @@ def split_into_blocks(
     Layers that share parameters are not: each recomputed block has a backward of its own, and ZeRO-2 and ZeRO-3 take
     a parameter's gradient but once.
     """
-    block: list[tuple[int, Any]] = []
+    block: list[tuple[int, Layer]] = []
     for index, layer in enumerate(layers):
         if interval > 0 and is_recomputed([layer]) and shared.isdisjoint(_parameters(layer)):
             block.append((index, layer))
@@ -50,13 +54,13 @@ def split_into_blocks(
         yield block, True
 
 
-def _parameters(layer: Any) -> Iterable[nn.Parameter]:
+def _parameters(layer: Layer) -> Iterable[nn.Parameter]:
     return layer.parameters() if isinstance(layer, nn.Module) else ()
 
 
-def run_block(block: Sequence[tuple[int, Callable[..., Any]]], key: DrawKey | None, *given: Tensor) -> Any:
+def run_block(block: Sequence[tuple[int, Layer]], key: DrawKey | None, *given: Tensor) -> Value:
     """Return the output of layers given with their indices; what they draw depends on `key` alone."""
-    inputs: Any = given if len(given) > 1 else given[0]
+    inputs: Value = given if len(given) > 1 else given[0]
     for index, layer in block:
         with nullcontext() if key is None else key.layer(index):
             inputs = layer(inputs)

@@ -8,17 +8,17 @@ but int64 after a first tensor of two dimensions or more, travel as they are.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from harness.parallel.values import Value
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 Layout = tuple[tuple[int, tuple[int, ...]], ...]
 """For each tensor of a tuple the place of its dtype in `DTYPES`, and its shape."""
 
 
-def pack_payload(value: Any) -> Any:
+def pack_payload(value: Value) -> Value:
     """Return the form in which a layer's output is sent."""
     if isinstance(value, Tensor) or _travels_as_it_is(value):
         return value
@@ -39,7 +39,7 @@ class Unpacker:
     def __init__(self) -> None:
         self._layouts: dict[tuple[tuple[int, ...], ...], Layout] = {}
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: Value) -> Value:
         """Return the layer's output as it was before it was sent."""
         if isinstance(value, Tensor) or value[0].dim() > 1:
             return value

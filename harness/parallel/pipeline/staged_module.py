@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
@@ -19,14 +19,15 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from harness.deepspeed.pipeline import BuiltLayers, GivenStages, StageBuilder, TiedWeights
+from harness.deepspeed.pipeline import BuiltLayers, GivenStages, LayerCall, StageBuilder, TiedWeights
 from harness.parallel.draws import DrawKeys
 from harness.parallel.pipeline.finite import FiniteWatch
 from harness.parallel.pipeline.recomputation import is_recomputed, run_block, shared_parameters, split_into_blocks
 from harness.parallel.pipeline.stage_transport import Unpacker, pack_payload
+from harness.parallel.values import Value
 from harness.topology.layout import Layout
 
-Layer: TypeAlias = LayerSpec | nn.Module | Callable[..., Any]
+Layer: TypeAlias = LayerSpec | nn.Module | LayerCall
 
 
 def deepspeed_topology(layout: Layout) -> PipeModelDataParallelTopology:
@@ -46,7 +47,7 @@ def build_layers(layers: Sequence[Layer], start: int, stop: int, seed: int) -> B
     """
     built = BuiltLayers()
     owners: dict[str, nn.Module] = {}
-    calls: dict[int, Callable[..., Any]] = {}
+    calls: dict[int, LayerCall] = {}
     for index in _build_order(layers, start, stop):
         layer = layers[index]
         torch.manual_seed(seed + index)
@@ -112,7 +113,7 @@ class StagedModule(GivenStages):
         *,
         layout: Layout,
         boundaries: Sequence[int],
-        loss_fn: Callable[..., Any],
+        loss_fn: Callable[..., Tensor],
         checkpoint_interval: int,
         seed: int,
         keys: DrawKeys | None = None,
@@ -128,9 +129,9 @@ class StagedModule(GivenStages):
         self.finite = FiniteWatch()
         self._keys = keys
         self._unpack = Unpacker()
-        self._parts: dict[str, Any] = dict.fromkeys(getattr(loss_fn, "reports", ()))
+        self._parts: dict[str, Tensor | None] = dict.fromkeys(getattr(loss_fn, "reports", ()))
 
-    def forward(self, forward_input: Any) -> Any:
+    def forward(self, forward_input: Value) -> Value:
         """Return the output of this stage's last layer, in the form in which it is sent to the next."""
         first, last = self.stage_id == 0, self.stage_id == self.num_stages - 1
         output = self._run(forward_input if first else self._unpack(forward_input))
@@ -141,7 +142,7 @@ class StagedModule(GivenStages):
         self.finite.see(output)
         return pack_payload(output)
 
-    def _run(self, value: Any) -> Any:
+    def _run(self, value: Value) -> Value:
         """As DeepSpeed's forward, with the draws of each layer keyed, also where it is run again."""
         key = self._keys.next() if self._keys is not None and self.training else None
         for block, recomputed in self.blocks():
@@ -150,7 +151,7 @@ class StagedModule(GivenStages):
             value = self.activation_checkpoint_func(run, *tensors) if recomputed else run(*tensors)
         return value
 
-    def get_additional_losses(self) -> dict[str, Any] | None:
+    def get_additional_losses(self) -> dict[str, Tensor | None] | None:
         """Return what the loss reports of the last micro-batch besides itself (`loss_fn.parts`).
 
         DeepSpeed asks all stages, and brings every stage the means.
@@ -182,7 +183,7 @@ class LayerSequence(nn.Module):
         self.calls = built.calls
         self._blocks = list(split_into_blocks(built.calls, checkpoint_interval, shared_parameters(built.calls)))
 
-    def forward(self, inputs: Any) -> Any:
+    def forward(self, inputs: Value) -> Value:
         """Return the last layer's output."""
         key = self._keys.next() if self._keys is not None and self.training else None
         for block, recomputed in self._blocks:
@@ -201,7 +202,7 @@ class LayerSequence(nn.Module):
         return inputs
 
 
-def _is_floating(value: Any) -> bool:
+def _is_floating(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 

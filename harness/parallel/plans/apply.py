@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from harness.config.model.shares import Stretch
 from harness.errors import UserError
@@ -36,7 +37,7 @@ def cut(
     prefix: str,
     plan: Plan,
     tensor: TensorParallel,
-    config: Any,
+    config: PretrainedConfig,
     *,
     local_logits: bool = False,
 ) -> None:
@@ -69,14 +70,14 @@ class _Place:
     prefix: str
     plan: Plan
     tensor: TensorParallel
-    config: Any
+    config: PretrainedConfig
     attentions: Mapping[str, Attention]
 
     def attention_at(self, name: str) -> Attention | None:
         """Return the attention that the module or parameter `name` belongs to."""
         return attention_at(name, self.attentions, self.tensor.size)
 
-    def target(self, name: str, module: Any, rule: PlanRule, *, local_output: bool = False) -> PlanTarget:
+    def target(self, name: str, module: nn.Module, rule: PlanRule, *, local_output: bool = False) -> PlanTarget:
         """Return the module or parameter `name`, to which `rule` applies, as the functions of the styles take it."""
         return PlanTarget(
             name=_join(self.prefix, name),
@@ -215,7 +216,12 @@ def _own_value(
 
 
 def _cut_inputs(
-    module: nn.Module, name: str, rules: Any, tensor: TensorParallel, attention: Attention | None, config: Any
+    module: nn.Module,
+    name: str,
+    rules: Mapping[str, InputRule],
+    tensor: TensorParallel,
+    attention: Attention | None,
+    config: PretrainedConfig,
 ) -> None:
     """Let `module` receive only this rank's part of the inputs that `rules` name, by position or by keyword."""
     if not rules:
@@ -230,7 +236,9 @@ def _cut_inputs(
         run = runs[key] or x.shape[rules[key].dim]
         return own_part(x, rules[key], run, deal(run, tensor.size, f"{key}, given to {name}", heads=heads)[tensor.rank])
 
-    def before_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_forward(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given, kwargs = list(args), dict(kwargs)
         for key in rules:
             if key in kwargs:

@@ -12,25 +12,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.config.model.shares import Stretch, stretch
 from harness.errors import UserError
-from harness.parallel.comm import TensorParallel, apply, copy_to_group, reduce_from_group
+from harness.parallel.comm import Context, TensorParallel, apply, copy_to_group, reduce_from_group
 from harness.parallel.plans.plan import STYLES, NoPlan, Plan, PlanRule, plan_for
 from harness.parallel.plans.target import PlanTarget
 from harness.parallel.tensor.shard import cut_parameter, share_of
 from harness.wording import counted
 
 EXPERTS, EXPERT_PARAMETER = "ep_dispatch_experts", "grouped_gemm"
+Word = TypeVar("Word")
 _ROW_BYTES = 16
 _ADVICE = "remove expert_parallel.autoep_size, so that each expert is split"
 
 
-def expert_parallel_plan(model: Any, plans: Path | None = None) -> Plan:
+def expert_parallel_plan(model: PreTrainedModel, plans: Path | None = None) -> Plan:
     """Return the plan of a transformers model with its experts spread as its own expert-parallel plan says.
 
     What that says of experts takes the place of all that the tensor-parallel plan (`plan_for`) does with them and
@@ -53,7 +55,7 @@ def expert_parallel_plan(model: Any, plans: Path | None = None) -> Plan:
         plan = Plan(model_type=model_type, rules={})
     experts = [name for name, style in own.items() if style == EXPERTS]
 
-    def elsewhere(words: Mapping[str, Any]) -> dict[str, Any]:
+    def elsewhere(words: Mapping[str, Word]) -> dict[str, Word]:
         return {name: word for name, word in words.items() if not _is_in(name, experts)}
 
     return replace(
@@ -73,7 +75,9 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
     # transformers' kernels then leave out what is sent to no expert of theirs
     module._is_expert_parallel = True  # noqa: SLF001
 
-    def before_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_forward(
+        _module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         return _own_routing(*args, **kwargs, own=own, tensor=tensor), {}
 
     def after_forward(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -104,7 +108,7 @@ def run_where_aligned(module: nn.Module, dtype: torch.dtype) -> None:
                 run_experts_by(experts.config, "eager")
 
 
-def run_experts_by(config: Any, implementation: str | None) -> None:
+def run_experts_by(config: PretrainedConfig, implementation: str | None) -> None:
     """Let the fused experts of the model with this config run by one of transformers' implementations."""
     config._experts_implementation = implementation  # noqa: SLF001  # transformers has no public setter for a part
 
@@ -142,12 +146,12 @@ class _Linked(torch.autograd.Function):
     """Forward: the first tensor. Backward: zeros for the others."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, *sources: Tensor) -> Tensor:
+    def forward(ctx: Context, output: Tensor, *sources: Tensor) -> Tensor:
         ctx.save_for_backward(*sources)
         return output.clone()
 
     @staticmethod
-    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, _grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, *map(torch.zeros_like, ctx.saved_tensors)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig
 
 from harness.config.model.shares import Heads, Stretch, stretch
 from harness.errors import UserError
@@ -34,7 +35,7 @@ class Attention:
     inside: bool = True
 
 
-def heads_of(module: nn.Module, config: Any) -> Heads | None:
+def heads_of(module: nn.Module, config: PretrainedConfig) -> Heads | None:
     """Return the heads of an attention module, as it says itself, else as the config says; None where `module` is
     none."""
     layers, index = getattr(config, "per_layer_config", None), getattr(module, "layer_idx", None)
@@ -52,7 +53,7 @@ def heads_of(module: nn.Module, config: Any) -> Heads | None:
     return Heads(query=query, key_value=key_value or getattr(config, "num_key_value_heads", None) or query)
 
 
-def attentions_in(modules: Sequence[tuple[str, nn.Module]], config: Any) -> dict[str, Attention]:
+def attentions_in(modules: Sequence[tuple[str, nn.Module]], config: PretrainedConfig) -> dict[str, Attention]:
     """Name -> attention, of all that are among the named modules, none of which is cut yet."""
     found = {}
     for name, module in modules:

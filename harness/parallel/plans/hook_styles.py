@@ -5,8 +5,7 @@ Each takes the `PlanTarget` and returns its module, with hooks.
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.parallel.comm import (
@@ -35,7 +34,9 @@ def moe_tp_experts(target: PlanTarget) -> nn.Module:
     summed."""
     group = target.tensor.group
 
-    def before_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_forward(
+        _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         return tuple(_copied(x, group) for x in args), {name: _copied(x, group) for name, x in kwargs.items()}
 
     target.module.register_forward_pre_hook(before_forward, with_kwargs=True)
@@ -92,5 +93,5 @@ def replicate(target: PlanTarget) -> nn.Module:
     return target.module
 
 
-def _copied(x: Any, group: Any) -> Any:
+def _copied(x: object, group: dist.ProcessGroup | None) -> object:
     return copy_to_group(x, group) if isinstance(x, Tensor) and x.requires_grad else x

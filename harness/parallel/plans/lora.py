@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from harness.errors import UserError
 from harness.parallel.comm import TensorParallel, sum_over_group
@@ -35,10 +36,10 @@ def is_wrapper(module: nn.Module) -> bool:
     return {"base_layer", "lora_A"} <= {name for name, _ in module.named_children()}
 
 
-def without_adapters(module: Any) -> Any:
+def without_adapters(module: nn.Module) -> nn.Module:
     """Return the layer inside all wrappers, or the module itself."""
     while is_wrapper(module):
-        module = module.base_layer
+        module = module.get_submodule("base_layer")
     return module
 
 
@@ -67,7 +68,7 @@ def lifted(module: nn.Module, kept: frozenset[str] = frozenset()) -> Iterator[No
 
 
 def cut_with_adapters(
-    module: nn.Module, plan: Plan, tensor: TensorParallel, config: Any, *, local_logits: bool = False
+    module: nn.Module, plan: Plan, tensor: TensorParallel, config: PretrainedConfig, *, local_logits: bool = False
 ) -> None:
     """As `apply.cut` on a pipeline layer, whose adapters are then cut as their layers were.
 
@@ -148,7 +149,9 @@ def _follow_parameter(wrapper: Any, base: Any, _name: str, _tensor: TensorParall
             wrapper.num_experts = shard.length
 
 
-def _columns(linear: Any, base: ColumnParallelLinear, shard: Shard, tensor: TensorParallel) -> ColumnParallelLinear:
+def _columns(
+    linear: nn.Linear, base: ColumnParallelLinear, shard: Shard, tensor: TensorParallel
+) -> ColumnParallelLinear:
     part = _same_pieces(shard, linear.weight, dim=0)
     layer = ColumnParallelLinear.from_linear(linear, base.group, shard=part, gather_output=base.gather_output)
     if shard.copied:  # key/value heads that neighbouring ranks share

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.parallel.plans.plan_file import read_parts
 
@@ -133,14 +133,14 @@ def patterns(name: str) -> list[str]:
     return [wildcard(name, count) for count in range(1, max(numbers, 1) + 1)]
 
 
-def plan_for(model: nn.Module, plans: Path | None = None) -> Plan:
+def plan_for(model: PreTrainedModel, plans: Path | None = None) -> Plan:
     """Return the plan of a transformers model: its own, as the file of its model type in the folder `plans` may extend
     it, or else that file.
 
     Where input and output embedding are one parameter, both are split by vocabulary or neither is. Raises
     UserError where the family has no plan, and where a plan has a style that is not known.
     """
-    config: Any = model.config
+    config = model.config
     own: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     path = None if plans is None else plans / f"{config.model_type}.json"
     file = read_plan_file(path, config) if path is not None and path.is_file() else None
@@ -165,7 +165,7 @@ def plan_for(model: nn.Module, plans: Path | None = None) -> Plan:
     return _with_embeddings(plan, model)
 
 
-def read_plan_file(path: Path, config: Any) -> Plan:
+def read_plan_file(path: Path, config: PretrainedConfig) -> Plan:
     """Return the plan in a JSON file, named after its model type, for a model with `config`.
 
     Raises UserError where it is not one, or refuses such a model.
@@ -185,12 +185,12 @@ def read_plan_file(path: Path, config: Any) -> Plan:
         raise UserError(f"{path} is not a tensor-parallel plan: {type(error).__name__}: {error}") from error
 
 
-def _rule(word: str | Mapping[str, Any]) -> PlanRule:
+def _rule(word: str | JsonObject) -> PlanRule:
     rule = PlanRule(style=word) if isinstance(word, str) else PlanRule(**word)
     return replace(rule, style=_FORMER_NAMES.get(rule.style, rule.style))
 
 
-def _with_embeddings(plan: Plan, model: Any) -> Plan:
+def _with_embeddings(plan: Plan, model: PreTrainedModel) -> Plan:
     """Return the plan with the embeddings' names. Logits leave a split head gathered; where both embeddings share a
     parameter, both are split by vocabulary."""
     names: Mapping[int, str] = {id(module): name for name, module in model.named_modules()}

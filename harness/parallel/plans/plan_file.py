@@ -23,15 +23,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
+from transformers import PretrainedConfig
+
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 
 _PARTS = ("styles", "attributes", "inputs")
 WORDS = frozenset({"divide", "share"})
 
 
-def read_parts(path: Path, config: Any) -> dict[str, Any]:
+def read_parts(path: Path, config: PretrainedConfig) -> JsonObject:
     """Return what a plan file says of a model with `config`, as JSON has it: styles, attributes and inputs, and
     whether they extend the model's own plan.
 
@@ -41,7 +43,7 @@ def read_parts(path: Path, config: Any) -> dict[str, Any]:
     unknown = set(data) - {*_PARTS, "cases", "note", "extends"}
     if unknown:
         raise ValueError(f"unknown keys {', '.join(sorted(unknown))}")
-    parts: dict[str, Any] = {"styles": dict(data["styles"])}
+    parts: JsonObject = {"styles": dict(data["styles"])}
     parts |= {name: dict(data.get(name, {})) for name in _PARTS[1:]}
     for case in data.get("cases", []):
         if all(getattr(config, field) == value for field, value in case["if"].items()):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig
 
 from harness.config.model.shares import Heads, Stretch
 from harness.errors import UserError
@@ -30,7 +30,7 @@ class PlanTarget:
     attention: Attention | None
     rule: PlanRule
     tensor: TensorParallel
-    config: Any
+    config: PretrainedConfig
     local_output: bool = False
 
     @property

@@ -9,14 +9,12 @@ with label y
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from harness.config.model.shares import stretch
-from harness.parallel.comm import apply, group_rank, group_size, max_over_group, sum_over_group
+from harness.parallel.comm import Context, apply, group_rank, group_size, max_over_group, sum_over_group
 
 
 def vocab_parallel_cross_entropy(
@@ -38,7 +36,7 @@ def vocab_parallel_cross_entropy(
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         logits: Tensor,
         labels: Tensor,
         group: dist.ProcessGroup | None,
@@ -67,7 +65,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return (exp_sum.log() - label_logit).masked_fill(ignored, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, log_sum, column, here, ignored = ctx.saved_tensors
         scale = grad.float().masked_fill(ignored, 0.0).unsqueeze(-1)
         grad_logits = (logits.float() - log_sum.unsqueeze(-1)).exp_() * scale

@@ -10,7 +10,7 @@ device.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ class ColumnParallelLinear(nn.Linear):
 
     group: dist.ProcessGroup | None
     weight: nn.Parameter
+    weight_transposed: bool
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class ColumnParallelLinear(nn.Linear):
         *,
         group: dist.ProcessGroup | None = None,
         gather_output: bool = False,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         whole = nn.Linear(in_features, out_features, bias, device, dtype)
@@ -57,7 +58,7 @@ class ColumnParallelLinear(nn.Linear):
     @classmethod
     def from_linear(
         cls,
-        linear: Any,
+        linear: nn.Module,
         group: dist.ProcessGroup | None,
         *,
         shard: Shard | None = None,
@@ -71,19 +72,19 @@ class ColumnParallelLinear(nn.Linear):
 
     def _adopt(
         self,
-        linear: Any,
+        linear: nn.Module,
         group: dist.ProcessGroup | None,
         shard: Shard | None,
         gather_output: bool,
         weight_transposed: bool,
     ) -> None:
         dim = 1 if weight_transposed else 0
-        shard = shard or _equal_share(linear.weight, dim, group)
+        shard = shard or _equal_share(linear.get_parameter("weight"), dim, group)
         _begin(self, linear, group, dim, weight_transposed)
         self.gather_output, self.widths = gather_output, shard.widths
-        self.weight = cut_parameter(linear.weight, shard)
-        bias = None if linear.bias is None else cut_parameter(linear.bias, without_dim(shard))
-        self.register_parameter("bias", bias)
+        self.weight = cut_parameter(linear.get_parameter("weight"), shard)
+        bias = _bias_of(linear)
+        self.register_parameter("bias", None if bias is None else cut_parameter(bias, without_dim(shard)))
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.weight_transposed else self.weight
@@ -103,17 +104,23 @@ class SharedColumnLinear(nn.Linear):
 
     group: dist.ProcessGroup | None
     pieces: list[tuple[int, int]]
+    weight_transposed: bool
 
     @classmethod
     def from_linear(
-        cls, linear: Any, group: dist.ProcessGroup | None, *, pieces: list[tuple[int, int]], weight_transposed: bool
+        cls,
+        linear: nn.Module,
+        group: dist.ProcessGroup | None,
+        *,
+        pieces: list[tuple[int, int]],
+        weight_transposed: bool,
     ) -> SharedColumnLinear:
         """Return a layer with the very parameters of a whole one."""
         layer = cls.__new__(cls)
         _begin(layer, linear, group, 1 if weight_transposed else 0, weight_transposed)
         layer.pieces = pieces
-        layer.weight = linear.weight
-        layer.register_parameter("bias", linear.bias)
+        layer.weight = linear.get_parameter("weight")
+        layer.register_parameter("bias", _bias_of(linear))
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,6 +142,7 @@ class RowParallelLinear(nn.Linear):
 
     group: dist.ProcessGroup | None
     weight: nn.Parameter
+    weight_transposed: bool
 
     def __init__(
         self,
@@ -144,7 +152,7 @@ class RowParallelLinear(nn.Linear):
         *,
         group: dist.ProcessGroup | None = None,
         input_is_parallel: bool = True,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         whole = nn.Linear(in_features, out_features, bias, device, dtype)
@@ -153,7 +161,7 @@ class RowParallelLinear(nn.Linear):
     @classmethod
     def from_linear(
         cls,
-        linear: Any,
+        linear: nn.Module,
         group: dist.ProcessGroup | None,
         *,
         shard: Shard | None = None,
@@ -167,18 +175,18 @@ class RowParallelLinear(nn.Linear):
 
     def _adopt(
         self,
-        linear: Any,
+        linear: nn.Module,
         group: dist.ProcessGroup | None,
         shard: Shard | None,
         input_is_parallel: bool,
         weight_transposed: bool,
     ) -> None:
         dim = 0 if weight_transposed else 1
-        shard = shard or _equal_share(linear.weight, dim, group)
+        shard = shard or _equal_share(linear.get_parameter("weight"), dim, group)
         _begin(self, linear, group, 1 - dim, weight_transposed)
         self.input_is_parallel, self.widths = input_is_parallel, shard.widths
-        self.weight = cut_parameter(linear.weight, shard)
-        self.register_parameter("bias", linear.bias)
+        self.weight = cut_parameter(linear.get_parameter("weight"), shard)
+        self.register_parameter("bias", _bias_of(linear))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
@@ -191,6 +199,9 @@ class RowParallelLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return _describe(self, "in", self.in_features)
+
+
+_SplitLinear: TypeAlias = ColumnParallelLinear | SharedColumnLinear | RowParallelLinear
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -213,7 +224,7 @@ class VocabParallelEmbedding(nn.Embedding):
         padding_idx: int | None = None,
         *,
         group: dist.ProcessGroup | None = None,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
@@ -264,14 +275,21 @@ def _equal_share(weight: Tensor, dim: int, group: dist.ProcessGroup | None) -> S
     return share_of(tuple(weight.shape), dim, place.rank, place.size)
 
 
-def _begin(layer: Any, linear: Any, group: dist.ProcessGroup | None, out_dim: int, weight_transposed: bool) -> None:
+def _begin(
+    layer: _SplitLinear, linear: nn.Module, group: dist.ProcessGroup | None, out_dim: int, weight_transposed: bool
+) -> None:
     nn.Module.__init__(layer)
-    layer.out_features, layer.in_features = linear.weight.shape[out_dim], linear.weight.shape[1 - out_dim]
+    shape = linear.get_parameter("weight").shape
+    layer.out_features, layer.in_features = shape[out_dim], shape[1 - out_dim]
     layer.group, layer.weight_transposed = group, weight_transposed
     layer.train(linear.training)
 
 
-def _describe(layer: Any, cut: str, full: int) -> str:
+def _bias_of(linear: nn.Module) -> nn.Parameter | None:
+    return None if linear.bias is None else linear.get_parameter("bias")
+
+
+def _describe(layer: _SplitLinear, cut: str, full: int) -> str:
     shard = shard_of(layer.weight)  # the weight itself may be empty: ZeRO-3 gathers it only where it is used
     local = full if shard is None else shard.length
     sizes = {"in": layer.in_features, "out": layer.out_features, cut: f"{local} of {full}"}

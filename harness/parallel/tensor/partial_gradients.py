@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +42,7 @@ def walk(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = (), *, split: boo
         if node is None or (node, inside) in seen:
             continue
         seen.add((node, inside))
-        leaf: Any = getattr(node, "variable", None)
+        leaf: Tensor | None = getattr(node, "variable", None)
         if node in stops or (leaf is not None and not isinstance(leaf, nn.Parameter)):
             reached.input_is_partial |= inside
             continue
@@ -67,7 +66,7 @@ def sum_partial_gradients(module: nn.Module, name: str, tensor: TensorParallel, 
     recomputes is not in the graph, and not looked at; a checkpoint around it is none of its concern.
     """
 
-    def after_forward(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def after_forward(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         if not torch.is_grad_enabled():
             return
         handle.remove()
@@ -88,14 +87,14 @@ def sum_partial_gradients(module: nn.Module, name: str, tensor: TensorParallel, 
     handle = module.register_forward_hook(after_forward, with_kwargs=True)
 
 
-def _first(output: Any) -> Any:
+def _first(output: object) -> object:
     """Return the hidden state or the logits: what else a module returns (attention weights) may be split or not."""
     if isinstance(output, Mapping):
         output = tuple(output.values())
     return output[0] if isinstance(output, (tuple, list)) and output else output
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     """All tensors in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value

@@ -52,7 +52,7 @@ class Segment:
         return self.start + unit * self.width, self.start + (unit + 1) * self.width
 
 
-def product_of(words: str, owners: Sequence[Any]) -> list[int]:
+def product_of(words: str, owners: Sequence[nn.Module]) -> list[int]:
     """Return the factors of a product of numbers and of attributes, taken from the nearest of `owners` that has them.
 
     Raises AttributeError for a name that none of them has.
@@ -60,13 +60,13 @@ def product_of(words: str, owners: Sequence[Any]) -> list[int]:
     return [int(word) if word.isdigit() else _attribute(word, owners) for word in words.replace(" ", "").split("*")]
 
 
-def sum_of(words: str, owners: Sequence[Any]) -> int:
+def sum_of(words: str, owners: Sequence[nn.Module]) -> int:
     """Return the value of a sum of products, as `product_of` reads each."""
     return sum(prod(product_of(product, owners)) for product in words.split("+"))
 
 
 def read_segments(
-    words: Sequence[str], owners: Sequence[Any], length: int, tensor: TensorParallel, name: str
+    words: Sequence[str], owners: Sequence[nn.Module], length: int, tensor: TensorParallel, name: str
 ) -> list[Segment]:
     """Return the segments of a dimension of `length` entries.
 
@@ -130,7 +130,7 @@ def _used(part: Tensor, segment: Segment, tensor: TensorParallel) -> Tensor:
     return whole[..., start - segment.start : stop - segment.start]
 
 
-def _attribute(name: str, owners: Sequence[Any]) -> int:
+def _attribute(name: str, owners: Sequence[nn.Module]) -> int:
     for owner in owners:
         if isinstance(found := getattr(owner, name, None), int):
             return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ def sum_gradients(module: nn.Module, names: list[str], reduce: Callable[[Tensor]
     The parameters are looked up at each forward, so that those which take the place of meta tensors are served too.
     """
 
-    def before_forward(owner: nn.Module, _args: Any) -> None:
+    def before_forward(owner: nn.Module, _args: object) -> None:
         for name, param in owner.named_parameters(recurse=False):
             if name in names and param.requires_grad and not sums_gradient(param):
                 sum_gradient(param, reduce)

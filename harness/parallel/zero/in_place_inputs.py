@@ -27,11 +27,12 @@ def copy_hooked_inputs(model: nn.Module) -> None:
             module.forward = partial(_on_copies, module.forward)
 
 
-def _on_copies(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _on_copies(forward: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     args, kwargs = tree_map(_copied, (args, kwargs))
     return forward(*args, **kwargs)
 
 
-def _copied(value: Any) -> Any:
-    hooked = isinstance(value, Tensor) and type(value.grad_fn).__name__ == HOOKED
-    return value.clone() if hooked else value
+def _copied(value: object) -> object:
+    if isinstance(value, Tensor) and type(value.grad_fn).__name__ == HOOKED:
+        return value.clone()
+    return value
