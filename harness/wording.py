@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -11,7 +10,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def one_of(choices: Sequence[Any]) -> str:
+def one_of(choices: Sequence[object]) -> str:
     """Return the choices as `a, b or c`."""
     words = [str(choice) for choice in choices]
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]

@@ -20,6 +20,7 @@ from torch.nn import functional
 from harness.deepspeed.flat_tensors import DividedOneByOne, DividedTogether, OneParameter, SteppedOn, stepped_on
 from harness.deepspeed.zero3_parameters import Partition
 from harness.parallel.tensor.shard import Shard, shard_of
+from harness.topology.agreement import values_of_all
 
 Group = dist.ProcessGroup
 
@@ -172,13 +173,12 @@ def _with_shards(located: list[tuple[Tensor, MatrixPart]], tensor: Group | None)
     if tensor is None:
         return [part for _, part in located]
     mine = [(part.shape, shard_of(parameter)) for parameter, part in located]
-    of_all: list[Any] = [None] * dist.get_world_size(tensor)
-    dist.all_gather_object(of_all, mine, group=tensor)
+    of_all = values_of_all(mine, tensor)
     unequal = len({tuple(shape for shape, _ in theirs) for theirs in of_all}) > 1
     parts = []
     for index, (_, part) in enumerate(located):
-        shards = tuple(theirs[index][1] for theirs in of_all)
-        if shards[0] is not None:
+        shards = tuple(shard for theirs in of_all if (shard := theirs[index][1]) is not None)
+        if shards:
             part = replace(part, shards=shards, tensor=tensor)
         parts.append(replace(part, split=True, needed=True) if unequal else part)
     return parts

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,16 +22,17 @@ from harness.errors import UserError
 from harness.topology.layout import Layout
 
 DIGEST_BYTES = hashlib.sha256().digest_size
+Value = TypeVar("Value")
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def check_agreement(
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     layout: Layout,
     *,
     code: str | None = None,
     device: torch.device | str = "cpu",
-    others: Mapping[str, Any] | None = None,
+    others: Mapping[str, object] | None = None,
 ) -> None:
     """Raise UserError on every rank unless all ranks hold the same config, layout and code.
 
@@ -46,7 +47,7 @@ def check_agreement(
     require_alike({"config": config, "layout": layout.sizes(), "code": code, **(others or {})}, device)
 
 
-def require_alike(subjects: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
+def require_alike(subjects: Mapping[str, object], device: torch.device | str = "cpu") -> None:
     """Raise UserError on every rank unless all ranks hold the same `subjects`: JSON by the name that an error uses.
 
     All ranks call it, with the same names.
@@ -63,7 +64,14 @@ def require_alike(subjects: Mapping[str, Any], device: torch.device | str = "cpu
         raise UserError("; ".join(found) + ": give every host the same files and arguments")
 
 
-def disagreement(subject: str, values: Sequence[Any]) -> str | None:
+def values_of_all(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
+    """Return the value of each rank, in rank order; all ranks of the group, or of the world, call it."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def disagreement(subject: str, values: Sequence[object]) -> str | None:
     """Name the ranks (indices of `values`) that differ from the rest; None if all are equal.
 
     The value that most ranks hold is right; among values held by equally many, the one met first from rank 0
@@ -79,7 +87,7 @@ def disagreement(subject: str, values: Sequence[Any]) -> str | None:
     return f"{spell_ranks(wrong)} {have} another {subject} than {others}"
 
 
-def digest(value: Any) -> bytes:
+def digest(value: object) -> bytes:
     """SHA-256 of the value's canonical JSON (keys sorted, no blanks). TypeError for what is not JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).digest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, NoReturn, get_type_hints
 
@@ -41,7 +41,7 @@ AT_LEAST_ONE = (
 )
 
 
-def flag(default: Any, text: str) -> Any:
+def flag(default: object, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
@@ -272,7 +272,13 @@ def parse(
 class _Names(argparse.Action):
     """Several words, separated by spaces or commas, as a tuple."""
 
-    def __call__(self, _parser: Any, namespace: Any, values: Any, _option_string: str | None = None) -> None:
+    def __call__(
+        self,
+        _parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        _option_string: str | None = None,
+    ) -> None:
         names = tuple(name for value in values for name in value.split(",") if name)
         setattr(namespace, self.dest, names)
 
@@ -285,7 +291,7 @@ def _boolean(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
 
 
-def _converter(hint: Any) -> Any:
+def _converter(hint: object) -> Callable[[str], object]:
     names = str(hint)
     for kind, convert in (("bool", _boolean), ("float", float), ("int", int)):
         if kind in names or hint is convert:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from harness.config.values.json_object import JsonObject
 from harness.training.arguments import TrainingArguments
 from harness.training.process import signals
 
@@ -41,7 +42,7 @@ class StepRecord:
     aux_loss: float | None = None
     skipped: bool = False
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Return the record as it is written: a router loss only where there is one, `skipped` only where it is
         true."""
         optional = {"aux_loss": self.aux_loss is not None, "skipped": self.skipped}
@@ -57,7 +58,7 @@ class TrainerState:
     epoch: float = 0.0
     consumed_samples: int = 0
     is_world_process_zero: bool = True
-    log_history: list[dict[str, Any]] = field(default_factory=list)
+    log_history: list[JsonObject] = field(default_factory=list)
 
 
 @dataclass
@@ -73,44 +74,48 @@ class TrainerCallback:
     """Override what you need. Keyword arguments: `trainer`, and `record`, `metrics` or `checkpoint` where they fit."""
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Before the first step."""
 
     def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Before the first step of a pass through the data; a step may reach from one pass into the next."""
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """After the step that used the last sample of a pass through the data."""
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Before each step."""
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """After each step; `record` is its StepRecord."""
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Every `logging_steps` and after the last step; `logs` is the step's record as a dict."""
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """After an evaluation; `metrics` holds eval_loss and more."""
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """After a checkpoint was written; `checkpoint` is its directory."""
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """After the last step."""
 
 
-def call(callbacks: Sequence[TrainerCallback], moment: str, trainer: Any, **kwargs: Any) -> None:
+def call(callbacks: Sequence[TrainerCallback], moment: str, trainer: Any, **kwargs: object) -> None:
     """Call the method `moment` of every callback, in order; an evaluation that a signal interrupts ends that call."""
     for callback in callbacks:
         with suppress(signals.Interrupted):

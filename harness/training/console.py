@@ -10,7 +10,7 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,11 +105,16 @@ class _Unheard(io.FileIO):
             return len(data)
 
 
-def _show_ours(console: Console, show: Any) -> Any:
+def _show_ours(console: Console, show: Callable[..., None]) -> Callable[..., None]:
     shown: set[str] = set()  # by the script and by the Trainer, say
 
     def show_warning(
-        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
     ) -> None:
         if Path(filename).resolve().is_relative_to(PACKAGE) or "harness" in Path(filename).parts:
             if str(message) not in shown:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
 
 from torch.utils.data import Subset
 
 from harness.topology.agreement import require_alike
-from harness.training.batches.collate import Collator
+from harness.training.batches.collate import Collator, MapDataset
 from harness.training.batches.evaluation import evaluation_batches, evaluation_steps
 from harness.training.batches.same_data import require_same_data
 from harness.training.batches.stream import data_digest, dataset_length
@@ -33,7 +32,7 @@ def default_batch(loss: Loss, micro_batch: int) -> int:
     return ROUTER_BATCH if isinstance(loss, RouterLoss) else micro_batch
 
 
-def evaluation_metrics(run: PreparedRun, dataset: Any, *, is_new: bool) -> dict[str, float]:
+def evaluation_metrics(run: PreparedRun, dataset: MapDataset, *, is_new: bool) -> dict[str, float]:
     """Return eval_loss, perplexity, eval_samples and eval_seconds; all ranks call it. See `mean_loss`.
 
     `is_new`: not the run's own data set, which was looked at when the run began. UserError if it cannot be used, or
@@ -53,7 +52,7 @@ def evaluation_metrics(run: PreparedRun, dataset: Any, *, is_new: bool) -> dict[
     }
 
 
-def mean_loss(engine: Engine, dataset: Any, micro_batch: int, collator: Collator) -> float:
+def mean_loss(engine: Engine, dataset: MapDataset, micro_batch: int, collator: Collator) -> float:
     """Return the mean over what counts in all samples, each seen once; all ranks call it and get the same.
 
     Every rank runs the same number of micro-batches of one shape, so no rank waits for another. Raises
@@ -65,12 +64,13 @@ def mean_loss(engine: Engine, dataset: Any, micro_batch: int, collator: Collator
     # the last samples apart, in a micro-batch of their number: a router loss would see what fills up a larger one
     for part, size in ((range(whole), micro_batch), (range(whole, n), n - whole)):
         if part:
-            losses, valid = _sums(engine, Subset(dataset, part), size, collator)
+            samples: Subset[object] = Subset(dataset, part)  # type: ignore[arg-type]  # torch names its own class, but only indexes
+            losses, valid = _sums(engine, samples, size, collator)
             total, counted = total + losses, counted + valid
     return total / counted if counted else float("nan")
 
 
-def _sums(engine: Engine, dataset: Any, micro_batch: int, collator: Collator) -> tuple[float, float]:
+def _sums(engine: Engine, dataset: MapDataset, micro_batch: int, collator: Collator) -> tuple[float, float]:
     """Sum of the losses of all samples, and number of what counts."""
     place, size = engine.groups.coordinate.dp_rank, engine.groups.layout.dp_size
     steps = evaluation_steps(dataset_length(dataset), micro_batch, size)

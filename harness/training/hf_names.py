@@ -6,8 +6,7 @@ A method that is overridden here and never called, or a keyword that is dropped,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from harness.config.schema.suggest import nearest
 from harness.errors import UserError
@@ -86,7 +85,9 @@ def _require_own_methods(kind: type, base: type) -> None:
                 )
 
 
-def refuse_arguments(given: Iterable[str], function: Any, remedies: Mapping[str, str], what: str) -> None:
+def refuse_arguments(
+    given: Iterable[str], function: Callable[..., object], remedies: Mapping[str, str], what: str
+) -> None:
     """UserError for the first of the keyword arguments `given`, which `function` does not take."""
     for name in given:
         close = nearest(name, inspect.signature(function).parameters)
@@ -102,13 +103,13 @@ def _methods_of_transformers() -> set[str]:
     return {name for name, member in vars(Trainer).items() if inspect.isfunction(member) and name != "__init__"}
 
 
-def _needs_more(method: Any, of_base: Any) -> bool:
+def _needs_more(method: Callable[..., object], of_base: Callable[..., object]) -> bool:
     """Whether a method must be given what the one that it overrides does not take."""
     takes = set(inspect.signature(of_base).parameters)
     return any(name not in takes for name in _required(method))
 
 
-def _required(method: Any) -> Iterator[str]:
+def _required(method: Callable[..., object]) -> Iterator[str]:
     for name, parameter in list(inspect.signature(method).parameters.items())[1:]:
         if parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_ONLY,

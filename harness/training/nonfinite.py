@@ -6,12 +6,12 @@ What fp16's dynamic loss scaling skips while the loss is finite is its way of wo
 from __future__ import annotations
 
 from math import isfinite
-from typing import Any
 
-import torch.distributed as dist
+from torch import Tensor
 
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.errors import UserError
+from harness.topology.agreement import values_of_all
 from harness.training.console import Console
 from harness.training.engine.engine import Engine, StepOutcome
 from harness.training.engine.evidence import origin
@@ -36,8 +36,7 @@ class NonFinite:
         overflow = not outcome.finite_gradient and not engine.scales_loss
         if not lost and not overflow:
             return
-        seen: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, engine.evidence())
+        seen = values_of_all(engine.evidence())
         what = f"the loss is {outcome.loss}" if lost else "the gradient is not finite, although the loss is"
         text = f"step {step}: {what} ({origin(seen, loss=lost)})"
         if self.policy == "stop":
@@ -67,16 +66,14 @@ class NonFinite:
         bad = next((name for name, p in parameters if p.requires_grad and not _finite(p)), None)
         if not any_rank(bad is not None, engine.device):
             return
-        names: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(names, bad)
-        rank, name = next((rank, name) for rank, name in enumerate(names) if name is not None)
+        rank, name = next((rank, name) for rank, name in enumerate(values_of_all(bad)) if name is not None)
         text = f"{name} is not finite (rank {rank})"
         if self.policy == "stop":
             raise UserError(f"{text}: {target} is not written; resume from an older checkpoint")
         self.console.warn(f"{target}: {text}")
 
 
-def _finite(parameter: Any) -> bool:
+def _finite(parameter: Tensor) -> bool:
     """Whether what this rank holds of a parameter is finite; under ZeRO-3 that is its part."""
     held = held_tensor(parameter)
     return held.is_meta or held.device.type == "meta" or bool(held.detach().isfinite().all())

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from harness.checkpoint import state
 from harness.checkpoint.directories import Progress
 from harness.deepspeed.engine import put_back_scaler
+from harness.training.engine.muon import ParameterGroup
 from harness.training.prepare.hyperparameters import changes
 from harness.training.prepare.run import PreparedRun
 
@@ -33,7 +34,7 @@ class FreshValues:
         scaler: of the loss in fp16; None elsewhere.
     """
 
-    groups: list[dict[str, Any]]
+    groups: list[ParameterGroup]
     clip: float | None
     scaler: Any
 

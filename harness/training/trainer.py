@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,10 +20,12 @@ from transformers import PreTrainedModel
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
-from harness.training.batches.collate import Collator, collate
+from harness.training.batches.collate import Collator, MapDataset, collate
 from harness.training.cadence import agree_on_control, due_after, step_record
 from harness.training.callbacks import StepRecord, TrainerCallback, TrainerControl, TrainerState, call
 from harness.training.console import Console, plain_console
+from harness.training.data.tokenizer import Tokenizer
+from harness.training.engine.losses import LossFunction
 from harness.training.engine.profiling import communication_summary
 from harness.training.evaluate import evaluation_metrics
 from harness.training.gathered_model import gather_model
@@ -72,17 +74,17 @@ class Trainer:
         self,
         model: Model,
         args: TrainingArguments,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
+        train_dataset: MapDataset | None = None,
+        eval_dataset: MapDataset | None = None,
         *,
-        loss_fn: Callable[..., Any] | None = None,
-        processing_class: Any = None,
+        loss_fn: LossFunction | None = None,
+        processing_class: Tokenizer | None = None,
         data_collator: Collator = collate,
         callbacks: Sequence[TrainerCallback] = (),
         console: Console | None = None,
         peft_config: Any = None,
-        compute_loss_func: Callable[..., Any] | None = None,
-        **others: Any,
+        compute_loss_func: LossFunction | None = None,
+        **others: object,
     ) -> None:
         require_ours(type(self), Trainer, others)
         env = LaunchEnv.from_environ(os.environ)
@@ -201,7 +203,7 @@ class Trainer:
             stop = agree_on_control(control, device)
         return stop
 
-    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+    def evaluate(self, eval_dataset: MapDataset | None = None) -> dict[str, float]:
         """Mean loss over the evaluation data, each sample once: eval_loss, perplexity, eval_samples, eval_seconds.
 
         Any number of samples, any number of times. A signal during training raises `signals.Interrupted` on all ranks.

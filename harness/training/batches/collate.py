@@ -9,20 +9,33 @@ out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.utils.data import default_collate
 
 from harness.errors import UserError
+from harness.parallel.values import Value
 
 IGNORED = -100
 """The label that no loss counts, as torch's cross entropy has it."""
 
-MicroBatch: TypeAlias = tuple[Any, Any]
+MicroBatch: TypeAlias = tuple[Value, Value]
+"""Inputs and labels."""
 Collator: TypeAlias = Callable[[list[Any]], Any]
+"""Makes a micro-batch of samples; see `as_micro_batch` for what it may return."""
 
 _NOT_CARRIED = ("token_type_ids", "inputs_embeds")
+
+
+class MapDataset(Protocol):
+    """A data set with a length and an index."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return a sample: what the collator takes."""
 
 
 def collate(samples: Sequence[Any]) -> MicroBatch:
@@ -49,7 +62,7 @@ def as_micro_batch(collated: Any) -> MicroBatch:
     raise UserError(f"the data_collator gave {type(collated).__name__}: it must give a dict or a pair (inputs, labels)")
 
 
-def _language(samples: Sequence[Mapping[str, Any]]) -> MicroBatch:
+def _language(samples: Sequence[Mapping[str, object]]) -> MicroBatch:
     if "input_ids" not in samples[0]:
         raise UserError(f"a sample has no input_ids (it has: {', '.join(map(str, samples[0]))})")
     names = [
@@ -58,7 +71,7 @@ def _language(samples: Sequence[Mapping[str, Any]]) -> MicroBatch:
     return _with_labels({name: _stack(name, [sample[name] for sample in samples]) for name in names})
 
 
-def _stack(name: str, rows: list[Any]) -> torch.Tensor:
+def _stack(name: str, rows: list[object]) -> torch.Tensor:
     tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
     shapes = sorted({tuple(tensor.shape) for tensor in tensors})
     if len(shapes) > 1:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from harness.errors import UserError
 from harness.parallel.generators import seed_of
-from harness.training.batches.collate import IGNORED, Collator, collate
+from harness.parallel.values import Value
+from harness.training.batches.collate import IGNORED, Collator, MapDataset, collate
 from harness.training.batches.stream import dataset_length, read_micro_batch
 
 
@@ -29,8 +29,8 @@ class EvaluationBatch:
     `labels[:rows]`, and not at all where `rows` is 0.
     """
 
-    inputs: Any
-    labels: Any
+    inputs: Value
+    labels: Value
     rows: int
 
 
@@ -41,7 +41,7 @@ def evaluation_steps(n: int, micro_batch: int, data_size: int = 1, multiple_of: 
 
 
 def evaluation_batches(
-    dataset: Any,
+    dataset: MapDataset,
     micro_batch: int,
     data_rank: int = 0,
     data_size: int = 1,
@@ -62,7 +62,7 @@ def evaluation_batches(
 
 
 def _batches(
-    dataset: Any,
+    dataset: MapDataset,
     n: int,
     micro_batch: int,
     data_rank: int,
@@ -76,14 +76,13 @@ def _batches(
         # Filled from the front of the data set: rows that exist, and the same ones on every rank.
         indices = [start + i if i < rows else i % n for i in range(micro_batch)]
         inputs, labels = read_micro_batch(dataset, indices, collator, seed_of("evaluation", start))
-        if rows < micro_batch and _are_token_labels(inputs, labels):
+        if rows < micro_batch and isinstance(labels, torch.Tensor) and _are_token_labels(inputs, labels):
             labels = labels.clone()
             labels[rows:] = IGNORED
         yield EvaluationBatch(inputs=inputs, labels=labels, rows=rows)
 
 
-def _are_token_labels(inputs: Any, labels: Any) -> bool:
+def _are_token_labels(inputs: Value, labels: torch.Tensor) -> bool:
     """Whether the labels are a language model's, one a token, so that -100 takes one out of the loss."""
-    inputs = inputs[0] if isinstance(inputs, (tuple, list)) else inputs
-    tensors = isinstance(inputs, torch.Tensor) and isinstance(labels, torch.Tensor)
-    return tensors and inputs.dtype == labels.dtype == torch.long and inputs.shape == labels.shape
+    ids = inputs[0] if isinstance(inputs, (tuple, list)) else inputs
+    return isinstance(ids, torch.Tensor) and ids.dtype == labels.dtype == torch.long and ids.shape == labels.shape

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +16,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from harness.errors import UserError
-from harness.topology.agreement import spell_ranks
+from harness.topology.agreement import spell_ranks, values_of_all
 from harness.topology.groups import Groups
 
 
-def require_same_data(micro_batches: Sequence[Any], groups: Groups) -> None:
+def require_same_data(micro_batches: Sequence[object], groups: Groups) -> None:
     """Raise UserError, on all ranks, unless ranks of one data-parallel coordinate hold the same micro-batches.
 
     All ranks call it; `micro_batches` is empty where no data is read.
@@ -29,8 +28,7 @@ def require_same_data(micro_batches: Sequence[Any], groups: Groups) -> None:
     if dist.get_world_size() == 1:
         return
     own = groups.coordinate.dp_rank, digest(micro_batches) if micro_batches else None
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
+    found = values_of_all(own)
     for data_rank in range(groups.layout.dp_size):
         ranks = {rank: read for rank, (place, read) in enumerate(found) if place == data_rank and read is not None}
         first = min(ranks)
@@ -44,7 +42,7 @@ def require_same_data(micro_batches: Sequence[Any], groups: Groups) -> None:
             )
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
     """Return a hash of all tensors in nested values: shapes, dtypes and entries."""
     total = hashlib.sha256()
     for leaf in tree_leaves(value):

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from harness.errors import UserError
 from harness.parallel.generators import own_generators, seed_of
-from harness.training.batches.collate import Collator, MicroBatch, as_micro_batch, collate
+from harness.training.batches.collate import Collator, MapDataset, MicroBatch, as_micro_batch, collate
 from harness.training.batches.order import batch_indices
 from harness.wording import counted
 
@@ -29,7 +28,7 @@ class BatchStream:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: MapDataset,
         *,
         seed: int,
         micro_batch: int,
@@ -80,14 +79,14 @@ class BatchStream:
         ]
 
 
-def dataset_length(dataset: Any) -> int:
+def dataset_length(dataset: MapDataset | None) -> int:
     """Return the number of samples. UserError for a data set without a length or an index: it has no order."""
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+    if dataset is not None and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return len(dataset)
     raise UserError(f"{type(dataset).__name__} is not map-style: the data set needs len(dataset) and dataset[i]")
 
 
-def data_digest(dataset: Any, looked_at: int = 16) -> str:
+def data_digest(dataset: MapDataset, looked_at: int = 16) -> str:
     """Return a short hash of the length and of a few token samples, spread evenly: ranks with the same data agree.
 
     Other samples are not looked at: a data set may well draw them anew each time.
@@ -103,7 +102,7 @@ def data_digest(dataset: Any, looked_at: int = 16) -> str:
     return digest.hexdigest()[:16]
 
 
-def read_micro_batch(dataset: Any, rows: Sequence[int], collator: Collator, seed: int = 0) -> MicroBatch:
+def read_micro_batch(dataset: MapDataset, rows: Sequence[int], collator: Collator, seed: int = 0) -> MicroBatch:
     """Read these rows, in one call where the data set offers it, and collate them into (inputs, labels).
 
     What data set and collator draw from the global generators depends on `seed` alone: every rank that reads these

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.training.data.files.rows import ASSISTANT
 from harness.training.data.tokenizer import ByteTokenizer, Tokenizer, end_of_document_id
@@ -117,7 +118,7 @@ class _Renderer:
     """Writes a conversation, or the beginning of it, by the template, and finds the answers in what it has written."""
 
     tokenizer: PreTrainedTokenizerBase
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     tools: list[Any] | None
     place: str
 

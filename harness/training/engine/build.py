@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import deepspeed
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 
 from harness.config import Resolved
 from harness.config.values.idle_keys import without_idle
+from harness.config.values.json_object import JsonObject
 from harness.deepspeed.engine import check_every_gradient
 from harness.deepspeed.kept_in_fp32 import keeping_fp32, reduce_fp32_gradients
 from harness.deepspeed.process_groups import MpuAdapter
@@ -26,6 +26,7 @@ from harness.hf.layers.zero3_leaves import leaves_of_sequence
 from harness.parallel.comm import TensorParallel
 from harness.parallel.draws import DrawKeys
 from harness.parallel.pipeline.staged_module import Layer, LayerSequence, StagedModule, deepspeed_topology
+from harness.parallel.values import Value
 from harness.parallel.zero.in_place_inputs import copy_hooked_inputs
 from harness.topology.groups import Groups
 from harness.training.arguments import TrainingArguments
@@ -74,7 +75,7 @@ class LayerTraits:
 
     local_states: bool = False
     draws: bool = True
-    example: Any = None
+    example: Value | None = None
 
 
 def build_engine(
@@ -123,7 +124,7 @@ def _build_module(
     boundaries: Sequence[int],
     loss: GuardedLoss,
     keys: DrawKeys | None,
-    example: Any,
+    example: Value | None,
 ) -> tuple[nn.Module, PipelineParallelGrid | None]:
     """Build this rank's layers; and the grid of ranks, by which DeepSpeed finds the groups of what is no pipeline."""
     interval, seed, layout = context.resolved.activation_checkpoint_interval, context.args.seed, context.groups.layout
@@ -158,7 +159,7 @@ def draw_keys(context: RunContext) -> DrawKeys:
     )
 
 
-def _nothing_shared_out(config: dict[str, Any]) -> dict[str, Any]:
+def _nothing_shared_out(config: JsonObject) -> JsonObject:
     """Return the config without what takes activations for equal on tensor-parallel ranks; UserError where it is asked
     for."""
     if config.get("activation_checkpointing", {}).get("partition_activations", False):
@@ -192,7 +193,7 @@ def mark_leaves(module: nn.Module, names: Iterable[str]) -> None:
         set_z3_leaf_module(module.get_submodule(name), True)
 
 
-def deepspeed_config(context: RunContext) -> dict[str, Any]:
+def deepspeed_config(context: RunContext) -> JsonObject:
     """Return the resolved config as DeepSpeed gets it."""
     config = without_idle(context.resolved.config)
     if not config.get("steps_per_print"):  # the harness has its own metrics; the timers are printed with DeepSpeed's

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor
 from harness.deepspeed.engine import evaluate_pipeline, scales_loss_dynamically
 from harness.errors import UserError
 from harness.parallel.draws import DrawKeys
+from harness.parallel.values import Value
 from harness.topology.groups import Groups
 from harness.training.batches.collate import MicroBatch
 from harness.training.batches.evaluation import EvaluationBatch
@@ -29,7 +30,7 @@ from harness.training.engine.evidence import Evidence, GuardedLoss
 from harness.training.engine.losses import Targets, targets
 from harness.training.engine.profiling import flops_profile
 
-Batch = tuple[Any, Targets]
+Batch: TypeAlias = tuple[Value, Targets]
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ class WholeModel(Engine):
         return value / self.groups.layout.dp_size
 
 
-def _first(value: Any) -> Tensor:
+def _first(value: Value) -> Tensor:
     return value if isinstance(value, Tensor) else value[0]
 
 

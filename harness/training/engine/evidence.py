@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.topology.agreement import spell_ranks
-from harness.training.engine.losses import Loss, Targets
+from harness.training.engine.losses import Loss, Outputs, Targets
 
 
 class GuardedLoss:
@@ -36,7 +35,7 @@ class GuardedLoss:
         """Whether all losses since the last reset were finite. Waits for the device."""
         return self._finite is None or bool(self._finite)
 
-    def __call__(self, outputs: Any, targets: Targets) -> Tensor:
+    def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
         """Return the loss unchanged, and keep whether it is finite."""
         value = self.loss(outputs, targets)
         if value.requires_grad:

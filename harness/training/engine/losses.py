@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from harness.errors import UserError
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from harness.parallel.values import Value
 from harness.training.batches.collate import IGNORED
 
 AUX_LOSS = "aux_loss"
@@ -35,7 +36,15 @@ micro-batch.
 """
 
 
-def targets(labels: Any, weight: float, rows: int, share: float = 1.0) -> Targets:
+Outputs: TypeAlias = Any
+"""What the last layer gives: a tensor or a tuple of tensors; each loss says which."""
+Labels: TypeAlias = Any
+"""A tensor or a tuple of tensors, likewise."""
+LossFunction: TypeAlias = Callable[..., Tensor]
+"""A user's own: of outputs and labels."""
+
+
+def targets(labels: Labels, weight: float, rows: int, share: float = 1.0) -> Targets:
     """Targets of plain numbers and one or more tensors of labels."""
     return torch.tensor(weight), torch.tensor(rows), torch.tensor(share), *_tensors(labels)
 
@@ -49,16 +58,16 @@ class Loss(Protocol):
 
     reports: ClassVar[tuple[str, ...]]
 
-    def count(self, labels: Any, rows: int, /) -> int:
+    def count(self, labels: Labels, rows: int, /) -> int:
         """How many labels or samples count in the first `rows` of these labels."""
 
-    def units(self, inputs: Any, /) -> int:
+    def units(self, inputs: Value, /) -> int:
         """Tokens (or samples) of these inputs, for the speed."""
 
-    def __call__(self, outputs: Any, targets: Targets) -> Tensor:
+    def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
         """Weighted sum of the losses, a scalar in float32."""
 
-    def parts(self, outputs: Any, /) -> dict[str, Tensor]:
+    def parts(self, outputs: Outputs, /) -> dict[str, Tensor]:
         """Return what is reported of these outputs: scalars in float32, each a mean of the micro-batch."""
 
 
@@ -79,7 +88,7 @@ class CausalLoss:
         """Labels that are predicted and valid."""
         return int((labels[:rows, 1:] != IGNORED).sum())
 
-    def units(self, inputs: Any) -> int:
+    def units(self, inputs: Value) -> int:
         """Tokens."""
         return _first(inputs).numel()
 
@@ -95,7 +104,7 @@ class CausalLoss:
         flat = outputs.view(-1, outputs.shape[-1]).float()
         return functional.cross_entropy(flat, wanted.view(-1), ignore_index=IGNORED, reduction="sum") * weight
 
-    def parts(self, _outputs: Any) -> dict[str, Tensor]:
+    def parts(self, _outputs: Outputs) -> dict[str, Tensor]:
         """Nothing."""
         return {}
 
@@ -120,7 +129,7 @@ class RouterLoss:
         """Labels that are predicted and valid."""
         return self.causal.count(labels, rows)
 
-    def units(self, inputs: Any) -> int:
+    def units(self, inputs: Value) -> int:
         """Tokens."""
         return self.causal.units(inputs)
 
@@ -139,18 +148,18 @@ class RouterLoss:
 class MeanLoss:
     """A user's own `loss_fn(outputs, labels)` that returns the mean over the samples it is given."""
 
-    loss_fn: Callable[[Any, Any], Tensor]
+    loss_fn: LossFunction
     reports: ClassVar[tuple[str, ...]] = ()
 
-    def count(self, _labels: Any, rows: int) -> int:
+    def count(self, _labels: Labels, rows: int) -> int:
         """Return the number of samples."""
         return rows
 
-    def units(self, inputs: Any) -> int:
+    def units(self, inputs: Value) -> int:
         """Return the number of samples."""
         return _first(inputs).shape[0]
 
-    def __call__(self, outputs: Any, targets: Targets) -> Tensor:
+    def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
         """Mean over the rows that count, times their number and weight."""
         weight, rows, _, *labels = targets
         n = _first(outputs).shape[0]
@@ -161,7 +170,7 @@ class MeanLoss:
         kept = tuple(label[:n] for label in labels)
         return self.loss_fn(_head(outputs, n), kept[0] if len(kept) == 1 else kept).float() * n * weight
 
-    def parts(self, _outputs: Any) -> dict[str, Tensor]:
+    def parts(self, _outputs: Outputs) -> dict[str, Tensor]:
         """Nothing."""
         return {}
 
@@ -189,7 +198,7 @@ class LogitsLoss:
         """Labels that are predicted and valid, or samples."""
         return int((labels[:rows, 1:] != IGNORED).sum()) if self.per_label else rows
 
-    def units(self, inputs: Any) -> int:
+    def units(self, inputs: Value) -> int:
         """Tokens."""
         return _first(inputs).numel()
 
@@ -200,12 +209,12 @@ class LogitsLoss:
         weight, _, _, labels = targets
         return _scalar(self.loss_fn(outputs, labels, num_items_in_batch=1 / weight)).float()
 
-    def parts(self, _outputs: Any) -> dict[str, Tensor]:
+    def parts(self, _outputs: Outputs) -> dict[str, Tensor]:
         """Nothing."""
         return {}
 
 
-def logits_loss(loss_fn: Callable[..., Any] | None, compute_loss_func: Callable[..., Any] | None) -> LogitsLoss | None:
+def logits_loss(loss_fn: LossFunction | None, compute_loss_func: LossFunction | None) -> LogitsLoss | None:
     """Return the loss that a user gives for a HuggingFace model, by one name or by HuggingFace's; None for the model's
     own."""
     if loss_fn is not None and compute_loss_func is not None:
@@ -220,20 +229,20 @@ def logits_loss(loss_fn: Callable[..., Any] | None, compute_loss_func: Callable[
     return LogitsLoss(of_logits)
 
 
-def _scalar(loss: Any) -> Tensor:
+def _scalar(loss: object) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())
     kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise UserError(f"loss_fn returned {kind}: it must return one number in a tensor")
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value: Value) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value)
 
 
-def _first(value: Any) -> Tensor:
+def _first(value: Value) -> Tensor:
     return _tensors(value)[0]
 
 
-def _head(value: Any, rows: int) -> Any:
+def _head(value: Value, rows: int) -> Value:
     return value[:rows] if isinstance(value, Tensor) else tuple(tensor[:rows] for tensor in value)

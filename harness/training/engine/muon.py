@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import sqrt
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -32,19 +32,23 @@ BY_ADAMW = ("embed", "lm_head")
 """In the names of matrices that DeepSpeed leaves to AdamW."""
 
 
+ParameterGroup: TypeAlias = dict[str, Any]
+"""As torch's optimizers have it: `params`, and values by name."""
+
+
 class OrthogonalMomentum(Optimizer):
     """Muon with AdamW. The name must not hold the word Muon, by which ZeRO would know it and orthogonalise too.
 
     `matrices`: where the matrices lie in the tensors that ZeRO steps on; set once the engine has been made.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, decoupled_decay: bool = True) -> None:
+    def __init__(self, groups: list[ParameterGroup], *, decoupled_decay: bool = True) -> None:
         super().__init__(groups, {})
         self.decoupled_decay = decoupled_decay
         self.matrices: Mapping[Tensor, list[MatrixPart]] = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update all parameters, a missing gradient being 0; returns what `closure` returned."""
         loss = None
         if closure is not None:
@@ -60,7 +64,7 @@ class OrthogonalMomentum(Optimizer):
                 self._step_on_others(group)
         return loss
 
-    def _step_on_matrices(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
+    def _step_on_matrices(self, parameter: Tensor, gradient: Tensor, group: ParameterGroup) -> None:
         """Update a tensor that holds matrices, or parts of them."""
         state = self.state[parameter]
         if not state:
@@ -75,7 +79,7 @@ class OrthogonalMomentum(Optimizer):
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update.view(parameter.shape), alpha=-group["lr"])
 
-    def _step_on_others(self, group: Mapping[str, Any]) -> None:
+    def _step_on_others(self, group: ParameterGroup) -> None:
         """Update what is no matrix as Adam or AdamW does."""
         parameters = group["params"]
         states = [self._state_of_other(parameter) for parameter in parameters]
@@ -96,8 +100,8 @@ class OrthogonalMomentum(Optimizer):
             maximize=False,
         )
 
-    def _state_of_other(self, parameter: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[parameter]
+    def _state_of_other(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter)
@@ -117,7 +121,7 @@ def orthogonal(matrix: Tensor, method: str) -> Tensor:
     return (found * (sqrt(rows / columns) if rows > columns else 1.0)).to(matrix.dtype).view(matrix.shape)
 
 
-def muon(module: nn.Module, groups: list[dict[str, Any]], params: Mapping[str, Any]) -> OrthogonalMomentum:
+def muon(module: nn.Module, groups: list[ParameterGroup], params: Mapping[str, Any]) -> OrthogonalMomentum:
     """Return the optimizer for the parameters of `module` in `groups`, with the `params` of DeepSpeed's Muon."""
     names: dict[Tensor, str] = {}
     for name, parameter in module.named_parameters():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,21 +13,22 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
+from harness.config.values.json_object import JsonObject
 from harness.training.arguments import TrainingArguments
-from harness.training.engine.muon import muon
+from harness.training.engine.muon import ParameterGroup, muon
 
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """Names of parameters that are not decayed; transformers' `Trainer.get_decay_parameter_names` has the same."""
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[ParameterGroup]:
     """Trainable parameters in two groups: with weight decay and without, chosen by name and module as in HF's Trainer.
 
     HF decays whatever is no bias and no parameter of a norm, vectors among them (`A_log`, `sinks`). Parameters kept in
     float32 are in groups of their own, as DeepSpeed makes one flat tensor of a group.
     """
     decayed = set(get_parameter_names(module, [nn.LayerNorm], NOT_DECAYED))
-    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+    groups: dict[tuple[bool, bool], ParameterGroup] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             key = name in decayed, getattr(parameter, "kept_in_fp32", False)
@@ -36,7 +37,7 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     return [groups[key] for key in sorted(groups, key=lambda key: (not key[0], key[1]))]
 
 
-def adamw(groups: list[dict[str, Any]], args: TrainingArguments) -> Optimizer:
+def adamw(groups: list[ParameterGroup], args: TrainingArguments) -> Optimizer:
     """torch's AdamW, fused: nothing has to be compiled, on no device."""
     return torch.optim.AdamW(
         groups,
@@ -54,12 +55,12 @@ class LateAdagrad(Optimizer):
     which no schedule acts. Takes the arguments of torch.optim.Adagrad.
     """
 
-    def __init__(self, params: Any, **options: Any) -> None:
+    def __init__(self, params: list[ParameterGroup], **options: Any) -> None:
         probe = torch.optim.Adagrad([torch.zeros(1)], **options)  # its checks and its defaults
         super().__init__(params, probe.defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters that have a gradient; returns what `closure` returned."""
         loss = None
         if closure is not None:
@@ -77,8 +78,8 @@ class LateAdagrad(Optimizer):
             )
         return loss
 
-    def _state_of(self, parameter: torch.Tensor, initial: float) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[parameter]
+    def _state_of(self, parameter: torch.Tensor, initial: float) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["sum"] = torch.full_like(parameter, initial, memory_format=torch.preserve_format)
@@ -86,7 +87,7 @@ class LateAdagrad(Optimizer):
 
 
 def own_optimizer(
-    config: Mapping[str, Any], module: nn.Module, groups: list[dict[str, Any]], args: TrainingArguments
+    config: JsonObject, module: nn.Module, groups: list[ParameterGroup], args: TrainingArguments
 ) -> Optimizer | None:
     """Return the optimizer that is handed to DeepSpeed; None where DeepSpeed makes the one that `config` names.
 

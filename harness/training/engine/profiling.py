@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine
+
+from harness.config.values.json_object import JsonObject
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def flops_profile(engine: DeepSpeedEngine) -> Iterator[None]:
         engine.flops_profiler.end_profile()
 
 
-def communication_summary(config: Mapping[str, Any]) -> None:
+def communication_summary(config: JsonObject) -> None:
     """Print what the section `comms_logger` has collected, on rank 0; all ranks call it."""
     if config.get("comms_logger", {}).get("enabled", False):
         deepspeed.comm.log_summary()

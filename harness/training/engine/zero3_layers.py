@@ -11,6 +11,7 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
+from torch import nn
 
 from harness.deepspeed.process_groups import set_secondary_group
 from harness.deepspeed.zero3_parameters import PartitionInPlace
@@ -27,7 +28,7 @@ def zero3_partition(context: RunContext) -> Zero3Partition | None:
     return Zero3Partition(index=context.groups.coordinate.dp_rank, count=context.groups.layout.dp_size)
 
 
-def layer_finisher(context: RunContext, part: Zero3Partition | None) -> Callable[[Any], None]:
+def layer_finisher(context: RunContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
     """Return what is done with each layer once it has its weights: under ZeRO-3 they are spread over the data group.
 
     With `part` each rank has its own in place; else the group's first rank sends whole parameters to the others.

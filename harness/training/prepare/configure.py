@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from harness.config import AutoValues, Document, Resolved, load, resolve
 from harness.config.text.document import from_values
@@ -57,7 +56,7 @@ def read_run_config(args: TrainingArguments, *, world_size: int, model: str | No
     return RunConfig(args=args, document=document, values=values, resolved=resolved)
 
 
-def read_config(config: str | Mapping[str, Any] | None) -> Document:
+def read_config(config: str | Mapping[str, object] | None) -> Document:
     """Return the DeepSpeed JSON: a file, a preset's name, or what a program made; absent: everything from the
     arguments."""
     if isinstance(config, str):

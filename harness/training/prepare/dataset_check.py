@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from harness.hf.attention import require_available, with_attention
 from harness.hf.forward.payload import Tokens
 from harness.hf.skeleton import ModelSource, position_limit
 from harness.hf.verify.packing import require_documents_apart, require_flash_apart
-from harness.training.batches.collate import Collator, MicroBatch
+from harness.training.batches.collate import Collator, MapDataset, MicroBatch
 from harness.training.batches.stream import dataset_length, read_micro_batch
 from harness.training.engine.build import RunContext
 from harness.wording import counted
@@ -28,7 +27,7 @@ class DatasetCheck:
     context: RunContext
     collator: Collator
 
-    def first_batch(self, dataset: Any, size: int) -> MicroBatch | None:
+    def first_batch(self, dataset: MapDataset | None, size: int) -> MicroBatch | None:
         """Return a micro-batch of the first samples, None without any; all ranks call it.
 
         Raises UserError if a sample cannot be collated, or if the samples are packed documents and the model does

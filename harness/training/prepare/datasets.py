@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from harness.errors import UserError
 from harness.hf.attention import with_attention
@@ -17,6 +17,7 @@ from harness.hf.skeleton import ModelSource, build_skeleton, position_limit, voc
 from harness.hf.verify.packing import require_documents_apart
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
+from harness.training.batches.collate import MapDataset
 from harness.training.console import Console
 from harness.training.data.blocks import make_blocks
 from harness.training.data.cache import once_per_host
@@ -29,6 +30,11 @@ from harness.training.prepare.preflight import ScriptArguments
 from harness.training.process.distributed import shared_store, start
 from harness.wording import counted
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Pair: TypeAlias = tuple[MapDataset | None, MapDataset | None]
+"""Training and evaluation data."""
 LONGEST_DEFAULT = 1024  # as run_clm.py
 
 
@@ -36,9 +42,9 @@ LONGEST_DEFAULT = 1024  # as run_clm.py
 class Datasets:
     """Data sets of tokens, and the tokenizer that made them."""
 
-    train: Any
-    evaluation: Any
-    tokenizer: Any
+    train: MapDataset | None
+    evaluation: MapDataset | None
+    tokenizer: Tokenizer | None
 
 
 def script_datasets(
@@ -50,7 +56,7 @@ def script_datasets(
     _require_cut(source, config)
     lay_out = _layer_out(tokenizer, source, args, console.say)
 
-    def build() -> tuple[Any, Any]:
+    def build() -> Pair:
         documents, evaluation = read_documents(script.train_file, say=console.say), None
         if script.validation_file is not None:
             evaluation = lay_out(read_documents(script.validation_file, say=console.say))
@@ -63,8 +69,8 @@ def script_datasets(
 
 
 def user_datasets(
-    train: Any,
-    evaluation: Any,
+    train: MapDataset | None,
+    evaluation: MapDataset | None,
     tokenizer: Tokenizer | None,
     source: ModelSource | None,
     config: RunConfig,
@@ -86,16 +92,16 @@ def user_datasets(
     _require_cut(source, config)
     lay_out = _layer_out(tokenizer, source, args, console.say)
 
-    def build() -> tuple[Any, Any]:
-        return tuple(
-            data if holds_tokens(data) else lay_out(as_documents(data, name, console.say))
-            for data, name in ((train, "train_dataset"), (evaluation, "eval_dataset"))
-        )
+    def prepared(data: MapDataset | None, name: str) -> MapDataset | None:
+        return data if data is None or holds_tokens(data) else lay_out(as_documents(data, name, console.say))
+
+    def build() -> Pair:
+        return prepared(train, "train_dataset"), prepared(evaluation, "eval_dataset")
 
     return _on_each_host(build, tokenizer, env, console)
 
 
-def _require_packed(source: ModelSource | None, *datasets: Any) -> None:
+def _require_packed(source: ModelSource | None, *datasets: MapDataset | None) -> None:
     """UserError where --packing could not act: on samples of the user's own, or on tokens that are not packed."""
     if source is None:
         raise UserError("--packing does not work with your own layers or data_collator: remove it")
@@ -115,7 +121,7 @@ def _require_cut(source: ModelSource, config: RunConfig) -> None:
 
 def _layer_out(
     tokenizer: Tokenizer, source: ModelSource, args: TrainingArguments, say: Callable[[str], None] = lambda _: None
-) -> Callable[[Any], Any]:
+) -> Callable[[Dataset], MapDataset]:
     """Return what makes samples of documents, for this model; UserError if its tokenizer or block size do not fit
     it."""
     check_vocabulary(tokenizer, vocabulary_size(build_skeleton(source.config)))
@@ -123,7 +129,7 @@ def _layer_out(
         require_documents_apart(with_attention(source.config, args.attn_implementation))
     block_size = _block_size(args, position_limit(source.config))
 
-    def lay_out(documents: Any) -> Any:
+    def lay_out(documents: Dataset) -> MapDataset:
         if "conversation" in documents.column_names:
             return make_samples(documents, tokenizer, block_size, packing=args.packing, say=say)
         return make_blocks(documents, tokenizer, block_size, packing=args.packing, say=say)
@@ -131,9 +137,7 @@ def _layer_out(
     return lay_out
 
 
-def _on_each_host(
-    build: Callable[[], tuple[Any, Any]], tokenizer: Tokenizer, env: LaunchEnv, console: Console
-) -> Datasets:
+def _on_each_host(build: Callable[[], Pair], tokenizer: Tokenizer, env: LaunchEnv, console: Console) -> Datasets:
     start(env)
     train, evaluation = once_per_host(build, env=env, store=shared_store())
     for name, data in (("training", train), ("evaluation", evaluation)):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from harness.config import Resolved
+from harness.config.values.json_object import JsonObject
 from harness.training.arguments import TrainingArguments
 
 OF_ADAMW = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
@@ -20,7 +20,7 @@ NAMES = {  # of values in the JSON that are arguments otherwise
 SECTIONS = ("optimizer", "scheduler", "fp16", "gradient_clipping", "train_batch_size")
 
 
-def hyperparameters(args: TrainingArguments, resolved: Resolved, max_steps: int) -> dict[str, Any]:
+def hyperparameters(args: TrainingArguments, resolved: Resolved, max_steps: int) -> JsonObject:
     """Return what decides about the steps that are still to come, under the names that a user knows."""
     config = resolved.config
     values = {} if "optimizer" in config else {name: getattr(args, name) for name in OF_ADAMW}
@@ -35,7 +35,7 @@ def hyperparameters(args: TrainingArguments, resolved: Resolved, max_steps: int)
     return values
 
 
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changes(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """One line for each value that a checkpoint was saved with and this run has otherwise."""
     lines = []
     for name in (*saved, *(name for name in now if name not in saved)):
@@ -45,11 +45,11 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return lines if saved else []
 
 
-def _spelled(values: Mapping[str, Any], name: str) -> str:
+def _spelled(values: Mapping[str, object], name: str) -> str:
     return str(values[name]) if name in values else "not set"
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
     """Return the single values below a section, each under its path."""
     if isinstance(value, Mapping):
         for key, inner in value.items():

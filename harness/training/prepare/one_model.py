@@ -22,7 +22,7 @@ from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
 from harness.parallel.pipeline.staged_module import Layer
 from harness.parallel.tensor.shard import shard_of
-from harness.topology.agreement import disagreement
+from harness.topology.agreement import disagreement, values_of_all
 from harness.topology.groups import Groups
 from harness.training.console import Console
 
@@ -57,8 +57,7 @@ def take_first_ranks(tensors: Mapping[str, Tensor], device: torch.device, consol
         return
     form = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors.items()]
     own = (_digest(form), _digest([(name, checksum(tensor)) for name, tensor in tensors.items()]))
-    rows: list[Any] = [None] * world
-    dist.all_gather_object(rows, own)
+    rows = values_of_all(own)
     if problem := disagreement("model in memory (names, shapes, what is trained)", [row[0] for row in rows]):
         raise UserError(f"{problem}: make the same model in every process")
     if len({row[1] for row in rows}) == 1:
@@ -81,8 +80,7 @@ def require_one_model(module: nn.Module, groups: Groups, zero_stage: int) -> Non
         return
     own = _comparable(module, zero_stage)
     digests = {kind: {name: _digest(sums) for name, sums in found.items()} for kind, found in own.items()}
-    rows: list[Any] = [None] * groups.layout.world_size
-    dist.all_gather_object(rows, {kind: _digest(sorted(named.items())) for kind, named in digests.items() if named})
+    rows = values_of_all({kind: _digest(sorted(named.items())) for kind, named in digests.items() if named})
     for axis in ("tensor", "data", "pipeline"):
         for ranks in groups.layout.groups(axis):
             if len({row[axis] for rank in ranks if axis in (row := rows[rank])}) > 1:
@@ -91,8 +89,7 @@ def require_one_model(module: nn.Module, groups: Groups, zero_stage: int) -> Non
 
 def _refuse(own: dict[str, str], ranks: Sequence[int]) -> None:
     """Name the tensor; every rank comes here with the same `ranks`."""
-    named: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(named, own)
+    named = values_of_all(own)
     first = ranks[0]
     for rank in ranks[1:]:
         for name in named[first].keys() & named[rank].keys():
@@ -104,10 +101,10 @@ def _refuse(own: dict[str, str], ranks: Sequence[int]) -> None:
     raise UserError(f"ranks {ranks} have different tensors of one model: give every host the same files")
 
 
-def _comparable(module: Any, zero_stage: int) -> dict[str, dict[str, Any]]:
+def _comparable(module: nn.Module, zero_stage: int) -> dict[str, dict[str, object]]:
     """By axis the checksums of what must be alike along it."""
     held = dict(_held(module))
-    sums = {name: checksum(tensor) for name, (tensor, _) in held.items()}
+    sums: dict[str, object] = {name: checksum(tensor) for name, (tensor, _) in held.items()}
     ties = getattr(module, "__dict__", {}).get("tied_modules", {})
     return {
         "tensor": {name: sums[name] for name, (_, whole) in held.items() if whole},
@@ -134,5 +131,5 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(data)
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()

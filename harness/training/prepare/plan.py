@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,11 @@ from harness.hf.skeleton import ModelSource
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.training.arguments import TrainingArguments
-from harness.training.batches.collate import Collator, collate
+from harness.training.batches.collate import Collator, MapDataset, collate
 from harness.training.batches.stream import data_digest, dataset_length
 from harness.training.console import Console
+from harness.training.data.tokenizer import Tokenizer
+from harness.training.engine.losses import LossFunction
 from harness.training.prepare import startup_report
 from harness.training.prepare.configure import RunConfig, read_run_config
 from harness.training.prepare.datasets import Datasets, user_datasets
@@ -35,11 +36,11 @@ class RunInputs:
     args: TrainingArguments
     console: Console
     env: LaunchEnv
-    train_dataset: Any = None
-    eval_dataset: Any = None
-    loss_fn: Callable[..., Any] | None = None
-    compute_loss_func: Callable[..., Any] | None = None
-    processing_class: Any = None
+    train_dataset: MapDataset | None = None
+    eval_dataset: MapDataset | None = None
+    loss_fn: LossFunction | None = None
+    compute_loss_func: LossFunction | None = None
+    processing_class: Tokenizer | None = None
     data_collator: Collator = collate
     peft_config: Any = None
     config: RunConfig | None = None  # where it has been read already

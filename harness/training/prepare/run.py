@@ -9,13 +9,13 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from harness.checkpoint import directories
 from harness.config import Resolved
+from harness.config.values.json_object import JsonObject
 from harness.topology.agreement import check_agreement
 from harness.topology.groups import Groups, build_groups
 from harness.training.arguments import TrainingArguments
@@ -55,7 +55,7 @@ class PreparedRun:
     boundaries: list[int]
     engine: Engine
     stages: list[StageLine]
-    hyperparameters: dict[str, Any]
+    hyperparameters: JsonObject
     foreign_groups: frozenset[dist.ProcessGroup]
 
     @property

@@ -9,20 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from harness.deepspeed.pipeline import LayerCall
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.errors import UserError
 from harness.parallel.pipeline.partition import stage_boundaries
 from harness.parallel.pipeline.staged_module import build_layers
+from harness.parallel.values import Value
+from harness.topology.agreement import values_of_all
 from harness.topology.groups import Groups
+from harness.training.batches.collate import MicroBatch
 from harness.training.engine.build import RunContext
-from harness.training.engine.losses import targets
+from harness.training.engine.losses import Loss, targets
 from harness.training.prepare.trainable import TrainableModel
 
 ROUNDS = 3
@@ -55,7 +58,7 @@ class StageLine:
         )
 
 
-def choose_boundaries(trainable: TrainableModel, context: RunContext, sample: Any) -> list[int]:
+def choose_boundaries(trainable: TrainableModel, context: RunContext, sample: MicroBatch | None) -> list[int]:
     """Return the stage boundaries by the config's `pipeline.partition`; all ranks call it and get the same.
 
     Args:
@@ -71,7 +74,7 @@ def choose_boundaries(trainable: TrainableModel, context: RunContext, sample: An
     return boundaries
 
 
-def _boundaries(trainable: TrainableModel, context: RunContext, sample: Any) -> list[int]:
+def _boundaries(trainable: TrainableModel, context: RunContext, sample: MicroBatch | None) -> list[int]:
     stages = context.groups.layout.pp_size
     if stages == 1:
         return [0, len(trainable.layers)]
@@ -87,8 +90,7 @@ def stage_lines(
 ) -> list[StageLine]:
     """One line a stage; all ranks call it."""
     held = sum(_size(parameter) for parameter in module.parameters())
-    sizes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sizes, (groups.coordinate.stage, held))
+    sizes = values_of_all((groups.coordinate.stage, held))
     largest = {stage: max(size for s, size in sizes if s == stage) for stage, _ in sizes}
     return [
         StageLine(
@@ -103,13 +105,13 @@ def stage_lines(
     ]
 
 
-def measured_costs(trainable: TrainableModel, context: RunContext, inputs: Any, labels: Any) -> list[float]:
+def measured_costs(trainable: TrainableModel, context: RunContext, inputs: Value, labels: Value) -> list[float]:
     """Seconds of forward and backward of each layer on one micro-batch; the mean over all ranks.
 
     Layers are built one at a time and thrown away; of layers of one kind, size and input shape only the first is
     timed. All ranks time the same layers in the same order, as tensor-parallel layers talk while they run.
     """
-    known: dict[Any, float] = {}
+    known: dict[tuple[object, ...], float] = {}
     seconds = []
     value = tree_map(partial(_place, context=context), inputs)
     for index, name in enumerate(trainable.names):
@@ -130,7 +132,7 @@ def measured_costs(trainable: TrainableModel, context: RunContext, inputs: Any, 
     return (total / dist.get_world_size()).tolist()
 
 
-def _time_layer(layer: Any, value: Any, loss: Any, labels: Any, context: RunContext) -> float:
+def _time_layer(layer: LayerCall, value: Value, loss: Loss | None, labels: Value, context: RunContext) -> float:
     """Seconds of the fastest of some rounds; the first warms up."""
     times = []
     wanted = tree_map(lambda label: label.to(context.device), labels)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,10 +22,11 @@ from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.costs import LayerCost
 from harness.parallel.pipeline.staged_module import Layer
+from harness.parallel.values import Value
 from harness.training.arguments import TrainingArguments
 from harness.training.batches.collate import MicroBatch
 from harness.training.engine.build import LayerTraits, RunContext
-from harness.training.engine.losses import CausalLoss, LogitsLoss, Loss, MeanLoss, RouterLoss
+from harness.training.engine.losses import CausalLoss, LogitsLoss, Loss, LossFunction, MeanLoss, RouterLoss
 from harness.training.engine.precision import can_keep_fp32, keeps_wanted, obstacle
 from harness.training.engine.zero3_layers import layer_finisher, zero3_partition
 from harness.wording import counted
@@ -55,7 +56,7 @@ class TrainableModel:
     costs: list[float]
     loss: Loss
     causal: CausalModel | None = None
-    example: Any = None
+    example: Value | None = None
 
     def size(self, *, trained: bool = False) -> int:
         """Parameters of the model (with `trained`, those that are trained); a decoder's tied ones are counted once."""
@@ -220,7 +221,7 @@ def _decoder_loss(causal: CausalModel, context: RunContext, own_loss: LogitsLoss
 
 
 def trainable_layers(
-    layers: Sequence[Layer], loss_fn: Callable[..., Any] | None, sample: MicroBatch | None
+    layers: Sequence[Layer], loss_fn: LossFunction | None, sample: MicroBatch | None
 ) -> TrainableModel:
     """Prepare a user's own layers; they are counted on the meta device, and built only where they run."""
     if loss_fn is None:
@@ -247,7 +248,7 @@ def _on_meta(layer: Layer) -> Any:
     return layer
 
 
-def _parameters(module: Any, least: int, most: int = 99, *, trained: bool = False) -> int:
+def _parameters(module: object, least: int, most: int = 99, *, trained: bool = False) -> int:
     if not isinstance(module, nn.Module):
         return 0
     counted = [p for p in module.parameters() if p.requires_grad or not trained]

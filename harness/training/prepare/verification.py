@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from harness.hf.skeleton import ModelSource
 from harness.hf.verify.comparison import NOT_CAUSAL, Difference, find_difference, looks_ahead, worst_of
 from harness.hf.verify.tiny_copy import shrink
 from harness.parallel.comm import TensorParallel
+from harness.topology.agreement import values_of_all
 from harness.training.console import Console
 from harness.training.engine.build import RunContext
 
@@ -101,11 +101,8 @@ def _told(source: ModelSource, context: RunContext, difference: Difference) -> s
     )
 
 
-def _worst(own: tuple[float, str | None, str | None]) -> Any:
+def _worst(own: tuple[float, str | None, str | None]) -> tuple[str | None, str | None]:
     """Return the same answer for all ranks: the refusal that is furthest off, and why any rank has not tried."""
-    all_found: list[Any] = [own]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        all_found = [None] * dist.get_world_size()
-        dist.all_gather_object(all_found, own)
+    all_found = values_of_all(own) if dist.is_initialized() and dist.get_world_size() > 1 else [own]
     _, refusal, _ = max(all_found, key=lambda found: (found[1] is not None, found[0]))
     return refusal, next((found[2] for found in all_found if found[2] is not None), None)

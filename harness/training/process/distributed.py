@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import deepspeed
 import torch
@@ -14,6 +13,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from harness.config import ConfigError
 from harness.config.check import unsupported_on_cpu
+from harness.config.values.json_object import JsonObject
 from harness.deepspeed.process_groups import avoid_compiling
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv, run_timeout
@@ -104,7 +104,7 @@ def require_precision(precision: str) -> None:
         )
 
 
-def require_device(config: Mapping[str, Any], device: torch.device) -> None:
+def require_device(config: JsonObject, device: torch.device) -> None:
     """Raise UserError for what this device cannot run: kernels for accelerators on a CPU, NVMe without libaio."""
     unsupported = unsupported_on_cpu(config) if device.type == "cpu" else []
     if unsupported:

@@ -7,9 +7,9 @@ import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from harness.checkpoint.atomic import replace_text
+from harness.config.values.json_object import JsonObject
 from harness.training.callbacks import StepRecord
 
 METRICS = "metrics.jsonl"
@@ -25,7 +25,7 @@ class MetricsFile:
         replace_text(path, "".join(line + "\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, record: StepRecord | dict[str, Any]) -> None:
+    def write(self, record: StepRecord | JsonObject) -> None:
         """Append one object and hand it to the operating system, so that a killed run keeps it."""
         content = record.as_dict() if isinstance(record, StepRecord) else record
         self._file.write(json.dumps(_finite(content)) + "\n")
@@ -44,7 +44,7 @@ def set_aside(path: Path) -> Path | None:
     return path.rename(next(name for name in names if not name.exists()))
 
 
-def write_run(output_dir: Path, content: dict[str, Any]) -> None:
+def write_run(output_dir: Path, content: JsonObject) -> None:
     """Write `run.json`: what is given, and the versions it ran with."""
     content = {**content, "versions": versions()}
     replace_text(output_dir / RUN, json.dumps(content, indent=2, default=str) + "\n")
@@ -73,7 +73,7 @@ def _steps_before(path: Path, first_step: int) -> list[str]:
     return kept
 
 
-def _finite(content: dict[str, Any]) -> dict[str, Any]:
+def _finite(content: JsonObject) -> JsonObject:
     """JSON has no NaN and no infinity: null stands for them."""
     return {
         key: None if isinstance(value, float) and not abs(value) < float("inf") else value

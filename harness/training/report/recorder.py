@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
+from harness.config.values.json_object import JsonObject
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.prepare.run import PreparedRun
 from harness.training.process import signals
@@ -57,7 +57,7 @@ class Recorder:
         if self._metrics is not None:
             self._metrics.write(record)
 
-    def log(self, logs: dict[str, Any]) -> None:
+    def log(self, logs: JsonObject) -> None:
         """Hand the step's figures to the monitors, and keep them in the trainer's history."""
         self.state.log_history.append(logs)
         names = ("loss", "aux_loss", "grad_norm", "learning_rate", "tokens_per_second")
@@ -82,7 +82,7 @@ class Recorder:
             monitor.write_events([(name, value, step) for name, value in values.items()])
 
 
-def describe(run: PreparedRun) -> dict[str, Any]:
+def describe(run: PreparedRun) -> JsonObject:
     """Return what `run.json` holds: resolved config, layout, arguments, model shape, stage boundaries."""
     causal = run.trainable.causal
     arguments = asdict(run.args)

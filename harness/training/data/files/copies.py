@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from harness.training.data.cache import set_fingerprint
 from harness.training.data.shards import make_shards
@@ -24,7 +24,7 @@ _CHARACTERS_AT_ONCE = 1 << 20  # of text, held in memory before it is written
 def copied(
     folder: Path,
     parts: Sequence[Part],
-    read: Callable[[Part], Iterable[Mapping[str, Any]]],
+    read: Callable[[Part], Iterable[Mapping[str, object]]],
     features: Features,
     *,
     say: Callable[[str], None] = lambda _: None,
@@ -45,12 +45,12 @@ def copied(
     return rows
 
 
-def _write(file: Path, rows: Iterable[Mapping[str, Any]], features: Features) -> None:
+def _write(file: Path, rows: Iterable[Mapping[str, object]], features: Features) -> None:
     import pyarrow as pa
 
     schema = features.arrow_schema
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        held: list[Mapping[str, Any]] = []
+        held: list[Mapping[str, object]] = []
         characters = 0
         for row in rows:
             held.append(row)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from harness.training.batches.collate import MapDataset
 from harness.training.data.cache import cache_error, fingerprint, fingerprint_of, prepared_folder, set_fingerprint
 from harness.training.data.files.copies import copied
 from harness.training.data.files.rows import COLUMNS, document, kind_of_row
@@ -20,7 +21,7 @@ _FORMAT = 3
 _ROWS_AT_ONCE = 64
 
 
-def holds_tokens(dataset: Any) -> bool:
+def holds_tokens(dataset: MapDataset | None) -> bool:
     """Whether there is nothing to prepare: no data set, one of input_ids or of pairs, or none of the known columns."""
     if dataset is None or not hasattr(dataset, "__getitem__") or not len(dataset):
         return True
@@ -30,7 +31,7 @@ def holds_tokens(dataset: Any) -> bool:
     return not any(set(needed) <= set(row) for needed in COLUMNS.values())
 
 
-def as_documents(dataset: Any, name: str, say: Callable[[str], None] = lambda _: None) -> Dataset:
+def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = lambda _: None) -> Dataset:
     """Return the documents of a map-style data set whose items are dicts; UserError with `name[i]` for one that is
     none.
 
@@ -42,7 +43,7 @@ def as_documents(dataset: Any, name: str, say: Callable[[str], None] = lambda _:
     names = list(next(in_pieces(document(dataset[0], kind, f"{name}[0]"))))
     features = Features({column: Value("int32" if column == "part" else "large_string") for column in names})
 
-    def documents(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> Iterator[dict[str, str | int]]:
+    def documents(rows: Iterable[tuple[int, Mapping[str, object]]]) -> Iterator[dict[str, str | int]]:
         for number, row in rows:
             yield from in_pieces(document(row, kind, f"{name}[{number}]"))
 
@@ -66,7 +67,7 @@ def _ranges(dataset: Dataset) -> list[range]:
     return [range(start, min(start + rows, len(dataset))) for start in range(0, len(dataset), rows)]
 
 
-def _rows(dataset: Dataset, rows: range) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(dataset: Dataset, rows: range) -> Iterator[tuple[int, dict[str, object]]]:
     for start in range(rows.start, rows.stop, _ROWS_AT_ONCE):
         batch = dataset[start : min(start + _ROWS_AT_ONCE, rows.stop)]
         for number, values in enumerate(zip(*batch.values(), strict=True), start):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.training.data.files.extents import Extent
 from harness.training.data.files.rows import BESIDE, COLUMNS, TEXT, document, kind_of_row
@@ -18,7 +19,7 @@ from harness.training.data.pieces import PIECE_CHARACTERS, in_pieces
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
-Row: TypeAlias = tuple[str, Mapping[str, Any]]
+Row: TypeAlias = tuple[str, Mapping[str, object]]
 """A place as the user would name it, and what stands there."""
 
 _ROWS_AT_ONCE = 64
@@ -119,7 +120,7 @@ def _parquet_rows(extent: Extent) -> Iterator[Row]:
         raise UserError(f"{file} is damaged after row {number}: {_one_line(error)}") from error
 
 
-def _object_of_line(line: bytes, place: str) -> dict[str, Any]:
+def _object_of_line(line: bytes, place: str) -> JsonObject:
     try:
         row = json.loads(line)
     except UnicodeDecodeError as error:

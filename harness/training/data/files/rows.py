@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 
 TEXT, MESSAGES, COMPLETION = "text", "messages", "completion"
@@ -41,7 +41,7 @@ def kind_of_row(columns: Iterable[str], place: str) -> str:
     )
 
 
-def document(row: Mapping[str, Any], kind: str, place: str) -> dict[str, str]:
+def document(row: Mapping[str, object], kind: str, place: str) -> dict[str, str]:
     """Return the document of a row that stands in a file or data set of this kind; UserError if it is not one."""
     missing = [name for name in COLUMNS[kind] if name not in row]
     if missing:
@@ -72,13 +72,13 @@ def checked_text(text: object, place: str) -> str:
     return text
 
 
-def _messages(row: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _messages(row: Mapping[str, object], place: str) -> JsonObject:
     messages = _checked_messages(row["messages"], f"{place}: `messages`")
     _require_answer(messages, f"{place}: `messages`")
     return {"messages": messages, "answers_from": 0}
 
 
-def _completion(row: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _completion(row: Mapping[str, object], place: str) -> JsonObject:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
@@ -90,7 +90,7 @@ def _completion(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     return {"messages": [*asked, *answered], "answers_from": len(asked)}
 
 
-def _checked_messages(messages: object, place: str) -> list[dict[str, Any]]:
+def _checked_messages(messages: object, place: str) -> list[JsonObject]:
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         kind = "missing" if messages is None else type(messages).__name__
         raise UserError(f"{place} is {kind}, not a list of {{role, content}}")
@@ -99,7 +99,7 @@ def _checked_messages(messages: object, place: str) -> list[dict[str, Any]]:
     return [_checked_message(message, f"{place}, message {i}") for i, message in enumerate(messages, start=1)]
 
 
-def _checked_message(message: object, place: str) -> dict[str, Any]:
+def _checked_message(message: object, place: str) -> JsonObject:
     if not isinstance(message, Mapping):
         raise UserError(f"{place} is {type(message).__name__}, not an object with role and content")
     kept = {str(name): value for name, value in message.items() if value is not None}  # parquet fills up with nulls
@@ -126,7 +126,7 @@ def _content(content: object, place: str) -> str:
     return "".join(checked_text(text, f"{place}: `content`") for text in texts)
 
 
-def _require_answer(messages: Sequence[Mapping[str, Any]], place: str) -> None:
+def _require_answer(messages: Sequence[JsonObject], place: str) -> None:
     if not any(message["role"] == ASSISTANT for message in messages):
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise UserError(f"{place} has no message of role {ASSISTANT} to learn (roles: {roles})")
