@@ -216,9 +216,8 @@ def _cut(
 
 def _vocab_size(model: PreTrainedModel) -> int:
     """Return the rows of the head, or of the embedding where there is no head."""
-    ends: Any = model.get_output_embeddings(), model.get_input_embeddings()
-    size: int = next(end.weight.shape[0] for end in ends if end is not None)
-    return size
+    ends: tuple[nn.Module | None, ...] = model.get_output_embeddings(), model.get_input_embeddings()
+    return next(end.get_parameter("weight").shape[0] for end in ends if end is not None)
 
 
 def require_cut(source: ModelSource, size: int, *, whole_experts: bool = False) -> None:
@@ -272,8 +271,10 @@ def _logits_may_be_local(outer: OuterForward, plan: Plan | None, vocab_size: int
     Only then may the logits stay local. It is tried on random numbers: a part of the result for all of them must be
     the result for that part.
     """
-    head: Any = None if plan is None else outer.epilogue.get(plan.head or "")
-    if plan is None or plan.head is None or not plan.splits_head or head is None or head.weight.shape[0] != vocab_size:
+    head: nn.Module | None = None if plan is None else outer.epilogue.get(plan.head or "")
+    if plan is None or plan.head is None or not plan.splits_head or head is None:
+        return False
+    if head.get_parameter("weight").shape[0] != vocab_size:
         return False
     part = vocab_size // size
     generator = torch.Generator().manual_seed(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
@@ -69,7 +68,7 @@ def _weights(modules: list[nn.Module]) -> _Weights:
 
 def _attention_width(config: PretrainedConfig, index: int) -> int:
     """Return attention heads x head size of decoder layer `index`, as far as the config says."""
-    text: Any = config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
     layers = getattr(text, "per_layer_config", None)
     text = layers[index] if layers else text
     heads = getattr(text, "num_attention_heads", None)

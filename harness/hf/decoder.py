@@ -10,10 +10,9 @@ its HuggingFace name: `3.model.layers.2.self_attn.q_proj.weight`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec
@@ -21,12 +20,13 @@ from torch import Tensor, nn
 
 from harness.errors import UserError
 from harness.hf.forward.outer_forward import OuterForward
-from harness.hf.forward.payload import CarriedTensor, LayerCapture, PayloadSpec, Tokens, Value, captured_name
+from harness.hf.forward.payload import CarriedTensor, LayerCapture, PayloadSpec, Tokens, captured_name
 from harness.hf.weights.layer_weights import WeightSource, materialise
 from harness.parallel.draws import expect_shapes
 from harness.parallel.pipeline.staged_module import SharedLayerSpec
 from harness.parallel.plans.plan import wildcard
 from harness.parallel.tensor.shard import shard_of
+from harness.parallel.values import Value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:
     """
     outer = blueprint.outer
     middle = [(DecoderLayer, blueprint, index) for index in range(len(outer.layers))]
-    kinds: list[tuple[Any, ...]] = [(Prologue, blueprint), *middle, (Epilogue, blueprint)]
+    kinds: list[tuple[object, ...]] = [(Prologue, blueprint), *middle, (Epilogue, blueprint)]
     ties = {index: tie for tie in find_ties(outer) for index in tie.names}
     return [
         SharedLayerSpec(ties[i].key, *kind, tied_weight_attr=ties[i].names[i]) if i in ties else LayerSpec(*kind)
@@ -181,7 +181,7 @@ def unequal_shares(outer: OuterForward, cut: Callable[[nn.Module], None]) -> fro
 
     A layer of each kind is cut on meta. Raises UserError where one cannot be cut.
     """
-    kinds: dict[Any, tuple[str, nn.Module]] = {}
+    kinds: dict[Hashable, tuple[str, nn.Module]] = {}
     for name, layer in zip(outer.layer_names, outer.layers, strict=True):
         kinds.setdefault(tuple((own, tuple(p.shape)) for own, p in layer.named_parameters()), (name, layer))
     found = set()

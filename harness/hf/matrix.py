@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+
+from transformers import PretrainedConfig
 
 from harness.hf.locate import MODELS, plan_file
 
@@ -61,7 +62,7 @@ def installed_transformers() -> str:
         return ""
 
 
-def plan_digest(config_class: Any) -> str | None:
+def plan_digest(config_class: type[PretrainedConfig]) -> str | None:
     """Return what tells one plan of a family from another: its packaged file, else what its config class declares.
 
     None for a family with neither.
@@ -74,7 +75,7 @@ def plan_digest(config_class: Any) -> str | None:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def is_tested(config: Any, split: bool, path: Path = STORED) -> bool:
+def is_tested(config: PretrainedConfig, split: bool, path: Path = STORED) -> bool:
     """Whether the family of `config` was tried with the installed transformers and found right.
 
     `split`: over tensor-parallel ranks as well. A plan that is the config's own, or was edited, was not tried.

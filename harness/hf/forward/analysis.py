@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from traceback import walk_tb
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from harness.hf.forward.forward_run import ForwardRun
 from harness.hf.forward.lifted import LiftedForward
 from harness.hf.forward.payload import CarriedTensor, PayloadSpec, Tokens, hidden_name
 from harness.hf.layers.dry_run import CANNOT_RUN
-from harness.hf.layers.inputs import LayerInputs, same
+from harness.hf.layers.inputs import Call, LayerInputs, same
 from harness.parallel.draws import DrawnShapes
 from harness.parallel.generators import own_generators
 from harness.wording import counted
@@ -70,13 +69,13 @@ class ForwardProbe(ForwardRun):
         self.sources: dict[str, int] = {}
         self.calls: list[tuple[Tensor, LayerInputs]] = []
         self.outputs: list[Tensor] = []
-        self.tail: list[Any] = []
+        self.tail: list[object] = []
         self.phases: defaultdict[str, set[int]] = defaultdict(set)
         ids = torch.randint(0, 8, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(seed))
         with torch.no_grad(), own_generators(0, lifted.device):
             self.tail.append(lifted.run(Tokens(ids.to(lifted.device)), self))
 
-    def module_output(self, module: str, like: Tensor, arguments: Any) -> Tensor:
+    def module_output(self, module: str, like: Tensor, arguments: Call) -> Tensor:
         reached = len(self.calls)
         self.phases[module].add(reached)
         name = self.next_name(module)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.hf.layers.inputs import LayerInputs
+from harness.hf.layers.inputs import Call, LayerInputs
 
 Handler = Callable[[int, LayerInputs, Tensor], Tensor]
 """What happens at a layer: (index, inputs, hidden state) -> hidden state."""
@@ -45,7 +44,7 @@ class ForwardRun:
         self._calls[module] += 1
         return call_name(module, self._calls[module] - 1)
 
-    def module_output(self, module: str, like: Tensor, _arguments: Any) -> Tensor:
+    def module_output(self, module: str, like: Tensor, _arguments: Call) -> Tensor:
         """Return what a module gives; `like` has the right shape and dtype."""
         name = self.next_name(module)
         if name in self.known:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +50,7 @@ class _Called(Exception):
 def _first_called(model: PreTrainedModel, lists: Iterable[str]) -> str | None:
     """Return the name of the list whose layer is called first; None where the forward does not get there on meta."""
 
-    def stop(name: str, *_: Any) -> None:
+    def stop(name: str, *_: object) -> None:
         raise _Called(name)
 
     layers = [(name, layer) for name in lists for layer in model.get_submodule(name).children()]

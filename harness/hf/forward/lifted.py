@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +18,10 @@ from transformers import PreTrainedModel
 from harness.errors import UserError
 from harness.hf.forward.forward_run import ForwardRun, ReachedLayer
 from harness.hf.forward.layer_stack import find_stack, has_own_parameters, parameter_owners, put
-from harness.hf.forward.payload import Tokens
+from harness.hf.forward.payload import ForwardOutput, Tokens
 from harness.hf.forward.placeholders import PlaceholderLayer, PlaceholderModule
 from harness.hf.layers.facts import LayerFacts
-from harness.hf.layers.inputs import LayerInputs
+from harness.hf.layers.inputs import Call, LayerInputs, LayerOutput
 from harness.parallel.plans.lora import without_adapters
 
 
@@ -80,7 +79,7 @@ class LiftedForward:
         logits: Tensor = self.forward(tokens, run).logits
         return logits
 
-    def forward(self, tokens: Tokens, run: ForwardRun, **options: Any) -> Any:
+    def forward(self, tokens: Tokens, run: ForwardRun, **options: object) -> ForwardOutput:
         """Return the output of that forward, given `options` too."""
         positions = {} if tokens.positions is None else {"position_ids": tokens.positions}
         if positions and not self.takes_positions:
@@ -110,7 +109,7 @@ class LiftedForward:
             for name in modules:
                 put(self.model, name, self._placeholders[name])
 
-    def _at_layer(self, index: int, inputs: LayerInputs, hidden: Tensor) -> Any:
+    def _at_layer(self, index: int, inputs: LayerInputs, hidden: Tensor) -> LayerOutput:
         """Return what the placeholder of layer `index` returns."""
         run = self._running()
         result = run.handler(index, inputs, hidden)
@@ -118,7 +117,7 @@ class LiftedForward:
         spec.affect(inputs, run.known)
         return spec.output(result, run.known)
 
-    def _at_module(self, name: str, like: Tensor, arguments: Any) -> Tensor:
+    def _at_module(self, name: str, like: Tensor, arguments: Call) -> Tensor:
         """Return what the placeholder of a module outside the layers returns."""
         return self._running().module_output(name, like, arguments)
 

@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +30,8 @@ from harness.hf.forward.analysis import analyze
 from harness.hf.forward.forward_run import ForwardRun, ReachedLayer, call_name, keep_hidden
 from harness.hf.forward.input_cache import HiddenShape, LayerInputCache
 from harness.hf.forward.lifted import LiftedForward
-from harness.hf.forward.payload import PayloadSpec, StagePayload, Tokens, hidden_name
-from harness.hf.layers.inputs import LayerInputs
+from harness.hf.forward.payload import ForwardOutput, PayloadSpec, StagePayload, Tokens, hidden_name
+from harness.hf.layers.inputs import LayerInputs, LayerOutput
 from harness.parallel.draws import draws_apart, draws_of_layer, has_dropout
 
 
@@ -94,7 +93,7 @@ class OuterForward(LiftedForward):
             return hidden, self._input_cache.of_batch(tokens, hidden.dtype)[index]
         return hidden, self._input_cache.of_shape(HiddenShape.of(hidden, tokens))[index]
 
-    def after(self, index: int, inputs: LayerInputs, output: Any, payload: StagePayload) -> StagePayload:
+    def after(self, index: int, inputs: LayerInputs, output: LayerOutput, payload: StagePayload) -> StagePayload:
         """Return what layer `index` hands on, having returned `output` for `inputs` and `payload`."""
         hidden = output[0] if isinstance(output, (tuple, list)) else output
         if not self.schema.replayed:
@@ -103,7 +102,9 @@ class OuterForward(LiftedForward):
         states = {**payload.states, hidden_name(index - 1): payload.hidden, **further}
         return replace(payload, hidden=hidden, states=states)
 
-    def leave(self, payload: StagePayload, modules: dict[str, nn.Module], training: bool, **options: Any) -> Any:
+    def leave(
+        self, payload: StagePayload, modules: dict[str, nn.Module], training: bool, **options: object
+    ) -> ForwardOutput:
         """Return what the model's forward makes of the last hidden state, by the real epilogue `modules`: `.logits`,
         and what `options`, further arguments of the forward, ask for."""
         tokens = payload.tokens or HiddenShape.of(payload.hidden, None).tokens(self.device)
@@ -112,7 +113,7 @@ class OuterForward(LiftedForward):
             return self.forward(tokens, self._replaying(payload, len(self.layers)), **options)
 
     @torch.no_grad()
-    def finish(self, head: str, output: Tensor, **options: Any) -> Any:
+    def finish(self, head: str, output: Tensor, **options: object) -> ForwardOutput:
         """Return what the model's forward makes of the `output` of its module `head`, as in `leave`."""
         tokens = HiddenShape.of(output, None).tokens(self.device)
         with self.real({head: _Constant(output)}):
@@ -164,7 +165,7 @@ def _recorded(modules: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     """Yield name -> what a module of the prologue gives at each of its calls."""
     outputs: dict[str, Tensor] = {}
 
-    def record(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    def record(name: str, _module: nn.Module, _inputs: object, output: Tensor) -> None:
         number = 0
         while call_name(name, number) in outputs:
             number += 1

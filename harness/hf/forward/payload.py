@@ -14,7 +14,11 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
-Value: TypeAlias = Tensor | tuple[Tensor, ...]
+from harness.hf.layers.inputs import LayerOutput
+from harness.parallel.values import Value
+
+ForwardOutput: TypeAlias = Any
+"""What a causal model's forward returns: an object with `logits`, and perhaps `loss` and `aux_loss`."""
 """What layers pass on: a bare hidden state or a tuple."""
 
 
@@ -133,13 +137,15 @@ class LayerCapture(Protocol):
     @property
     def layers(self) -> Collection[int]: ...
 
-    def run(self, layer: nn.Module, call: Callable[[], Any]) -> tuple[Any, Tensor]:
+    def run(self, layer: nn.Module, call: Callable[[], LayerOutput]) -> tuple[LayerOutput, Tensor]:
         """Call `call`, which runs `layer`; return what it returned, and what was taken.
 
         It may run twice for one micro-batch (activation checkpointing), and must give the same both times.
         """
 
-    def finish(self, model: nn.Module, taken: Sequence[Tensor], forward: Callable[..., Any]) -> tuple[Tensor, ...]:
+    def finish(
+        self, model: nn.Module, taken: Sequence[Tensor], forward: Callable[..., ForwardOutput]
+    ) -> tuple[Tensor, ...]:
         """Return the logits, and what is made of all that was taken, layer by layer.
 
         `forward`, given further arguments, ends the forward of `model`.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.hf.layers.dry_run import ASKS_FOR_VALUES
-from harness.hf.layers.inputs import LayerInputs
+from harness.hf.layers.inputs import Argument, Call, Keyword, LayerInputs, LayerOutput, Positional
 
 
 class AttributeProxy(nn.Module):
@@ -39,11 +39,11 @@ class PlaceholderLayer(AttributeProxy):
         output_of: (inputs, hidden state) -> what the layer returns.
     """
 
-    def __init__(self, original: nn.Module, output_of: Callable[[LayerInputs, Tensor], Any]) -> None:
+    def __init__(self, original: nn.Module, output_of: Callable[[LayerInputs, Tensor], LayerOutput]) -> None:
         super().__init__(original)
         self._output_of = output_of
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Argument, **kwargs: Argument) -> LayerOutput:
         hidden, inputs = LayerInputs.split(args, kwargs)
         return self._output_of(inputs, hidden)
 
@@ -57,13 +57,13 @@ class PlaceholderModule(AttributeProxy):
         output_of: (an empty tensor of that shape, the arguments) -> the tensor.
     """
 
-    def __init__(self, original: nn.Module, device: torch.device, output_of: Callable[[Tensor, Any], Tensor]) -> None:
+    def __init__(self, original: nn.Module, device: torch.device, output_of: Callable[[Tensor, Call], Tensor]) -> None:
         super().__init__(original)
         self._device = device
         self._output_of = output_of
-        self._output_shapes: dict[tuple[Any, ...], Tensor] = {}
+        self._output_shapes: dict[tuple[object, ...], Tensor] = {}
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Argument, **kwargs: Argument) -> Tensor:
         form = tuple(tuple(x.shape) if isinstance(x, Tensor) else repr(x) for x in tree_leaves((args, kwargs)))
         if form not in self._output_shapes:
             self._output_shapes[form] = output_like(self.original, args, kwargs)
@@ -72,7 +72,7 @@ class PlaceholderModule(AttributeProxy):
 
 
 @torch.no_grad()
-def output_like(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def output_like(module: nn.Module, args: Positional, kwargs: Keyword) -> Tensor:
     """Return a tensor on meta of the shape that a module, on the meta device, gives."""
     try:
         args, kwargs = tree_map(_to_meta, (args, kwargs))
@@ -89,5 +89,5 @@ def output_like(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return value
 
 
-def _to_meta(value: Any) -> Any:
+def _to_meta(value: object) -> object:
     return value.to("meta") if isinstance(value, Tensor) else value

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +21,9 @@ from harness.errors import UserError
 from harness.hf.forward.forward_run import ForwardRun, keep_hidden
 from harness.hf.forward.input_cache import HiddenShape
 from harness.hf.forward.outer_forward import OuterForward
-from harness.hf.forward.payload import Tokens
+from harness.hf.forward.payload import ForwardOutput, Tokens
 from harness.hf.layers.dry_run import CANNOT_RUN, dry_run
-from harness.hf.layers.inputs import LayerInputs
+from harness.hf.layers.inputs import LayerInputs, LayerOutput
 
 ROUTER_LOGITS = "router_logits"
 WANTED = {"output_router_logits": True}
@@ -65,7 +64,7 @@ class RouterCapture:
     base: str
     coefficient: float = 0.0
 
-    def run(self, layer: nn.Module, call: Callable[[], Any]) -> tuple[Any, Tensor]:
+    def run(self, layer: nn.Module, call: Callable[[], LayerOutput]) -> tuple[LayerOutput, Tensor]:
         """Call `call`, which runs `layer`; return what it returned, and the logits of the layer's routers."""
         taken: list[Tensor] = []
         with self.taking(layer, taken.append):
@@ -74,7 +73,9 @@ class RouterCapture:
             raise UserError(f"{type(layer).__name__} returns no router logits: remove --output_router_logits")
         return output, torch.stack(taken)
 
-    def finish(self, model: nn.Module, taken: Sequence[Tensor], forward: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+    def finish(
+        self, model: nn.Module, taken: Sequence[Tensor], forward: Callable[..., ForwardOutput]
+    ) -> tuple[Tensor, Tensor]:
         """Return the logits and the router loss of `model`, whose forward `forward` ends."""
         with self.replaying(model, taken):
             output = forward(**WANTED)
@@ -84,7 +85,7 @@ class RouterCapture:
     def replaying(self, model: nn.Module, taken: Sequence[Tensor]) -> Iterator[None]:
         """Let `model`'s forward find these router logits, as if its own layers had left them."""
 
-        def after_forward(_module: nn.Module, _args: Any, output: Any) -> Any:
+        def after_forward(_module: nn.Module, _args: object, output: ForwardOutput) -> ForwardOutput:
             output[ROUTER_LOGITS] = tuple(logits for layer in taken for logits in layer)
             return output
 
@@ -98,7 +99,7 @@ class RouterCapture:
     def taking(self, layer: nn.Module, take: Callable[[Tensor], None]) -> Iterator[None]:
         """Call `take` with the logits of each router of `layer` that runs."""
 
-        def after_forward(_module: nn.Module, _args: Any, output: Any, *, index: int) -> None:
+        def after_forward(_module: nn.Module, _args: object, output: LayerOutput, *, index: int) -> None:
             value = output[index] if isinstance(output, tuple) else output
             if value is not None:
                 take(value)
@@ -145,7 +146,7 @@ def _owner(model: nn.Module, layer_name: str) -> str:
     return max((name for name in names if not name or layer_name.startswith(name + ".")), key=len)
 
 
-def _recorders(base: Any) -> tuple[RouterOutput, ...]:
+def _recorders(base: nn.Module) -> tuple[RouterOutput, ...]:
     declared = (getattr(base, "_can_record_outputs", None) or {}).get(ROUTER_LOGITS, [])
     found = []
     for spec in declared if isinstance(declared, (list, tuple)) else [declared]:

@@ -83,7 +83,7 @@ def _shapes_alone(layer: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
 
 
-def _experts_of(config: Any) -> str | None:
+def _experts_of(config: object) -> str | None:
     return getattr(config, "_experts_implementation", None)
 
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 HIDDEN = "hidden_states"
+
+
+Argument: TypeAlias = Any
+"""What a layer of a HuggingFace model may be given: tensors, flags, caches, mappings of these."""
+Positional: TypeAlias = tuple[Argument, ...]
+Keyword: TypeAlias = dict[str, Argument]
+Call: TypeAlias = tuple[Positional, Keyword]
+LayerOutput: TypeAlias = Any
+"""What such a layer returns: a hidden state, or a tuple or list that begins with one."""
 
 
 @dataclass(frozen=True)
@@ -23,34 +32,34 @@ class LayerInputs:
         key: the keyword of the hidden state, or None if it is the first positional argument.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Positional
+    kwargs: Keyword
     key: str | None
 
     @classmethod
-    def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, LayerInputs]:
+    def split(cls, args: Positional, kwargs: Keyword) -> tuple[Tensor, LayerInputs]:
         """Return the hidden state, and the rest of a layer's arguments."""
         key = None if args else HIDDEN
         hidden = args[0] if args else kwargs[HIDDEN]
         rest = {name: value for name, value in kwargs.items() if name != key}
         return hidden, cls(args[1:], rest, key)
 
-    def apply(self, layer: Callable[..., Any], hidden: Tensor) -> Any:
+    def apply(self, layer: Callable[..., LayerOutput], hidden: Tensor) -> LayerOutput:
         """Call `layer` with the hidden state and these arguments; return what the layer returns."""
         if self.key is None:
             return layer(hidden, *self.args, **self.kwargs)
         return layer(*self.args, **{self.key: hidden}, **self.kwargs)
 
-    def arguments(self) -> dict[int | str, Any]:
+    def arguments(self) -> dict[int | str, Argument]:
         """Return all arguments by place: position or keyword."""
-        places: dict[int | str, Any] = dict(enumerate(self.args))
+        places: dict[int | str, Argument] = dict(enumerate(self.args))
         return places | {**self.kwargs}
 
-    def argument(self, place: int | str) -> Any:
+    def argument(self, place: int | str) -> Argument:
         """Return the argument at a place."""
         return self.args[place] if isinstance(place, int) else self.kwargs[place]
 
-    def mapped(self, change: Callable[[Tensor], Any]) -> LayerInputs:
+    def mapped(self, change: Callable[[Tensor], object]) -> LayerInputs:
         """Return the same with every tensor changed; mappings and lists are copies."""
         args = tuple(_mapped(value, change) for value in self.args)
         return LayerInputs(args, {name: _mapped(value, change) for name, value in self.kwargs.items()}, self.key)
@@ -60,7 +69,7 @@ class LayerInputs:
         return same(self.args, other.args) and same(self.kwargs, other.kwargs)
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a: object, b: object) -> bool:
     """Return whether two nested values hold equal tensors in equal places."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.shape == b.shape and _equal(a, b)
@@ -75,7 +84,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+def _mapped(value: Any, change: Callable[[Tensor], object]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, MutableMapping):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from harness.errors import UserError
 from harness.hf.layers.dry_run import dry_run
-from harness.hf.layers.inputs import LayerInputs
+from harness.hf.layers.inputs import LayerInputs, LayerOutput
+
+Contents: TypeAlias = dict[int | str, dict[Hashable, object]]
+"""What the mappings among a layer's arguments hold, by the place of the argument."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +27,9 @@ class Effect:
     """A value that a layer puts under `key` into the mapping that is its argument `place`."""
 
     place: int | str
-    key: Any
+    key: Hashable
     name: str
-    leaves: list[Any]
+    leaves: list[object]
     spec: TreeSpec
 
 
@@ -42,7 +45,7 @@ class LayerOutputSpec:
     """
 
     name: str
-    extras: list[Any] | None
+    extras: list[object] | None
     spec: TreeSpec | None
     effects: tuple[Effect, ...]
 
@@ -59,7 +62,7 @@ class LayerOutputSpec:
         effects = tuple(replace(e, name=name + e.name.removeprefix(self.name)) for e in self.effects)
         return replace(self, name=name, effects=effects)
 
-    def output(self, hidden: Tensor, known: Mapping[str, Tensor]) -> Any:
+    def output(self, hidden: Tensor, known: Mapping[str, Tensor]) -> LayerOutput:
         """Return the layer's output, made of a hidden state and the tensors in `known`; all others are None."""
         if self.extras is None or self.spec is None:
             return hidden
@@ -73,9 +76,9 @@ class LayerOutputSpec:
             if all(leaf is not None for leaf in leaves):
                 inputs.argument(effect.place)[effect.key] = tree_unflatten(leaves, effect.spec)
 
-    def take(self, inputs: LayerInputs, output: Any) -> dict[str, Tensor]:
+    def take(self, inputs: LayerInputs, output: LayerOutput) -> dict[str, Tensor]:
         """Return the tensors, by name, that the layer gave: it returned `output` when it was given `inputs`."""
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         if self.extras is not None:
             found |= _named(f"{self.name}.output", tree_flatten(tuple(output[1:]))[0])
         for effect in self.effects:
@@ -89,7 +92,7 @@ def kind_of(layer: nn.Module) -> Hashable:
     These have equal modules, shapes and settings, but for numbers such as their index.
     """
 
-    def settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    def settings(module: nn.Module) -> tuple[tuple[str, bool | str], ...]:
         return tuple(sorted((key, value) for key, value in vars(module).items() if isinstance(value, (bool, str))))
 
     modules = tuple((name, type(module), settings(module)) for name, module in layer.named_modules())
@@ -103,7 +106,7 @@ def output_spec_of(name: str, layer: nn.Module, inputs: LayerInputs, hidden: Ten
     Raises UserError if it does not return a hidden state first, or appends to a list that it is given.
     """
 
-    def run(module: nn.Module, passed: LayerInputs, state: Tensor) -> tuple[Any, LayerInputs, Any]:
+    def run(module: nn.Module, passed: LayerInputs, state: Tensor) -> tuple[LayerOutput, LayerInputs, Contents]:
         before = _contents(passed)
         return passed.apply(module, state), passed, before
 
@@ -118,12 +121,12 @@ def output_spec_of(name: str, layer: nn.Module, inputs: LayerInputs, hidden: Ten
     return LayerOutputSpec(name=name, extras=extras, spec=spec, effects=effects)
 
 
-def _contents(inputs: LayerInputs) -> dict[int | str, dict[Any, Any]]:
+def _contents(inputs: LayerInputs) -> Contents:
     return {place: dict(value) for place, value in inputs.arguments().items() if isinstance(value, MutableMapping)}
 
 
 def _effects(
-    name: str, layer: nn.Module, inputs: LayerInputs, passed: LayerInputs, before: Mapping[Any, Any]
+    name: str, layer: nn.Module, inputs: LayerInputs, passed: LayerInputs, before: Contents
 ) -> Iterator[Effect]:
     for place, value in passed.arguments().items():
         given = inputs.argument(place)
@@ -139,5 +142,5 @@ def _effects(
                 yield Effect(place=place, key=key, name=f"{name}.{place}.{key}", leaves=leaves, spec=spec)
 
 
-def _named(prefix: str, leaves: list[Any]) -> dict[str, Any]:
+def _named(prefix: str, leaves: list[object]) -> dict[str, object]:
     return {f"{prefix}.{index}": leaf for index, leaf in enumerate(leaves)}

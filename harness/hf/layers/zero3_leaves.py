@@ -15,18 +15,20 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from harness.deepspeed.pipeline import LayerCall
 from harness.hf.layers.dry_run import ASKS_FOR_VALUES, CPU, META, zeroed
+from harness.hf.layers.inputs import Argument, Keyword, LayerOutput, Positional
 from harness.parallel.plans.experts import run_where_aligned
+from harness.parallel.values import Value
 
 
 @torch.no_grad()
-def leaves_of(layer: nn.Module, run: Callable[[nn.Module], Any]) -> frozenset[str]:
+def leaves_of(layer: nn.Module, run: Callable[[nn.Module], object]) -> frozenset[str]:
     """Return the names of the modules of `layer`, on the meta device, that are to be leaves; "" is `layer` itself.
 
     Args:
@@ -38,7 +40,7 @@ def leaves_of(layer: nn.Module, run: Callable[[nn.Module], Any]) -> frozenset[st
     return frozenset(name for name in leaves if not any(name != other and _within(name, other) for other in leaves))
 
 
-def leaves_of_sequence(sequence: nn.Module, calls: Iterable[Callable[[Any], Any]], inputs: Any) -> list[str]:
+def leaves_of_sequence(sequence: nn.Module, calls: Iterable[LayerCall], inputs: Value) -> list[str]:
     """Return the names of the modules of `sequence` that are to be leaves.
 
     Args:
@@ -53,7 +55,7 @@ def leaves_of_sequence(sequence: nn.Module, calls: Iterable[Callable[[Any], Any]
         if isinstance(call, partial) and call.args and isinstance(call.args[0], nn.Module):
             module, function = call.args[0], call.func
         if isinstance(module, nn.Module):
-            outputs: list[Any] = []
+            outputs: list[Value] = []
             found = leaves_of(module, partial(_keep_output, outputs, function, value))
             leaves += [f"{names[id(module)]}.{name}".rstrip(".") for name in found]
             value = outputs[0]
@@ -62,7 +64,7 @@ def leaves_of_sequence(sequence: nn.Module, calls: Iterable[Callable[[Any], Any]
     return leaves
 
 
-def _keep_output(outputs: list[Any], function: Callable[..., Any] | None, value: Any, module: nn.Module) -> None:
+def _keep_output(outputs: list[Value], function: LayerCall | None, value: Value, module: nn.Module) -> None:
     outputs.append(module(value) if function is None else function(module, value))
 
 
@@ -100,7 +102,15 @@ class _Watch:
         )
         return self.calls[name] == 1 and read_inside
 
-    def _call(self, name: str, forward: Callable[..., Any], original: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self,
+        name: str,
+        forward: Callable[..., LayerOutput],
+        original: nn.Module,
+        /,
+        *args: Argument,
+        **kwargs: Argument,
+    ) -> LayerOutput:
         self.calls[name] += 1
         self.running.append(name)
         depth = len(self.running)
@@ -117,19 +127,19 @@ class _Watch:
         self.reads.setdefault(name, []).append(tuple(self.running))
 
 
-class _RecordedReads(dict[str, Any]):
+class _RecordedReads(dict[str, nn.Parameter | None]):
     """The parameters of a module; each read of one is reported."""
 
-    def __init__(self, parameters: dict[str, Any], on_read: Callable[[], None]) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter | None], on_read: Callable[[], None]) -> None:
         super().__init__(parameters)
         self._on_read = on_read
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> nn.Parameter | None:
         self._on_read()
         return super().__getitem__(key)
 
 
-def _on_zeros(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _on_zeros(module: nn.Module, args: Positional, kwargs: Keyword) -> LayerOutput:
     """Run a module of the meta device on zeros; return its output on meta."""
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: torch.zeros_like(tensor, device=CPU), (args, kwargs))
     on_zeros = zeroed(module, CPU)

@@ -102,7 +102,7 @@ def looks_ahead(config: PretrainedConfig, device: torch.device) -> bool:
 
 def worst_of(own: Difference | None, place: TensorParallel) -> Difference | None:
     """Return the largest difference that any rank of the group has found; all of them call this."""
-    found: list[Any] = [own]
+    found = [own]
     if place.size > 1:
         found = [None] * place.size
         dist.all_gather_object(found, own, group=place.group)

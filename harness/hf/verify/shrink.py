@@ -119,7 +119,7 @@ def _head_size(size: int, scale: _Scale) -> int:
     return min(size, HEAD_SIZE * 2 if size * scale.old_heads > scale.old_width else HEAD_SIZE // 2)
 
 
-def _at_most(key: str, value: Any, table: Fields, tensor: int) -> Any:
+def _at_most(key: str, value: object, table: Fields, tensor: int) -> Any:
     """Return a number, or a list of them, no larger than the table says, and divided by `tensor` or not as before."""
     if isinstance(value, list):
         return [_at_most(key, item, table, tensor) for item in value]
@@ -155,14 +155,14 @@ def _resize_override(override: Fields, old: Fields, new: Fields, scale: _Scale, 
         override["head_dim"] = sum({**new, **override}[name] for name in HEAD_PARTS)
 
 
-def _as_override(value: Any, old: Any, new: Any) -> Any:
+def _as_override(value: object, old: Any, new: Any) -> Any:
     """Return what a layer has where the config has `new`: larger or smaller than that, as before."""
     if not (is_size(value) and is_size(old) and is_size(new)):
         return value
     return new if value == old else new * 2 if value > old else max(new // 2, 1)
 
 
-def _shorter_factors(value: Any, length: int) -> Any:
+def _shorter_factors(value: object, length: int) -> Any:
     """Return rotary parameters with lists of one factor for each pair of a head's entries, now of smaller heads."""
     if isinstance(value, dict):
         return {key: _shorter_factors(item, length) for key, item in value.items()}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
-Fields = dict[str, Any]
+from harness.config.values.json_object import JsonObject
+
+Fields = JsonObject
 
 
 def read_table() -> Fields:
@@ -18,7 +19,7 @@ def read_table() -> Fields:
     return table
 
 
-def varied(fields: Fields, variant: Mapping[str, Any]) -> Fields:
+def varied(fields: Fields, variant: JsonObject) -> Fields:
     """Return the fields changed as one of the table's `variants` says.
 
     Some are set, some filled in where they are None, some left out, some added inside of a config that is a field.
@@ -47,6 +48,6 @@ def overrides_in(part: Fields) -> list[Fields]:
     return list((part.get("per_layer_config") or {}).values())
 
 
-def is_size(value: Any) -> bool:
+def is_size(value: object) -> bool:
     """Return whether a field's value is a positive integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

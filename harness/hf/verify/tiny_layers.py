@@ -60,7 +60,7 @@ class _LayerFields:
     indices: dict[str, list[int]]
     first: dict[str, int]
     last: dict[str, int]
-    overrides: dict[int, Any]
+    overrides: dict[int, object]
 
     @classmethod
     def of(cls, part: Fields, table: Fields, depth: int) -> _LayerFields:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,7 @@ def constructed(model: PreTrainedModel, seed: int, shape: Sequence[int] = ()) ->
     """Return tensors of a model as its constructor makes them, on the CPU, by name: buffers, small parameters and
     those of one shape."""
     with _large_parameters_on_meta(tuple(shape)), own_generators(seed):
-        built: Any = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=torch.float32)
+        built: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=torch.float32)
     tensors = (*built.named_parameters(remove_duplicate=False), *built.named_buffers())
     return {name: tensor.detach() for name, tensor in tensors if not tensor.is_meta}
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from harness.errors import UserError
 from harness.hf.weights.lazy_tensor import LazyTensor
 from harness.hf.weights.slices import Box, TensorSource
 from harness.hf.weights.tensor_files import StoredTensors, open_tensors
+
+if TYPE_CHECKING:
+    from transformers.utils.loading_report import LoadStateDictInfo
 
 DEFAULT_FILE_BYTES = 50 * 10**9  # where `save_pretrained` begins another file
 
@@ -125,7 +128,7 @@ def untie(model: PreTrainedModel, names: Iterable[str]) -> None:
         model.all_tied_weights_keys.pop(name)
 
 
-def _load(model: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> tuple[PreTrainedModel, Any]:
+def _load(model: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> tuple[PreTrainedModel, LoadStateDictInfo]:
     """Return a copy of the skeleton with lazy tensors for parameters where transformers puts them, and its report."""
     loaded = copy.deepcopy(model)
     rules: Any = get_model_conversion_mapping(loaded)
@@ -201,7 +204,7 @@ def _equal(one: LazyTensor, other: LazyTensor) -> bool:
     return True
 
 
-def _refuse(directory: Path, stored: Iterable[str], info: Any, model: PreTrainedModel) -> None:
+def _refuse(directory: Path, stored: Iterable[str], info: LoadStateDictInfo, model: PreTrainedModel) -> None:
     """Raise UserError for what is missing or misshapen, by the names of the checkpoint as far as they can be told."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     missing = sorted(info.missing_keys & parameters)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +60,7 @@ def skeleton_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedM
 
     `config` says which attention it runs with. UserError for modules that cannot be copied.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Tensor] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(_on_meta(parameter), requires_grad=parameter.requires_grad)
     memo |= {id(buffer): _on_meta(buffer) for buffer in model.buffers()}
@@ -109,6 +108,6 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=kind, device="meta")
 
 
-def _is_harmless(hook: Any) -> bool:
+def _is_harmless(hook: object) -> bool:
     function = getattr(hook, "func", hook)  # of a functools.partial
     return str(getattr(function, "__module__", "")).partition(".")[0] in HARMLESS

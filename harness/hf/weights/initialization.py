@@ -55,11 +55,11 @@ _NOT_ON_META = {"trunc_normal_": True, "orthogonal_": False, "sparse_": False, "
 class Change:
     """What is done to elements `start` to `stop` - 1 of a tensor, flattened: `function(elements, *args, **kwargs)`."""
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     start: int
     stop: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
 
     def apply(self, values: Tensor, at: int) -> None:
         """Do it to `values`, which are the elements from `at` on, as far as it concerns them."""
@@ -211,15 +211,19 @@ class _Recording(TorchDispatchMode):
                 functions[name] = function
                 setattr(nn.init, name, function)
 
-    def _init_function(self, function: Any, elementwise: bool, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _init_function(
+        self, function: Callable[..., object], elementwise: bool, tensor: Tensor, *args: object, **kwargs: object
+    ) -> Tensor:
         if self._is_ours(tensor):
             self._record(function if elementwise else None, tensor, args, kwargs)
         return tensor
 
-    def _is_ours(self, value: Any) -> bool:
+    def _is_ours(self, value: object) -> bool:
         return isinstance(value, Tensor) and value.is_meta and _storage_of(value) == self.storage
 
-    def _record(self, function: Any, view: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record(
+        self, function: Callable[..., object] | None, view: Tensor, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         one_by_one = all(other.numel() == 1 and not other.is_meta for other in others)
         if function is None or not view.is_contiguous() or not one_by_one:

@@ -34,7 +34,7 @@ class LazyTensor(Tensor):
         tensor.patches = tuple(patches)
         return tensor
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: object) -> None:
         super().__init__()
 
     @classmethod
@@ -68,7 +68,7 @@ class LazyTensor(Tensor):
 
         return LazyTensor([replace(patch, leaf=changed(patch.leaf)) for patch in self.patches], self.shape, self.dtype)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"Lazy({tuple(self.shape)}, {self.dtype}, {len(self.patches)} patches)"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001
@@ -89,8 +89,8 @@ class Computed:
     """A leaf whose values `func` makes of whole lazy tensors, once more at every read."""
 
     func: Callable[..., Tensor]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     shape: tuple[int, ...]
     dtype: torch.dtype
     name: str = ""
@@ -102,7 +102,7 @@ class Computed:
         tree_map(lambda arg: found.append(arg) if isinstance(arg, LazyTensor) else None, (self.args, self.kwargs))
         return found
 
-    def with_inputs(self, change: Callable[[LazyTensor], Any]) -> Computed:
+    def with_inputs(self, change: Callable[[LazyTensor], object]) -> Computed:
         """Return the same function of other tensors."""
         args, kwargs = _map_lazy(change, self.args, self.kwargs)
         return replace(self, args=args, kwargs=kwargs)
@@ -142,7 +142,7 @@ def realised(lazy: LazyTensor) -> Tensor:
     return whole
 
 
-def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Computed:
+def computed(func: Callable[..., Tensor], args: tuple[object, ...], kwargs: dict[str, object]) -> Computed:
     """Return what `func` would give; its shape is found on the meta device. NotImplementedError if it gives no one
     tensor."""
     on_meta = _map_lazy(lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"), args, kwargs)
@@ -152,14 +152,14 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Comput
     return Computed(func, args, kwargs, tuple(shaped.shape), shaped.dtype)
 
 
-def _map_lazy(change: Callable[[LazyTensor], Any], args: Any, kwargs: Any) -> Any:
+def _map_lazy(change: Callable[[LazyTensor], object], args: object, kwargs: object) -> Any:
     return tree_map(lambda arg: change(arg) if isinstance(arg, LazyTensor) else arg, (args, kwargs))
 
 
 # -- arrangements: what is done to patches alone -------------------------------------------------------------
 
 
-def arrangement(func: Any) -> Callable[..., Any] | None:
+def arrangement(func: Callable[..., object]) -> Callable[..., object] | None:
     """How an operation of torch that only arranges values is done on patches; None for any other."""
     match func:
         case aten.detach.default | aten.alias.default | aten.clone.default | aten.lift_fresh.default:
@@ -226,7 +226,7 @@ def _equal_sizes(total: int, size: int) -> list[int]:
     return [min(size, total - start) for start in range(0, total, size)]
 
 
-def _join(parts: Sequence[Any], dim: int) -> LazyTensor:
+def _join(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
     lazies = [part if isinstance(part, LazyTensor) else LazyTensor.of(InMemory(part)) for part in parts]
     dim %= lazies[0].dim()
     patches: list[TensorSlice] = []
@@ -240,7 +240,7 @@ def _join(parts: Sequence[Any], dim: int) -> LazyTensor:
     return LazyTensor(patches, (*shape[:dim], total, *shape[dim + 1 :]), lazies[0].dtype)
 
 
-def _unsqueeze(lazy: Any, dim: int) -> LazyTensor:
+def _unsqueeze(lazy: LazyTensor, dim: int) -> LazyTensor:
     lazy = lazy if isinstance(lazy, LazyTensor) else LazyTensor.of(InMemory(lazy))
     dim %= lazy.dim() + 1
     patches = [
