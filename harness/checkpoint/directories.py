@@ -12,10 +12,10 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from harness.checkpoint.atomic import sync_file, sync_folder
 from harness.config import Resolved
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.topology.layout import Layout
 
@@ -53,7 +53,7 @@ class Progress:
     adapters: str = ""
     model: str = ""
     optimizer: str = ""
-    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    hyperparameters: JsonObject = field(default_factory=dict)
     files: dict[str, list[int]] = field(default_factory=dict)
 
 

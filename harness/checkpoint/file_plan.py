@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -93,7 +92,7 @@ def _shares(entries: list[Entry], groups: Groups) -> list[Share] | None:
         return [share] if groups.rank == 0 else None
     if not takes_part(groups.coordinate, "pipeline"):
         return None
-    shares: list[Any] | None = [None] * groups.layout.pp_size if groups.rank == 0 else None
+    shares = [share] * groups.layout.pp_size if groups.rank == 0 else None
     dist.gather_object(share, shares, dst=0, group=groups.pp_group)
     return shares
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from math import prod
-from typing import Any
 
 import deepspeed
 import torch
@@ -16,6 +15,7 @@ from torch.nn import functional
 from harness.deepspeed.zero3_parameters import is_partitioned, unpartitioned_size
 from harness.parallel.memory import malloc_trim
 from harness.parallel.tensor.shard import shard_of
+from harness.topology.agreement import values_of_all
 from harness.topology.groups import Groups
 
 MANY = 100_000  # values; what fewer of them leave behind when they are freed is not worth a call
@@ -40,8 +40,7 @@ def gather_tp(local: Tensor, groups: Groups) -> Tensor:
         return local
     ranks = dist.get_process_group_ranks(groups.tp_group)
     first = groups.rank == ranks[0]
-    shards: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(shards, shard, group=groups.tp_group)
+    shards = values_of_all(shard, groups.tp_group)
     sizes = [prod(piece.local_shape) for piece in shards]
     flat = functional.pad(local.flatten(), (0, max(sizes) - local.numel()))  # a gather wants one size on all ranks
     parts = [torch.empty_like(flat) for _ in ranks] if first else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from harness.checkpoint.atomic import replaced_files
 from harness.checkpoint.gather import trained_tensors
 from harness.topology.groups import Groups
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 FILE = "adapter_model.safetensors"
 
@@ -45,7 +48,7 @@ def export_adapters(module: nn.Module, groups: Groups, directory: Path, *, renam
     dist.barrier()
 
 
-def export_adapter_config(config: Any, base: str, directory: Path) -> None:
+def export_adapter_config(config: LoraConfig, base: str, directory: Path) -> None:
     """Write peft's config, for adapters on the model at `base`; called by one rank."""
     config = copy.copy(config)
     config.base_model_name_or_path = base

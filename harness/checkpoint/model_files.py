@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from harness.checkpoint.atomic import UNFINISHED, replace_text, sync_file, sync_folder
+from harness.config.values.json_object import JsonObject
 from harness.hf.weights.tensor_files import INDEX, SINGLE
 
 
@@ -22,7 +22,7 @@ def unfinished_name(name: str) -> str:
     return UNFINISHED + name
 
 
-def replace_model(directory: Path, files: Sequence[str], index: Mapping[str, Any]) -> None:
+def replace_model(directory: Path, files: Sequence[str], index: JsonObject) -> None:
     """Put whole files, under their `unfinished_name`, in the place of the model of `directory`.
 
     Args:
@@ -59,7 +59,7 @@ def settle_model(directory: Path) -> None:
         shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
-def _finish(directory: Path, files: Sequence[str], index: Mapping[str, Any]) -> None:
+def _finish(directory: Path, files: Sequence[str], index: JsonObject) -> None:
     """Give the files their final names beside the unfinished ones, which the index on the disk still names."""
     for name in files:
         source, target = directory / unfinished_name(name), directory / name
@@ -74,6 +74,6 @@ def _finish(directory: Path, files: Sequence[str], index: Mapping[str, Any]) -> 
         (directory / unfinished_name(name)).unlink(missing_ok=True)
 
 
-def _index_text(index: Mapping[str, Any], naming: Callable[[str], str]) -> str:
+def _index_text(index: JsonObject, naming: Callable[[str], str]) -> str:
     weight_map = {name: naming(file) for name, file in index["weight_map"].items()}
     return json.dumps({**index, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.hf.weights.tensor_files import DTYPES
 
@@ -68,7 +68,7 @@ def places_in(path: Path, entries: Sequence[Entry]) -> tuple[bytes, list[Place]]
     """Return the header of the file `path`, and the places of its tensors: wider ones first, so that each is
     aligned."""
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: JsonObject = {"__metadata__": {"format": "pt"}}
     at = 0
     for entry in ordered:
         offsets = [at, at + entry.nbytes]
@@ -135,7 +135,7 @@ class OpenFiles:
         target.as_strided(values.shape, strides).copy_(values)
 
 
-def index_content(files: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
+def index_content(files: Mapping[str, Sequence[Entry]]) -> JsonObject:
     """Return HuggingFace's index, which says which file holds which tensor."""
     total = sum(entry.nbytes for entries in files.values() for entry in entries)
     count = sum(prod(entry.shape) for entries in files.values() for entry in entries if entry.trained)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pickle import UnpicklingError
-from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -13,7 +12,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 
-def stage_named(kind: Any, name: str) -> ZeroStageEnum:
+def stage_named(kind: object, name: str) -> ZeroStageEnum:
     """Return a ZeRO stage as Python before 3.11.4 pickles it, by `getattr(ZeroStageEnum, name)`; nothing else."""
     if kind is not ZeroStageEnum or name not in kind.__members__:
         raise UnpicklingError(f"getattr of {name!r} is not a ZeRO stage")
@@ -40,7 +39,7 @@ def is_universal(engine: DeepSpeedEngine) -> bool:
 
 
 @contextmanager
-def reading_with(engine: DeepSpeedEngine, read: Callable[..., Any]) -> Iterator[None]:
+def reading_with(engine: DeepSpeedEngine, read: Callable[..., object]) -> Iterator[None]:
     """Have `engine` read the files of a checkpoint by `read(path, map_location=...)` meanwhile."""
     reader = engine.checkpoint_engine
     reader.load = read

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import Any
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.optim import Optimizer
+
+from harness.deepspeed.flat_tensors import EngineOptimizer
 
 LOSS_SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What a scaler of the loss changes while it runs."""
@@ -35,11 +37,11 @@ def clip_before_step(engine: DeepSpeedEngine, clip: Callable[[], Tensor], *, ski
         clip: clips all gradients; returns their norm before clipping, which the engine then reports.
         skip_nonfinite: make no update where that norm is not finite; the optimizer's attribute `overflow` says so.
     """
-    optimizer: Any = stepping_optimizer(engine)
+    optimizer: EngineOptimizer = stepping_optimizer(engine)
     update = optimizer.step
 
     @wraps(update)  # with what the schedule has noted on it
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(*args: object, **kwargs: object) -> object:
         norm = clip()
         engine._global_grad_norm = norm
         optimizer.overflow = not bool(torch.isfinite(norm)) and skip_nonfinite
@@ -57,7 +59,7 @@ def sum_norm_with(optimizer: BF16_Optimizer, square_sum: Callable[[Iterable[Tens
     """
     of_deepspeed = optimizer.get_grads_for_norm
 
-    def grads_for_norm(for_clipping: bool = False) -> Any:
+    def grads_for_norm(for_clipping: bool = False) -> object:
         grads = of_deepspeed(for_clipping)
         if for_clipping:
             return grads
@@ -73,13 +75,13 @@ def is_counted_elsewhere(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
-def check_every_gradient(optimizer: Any) -> None:
+def check_every_gradient(optimizer: EngineOptimizer) -> None:
     """Let DeepSpeed's ZeRO optimizers look for gradients that are not finite in bf16, too, before they update."""
     if hasattr(optimizer, "check_grad_overflow"):
         optimizer.check_grad_overflow = True
 
 
-def evaluate_pipeline(engine: PipelineEngine, batches: Sequence[Any], steps: int) -> Tensor:
+def evaluate_pipeline(engine: PipelineEngine, batches: Sequence[object], steps: int) -> Tensor:
     """Return the mean loss of `steps` micro-batches, equal on all ranks; their shape may be another than in training.
 
     Nothing is logged: DeepSpeed would log each call as an evaluation.
@@ -93,12 +95,12 @@ def evaluate_pipeline(engine: PipelineEngine, batches: Sequence[Any], steps: int
     return loss
 
 
-def scales_loss_dynamically(optimizer: Any) -> bool:
+def scales_loss_dynamically(optimizer: EngineOptimizer) -> bool:
     """Whether an engine's optimizer finds the scale of the loss by itself (fp16)."""
     return bool(getattr(getattr(optimizer, "loss_scaler", None), "dynamic", False))
 
 
-def put_back_scaler(optimizer: Any, scaler: Any) -> None:
+def put_back_scaler(optimizer: EngineOptimizer, scaler: LossScaler | DynamicLossScaler) -> None:
     """Give an optimizer that has loaded a checkpoint the scaler of the loss that it was built with.
 
     If both find the scale by themselves, `scaler` goes on from where the loaded one has come.

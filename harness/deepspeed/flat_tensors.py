@@ -12,6 +12,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
+EngineOptimizer: TypeAlias = Any
+"""What an engine steps with: an optimizer of torch, or DeepSpeed's own around one, which has no types."""
+
 
 @dataclass(frozen=True)
 class OneParameter:
@@ -40,13 +43,13 @@ class DividedOneByOne:
     """This rank's parts of parameters, each divided by itself, one after the other (ZeRO-3)."""
 
     tensor: Tensor
-    parameters: Sequence[Any]
+    parameters: Sequence[Tensor]
 
 
 SteppedOn: TypeAlias = OneParameter | DividedTogether | DividedOneByOne
 
 
-def stepped_on(optimizer: Any, chosen: Sequence[int]) -> Iterator[SteppedOn]:
+def stepped_on(optimizer: EngineOptimizer, chosen: Sequence[int]) -> Iterator[SteppedOn]:
     """Yield the tensors that the parameter groups `chosen` step on; `optimizer` is the engine's."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         for index, parameters in enumerate(optimizer.fp16_groups):

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3
 from torch import Tensor
+
+from harness.deepspeed.flat_tensors import EngineOptimizer
 
 
 @contextmanager
@@ -23,13 +24,13 @@ def keeping_fp32() -> Iterator[None]:
     """Let an engine that is built meanwhile leave the parameters to keep in float32 as they are."""
     of_engine, of_zero3 = DeepSpeedEngine._cast_module_mixed_precision, stage3.defragment
 
-    def cast(engine: Any, *args: Any, **kwargs: Any) -> None:
+    def cast(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> None:
         kept = [(p, p.data) for p in engine.module.parameters() if is_kept(p)]
         of_engine(engine, *args, **kwargs)
         for parameter, data in kept:
             parameter.data = data
 
-    def flatten(tensors: Sequence[Tensor]) -> Any:
+    def flatten(tensors: Sequence[Tensor]) -> Tensor | _FlatRuns:
         runs = [list(run) for _, run in groupby(tensors, key=lambda tensor: tensor.dtype)]
         return _FlatRuns([of_zero3(run) for run in runs]) if len(runs) > 1 else of_zero3(tensors)
 
@@ -55,7 +56,7 @@ class _FlatRuns:
         return run.narrow(dim, start, length)
 
 
-def reduce_fp32_gradients(optimizer: Any) -> None:
+def reduce_fp32_gradients(optimizer: EngineOptimizer) -> None:
     """Have ZeRO-3 reduce the gradients of parameters in float32 in float32, if there are any beside those in bf16."""
     if not isinstance(optimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
         return
@@ -71,6 +72,6 @@ def reduce_fp32_gradients(optimizer: Any) -> None:
     optimizer.get_param_comm_dtype = lambda p: torch.float32 if is_kept(p) else of_others(p)
 
 
-def is_kept(parameter: Any) -> bool:
+def is_kept(parameter: Tensor) -> bool:
     """Whether a parameter stays in float32."""
     return bool(getattr(parameter, "kept_in_fp32", False))

@@ -7,12 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
+from torch.distributed import ProcessGroup
 
 LayerCall: TypeAlias = Callable[..., Any]
 """A layer as the forward calls it: a module or a function."""
+Layer: TypeAlias = LayerSpec | nn.Module | LayerCall
+"""A layer as PipelineModule takes it."""
+Tie: TypeAlias = dict[str, Any]
+"""DeepSpeed's record of a tied layer."""
 
 
 class TiedWeights(nn.Module):
@@ -55,22 +60,24 @@ class StageBuilder:
     """
 
     boundaries: Sequence[int]
-    build: Callable[[Sequence[Any], int, int, int], BuiltLayers]
-    is_recomputed: Callable[[Sequence[Any]], bool]
+    build: Callable[[Sequence[Layer], int, int, int], BuiltLayers]
+    is_recomputed: Callable[[Sequence[LayerCall]], bool]
 
 
 class GivenStages(PipelineModule):
     """PipelineModule with the boundaries and the layers of a `StageBuilder`; its other arguments are DeepSpeed's."""
 
-    tied_comms: dict[str, Any]
+    tied_comms: dict[str, Tie]
 
-    def __init__(self, layers: Sequence[Any], builder: StageBuilder, topology: ProcessTopology, **options: Any) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], builder: StageBuilder, topology: ProcessTopology, **options: object
+    ) -> None:
         self.__dict__["_builder"] = builder  # DeepSpeed's constructor needs it before it sets up nn.Module
         super().__init__(layers, topology=topology, **options)
         # by now the stages hold the same tied weights; where those are frozen there is no gradient to share
         self.tied_comms = dict(_trained_ties(self.tied_comms))
 
-    def blocks(self) -> Iterator[tuple[list[tuple[int, Any]], bool]]:
+    def blocks(self) -> Iterator[tuple[list[tuple[int, LayerCall]], bool]]:
         """Yield runs of this stage's layers, each layer with its index, and whether the run is recomputed."""
         layers = list(enumerate(self.forward_funcs, self._local_start))
         interval = self.activation_checkpoint_interval
@@ -79,13 +86,13 @@ class GivenStages(PipelineModule):
             recomputed = interval > 0 and self.is_checkpointable_results[start // interval]
             yield layers[start : start + size], recomputed
 
-    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, ProcessGroup]]:
         """Return the tied weights whose gradients are to be summed over stages, and over which; DeepSpeed asks for it.
 
         Each has a gradient here, if only zeros: DeepSpeed passes over a weight without one, and this stage would take
         the next weight's sum for it (of a block shared between stages, a part that only another stage has used).
         """
-        tied: list[tuple[nn.Parameter, Any]] = super().get_tied_weights_and_groups()
+        tied: list[tuple[nn.Parameter, ProcessGroup]] = super().get_tied_weights_and_groups()
         for weight, _ in tied:
             if weight.grad is None and getattr(weight, "_hp_grad", None) is None:
                 weight.grad = torch.zeros_like(weight)
@@ -106,11 +113,11 @@ class GivenStages(PipelineModule):
         self.__dict__["tied_modules"] = built.tied
         self.tied_weight_attrs = {key: weights.names for key, weights in built.tied.items()}
 
-    def _is_checkpointable(self, funcs: Sequence[Any]) -> bool:
+    def _is_checkpointable(self, funcs: Sequence[LayerCall]) -> bool:
         return bool(self.__dict__["_builder"].is_recomputed(funcs))
 
 
-def _trained_ties(ties: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _trained_ties(ties: Mapping[str, Tie]) -> Iterator[tuple[str, Tie]]:
     """Yield DeepSpeed's records of tied weights, without those that are frozen."""
     for key, tie in ties.items():
         trained = [name for name in tie["weight_attr"] if tie["module"].get_parameter(name).requires_grad]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import deepspeed
 from deepspeed.utils import groups
 from torch.distributed import ProcessGroup
@@ -26,7 +24,7 @@ def set_secondary_group(group: ProcessGroup | None) -> None:
 class MpuAdapter:
     """A tensor-parallel group by the names under which DeepSpeed's activation checkpointing asks for it."""
 
-    def __init__(self, rank: int, size: int, group: Any) -> None:
+    def __init__(self, rank: int, size: int, group: ProcessGroup | None) -> None:
         self.get_tensor_model_parallel_rank = lambda: rank
         self.get_tensor_model_parallel_world_size = lambda: size
         self.get_tensor_model_parallel_group = lambda: group

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import deepspeed
 import torch.distributed as dist
 from torch import Tensor, nn
+
+Partitioned: TypeAlias = Any
+"""A parameter to which ZeRO-3 has given attributes and methods of its own (`ds_...`)."""
 
 
 def is_partitioned(tensor: Tensor) -> bool:
@@ -16,18 +19,18 @@ def is_partitioned(tensor: Tensor) -> bool:
     return hasattr(tensor, "ds_id")
 
 
-def held_tensor(tensor: Any) -> Tensor:
+def held_tensor(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor, partitioned or not; under ZeRO-3 a flat part of it."""
     held: Tensor = getattr(tensor, "ds_tensor", tensor)
     return held
 
 
-def unpartitioned_shape(tensor: Any) -> tuple[int, ...]:
+def unpartitioned_shape(tensor: Tensor) -> tuple[int, ...]:
     """Return the shape that a tensor has once ZeRO-3 has gathered it; its own if it is not partitioned."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def unpartitioned_size(tensors: Sequence[Any]) -> int:
+def unpartitioned_size(tensors: Sequence[Partitioned]) -> int:
     """Return how many elements partitioned tensors have in all once they are gathered."""
     return sum(tensor.ds_numel for tensor in tensors)
 
@@ -49,7 +52,7 @@ class Partition:
     group: dist.ProcessGroup
 
     @classmethod
-    def of(cls, parameter: Any) -> Partition:
+    def of(cls, parameter: Partitioned) -> Partition:
         """Return how `parameter` is divided; it must be partitioned."""
         return cls(
             shape=tuple(parameter.ds_shape),
@@ -74,7 +77,7 @@ class PartitionInPlace(deepspeed.zero.Init):
         if self.parted != whole:
             raise RuntimeError(f"DeepSpeed {deepspeed.__version__} does not partition parameters one by one")
 
-    def _zero_init_param(self, param: Any) -> None:
+    def _zero_init_param(self, param: Partitioned) -> None:
         self._convert_to_deepspeed_param(param)
         param.partition()
         self.parted += 1

@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from harness.hf.skeleton import ModelSource
 from harness.hf.weights.layer_weights import WeightSource, fill_local
 from harness.parallel.generators import own_generators
 from harness.parallel.plans.lora import is_wrapper, lifted
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 NAME = "default"
 PREFIX = "base_model.model."
@@ -54,11 +57,11 @@ class Adaptation:
             rule (A random, B zero).
     """
 
-    config: Any
+    config: LoraConfig
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def lora_config(given: Any) -> Any:
+def lora_config(given: object) -> LoraConfig:
     """Return a copy of peft's LoraConfig `given` after a check; UserError if it asks for what cannot be trained
     here."""
     try:
@@ -112,7 +115,7 @@ def adapted_model(model: Any) -> tuple[ModelSource, Adaptation] | None:
     return replace(source, weights=weights, model=None), Adaptation(config=config, tensors=adapters)
 
 
-def inject(model: PreTrainedModel, config: Any, *, keep_ties: bool) -> None:
+def inject(model: PreTrainedModel, config: LoraConfig, *, keep_ties: bool) -> None:
     """Put peft's layers into `model`, on meta, and freeze the rest; what `config` leaves open is settled in it.
 
     UserError if no module fits, if one that does is no linear layer, or if `keep_ties` and tied weights would be
@@ -173,7 +176,7 @@ def _tied(model: PreTrainedModel) -> set[tuple[str, str]]:
     return {(name, other) for name, other in ties.items() if parameters.get(name) is parameters.get(other)}
 
 
-def _require_found(model: PreTrainedModel, config: Any) -> None:
+def _require_found(model: PreTrainedModel, config: LoraConfig) -> None:
     """Warn of target modules that are not in the model, as a list may serve several families; UserError for
     `modules_to_save` that are not, which peft passes over."""
     names = [f".{plain_name(name)}" for name, _ in model.named_modules()]
@@ -212,7 +215,7 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
-def sorted_config(config: Any) -> Any:
+def sorted_config(config: LoraConfig) -> LoraConfig:
     """Return a copy of peft's config whose sets are sorted lists: the same on every process."""
     config = copy.copy(config)
     for key, value in vars(config).items():

@@ -10,14 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from harness.deepspeed.flat_tensors import DividedOneByOne, DividedTogether, OneParameter, SteppedOn, stepped_on
+from harness.deepspeed.flat_tensors import (
+    DividedOneByOne,
+    DividedTogether,
+    EngineOptimizer,
+    OneParameter,
+    SteppedOn,
+    stepped_on,
+)
 from harness.deepspeed.zero3_parameters import Partition
 from harness.parallel.tensor.shard import Shard, shard_of
 from harness.topology.agreement import values_of_all
@@ -94,7 +100,7 @@ class MatrixPart:
 
 
 def locate_matrices(
-    optimizer: Any, chosen: Sequence[int], tensor: Group | None, device: torch.device
+    optimizer: EngineOptimizer, chosen: Sequence[int], tensor: Group | None, device: torch.device
 ) -> dict[Tensor, list[MatrixPart]]:
     """Return the matrix parts in each tensor that the parameter groups `chosen` step on.
 

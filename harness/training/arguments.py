@@ -11,11 +11,14 @@ import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, get_type_hints
 
 from harness.config import AutoValues
 from harness.errors import UserError
 from harness.training.hf_names import SETTINGS, refuse_arguments
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 # transformers' schedules that need nothing but the number of steps and of warm-up steps
 SCHEDULES = (
@@ -198,7 +201,7 @@ class LoraArguments:
         if not 0 <= self.lora_dropout < 1:
             raise UserError(f"--lora_dropout {self.lora_dropout}: must be at least 0 and below 1")
 
-    def peft_config(self) -> Any:
+    def peft_config(self) -> LoraConfig | None:
         """peft's LoraConfig, None without `use_peft`; UserError where peft is not installed."""
         if not self.use_peft:
             return None

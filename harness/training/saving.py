@@ -7,7 +7,7 @@ seed, or in memory, is written beside them, so that peft and `from_pretrained` f
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -18,6 +18,9 @@ from harness.checkpoint.lora import export_adapter_config, export_adapters
 from harness.hf.lora import plain_name, saved_name, sorted_config
 from harness.training.callbacks import TrainerState
 from harness.training.prepare.run import PreparedRun
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 BASE = "base_model"
 
@@ -53,7 +56,7 @@ def write_model(run: PreparedRun, directory: Path) -> None:
     dist.barrier()
 
 
-def _write_adapters(run: PreparedRun, config: Any, directory: Path) -> None:
+def _write_adapters(run: PreparedRun, config: LoraConfig, directory: Path) -> None:
     causal = run.trainable.causal
     assert causal is not None  # adapters stand on a HuggingFace model
     name = run.trainable.saved_name

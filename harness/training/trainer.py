@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 from transformers import PreTrainedModel
 
@@ -41,6 +41,9 @@ from harness.training.report.progress import ProgressCallback
 from harness.training.report.recorder import Recorder
 from harness.training.resume import resume
 from harness.training.saving import save_checkpoint, write_model
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 class Trainer:
@@ -82,7 +85,7 @@ class Trainer:
         data_collator: Collator = collate,
         callbacks: Sequence[TrainerCallback] = (),
         console: Console | None = None,
-        peft_config: Any = None,
+        peft_config: LoraConfig | None = None,
         compute_loss_func: LossFunction | None = None,
         **others: object,
     ) -> None:

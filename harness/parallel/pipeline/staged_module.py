@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
@@ -19,15 +18,13 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from harness.deepspeed.pipeline import BuiltLayers, GivenStages, LayerCall, StageBuilder, TiedWeights
+from harness.deepspeed.pipeline import BuiltLayers, GivenStages, Layer, LayerCall, StageBuilder, TiedWeights
 from harness.parallel.draws import DrawKeys
 from harness.parallel.pipeline.finite import FiniteWatch
 from harness.parallel.pipeline.recomputation import is_recomputed, run_block, shared_parameters, split_into_blocks
 from harness.parallel.pipeline.stage_transport import Unpacker, pack_payload
 from harness.parallel.values import Value
 from harness.topology.layout import Layout
-
-Layer: TypeAlias = LayerSpec | nn.Module | LayerCall
 
 
 def deepspeed_topology(layout: Layout) -> PipeModelDataParallelTopology:

@@ -20,12 +20,13 @@ from harness.config.values.idle_keys import without_idle
 from harness.config.values.json_object import JsonObject
 from harness.deepspeed.engine import check_every_gradient
 from harness.deepspeed.kept_in_fp32 import keeping_fp32, reduce_fp32_gradients
+from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_groups import MpuAdapter
 from harness.errors import UserError
 from harness.hf.layers.zero3_leaves import leaves_of_sequence
 from harness.parallel.comm import TensorParallel
 from harness.parallel.draws import DrawKeys
-from harness.parallel.pipeline.staged_module import Layer, LayerSequence, StagedModule, deepspeed_topology
+from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, deepspeed_topology
 from harness.parallel.values import Value
 from harness.parallel.zero.in_place_inputs import copy_hooked_inputs
 from harness.topology.groups import Groups

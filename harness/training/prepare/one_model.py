@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.errors import UserError
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
-from harness.parallel.pipeline.staged_module import Layer
 from harness.parallel.tensor.shard import shard_of
 from harness.topology.agreement import disagreement, values_of_all
 from harness.topology.groups import Groups

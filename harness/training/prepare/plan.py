@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from harness.checkpoint import state
 from harness.checkpoint.directories import require_same_adapters, require_same_run
@@ -27,6 +27,9 @@ from harness.training.prepare.configure import RunConfig, read_run_config
 from harness.training.prepare.datasets import Datasets, user_datasets
 from harness.training.prepare.trainable import Model, adapted
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
@@ -42,7 +45,7 @@ class RunInputs:
     compute_loss_func: LossFunction | None = None
     processing_class: Tokenizer | None = None
     data_collator: Collator = collate
-    peft_config: Any = None
+    peft_config: LoraConfig | None = None
     config: RunConfig | None = None  # where it has been read already
 
 

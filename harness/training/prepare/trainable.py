@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from harness.deepspeed.pipeline import Layer
 from harness.errors import UserError
 from harness.hf.attention import require_available, with_attention
 from harness.hf.causal import CausalModel, assemble
@@ -21,7 +22,6 @@ from harness.hf.lora import Adaptation, adapted_model, lora_config
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.costs import LayerCost
-from harness.parallel.pipeline.staged_module import Layer
 from harness.parallel.values import Value
 from harness.training.arguments import TrainingArguments
 from harness.training.batches.collate import MicroBatch
@@ -30,6 +30,9 @@ from harness.training.engine.losses import CausalLoss, LogitsLoss, Loss, LossFun
 from harness.training.engine.precision import can_keep_fp32, keeps_wanted, obstacle
 from harness.training.engine.zero3_layers import layer_finisher, zero3_partition
 from harness.wording import counted
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 Model: TypeAlias = str | ModelSource | PretrainedConfig | PreTrainedModel | nn.Sequential | Sequence[Layer]
 
@@ -151,7 +154,7 @@ def trainable_decoder(
     )
 
 
-def adapted(model: Model, peft_config: Any) -> tuple[ModelSource | None, Adaptation | None]:
+def adapted(model: Model, peft_config: LoraConfig | None) -> tuple[ModelSource | None, Adaptation | None]:
     """Return what a decoder is made from (None for a list of layers), and its adapters: those of a model in memory
     that has some, or new ones by `peft_config`."""
     found = adapted_model(model)
