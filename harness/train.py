@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from harness.config.diagnostic import ConfigError
 from harness.errors import UserError
@@ -161,8 +161,7 @@ def _shut_down(trainer: Trainer) -> None:
     """Leave the process group together, so that no rank sees its peers vanish."""
     import torch.distributed as dist
 
-    engine: Any = trainer.engine.deepspeed
-    engine.destroy()
+    trainer.engine.deepspeed.destroy()
     dist.barrier()
     dist.destroy_process_group()
 

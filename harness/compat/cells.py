@@ -31,6 +31,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from harness.compat.family_case import CPU, FamilyCase, NotTried, build_case, cut_family, needs_is_decoder
 from harness.compat.reference import BATCH, MICRO, STEPS, Curve, allowance, samples, worst
 from harness.compat.stored import stored_difference
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.hf.locate import PLANS
 from harness.hf.matrix import CELLS, IS_DECODER, NEEDED, PLAN, YES, plan_digest
@@ -117,7 +118,7 @@ def _compare_cut(trial: FamilyCase, place: TensorParallel) -> None:
         raise Wrong(str(found))
 
 
-def _steps(trial: FamilyCase, name: str, layout: dict[str, Any], exported: Path | None = None) -> None:
+def _steps(trial: FamilyCase, name: str, layout: JsonObject, exported: Path | None = None) -> None:
     """Write the model to `exported`, untrained; train in a layout, and hold the curve to that of one process."""
     trainer = _trainer(trial, name, layout)
     curve: Curve = []
@@ -165,7 +166,7 @@ def _loads(trial: FamilyCase, exported: Path) -> None:
         raise Wrong("from_pretrained of the export gives different logits")
 
 
-def _trainer(trial: FamilyCase, name: str, layout: dict[str, Any]) -> Trainer:
+def _trainer(trial: FamilyCase, name: str, layout: JsonObject) -> Trainer:
     config = {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": MICRO,
@@ -197,7 +198,7 @@ def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for family in families:
-        folder: list[Any] = [tempfile.mkdtemp(prefix="family_") if dist.get_rank() == 0 else None]
+        folder = [tempfile.mkdtemp(prefix="family_") if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(folder)
         row = run_family(family, Path(folder[0]))
         dist.barrier()

@@ -119,7 +119,7 @@ def _head_size(size: int, scale: _Scale) -> int:
     return min(size, HEAD_SIZE * 2 if size * scale.old_heads > scale.old_width else HEAD_SIZE // 2)
 
 
-def _at_most(key: str, value: object, table: Fields, tensor: int) -> Any:
+def _at_most(key: str, value: object, table: Fields, tensor: int) -> object:
     """Return a number, or a list of them, no larger than the table says, and divided by `tensor` or not as before."""
     if isinstance(value, list):
         return [_at_most(key, item, table, tensor) for item in value]

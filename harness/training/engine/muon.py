@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
+from harness.config.values.json_object import JsonObject
 from harness.deepspeed.engine import stepping_optimizer
 from harness.deepspeed.orthogonal import newton_schulz
 from harness.deepspeed.zero3_parameters import unpartitioned_shape
@@ -121,7 +122,7 @@ def orthogonal(matrix: Tensor, method: str) -> Tensor:
     return (found * (sqrt(rows / columns) if rows > columns else 1.0)).to(matrix.dtype).view(matrix.shape)
 
 
-def muon(module: nn.Module, groups: list[ParameterGroup], params: Mapping[str, Any]) -> OrthogonalMomentum:
+def muon(module: nn.Module, groups: list[ParameterGroup], params: JsonObject) -> OrthogonalMomentum:
     """Return the optimizer for the parameters of `module` in `groups`, with the `params` of DeepSpeed's Muon."""
     names: dict[Tensor, str] = {}
     for name, parameter in module.named_parameters():

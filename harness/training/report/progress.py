@@ -23,7 +23,7 @@ class ProgressCallback(TrainerCallback):
         self._last_line = 0.0
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._last_line = time.monotonic()
         if self.console.speaks and self.console.is_terminal:
@@ -49,11 +49,11 @@ class ProgressCallback(TrainerCallback):
         loss: float = kwargs["metrics"]["eval_loss"]
         self._above_the_bar(f"step {state.global_step}: evaluation loss {loss:.4f}")
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._above_the_bar(f"step {state.global_step}: checkpoint in {kwargs['checkpoint']}")
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if self.bar is not None:
             self.bar.close()
