@@ -22,7 +22,7 @@ from harness.errors import UserError
 from harness.topology.layout import Layout
 
 DIGEST_BYTES = hashlib.sha256().digest_size
-Value = TypeVar("Value")
+T = TypeVar("T")
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -64,7 +64,7 @@ def require_alike(subjects: Mapping[str, object], device: torch.device | str = "
         raise UserError("; ".join(found) + ": give every host the same files and arguments")
 
 
-def values_of_all(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
+def values_of_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the value of each rank, in rank order; all ranks of the group, or of the world, call it."""
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)

@@ -52,6 +52,7 @@ def _large_parameters_on_meta(kept: tuple[int, ...]) -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
+    # a patch, which types do not know
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
         yield

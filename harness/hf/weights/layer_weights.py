@@ -50,7 +50,7 @@ def materialise(layer: nn.Module, device: torch.device, dtype: torch.dtype, kept
                 real[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 real[id(parameter)].__dict__.update(parameter.__dict__)
                 if keep:
-                    real[id(parameter)].kept_in_fp32 = True  # type: ignore[attr-defined]
+                    real[id(parameter)].kept_in_fp32 = True  # type: ignore[attr-defined]  # it takes any
             module.register_parameter(name, real[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device=device))

@@ -30,7 +30,8 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, patches: Sequence[TensorSlice], shape: Sequence[int], dtype: torch.dtype) -> LazyTensor:
-        tensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device="cpu")  # type: ignore  # noqa: SLF001
+        make = torch.Tensor._make_wrapper_subclass  # noqa: SLF001  # as torch documents it for subclasses
+        tensor: LazyTensor = make(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
         tensor.patches = tuple(patches)
         return tensor
 
@@ -68,6 +69,7 @@ class LazyTensor(Tensor):
 
         return LazyTensor([replace(patch, leaf=changed(patch.leaf)) for patch in self.patches], self.shape, self.dtype)
 
+    # torch declares these three more narrowly than it calls them
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"Lazy({tuple(self.shape)}, {self.dtype}, {len(self.patches)} patches)"
 

@@ -27,7 +27,7 @@ from harness.parallel.tensor.shard import cut_parameter, share_of
 from harness.wording import counted
 
 EXPERTS, EXPERT_PARAMETER = "ep_dispatch_experts", "grouped_gemm"
-Word = TypeVar("Word")
+T = TypeVar("T")
 _ROW_BYTES = 16
 _ADVICE = "remove expert_parallel.autoep_size, so that each expert is split"
 
@@ -55,7 +55,7 @@ def expert_parallel_plan(model: PreTrainedModel, plans: Path | None = None) -> P
         plan = Plan(model_type=model_type, rules={})
     experts = [name for name, style in own.items() if style == EXPERTS]
 
-    def elsewhere(words: Mapping[str, Word]) -> dict[str, Word]:
+    def elsewhere(words: Mapping[str, T]) -> dict[str, T]:
         return {name: word for name, word in words.items() if not _is_in(name, experts)}
 
     return replace(

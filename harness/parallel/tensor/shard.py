@@ -140,8 +140,8 @@ def mark(param: nn.Parameter, shard: Shard | None) -> nn.Parameter:
     count on this rank besides tensor-parallel rank 0: here, the shards that are no copies. None: the
     parameter is whole."""
     if shard is not None:
-        param.shard = shard  # type: ignore[attr-defined]
-        param.tensor_model_parallel = shard.owner  # type: ignore[attr-defined]
+        param.shard = shard  # type: ignore[attr-defined]  # a parameter takes any attribute
+        param.tensor_model_parallel = shard.owner  # type: ignore[attr-defined]  # likewise
     return param
 
 

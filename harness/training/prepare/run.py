@@ -7,8 +7,10 @@ about to do; only then a model is built.
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import cast
 
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +18,7 @@ from torch import nn
 from harness.checkpoint import directories
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
+from harness.deepspeed.pipeline import Layer
 from harness.topology.agreement import check_agreement
 from harness.topology.groups import Groups, build_groups
 from harness.training.arguments import TrainingArguments
@@ -155,7 +158,7 @@ def _first_samples(check: DatasetCheck, plan: RunPlan, args: TrainingArguments) 
 def _trainable(inputs: RunInputs, plan: RunPlan, context: RunContext, sample: MicroBatch | None) -> TrainableModel:
     """Return the model as pipeline layers, verified on a tiny copy where that is asked for."""
     if plan.source is None:
-        trainable = trainable_layers(inputs.model, inputs.loss_fn, sample)  # type: ignore[arg-type]
+        trainable = trainable_layers(cast("Sequence[Layer]", inputs.model), inputs.loss_fn, sample)
     else:
         startup_report.origin(inputs.console, plan.source, inputs.args.seed)
         own_loss = logits_loss(inputs.loss_fn, inputs.compute_loss_func)
