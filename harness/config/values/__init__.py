@@ -1,4 +1,4 @@
-"""What single values of a config mean: pointers, sizes of the layout, the batch, keys without effect.
+"""What single values of a config mean: their type, pointers, sizes of the layout, the batch, keys without effect.
 
 The lowest folder of `config`: rules, schema and resolving all build on it, and it imports none of them.
 """
