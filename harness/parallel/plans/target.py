@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,6 +14,8 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.heads import Attention, blocks_of, deal
 from harness.parallel.plans.plan import PlanRule
 from harness.parallel.tensor.shard import Shard, share_of
+
+KEYS_OR_VALUES = re.compile(r"(^|_)w?(k|v|kv|keys?|values?)(_|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,8 @@ class PlanTarget:
         heads, key_values = self.heads, set()
         if heads is not None and self.attention is not None and self.attention.inside:
             key_values = {heads.key_value * dim for dim in self.attention.head_dims}
+            if not KEYS_OR_VALUES.search(self.name.rpartition(".")[2]):  # as wide, by chance, as the query heads are
+                key_values -= {heads.query * dim for dim in (1, *self.attention.head_dims)}
         name = self.name if self.rule.blocks == 1 else f"each block of {self.name}"
         return deal(width, self.tensor.size, name, heads=heads, key_values=key_values, unit=unit or self.unit)
 

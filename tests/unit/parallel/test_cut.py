@@ -85,6 +85,15 @@ def test_without_a_group_a_layer_is_the_one_it_replaces(cut_layer: Any, whole: A
     assert graph_of(got) == graph_of(expected)
 
 
+def test_what_is_by_chance_as_wide_as_the_keys_is_shared_as_the_query_heads_are() -> None:
+    experts = {"n_routed_experts": 4, "moe_intermediate_size": 16}
+    for rank, heads in enumerate((1, 1, 2)):
+        model = on_meta("mimo_v2_flash", head_dim=16, v_head_dim=8, layer_types=["full_attention"] * 2, **experts)
+        attention = cut_on_meta(model, rank, 3).model.layers[0].self_attn
+        assert attention.k_proj.weight.shape[0] == 16  # one of two key heads, on each rank
+        assert attention.o_proj.weight.shape[1] == heads * 8  # of four value heads, together as wide as two key heads
+
+
 def test_one_rank_leaves_a_model_as_it_is() -> None:
     model = on_meta()
     before = list(model.modules())
