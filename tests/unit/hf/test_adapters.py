@@ -16,7 +16,8 @@ from harness.hf.causal import CausalModel, assemble
 from harness.hf.lora import Adaptation, adapted_model, fingerprint, lora_config, saved_name
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
-from tests.unit.hf.test_decoder import build, config, model_of, run
+from tests.models import config, model_of
+from tests.unit.hf.test_decoder import build, run
 
 ALL = {"r": 4, "target_modules": "all-linear"}
 IDS = torch.arange(24).reshape(2, 12)

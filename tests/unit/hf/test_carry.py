@@ -15,7 +15,8 @@ from harness.hf.skeleton import ModelSource, read_source
 from harness.hf.verify.tiny_copy import tiny_config, tiny_model
 from harness.parallel.pipeline.stage_transport import Unpacker, pack_payload
 from harness.parallel.pipeline.staged_module import build_layers
-from tests.unit.hf.test_decoder import config, model_of, prepare
+from tests.models import config, model_of
+from tests.unit.hf.test_decoder import prepare
 
 FAMILIES = ("gemma3n_text", "gemma4_text", "zamba", "inkling2_text", "hy_v4", "deepseek_v4", "longcat_flash", "pegasus")
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from harness.errors import UserError
 from harness.hf.causal import CausalModel, assemble
@@ -17,30 +16,9 @@ from harness.hf.skeleton import ModelSource, build_skeleton
 from harness.hf.verify.tiny_copy import tiny_config
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.staged_module import BuiltLayers, build_layers
+from tests.models import config, model_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gpt2", "bloom", "opt", "mpt", "olmoe", "mamba")
-SIZES = dict(
-    vocab_size=320,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=128,
-    pad_token_id=None,
-    bos_token_id=None,
-    eos_token_id=None,
-)
-
-
-def config(family: str, **changes: Any) -> Any:
-    return CONFIG_MAPPING[family](**{**SIZES, **changes})
-
-
-def model_of(family: str, **changes: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config(family, **changes)).float().eval()
 
 
 def prepare(source: ModelSource, seed: int = 0, **options: Any) -> CausalModel:

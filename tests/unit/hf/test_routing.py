@@ -6,27 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from harness.hf.causal import CausalModel, assemble
+from harness.hf.causal import CausalModel
 from harness.hf.skeleton import ModelSource
-from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.training.engine.losses import CausalLoss, RouterLoss, targets
+from tests.models import model_of
+from tests.unit.hf.test_decoder import prepare
 
-SIZES = dict(
-    vocab_size=320,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_experts_per_tok=2,
-    moe_intermediate_size=48,
-    pad_token_id=None,
-    bos_token_id=None,
-    eos_token_id=None,
-)
+SIZES = dict(num_hidden_layers=4, num_experts_per_tok=2, moe_intermediate_size=48)
 # further names: attention is routed too; every other layer is dense, or not even attention
 CASES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "router_aux_loss_coef": 0.02},
@@ -36,27 +25,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(family: str) -> PreTrainedModel:
-    config = CONFIG_MAPPING[family](**{**SIZES, **CASES[family], "output_router_logits": True, "use_cache": False})
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).float().train()
+def routed(family: str) -> PreTrainedModel:
+    return model_of(family, **SIZES, **CASES[family], output_router_logits=True, use_cache=False).train()
 
 
 def prepared(model: PreTrainedModel) -> CausalModel:
-    return assemble(
-        ModelSource.of_model(model),
-        tensor=TensorParallel(),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        seed=0,
-        finish=lambda layer: None,
-        router_loss=True,
-    )
+    return prepare(ModelSource.of_model(model), router_loss=True)
 
 
 @pytest.mark.parametrize("family", CASES)
 def test_the_router_loss_and_its_gradients_are_the_models_own(family: str) -> None:
-    model = model_of(family)
+    model = routed(family)
     ids = torch.randint(320, (2, 16), generator=torch.Generator().manual_seed(1))
     wanted = model(input_ids=ids, labels=ids)
     wanted.loss.backward()
@@ -83,8 +62,8 @@ def test_the_router_loss_and_its_gradients_are_the_models_own(family: str) -> No
 def test_a_family_that_makes_no_router_loss_has_none() -> None:
     sizes = {**SIZES, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4}
     sizes |= dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8)
-    config = CONFIG_MAPPING["deepseek_v3"](**sizes)
-    assert prepared(AutoModelForCausalLM.from_config(config)).router is None
+    sizes["head_dim"] = 8
+    assert prepared(model_of("deepseek_v3", **sizes)).router is None
 
 
 def test_in_an_evaluation_each_sample_weighs_the_same_in_the_router_loss() -> None:

@@ -21,7 +21,8 @@ from harness.hf.weights.tensor_files import open_tensors
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.tensor.shard import mark, share_of
 from harness.parallel.zero.zero3_partition import Zero3Partition
-from tests.unit.hf.test_decoder import config, prepare
+from tests.models import config
+from tests.unit.hf.test_decoder import prepare
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ class Points:
         self.signal_at, self.read = signal_at, 0
 
     def __len__(self) -> int:
-        return 4096
+        return 1024
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         from harness.training.process import signals
@@ -59,6 +59,12 @@ class Evaluate(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         kwargs["trainer"].evaluate()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The rows of a run that no signal reaches."""
+    return train(tmp_path_factory.mktemp("whole"))
 
 
 def train(folder: Path, *callbacks: TrainerCallback, evaluation: Any = None, **changes: Any) -> list[dict[str, Any]]:
@@ -81,8 +87,9 @@ def train(folder: Path, *callbacks: TrainerCallback, evaluation: Any = None, **c
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
-def test_a_run_saves_once_and_goes_on_with_the_same_numbers(number: int, code: int, tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole")
+def test_a_run_saves_once_and_goes_on_with_the_same_numbers(
+    number: int, code: int, whole: list[dict[str, Any]], tmp_path: Path
+) -> None:
     callback = Signal(number, step=2)
     before = signal.getsignal(number)
     with pytest.raises(Stopped) as stopped:
@@ -97,11 +104,11 @@ def test_a_run_saves_once_and_goes_on_with_the_same_numbers(number: int, code: i
 
 @pytest.mark.parametrize(("callbacks", "changes"), [((), {"eval_steps": 2}), ((Evaluate(),), {})])
 def test_a_signal_does_not_wait_for_a_long_evaluation(callbacks: Any, changes: dict[str, Any], tmp_path: Path) -> None:
-    points = Points(signal_at=2000)
+    points = Points(signal_at=400)
     with pytest.raises(Stopped) as stopped:
         train(tmp_path, *callbacks, evaluation=points, **changes)
     assert stopped.value.code == 138
-    assert points.read < 2000 + 200  # not the 4096 of a whole evaluation
+    assert points.read < 400 + 200  # not the 1024 of a whole evaluation
     saved = [path.name for path in tmp_path.glob("checkpoint-*")]
     assert len(saved) == 1
     assert (tmp_path / "evaluations.jsonl").read_text() == ""

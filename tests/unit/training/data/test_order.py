@@ -47,7 +47,7 @@ def test_a_batch_of_a_large_data_set_takes_no_memory_for_the_rest(n):
     assert batch.min() >= 0 and batch.max() < n and batch.max() > 0.99 * n
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5])
+@pytest.mark.parametrize("n", [2, 3, 4])
 def test_each_permutation_comes_as_often_as_any_other(n):
     kinds = math.factorial(n)
     seen = Counter(tuple(sample_order(n, seed, 0).tolist()) for seed in range(20 * kinds))
