@@ -19,6 +19,7 @@ VERBS = {
     "schema": ("harness.config.cli.verbs", "print the JSON Schema of DeepSpeed's config"),
     "resolve": ("harness.config.cli.verbs", 'replace every "auto" and show where each value comes from'),
     "models": ("harness.compat.commands", "show which model families work in which layout"),
+    "checkpoint": ("harness.checkpoint.commands", "show, verify or export a checkpoint"),
     "launch": ("harness.training.process.launch", "run deepspeed, with the usual signals and exit codes"),
 }
 
@@ -54,7 +55,7 @@ def _help(verb: str) -> int:
 
         print(f"ds-harness {version('ds-harness')}")
         return 0
-    verbs = "\n".join(f"  {name:<9} {text}" for name, (_, text) in VERBS.items())
+    verbs = "\n".join(f"  {name:<10} {text}" for name, (_, text) in VERBS.items())
     parser = argparse.ArgumentParser(
         prog="ds-harness",
         usage="ds-harness VERB ...",

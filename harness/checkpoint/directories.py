@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from harness.checkpoint.atomic import sync_file, sync_folder
+from harness.checkpoint.manifest import checksum, write_manifest
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
-from harness.topology.layout import Layout
 
 NAME = re.compile(r"checkpoint-(\d+)")
-STATE = "trainer_state.json"
+STATE = "state.json"
+OLD_STATE = "trainer_state.json"  # of checkpoints that were saved for one layout
 METRICS = "metrics.jsonl"
 
 
@@ -31,16 +32,19 @@ class Progress:
     Attributes:
         step: optimizer steps done.
         consumed_samples: samples seen by all ranks together.
-        layout: as `Layout` prints it.
-        zero_stage: 0 to 3.
-        precision: fp32, bf16 or fp16.
+        layout: that it was saved in, as `Layout` prints it; any other can go on from it.
+        zero_stage: 0 to 3; any other can go on from it.
+        precision: fp32, bf16 or fp16; any other can go on from it.
         seed: of the order of samples.
         data: digest of the training data.
         adapters: what shapes the adapters that are trained; empty where the weights themselves are.
-        model: its layers and their size; empty in a checkpoint that does not say.
-        optimizer: its name; empty in a checkpoint that does not say.
+        model: its layers and their size.
+        model_config: of a HuggingFace model the values of its config that shape its computation.
+        optimizer: its name.
         hyperparameters: learning rate, schedule and what else the run was given that may change from here on.
-        files: size and CRC-32 of each file; empty in a checkpoint that does not say.
+        skipped_steps: of `step`, those that made no update.
+        counters: what the optimizer counts, such as its steps; empty before the first.
+        loss_scaling: where the scaler of the loss stood (fp16); empty elsewhere.
     """
 
     step: int
@@ -52,9 +56,12 @@ class Progress:
     data: str
     adapters: str = ""
     model: str = ""
+    model_config: JsonObject = field(default_factory=dict)
     optimizer: str = ""
     hyperparameters: JsonObject = field(default_factory=dict)
-    files: dict[str, list[int]] = field(default_factory=dict)
+    skipped_steps: int = 0
+    counters: dict[str, float] = field(default_factory=dict)
+    loss_scaling: dict[str, float] = field(default_factory=dict)
 
 
 def partial_name(step: int) -> str:
@@ -88,7 +95,7 @@ def read_progress(checkpoint: Path) -> Progress:
 
 def _require_types(progress: Progress) -> None:
     """Raise ValueError for a value of another type than its field's: somebody has edited the file."""
-    kinds = {"int": int, "str": str, "dict": dict}
+    kinds = {"int": int, "str": str, "dict": dict, "JsonObject": dict}
     for item in fields(Progress):
         value = getattr(progress, item.name)
         if not isinstance(value, kinds[str(item.type).partition("[")[0]]):
@@ -100,24 +107,15 @@ def optimizer_name(resolved: Resolved) -> str:
     return str(resolved.config.get("optimizer", {}).get("type", "AdamW"))
 
 
-def require_same_run(checkpoint: Path, resolved: Resolved) -> None:
-    """Raise UserError if a checkpoint was saved in another layout, ZeRO stage or precision than the run's, or by
-    another optimizer, whose state means something else."""
-    saved = read_progress(checkpoint)
-    layout = Layout(
-        pp_size=resolved.pp_size, dp_size=resolved.dp_size, tp_size=resolved.tp_size, ep_size=resolved.ep_size
-    )
-    theirs = f"{saved.layout}, ZeRO-{saved.zero_stage}, {saved.precision}"
-    ours = f"{layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}"
-    if theirs != ours:
-        raise UserError(
-            f"{checkpoint} was saved with {theirs}, but this run uses {ours}: resume with the saved settings"
-        )
-    optimizer = optimizer_name(resolved)
-    if saved.optimizer and saved.optimizer.lower() != optimizer.lower():
-        raise UserError(
-            f"{checkpoint} contains the state of {saved.optimizer}, but this run uses {optimizer}: use the saved one"
-        )
+def require_same_optimizer(checkpoint: Path, resolved: Resolved) -> None:
+    """Raise UserError if a checkpoint was saved by another optimizer than the run's, whose state means something else.
+
+    Layout, ZeRO stage and precision may be others.
+    """
+    saved, ours = read_progress(checkpoint).optimizer, optimizer_name(resolved)
+    adams = {"adam", "adamw"}  # what they keep is the same
+    if saved and saved.lower() != ours.lower() and not {saved.lower(), ours.lower()} <= adams:
+        raise UserError(f"{checkpoint} contains the state of {saved}, but this run uses {ours}: use the saved one")
 
 
 def require_same_adapters(checkpoint: Path, adapters: str) -> None:
@@ -131,20 +129,30 @@ def require_same_adapters(checkpoint: Path, adapters: str) -> None:
         )
 
 
-def require_same_model(checkpoint: Path, model: str) -> None:
-    """Raise UserError if a checkpoint says that it is of a model of other layers or sizes than the run's."""
-    saved = read_progress(checkpoint).model
-    if saved and saved != model:
+def require_same_model(checkpoint: Path, model: str, model_config: JsonObject) -> None:
+    """Raise UserError if a checkpoint is of a model of other layers or sizes than the run's, or of another config."""
+    saved = read_progress(checkpoint)
+    if saved.model and saved.model != model:
         raise UserError(
-            f"{checkpoint} contains a model of {saved}, but this run's model has {model}: resume with the saved model"
+            f"{checkpoint} contains a model of {saved.model}, but this run's model has {model}: "
+            "resume with the saved model"
         )
+    theirs, ours = saved.model_config, json.loads(json.dumps(model_config))
+    for name in sorted(theirs.keys() & ours.keys()):
+        if theirs[name] != ours[name]:
+            raise UserError(
+                f"{checkpoint} contains a model whose {name} is {theirs[name]}, but this run's has {ours[name]}: "
+                "resume with the saved model"
+            )
 
 
-def finish(output_dir: Path, progress: Progress) -> Path:
-    """Give a checkpoint whose files are all written its name; called by one rank, after the others are done."""
+def finish(output_dir: Path, progress: Progress, files: Mapping[str, tuple[int, str]]) -> Path:
+    """Give a checkpoint whose `files` are all written its state, its manifest and its name; one rank calls it."""
     partial = output_dir / partial_name(progress.step)
     final = output_dir / finished_name(progress.step)
     (partial / STATE).write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
+    stated = (partial / STATE).stat().st_size, checksum(partial / STATE)
+    write_manifest(partial, progress.step, {**files, STATE: stated})
     _sync(partial)
     replaced = output_dir / f"writing-replaced-{progress.step}"
     if final.exists():

@@ -1,4 +1,4 @@
-"""Is a checkpoint still what was saved? Its trainer_state.json lists its files, with their sizes and checksums.
+"""Is a checkpoint still what was saved? Its manifest lists its files, with their sizes and checksums.
 
 Sizes are looked at before anything is built, checksums by all ranks together, each its share, before one is loaded: a
 rank that found a damaged file alone, while it loads, would leave the others waiting. Importing this needs no torch.
@@ -7,49 +7,43 @@ rank that found a damaged file alone, while it loads, would leave the others wai
 from __future__ import annotations
 
 import itertools
-import zlib
-from collections.abc import Mapping
 from pathlib import Path
 
-from harness.checkpoint.directories import METRICS, NAME, STATE, numbered, read_progress
+from harness.checkpoint.directories import METRICS, NAME, OLD_STATE, STATE, numbered, read_progress
+from harness.checkpoint.manifest import MANIFEST, checksum, read_manifest
 from harness.errors import UserError
-
-CHUNK = 16 << 20
-
-Files = dict[str, list[int]]
-"""Size in bytes and CRC-32 of each file, by its path in the checkpoint."""
-
-
-def contents(folder: Path, share: int = 0, shares: int = 1) -> Files:
-    """Return what lies in a checkpoint that was just written, or every `shares`-th file of it from number `share`
-    on."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != STATE)
-    return {
-        path.relative_to(folder).as_posix(): [path.stat().st_size, _checksum(path)] for path in files[share::shares]
-    }
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint, as far as names and sizes tell; None if nothing is."""
-    if not (checkpoint / STATE).is_file():
-        return f"{STATE} is missing"
+    """Return what is wrong with a checkpoint, as far as names and sizes show it; None if nothing is."""
+    if (checkpoint / OLD_STATE).is_file():
+        return "an earlier version of ds-harness wrote it, which saved for one layout: resume with that version"
+    if not checkpoint.is_dir():
+        return "no such directory"
+    if not (checkpoint / MANIFEST).is_file():
+        return f"{MANIFEST} is missing"
     try:
-        progress = read_progress(checkpoint)
+        manifest = read_manifest(checkpoint)
+        wrong = next(
+            filter(None, (_wrong_size(checkpoint, name, file[0]) for name, file in manifest.files.items())), None
+        )
+        steps = {MANIFEST: manifest.step, STATE: manifest.step if wrong else read_progress(checkpoint).step}
     except UserError as error:
         return str(error)
     name = NAME.fullmatch(checkpoint.name)
-    if name and int(name.group(1)) != progress.step:
-        return f"{STATE} is of step {progress.step}"
-    return next(filter(None, (_wrong_size(checkpoint, *item) for item in progress.files.items())), None)
+    if name:
+        wrong = wrong or next(
+            (f"{file} is of step {step}" for file, step in steps.items() if step != int(name[1])), None
+        )
+    return wrong
 
 
 def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:
     """Return the first file of this rank's share whose content is not what was saved, in words; None if there is
     none."""
-    files: Mapping[str, list[int]] = read_progress(checkpoint).files
-    for name, (_, checksum) in sorted(files.items())[share::shares]:
+    for name, (_, saved) in sorted(read_manifest(checkpoint).files.items())[share::shares]:
         try:
-            if _checksum(checkpoint / name) != checksum:
+            if checksum(checkpoint / name) != saved:
                 return f"{name} differs from what was saved"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
@@ -100,17 +94,9 @@ def damaged(output_dir: Path, chosen: Path | None) -> list[str]:
     return [line for line in newer if line]
 
 
-def _wrong_size(checkpoint: Path, name: str, saved: list[int]) -> str | None:
+def _wrong_size(checkpoint: Path, name: str, saved: int) -> str | None:
     try:
         size = (checkpoint / name).stat().st_size
     except OSError:
         return f"{name} is missing"
-    return None if size == saved[0] else f"{name} has {size:,} bytes of {saved[0]:,}"
-
-
-def _checksum(path: Path) -> int:
-    total = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            total = zlib.crc32(chunk, total)
-    return total
+    return None if size == saved else f"{name} has {size:,} bytes of {saved:,}"

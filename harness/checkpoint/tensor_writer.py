@@ -1,18 +1,17 @@
 """safetensors files that many ranks write together, each its own part of each tensor.
 
 The layout of a file follows from the names, shapes and dtypes in it, so that no values are needed to make it: one rank
-creates the files at their full size, then every rank copies what it holds to its place in them, a few MB at a time.
-A file should be written by the ranks of one host alone: two hosts may each have their own state of the page between
-two tensors.
+creates the files at their full size, then every rank writes what it holds to its place in them, a few MB at a time.
+Nothing is mapped: ranks of several hosts may write one file, as each of them writes its own bytes alone.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from harness.errors import UserError
 from harness.hf.weights.tensor_files import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-WINDOW_BYTES = 32 << 20  # how much of a file is mapped at once
+BLOCK_BYTES = 32 << 20  # the most that is converted and copied at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +87,7 @@ def create(path: Path, header: bytes, places: Sequence[Place]) -> None:
         with path.open("wb") as file:
             file.write(header)
             file.truncate(size)
-            if hasattr(os, "posix_fallocate"):  # else a full disk would show as a signal, while a map is written to
+            if hasattr(os, "posix_fallocate"):  # a full disk is better found out here than by each rank
                 os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
         path.unlink(missing_ok=True)
@@ -109,30 +108,43 @@ class OpenFiles:
             os.close(descriptor)
 
     def write(self, place: Place, start: Sequence[int], values: Tensor) -> None:
-        """Write `values` to the part of the tensor at `place` that begins at index `start`."""
+        """Write `values` to the part of the tensor at `place` that begins at index `start`.
+
+        UserError if that fails, as on a full disk.
+        """
         if values.numel() == 0:
             return
-        if place.path not in self._descriptors:
-            self._descriptors[place.path] = os.open(place.path, os.O_RDWR)
-        self._write(self._descriptors[place.path], place, tuple(start), values)
+        try:
+            if place.path not in self._descriptors:
+                self._descriptors[place.path] = os.open(place.path, os.O_RDWR)
+            self._write(self._descriptors[place.path], place, tuple(start), values)
+        except OSError as error:
+            raise UserError(f"{place.path}: cannot be written: {error.strerror}") from error
 
     def _write(self, descriptor: int, place: Place, start: tuple[int, ...], values: Tensor) -> None:
-        strides = [prod(place.entry.shape[dim + 1 :]) for dim in range(len(place.entry.shape))]
-        first = sum(at * stride for at, stride in zip(start, strides, strict=True))
-        count = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, strides, strict=True))
         wide = next((dim for dim, size in enumerate(values.shape) if size > 1), None)
-        if wide is not None and count * place.entry.dtype.itemsize > WINDOW_BYTES:
+        if wide is not None and values.numel() * place.entry.dtype.itemsize > BLOCK_BYTES:
             half = values.shape[wide] // 2
             rest = (*start[:wide], start[wide] + half, *start[wide + 1 :])
             self._write(descriptor, place, start, values.narrow(wide, 0, half))
             self._write(descriptor, place, rest, values.narrow(wide, half, values.shape[wide] - half))
             return
-        at = place.start + first * place.entry.dtype.itemsize
-        page = at - at % mmap.ALLOCATIONGRANULARITY
-        length = at - page + count * place.entry.dtype.itemsize
-        with_map = mmap.mmap(descriptor, length, offset=page)
-        target = torch.frombuffer(with_map, dtype=place.entry.dtype, count=count, offset=at - page)
-        target.as_strided(values.shape, strides).copy_(values)
+        shape, size = place.entry.shape, place.entry.dtype.itemsize
+        block = values.detach().to("cpu", place.entry.dtype).contiguous()
+        # from dimension `inner` on, all of the tensor is written: these values lie one after the other in the file
+        inner = next((dim for dim in reversed(range(len(shape))) if block.shape[dim] != shape[dim]), 0)
+        runs = block.view(prod(block.shape[:inner]), -1)
+        strides = [prod(shape[dim + 1 :]) * size for dim in range(len(shape))]
+        at = place.start + sum(first * stride for first, stride in zip(start, strides, strict=True))
+        for index, run in zip(product(*map(range, block.shape[:inner])), runs, strict=True):
+            offset = at + sum(each * stride for each, stride in zip(index, strides, strict=False))
+            _write_all(descriptor, memoryview(run.view(torch.uint8).numpy()), offset)
+
+
+def _write_all(descriptor: int, rest: memoryview, start: int) -> None:
+    while rest:
+        count = os.pwrite(descriptor, rest, start)
+        rest, start = rest[count:], start + count
 
 
 def index_content(files: Mapping[str, Sequence[Entry]]) -> JsonObject:

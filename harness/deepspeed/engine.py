@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.optim import Optimizer
@@ -100,14 +99,22 @@ def scales_loss_dynamically(optimizer: EngineOptimizer) -> bool:
     return bool(getattr(getattr(optimizer, "loss_scaler", None), "dynamic", False))
 
 
-def put_back_scaler(optimizer: EngineOptimizer, scaler: LossScaler | DynamicLossScaler) -> None:
-    """Give an optimizer that has loaded a checkpoint the scaler of the loss that it was built with.
+def loss_scaling(optimizer: EngineOptimizer) -> dict[str, float]:
+    """Return where a scaler of the loss stands that finds the scale by itself; nothing without one."""
+    if not scales_loss_dynamically(optimizer):
+        return {}
+    return {name: getattr(optimizer.loss_scaler, name) for name in LOSS_SCALING}
 
-    If both find the scale by themselves, `scaler` goes on from where the loaded one has come.
-    """
-    loaded = optimizer.loss_scaler
-    if scaler.dynamic and loaded.dynamic:
-        for name in LOSS_SCALING:
-            setattr(scaler, name, getattr(loaded, name))
-    optimizer.loss_scaler = scaler
-    optimizer.dynamic_loss_scale = scaler.dynamic
+
+def set_loss_scaling(optimizer: EngineOptimizer, saved: Mapping[str, float]) -> None:
+    """Have the scaler of the loss, if it finds the scale by itself, go on from where a saved one stood."""
+    if scales_loss_dynamically(optimizer):
+        for name, value in saved.items():
+            setattr(optimizer.loss_scaler, name, value)
+
+
+def set_counters(engine: DeepSpeedEngine, steps: int, skipped: int) -> None:
+    """Have an engine count on from `steps` optimizer steps, of which `skipped` made no update."""
+    engine.global_steps, engine.skipped_steps = steps, skipped
+    engine.global_samples = steps * engine.train_batch_size()
+    engine.micro_steps = steps * engine.gradient_accumulation_steps()

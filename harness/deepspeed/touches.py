@@ -175,8 +175,8 @@ TOUCHES = (
         "a resumed run goes on with the scale it had reached, and with this run's options",
         sets=("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "dynamic"),
     ),
-    Touch("engine: loss scaler of ZeRO-1 and ZeRO-2", ZERO_1_2, "put back", sets=("loss_scaler", "dynamic_loss_scale")),
-    Touch("engine: loss scaler of ZeRO-3", ZERO_3, "put back", sets=("loss_scaler", "dynamic_loss_scale")),
+    Touch("engine: loss scaler of ZeRO-1 and ZeRO-2", ZERO_1_2, "read and set", sets=("loss_scaler",)),
+    Touch("engine: loss scaler of ZeRO-3", ZERO_3, "read and set", sets=("loss_scaler",)),
     # process_groups
     Touch(
         "process_groups: operations that can be compiled",
@@ -256,29 +256,29 @@ TOUCHES = (
         "sums the gradients of the weights that the module names, of one dtype at a time",
         uses=("get_tied_weights_and_groups", "_hp_grad", "grad"),
     ),
-    # checkpoint_files
+    # optimizer_states
     Touch(
-        "checkpoint_files: reader of the model and the optimizer",
-        f"{ENGINE}._load_checkpoint",
-        "its reader is replaced by one that runs no code from a file",
-        uses=("checkpoint_engine",),
+        "optimizer_states: ZeRO-3's parameters",
+        f"{ZERO_3}._reassign_or_swap_out_partitioned_parameters",
+        "called once a checkpoint is loaded: brings a group's float32 values to its parameters",
+        parameters=("args", "kwargs"),  # of the decorator; it takes the group's index
     ),
     Touch(
-        "checkpoint_files: reader of ZeRO's parts",
-        ENGINE,
-        "reads by the same reader",
-        sets=("checkpoint_engine",),
-        uses=("load_universal_checkpoint",),
+        "optimizer_states: parameters that ZeRO-3 keeps whole",
+        ZERO_3,
+        "divided and gathered again once a checkpoint is loaded",
+        sets=("persistent_parameters",),
     ),
     Touch(
-        "checkpoint_files: scripts beside a checkpoint",
-        f"{ENGINE}._copy_recovery_script",
-        "removed from the model's directory",
-        uses=("zero_to_fp32.py", "zero_to_torch.py"),
+        "optimizer_states: hpZ's second copies",
+        f"{ZERO_3}.invalidate_secondary_tensor",
+        "called once a checkpoint is loaded",
+        parameters=(),
     ),
-    Touch("checkpoint_files: LossScaler", f"{SCALER}:LossScaler", "stored in a checkpoint, and allowed to be read"),
-    Touch("checkpoint_files: ZeroStageEnum", "deepspeed.runtime.zero.config:ZeroStageEnum", "stored, and read"),
-    Touch("checkpoint_files: fragment_address", "deepspeed.utils.tensor_fragment:fragment_address", "stored, and read"),
+    Touch(
+        "optimizer_states: parameters of ZeRO-1 and ZeRO-2", f"{ZERO_1_2}.update_lp_params", "likewise", parameters=()
+    ),
+    Touch("optimizer_states: parameters in bf16", f"{BF16}.update_lp_params", "likewise", parameters=()),
     # orthogonal
     Touch(
         "orthogonal: iterations in the Gram matrix",
@@ -307,10 +307,11 @@ TOUCHES = (
     ),
     Touch("schedules of DeepSpeed", "deepspeed.runtime.lr_schedules", "set to a step", sets=("last_batch_iteration",)),
     Touch(
-        "norm to which ZeRO-1 and ZeRO-2 clip", ZERO_1_2, "put back after a checkpoint is loaded", sets=("clip_grad",)
+        "counters of an engine",
+        ENGINE,
+        "set once a checkpoint is loaded",
+        sets=("global_steps", "global_samples", "skipped_steps", "micro_steps"),
     ),
-    Touch("norm to which ZeRO-3 clips", ZERO_3, "put back after a checkpoint is loaded", sets=("clip_grad",)),
-    Touch("norm to which bf16 clips", BF16, "put back after a checkpoint is loaded", sets=("clip_grad",)),
     Touch(
         "report of the flops profiler",
         f"{ENGINE}.step",

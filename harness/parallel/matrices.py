@@ -16,15 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from harness.deepspeed.flat_tensors import (
-    DividedOneByOne,
-    DividedTogether,
-    EngineOptimizer,
-    OneParameter,
-    SteppedOn,
-    stepped_on,
-)
-from harness.deepspeed.zero3_parameters import Partition
+from harness.deepspeed.flat_tensors import DividedOneByOne, EngineOptimizer, SteppedOn, runs, stepped_on
 from harness.parallel.tensor.shard import Shard, shard_of
 from harness.topology.agreement import values_of_all
 
@@ -113,61 +105,18 @@ def locate_matrices(
 
 def _parts(stepped: SteppedOn, device: torch.device) -> Iterator[tuple[Tensor, MatrixPart]]:
     """Yield the parameters that lie in a tensor that is stepped on, with their parts."""
-    match stepped:
-        case OneParameter(parameter):
-            yield parameter, _undivided(parameter, device)
-        case DividedTogether():
-            yield from _divided_together(stepped, device)
-        case DividedOneByOne(_, parameters):
-            yield from _each_divided(parameters, device)
-
-
-def _undivided(parameter: Tensor, device: torch.device) -> MatrixPart:
-    size, shape = parameter.numel(), tuple(parameter.shape)
-    return MatrixPart(shape=shape, start=0, length=size, offset=0, group=None, split=False, needed=True, device=device)
-
-
-def _divided_together(stepped: DividedTogether, device: torch.device) -> Iterator[tuple[Tensor, MatrixPart]]:
-    """Yield the parameters of one flat tensor, and what of them lies in this rank's run of it."""
-    group, size = stepped.group, stepped.tensor.numel()
-    first = dist.get_rank(group) * size
-    for parameter, offset in zip(stepped.parameters, stepped.offsets, strict=True):
-        begin = min(max(first, offset), offset + parameter.numel())
-        end = max(min(first + size, offset + parameter.numel()), begin)
-        is_split = offset // size != (offset + parameter.numel() - 1) // size
-        yield (
-            parameter,
-            MatrixPart(
-                shape=tuple(parameter.shape),
-                start=begin - offset,
-                length=end - begin,
-                offset=begin - first if end > begin else 0,
-                group=group,
-                split=is_split,
-                needed=end > begin,
-                device=device,
-            ),
-        )
-
-
-def _each_divided(parameters: Sequence[Tensor], device: torch.device) -> Iterator[tuple[Tensor, MatrixPart]]:
-    """Yield parts of parameters of which ZeRO-3 has given every rank an equal share."""
-    offset = 0
-    for parameter in parameters:
-        divided = Partition.of(parameter)
-        begin = min(dist.get_rank(divided.group) * divided.size, divided.total)
+    for run in runs(stepped):
         part = MatrixPart(
-            shape=divided.shape,
-            start=begin,
-            length=min(divided.size, divided.total - begin),
-            offset=offset,
-            group=divided.group,
-            split=dist.get_world_size(divided.group) > 1,
-            needed=True,
+            shape=run.shape,
+            start=run.start,
+            length=run.length,
+            offset=run.offset,
+            group=run.group,
+            split=run.split,
+            needed=run.length > 0 or isinstance(stepped, DividedOneByOne),
             device=device,
         )
-        yield parameter, part
-        offset += divided.size
+        yield run.parameter, part
 
 
 def _with_shards(located: list[tuple[Tensor, MatrixPart]], tensor: Group | None) -> list[MatrixPart]:

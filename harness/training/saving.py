@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from harness.checkpoint import state as engine_state
+from harness.checkpoint import training_state
 from harness.checkpoint.directories import Progress, optimizer_name
 from harness.checkpoint.export import export_config, export_weights
 from harness.checkpoint.lora import export_adapter_config, export_adapters
@@ -26,7 +26,10 @@ BASE = "base_model"
 
 
 def save_checkpoint(run: PreparedRun, state: TrainerState) -> Path:
-    """Write `output_dir/checkpoint-STEP` and return it; all ranks call it."""
+    """Write `output_dir/checkpoint-STEP` and return it; all ranks call it.
+
+    HuggingFace's `from_pretrained` reads its weights, and peft's its adapters.
+    """
     plan, resolved = run.plan, run.resolved
     progress = Progress(
         step=state.global_step,
@@ -38,10 +41,31 @@ def save_checkpoint(run: PreparedRun, state: TrainerState) -> Path:
         data=plan.digest,
         adapters=plan.adapters,
         model=run.trainable.summary,
+        model_config=run.trainable.shaping_config,
         optimizer=optimizer_name(resolved),
         hyperparameters=run.hyperparameters,
     )
-    return engine_state.save(run.engine.deepspeed, run.output_dir, progress, run.args.save_total_limit)
+    return training_state.save(
+        run.engine_state,
+        run.output_dir,
+        progress,
+        keep=run.args.save_total_limit,
+        write_others=lambda folder: _write_configs(run, folder),
+    )
+
+
+def _write_configs(run: PreparedRun, folder: Path) -> None:
+    """Write what HuggingFace needs beside the weights; called by one rank."""
+    causal, adaptation = run.trainable.causal, run.plan.adaptation
+    if causal is None:
+        return
+    if adaptation is not None:
+        base = causal.source.weights
+        export_adapter_config(sorted_config(adaptation.config), str(base) if isinstance(base, Path) else "", folder)
+        return
+    export_config(causal.source, next(run.module.parameters()).dtype, folder)
+    if run.plan.data.tokenizer is not None:
+        run.plan.data.tokenizer.save_pretrained(folder)
 
 
 def write_model(run: PreparedRun, directory: Path) -> None:

@@ -100,8 +100,10 @@ def spoil_and_resume(model: str, folder: str) -> tuple[list[int], list[dict[str,
     first.close()
     whole = curve(place)
     if dist.get_rank() == 0:
-        spoilt = max((place / "checkpoint-4").glob("*optim_states.pt"))  # of one rank
-        spoilt.write_bytes(spoilt.read_bytes()[::-1])
+        spoilt = place / "checkpoint-4" / "exp_avg.safetensors"
+        content = bytearray(spoilt.read_bytes())
+        content[-1] ^= 1  # one bit
+        spoilt.write_bytes(content)
     dist.barrier()
     try:
         begin(str(place / "checkpoint-4"))

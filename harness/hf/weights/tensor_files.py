@@ -100,6 +100,11 @@ def _indexed_files(index: Path) -> list[str]:
     return sorted(files)
 
 
+def open_safetensors(path: Path) -> dict[str, LazyTensor]:
+    """Open one safetensors file; UserError if it cannot be read."""
+    return _open(path)
+
+
 def _open(path: Path) -> dict[str, LazyTensor]:
     try:
         if _start(path) == POINTER:

@@ -88,6 +88,19 @@ def _build_tied(spec: TiedLayerSpec, index: int, owners: dict[str, nn.Module], b
     return module
 
 
+def first_names(layers: Sequence[Layer]) -> dict[str, str]:
+    """Return, by the name of a tied parameter in a later layer, its name in the first layer that has it."""
+    owners: dict[str, tuple[int, list[str]]] = {}
+    found: dict[str, str] = {}
+    for index, layer in enumerate(layers):
+        if isinstance(layer, TiedLayerSpec):
+            names = [layer.tied_weight_attr] if isinstance(layer.tied_weight_attr, str) else layer.tied_weight_attr
+            first, own = owners.setdefault(layer.key, (index, list(names)))
+            if first != index:
+                found |= {f"{index}.{name}": f"{first}.{other}" for name, other in zip(names, own, strict=True)}
+    return found
+
+
 class StagedModule(GivenStages):
     """DeepSpeed's PipelineModule with the stage boundaries given, and names and ties as the module's docstring says.
 

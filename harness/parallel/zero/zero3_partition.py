@@ -20,10 +20,10 @@ class Zero3Partition:
         """Return indices of boxes that together are this part of a tensor of `shape`."""
         total = prod(shape)
         size = -(-total // self.count)
-        return _boxes(shape, min(self.index * size, total), min((self.index + 1) * size, total))
+        return boxes_of_run(shape, min(self.index * size, total), min((self.index + 1) * size, total))
 
 
-def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Index]:
+def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Index]:
     """Return indices of boxes that together are elements `start` to `stop` - 1: a row's end, whole rows, a row's
     beginning."""
     if start >= stop:
@@ -34,9 +34,9 @@ def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Index]:
     inner = prod(shape[1:])
     first, last = -(-start // inner), stop // inner
     if first > last:  # within one row
-        yield from ((last, *box) for box in _boxes(shape[1:], start - last * inner, stop - last * inner))
+        yield from ((last, *box) for box in boxes_of_run(shape[1:], start - last * inner, stop - last * inner))
         return
-    yield from ((first - 1, *box) for box in _boxes(shape[1:], start - (first - 1) * inner, inner))
+    yield from ((first - 1, *box) for box in boxes_of_run(shape[1:], start - (first - 1) * inner, inner))
     if first < last:
         yield (slice(first, last),)
-    yield from ((last, *box) for box in _boxes(shape[1:], 0, stop - last * inner))
+    yield from ((last, *box) for box in boxes_of_run(shape[1:], 0, stop - last * inner))

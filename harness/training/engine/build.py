@@ -116,7 +116,7 @@ def build_engine(
     if context.resolved.zero_stage == 3 and traits.draws:
         copy_hooked_inputs(module)
     kind = PipelineStages if context.is_pipeline else WholeModel
-    return kind(engine, context.groups, guarded, context.device, context.dtype, keys)
+    return kind(engine, context.groups, guarded, context.device, context.dtype, context.args.seed, keys)
 
 
 def _build_module(

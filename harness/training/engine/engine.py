@@ -21,6 +21,7 @@ from torch import Tensor
 from harness.deepspeed.engine import evaluate_pipeline, scales_loss_dynamically
 from harness.errors import UserError
 from harness.parallel.draws import DrawKeys
+from harness.parallel.generators import own_generators, seed_of
 from harness.parallel.values import Value
 from harness.topology.groups import Groups
 from harness.training.batches.collate import MicroBatch
@@ -59,6 +60,7 @@ class Engine(ABC):
         deepspeed: the engine itself.
         device: where the batches go.
         dtype: of the parameters, to which floating inputs are cast.
+        seed: of what is drawn outside of the layers, as in a loss.
         keys: what random numbers in the layers depend on; None where they draw none.
     """
 
@@ -69,6 +71,7 @@ class Engine(ABC):
         loss: GuardedLoss,
         device: torch.device,
         dtype: torch.dtype,
+        seed: int,
         keys: DrawKeys | None = None,
     ) -> None:
         self.deepspeed = deepspeed
@@ -76,6 +79,7 @@ class Engine(ABC):
         self.loss = loss
         self.device = device
         self.dtype = dtype
+        self.seed = seed
         self.keys = keys
         self._compared = False  # whether the ranks are known to read the same data
 
@@ -102,7 +106,10 @@ class Engine(ABC):
             self.keys.begin_step(consumed_samples)
         self._forget()
         whole = [EvaluationBatch(inputs=x, labels=y, rows=len(_first(y))) for x, y in micro_batches]
-        loss, parts = self._train(self.weigh(whole, self.count(whole)))
+        batches = self.weigh(whole, self.count(whole))
+        # a function of the step alone, so that a checkpoint need not hold the state of any generator
+        with own_generators(seed_of(self.seed, consumed_samples, self.groups.coordinate.dp_rank), self.device):
+            loss, parts = self._train(batches)
         norm = self.deepspeed.get_global_grad_norm()
         norm = None if norm is None else float(norm)
         applied = self.deepspeed.was_step_applied()

@@ -73,7 +73,7 @@ class OrthogonalMomentum(Optimizer):
         momentum = state["momentum_buffer"]
         momentum.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(momentum, group["momentum"]).reshape(-1)  # as Nesterov
-        for matrix in self.matrices[parameter]:
+        for matrix in self.matrices.get(parameter, ()):
             whole = matrix.whole(update)
             if whole is not None and matrix.length:
                 update[matrix.place] = matrix.own(orthogonal(whole, group["ns_method"])).to(update.device)

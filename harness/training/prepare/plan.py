@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.checkpoint import state
-from harness.checkpoint.directories import require_same_adapters, require_same_run
+from harness.checkpoint import training_state
+from harness.checkpoint.directories import require_same_adapters, require_same_optimizer
 from harness.checkpoint.integrity import damaged, find_resume
 from harness.config import Resolved
 from harness.config.model.shape import layer_drop, require_every_layer
@@ -96,7 +96,7 @@ def plan_run(inputs: RunInputs) -> RunPlan:
     adapters = fingerprint(adaptation, args.seed if source and source.weights is None else None)
     checkpoint = find_resume(Path(args.output_dir), args.resume_from_checkpoint)
     if checkpoint is not None:
-        require_same_run(checkpoint, resolved)
+        require_same_optimizer(checkpoint, resolved)
         require_same_adapters(checkpoint, adapters)
     return RunPlan(
         source=source,
@@ -119,9 +119,9 @@ def intact_checkpoint(plan: RunPlan, inputs: RunInputs) -> Path | None:
     args, output_dir = inputs.args, Path(inputs.args.output_dir)
     auto = args.resume_from_checkpoint == "auto"
     incomplete = damaged(output_dir, plan.checkpoint) if auto else []
-    chosen, changed = state.first_unchanged(plan.checkpoint, output_dir, auto=auto)
+    chosen, changed = training_state.first_unchanged(plan.checkpoint, output_dir, auto=auto)
     if chosen is not None and chosen != plan.checkpoint:
-        require_same_run(chosen, plan.resolved)
+        require_same_optimizer(chosen, plan.resolved)
         require_same_adapters(chosen, plan.adapters)
     startup_report.beginning(inputs.console, args, chosen, [*incomplete, *changed])
     return chosen

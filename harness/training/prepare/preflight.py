@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.checkpoint.directories import require_same_run
+from harness.checkpoint.directories import require_same_optimizer
 from harness.checkpoint.integrity import find_resume
 from harness.config.model.families import require_trainable_family
 from harness.errors import UserError
@@ -55,7 +55,7 @@ def check_before_start(
     output_dir = Path(args.output_dir)
     resume = find_resume(output_dir, args.resume_from_checkpoint)
     if resume is not None:
-        require_same_run(resume, config.resolved)
+        require_same_optimizer(resume, config.resolved)
     require_writable(output_dir)
     return config
 

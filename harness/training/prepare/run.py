@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.checkpoint import directories
+from harness.checkpoint.training_state import EngineState
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
 from harness.deepspeed.pipeline import Layer
+from harness.hf.lora import saved_name
 from harness.topology.agreement import check_agreement
 from harness.topology.groups import Groups, build_groups
 from harness.training.arguments import TrainingArguments
@@ -91,6 +93,17 @@ class PreparedRun:
         """This rank's layers, as DeepSpeed holds them."""
         module: nn.Module = self.engine.deepspeed.module
         return module
+
+    @property
+    def engine_state(self) -> EngineState:
+        """What of the engine a checkpoint stores, and under which names."""
+        adapters, name = self.plan.adaptation is not None, self.trainable.stored_name
+        return EngineState(
+            engine=self.engine.deepspeed,
+            groups=self.groups,
+            rename=(lambda key: saved_name(name(key))) if adapters else name,
+            adapters=adapters,
+        )
 
 
 def prepare_run(inputs: RunInputs) -> PreparedRun:
@@ -166,7 +179,7 @@ def _trainable(inputs: RunInputs, plan: RunPlan, context: RunContext, sample: Mi
     if trainable.causal is not None:
         verify_plan(trainable.causal, context, inputs.console)
     if plan.checkpoint is not None:
-        directories.require_same_model(plan.checkpoint, trainable.summary)
+        directories.require_same_model(plan.checkpoint, trainable.summary, trainable.shaping_config)
     return trainable
 
 

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,6 +23,7 @@ from harness.hf.lora import Adaptation, adapted_model, lora_config
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.costs import LayerCost
+from harness.parallel.pipeline.staged_module import first_names
 from harness.parallel.values import Value
 from harness.training.arguments import TrainingArguments
 from harness.training.batches.collate import MicroBatch
@@ -33,6 +35,14 @@ from harness.wording import counted
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+UNSHAPING = frozenset(
+    [
+        *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "chunk_size_feed_forward"),
+        *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
+        *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
+    ]
+)
+"""What a config says besides the computation that a model is trained with."""
 
 Model: TypeAlias = str | ModelSource | PretrainedConfig | PreTrainedModel | nn.Sequential | Sequence[Layer]
 
@@ -80,6 +90,22 @@ class TrainableModel:
             return LayerTraits(example=self.example)
         # each tensor-parallel rank has its own part of what a module or layer hands on to a later one
         return LayerTraits(local_states=bool(self.causal.outer.schema.states), draws=self.causal.outer.draws)
+
+    @cached_property
+    def _first_names(self) -> dict[str, str]:
+        return first_names(self.layers)
+
+    def stored_name(self, name: str) -> str:
+        """Return the name under which a checkpoint stores a parameter: of a tied one its first, in every layout."""
+        return self.saved_name(self._first_names.get(name, name))
+
+    @property
+    def shaping_config(self) -> dict[str, Any]:
+        """What a decoder's config says of its computation, by which another model of equal sizes is recognised."""
+        if self.causal is None:
+            return {}
+        config = self.causal.source.config.to_dict()
+        return {name: value for name, value in config.items() if name not in UNSHAPING}
 
     def saved_name(self, name: str) -> str:
         """Return the name under which a parameter is exported: a decoder's loses the index of its pipeline layer."""

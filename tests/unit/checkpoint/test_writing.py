@@ -27,7 +27,7 @@ def form(*entries: Entry, **settings: object) -> CheckpointFormat:
 def test_a_file_written_in_pieces_is_the_one_that_safetensors_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.checkpoint.tensor_writer.WINDOW_BYTES", 5000)  # several windows for the larger ones
+    monkeypatch.setattr("harness.checkpoint.tensor_writer.BLOCK_BYTES", 5000)  # several blocks for the larger ones
     tensors = {
         "switches": torch.arange(7) % 2 == 0,
         "cube": torch.randn(5, 50, 20),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import TrainingArguments, UserError
+from harness import UserError
 from harness.checkpoint.directories import (
     Progress,
     finish,
@@ -19,13 +19,12 @@ from harness.checkpoint.directories import (
     partial_name,
     prune,
     require_same_model,
-    require_same_run,
 )
 from harness.checkpoint.integrity import find_resume, newest
+from harness.checkpoint.manifest import contents
 from harness.hf.skeleton import read_source
 from harness.training.console import plain_console, quiet
 from harness.training.prepare import startup_report
-from harness.training.prepare.configure import read_run_config
 from harness.training.report.metrics import MetricsFile
 
 
@@ -36,7 +35,7 @@ def progress(step: int, layout: str = "pp1 x dp1 x tp1") -> Progress:
 def save(folder: Path, step: int) -> Path:
     (folder / partial_name(step)).mkdir()
     (folder / partial_name(step) / "weights").write_text(str(step))
-    return finish(folder, progress(step))
+    return finish(folder, progress(step), contents(folder / partial_name(step)))
 
 
 def test_a_resumed_file_drops_later_steps_and_a_line_cut_in_the_middle(tmp_path: Path) -> None:
@@ -67,7 +66,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 4)
     (tmp_path / partial_name(4)).mkdir()
     (tmp_path / partial_name(4) / "weights").write_text("again")
-    assert (finish(tmp_path, progress(4)) / "weights").read_text() == "again"
+    assert (finish(tmp_path, progress(4), {}) / "weights").read_text() == "again"
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
 
 
@@ -79,20 +78,15 @@ def test_a_fresh_start_into_a_used_folder_is_refused(tmp_path: Path) -> None:
         find_resume(tmp_path, str(tmp_path / "checkpoint-5"))
 
 
-def test_another_layout_is_refused_with_both_named(tmp_path: Path) -> None:
+def test_another_model_is_refused_with_the_first_difference(tmp_path: Path) -> None:
     (tmp_path / partial_name(1)).mkdir()
-    saved = finish(tmp_path, progress(1, "pp2 x dp1 x tp1"))
-    resolved, _ = read_run_config(TrainingArguments(), world_size=1).for_data(None)
-    with pytest.raises(UserError, match=r"pp2 x dp1 x tp1.*pp1 x dp1 x tp1"):
-        require_same_run(saved, resolved)
-
-
-def test_another_model_is_refused_with_both_named(tmp_path: Path) -> None:
-    (tmp_path / partial_name(1)).mkdir()
-    saved = finish(tmp_path, replace(progress(1), model="3 layers"))
-    require_same_model(saved, "3 layers")
+    config = {"rope_theta": 10000.0, "num_attention_heads": 4, "layer_types": ["full", "full"]}
+    saved = finish(tmp_path, replace(progress(1), model="3 layers", model_config=config), {})
+    require_same_model(saved, "3 layers", {**config, "of_a_later_version": 1})
     with pytest.raises(UserError, match=r"contains a model of 3 layers, but this run's model has 4 layers"):
-        require_same_model(saved, "4 layers")
+        require_same_model(saved, "4 layers", config)
+    with pytest.raises(UserError, match=r"a model whose num_attention_heads is 4, but this run's has 8: resume with"):
+        require_same_model(saved, "3 layers", {**config, "num_attention_heads": 8, "rope_theta": 5.0})
 
 
 def test_chatter_goes_to_the_log_and_rank_0_still_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

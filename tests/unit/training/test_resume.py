@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as of_torch
 from transformers import get_scheduler
 
 from harness import TrainingArguments, UserError
-from harness.checkpoint.directories import Progress, finish, optimizer_name, partial_name, require_same_run
+from harness.checkpoint.directories import Progress, finish, optimizer_name, partial_name, require_same_optimizer
 from harness.checkpoint.integrity import find_resume
 from harness.training.prepare.configure import read_run_config
 from harness.training.prepare.hyperparameters import changes, hyperparameters
@@ -90,20 +90,21 @@ def test_values_of_the_json_count_like_arguments() -> None:
 def saved_by(folder: Path, **changes: Any) -> Path:
     (folder / partial_name(1)).mkdir(parents=True)
     told = dict(step=1, consumed_samples=8, layout="pp1 x dp1 x tp1", zero_stage=0, precision="fp32", seed=42, data="")
-    return finish(folder, Progress(**{**told, **changes}))
+    return finish(folder, Progress(**{**told, **changes}), {})
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     saved = saved_by(tmp_path, optimizer="AdamW")
     plain, _ = read_run_config(TrainingArguments(), world_size=1).for_data(None)
-    require_same_run(saved, plain)
+    require_same_optimizer(saved, plain)
     assert optimizer_name(plain) == "AdamW"
     config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     other, _ = read_run_config(TrainingArguments(deepspeed_config=config, learning_rate=0.1), world_size=1).for_data(
         None
     )
     with pytest.raises(UserError, match="contains the state of AdamW, but this run uses SGD"):
-        require_same_run(saved, other)
+        require_same_optimizer(saved, other)
+    require_same_optimizer(saved_by(tmp_path / "adam", optimizer="Adam", layout="pp2", zero_stage=3), plain)
 
 
 def test_a_checkpoint_of_a_run_elsewhere_does_not_go_on_in_a_used_folder(tmp_path: Path) -> None:

@@ -1,0 +1,111 @@
+"""The verb `ds-harness checkpoint`: show what a checkpoint holds, verify it, export its model.
+
+Showing and verifying import neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.checkpoint.directories import read_progress
+from harness.checkpoint.integrity import changed_file, damage
+from harness.checkpoint.manifest import read_manifest
+from harness.errors import UserError
+from harness.wording import counted
+
+DESCRIPTION = """Shows, verifies or exports a checkpoint of a run. `verify` exits with 1 if a file is not what was
+saved."""
+EXAMPLE = """examples:
+  ds-harness checkpoint show runs/mine/checkpoint-500
+  ds-harness checkpoint verify runs/mine/checkpoint-500
+  ds-harness checkpoint export runs/mine/checkpoint-500 --output_dir model --dtype bfloat16"""
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def checkpoint(argv: Sequence[str]) -> int:
+    """Show, verify or export a checkpoint; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="ds-harness checkpoint",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("action", choices=("show", "verify", "export"))
+    parser.add_argument("directory", type=Path, metavar="DIR", help="output_dir/checkpoint-STEP")
+    parser.add_argument("--output_dir", type=Path, help="export: where the model is written")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="export: of the weights (default: float32)")
+    args = parser.parse_args(argv)
+    if args.action != "export" and args.output_dir is not None:
+        parser.error(f"--output_dir has no effect on {args.action}")
+    if args.action == "export" and args.output_dir is None:
+        parser.error("export needs --output_dir")
+    if reason := damage(args.directory):
+        raise UserError(f"{args.directory}: no whole checkpoint there ({reason})")
+    if args.action == "show":
+        show(args.directory)
+    elif args.action == "verify":
+        verify(args.directory)
+    else:
+        verify(args.directory)
+        export(args.directory, args.output_dir, args.dtype)
+    return 0
+
+
+def show(directory: Path) -> None:
+    """Print what a checkpoint says of itself, and its files."""
+    progress, files = read_progress(directory), read_manifest(directory).files
+    print(f"step {progress.step:,}, {counted(progress.consumed_samples, 'sample')} consumed")
+    print(f"saved with {progress.layout}, ZeRO-{progress.zero_stage}, {progress.precision}; any other can resume it")
+    print(f"model: {progress.model}{' (adapters only)' if progress.adapters else ''}")
+    print(
+        f"optimizer: {progress.optimizer}" + "".join(f", {name} {value:g}" for name, value in progress.counters.items())
+    )
+    for name, (size, _) in sorted(files.items()):
+        print(f"  {size:>15,} bytes  {name}")
+
+
+def verify(directory: Path) -> None:
+    """Compare the checksums of all files with what was saved; UserError for the first that differs."""
+    if reason := changed_file(directory, 0, 1):
+        raise UserError(f"{directory} is damaged: {reason}")
+    files = read_manifest(directory).files
+    print(
+        f"{directory}: {counted(len(files), 'file')}, {sum(size for size, _ in files.values()):,} bytes, all as saved"
+    )
+
+
+def export(directory: Path, output_dir: Path, dtype: str) -> None:
+    """Write the model as HuggingFace does, with its own names; of adapters only these, as peft does."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    if read_progress(directory).adapters:
+        _export_adapters(directory, output_dir, dtype)
+    elif not (directory / "config.json").is_file():
+        raise UserError(f"{directory}: a list of layers is not a HuggingFace model: use its safetensors files")
+    else:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True).save_pretrained(output_dir)
+        _copy(directory, output_dir, ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.jinja"))
+    print(f"{output_dir}: exported in {dtype}")
+
+
+def _export_adapters(directory: Path, output_dir: Path, dtype: str) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from harness.checkpoint.lora import FILE
+
+    output_dir.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(directory / FILE).items()}
+    save_file(tensors, output_dir / FILE, metadata={"format": "pt"})
+    _copy(directory, output_dir, ("adapter_config.json",))
+
+
+def _copy(directory: Path, output_dir: Path, patterns: Sequence[str]) -> None:
+    for path in {path for pattern in patterns for path in directory.glob(pattern)}:
+        (output_dir / path.name).write_bytes(path.read_bytes())

@@ -1,0 +1,148 @@
+"""What this rank holds of each tensor that a checkpoint stores, in any layout and ZeRO stage.
+
+Tensor parallelism gives a rank a shard of a tensor; ZeRO gives it a run of that shard's elements, one after the other.
+`Held.pieces` says which boxes of the whole tensor these are. So every rank writes what it has to its place in the
+whole, and reads its part from there, whatever the layout of the run that wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.deepspeed.flat_tensors import Run, SteppedOn, runs, stepped_on
+from harness.deepspeed.zero3_parameters import Partition, held_tensor, is_partitioned
+from harness.hf.weights.slices import Box
+from harness.parallel.tensor.shard import Shard, shard_of
+from harness.parallel.zero.zero3_partition import boxes_of_run
+from harness.topology.groups import Groups
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Held:
+    """Elements of a tensor that this rank holds.
+
+    Attributes:
+        name: in the checkpoint.
+        shape: of this rank's tensor-parallel shard, or of the whole tensor.
+        shard: where the shard lies in the whole; None for a whole tensor.
+        start: first element of the shard that is here.
+        values: these elements, flat; or all of the shard in its shape.
+        owned: whether this rank writes them, of several that hold the same.
+        stepped: the tensor that the optimizer steps on, and the run of it that these are; None for what is not trained.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    shard: Shard | None
+    start: int
+    values: Tensor
+    owned: bool
+    stepped: tuple[SteppedOn, Run] | None = None
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.shape if self.shard is None else self.shard.full_shape
+
+    def of_state(self, state: Tensor) -> Held:
+        """Return the same elements of what the optimizer keeps for the tensor that it steps on."""
+        assert self.stepped is not None
+        return replace(self, values=_elements(state, self.stepped[1]))
+
+    def pieces(self) -> Iterator[tuple[Box, Tensor]]:
+        """Yield boxes of the whole tensor, with views of `values` in their shape."""
+        for first, view in self._local_pieces():
+            if self.shard is None or not self.shape:
+                yield _box(first, view), view
+                continue
+            dim = self.shard.dim
+            for start, stop, offset in self.shard.spans():
+                low = max(first[dim], offset)
+                high = min(first[dim] + view.shape[dim], offset + stop - start)
+                if low < high:
+                    part = view.narrow(dim, low - first[dim], high - low)
+                    yield _box((*first[:dim], start + low - offset, *first[dim + 1 :]), part), part
+
+    def _local_pieces(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Yield boxes of the shard: their first index, and the view of `values`."""
+        if tuple(self.values.shape) == self.shape:
+            yield (0,) * len(self.shape), self.values
+            return
+        at = 0
+        for index in boxes_of_run(self.shape, self.start, self.start + self.values.numel()):
+            spans = [part if isinstance(part, slice) else slice(part, part + 1) for part in index]
+            first = (*(span.start for span in spans), *(0,) * (len(self.shape) - len(spans)))
+            extent = (*(span.stop - span.start for span in spans), *self.shape[len(spans) :])
+            size = prod(extent)
+            yield first, self.values[at : at + size].view(extent)
+            at += size
+
+
+def held_tensors(
+    module: nn.Module, optimizer: Any, groups: Groups, *, rename: Callable[[str], str], trained_only: bool
+) -> list[Held]:
+    """Return what this rank holds of the tensors of `module`, under the names that `rename` gives them.
+
+    Of a trained tensor these are the values that `optimizer`, the engine's, steps on: float32 in every precision.
+    Without `trained_only` there are frozen parameters and saved buffers, too. The names are the same, and in the same
+    order, on all ranks that have the same layers.
+    """
+    places = {id(run.parameter): (each, run) for each in stepped_on(optimizer) for run in runs(each)}
+    persistent = set(module.state_dict(keep_vars=True))
+    buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
+    found = []
+    for name, tensor in [*module.named_parameters(), *buffers]:
+        if id(tensor) in places:
+            found.append(_trained(rename(name), *places[id(tensor)], groups))
+        elif not trained_only:
+            found.append(_fixed(rename(name), tensor, groups))
+    return found
+
+
+def _trained(name: str, stepped: SteppedOn, run: Run, groups: Groups) -> Held:
+    shard = shard_of(run.parameter)
+    return Held(
+        name=name,
+        shape=run.shape,
+        shard=shard,
+        start=run.start,
+        values=_elements(stepped.tensor.detach(), run),
+        owned=_is_first(shard, groups) and (run.group is not None or groups.coordinate.dp_rank == 0),
+        stepped=(stepped, run),
+    )
+
+
+def _fixed(name: str, tensor: Any, groups: Groups) -> Held:
+    """Return what is held of a tensor that is not trained, which ZeRO-3 may have divided."""
+    shard, start, values = shard_of(tensor), 0, tensor.detach()
+    shape, owned = tuple(tensor.shape), groups.coordinate.dp_rank == 0
+    if is_partitioned(tensor):
+        divided = Partition.of(tensor)
+        shape, owned = divided.shape, True
+        start = min(dist.get_rank(divided.group) * divided.size, divided.total)
+        values = held_tensor(tensor).detach().view(-1)[: min(divided.size, divided.total - start)]
+    return Held(
+        name=name, shape=shape, shard=shard, start=start, values=values, owned=owned and _is_first(shard, groups)
+    )
+
+
+def _is_first(shard: Shard | None, groups: Groups) -> bool:
+    """Whether no earlier tensor-parallel rank has the same values."""
+    return groups.coordinate.tp_rank == 0 if shard is None else shard.owner
+
+
+def _elements(tensor: Tensor, run: Run) -> Tensor:
+    """Return the elements of a run: of a tensor for one parameter all of it, in its shape."""
+    if tuple(tensor.shape) == run.shape:
+        return tensor
+    return tensor.view(-1)[run.offset : run.offset + run.length]
+
+
+def _box(first: tuple[int, ...], values: Tensor) -> Box:
+    return tuple((at, at + size) for at, size in zip(first, values.shape, strict=True))

@@ -1,0 +1,64 @@
+"""The list of a checkpoint's files, `manifest.json`: written last, so a checkpoint that has one was whole.
+
+Importing this needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from xxhash import xxh3_128
+
+from harness.errors import UserError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+CHUNK = 16 << 20
+
+Files = dict[str, tuple[int, str]]
+"""Size in bytes and XXH3 (128 bits, hexadecimal) of each file, by its path in the checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint consists of: the optimizer steps done, and its files."""
+
+    step: int
+    files: Files
+
+
+def contents(folder: Path, share: int = 0, shares: int = 1) -> Files:
+    """Return every `shares`-th file in a folder, from number `share` on."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return {path.relative_to(folder).as_posix(): (path.stat().st_size, checksum(path)) for path in files[share::shares]}
+
+
+def write_manifest(folder: Path, step: int, files: Mapping[str, tuple[int, str]]) -> None:
+    """Write the list of a checkpoint's files beside them."""
+    text = json.dumps({"format": FORMAT, "step": step, "files": dict(sorted(files.items()))}, indent=1)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Return the list of a checkpoint's files; UserError if it cannot be read."""
+    path = checkpoint / MANIFEST
+    try:
+        stated = json.loads(path.read_text(encoding="utf-8"))
+        if stated["format"] > FORMAT:
+            raise UserError(f"{path} was written by a newer version of ds-harness: resume with that version")
+        files = {str(name): (int(size), str(digest)) for name, (size, digest) in stated["files"].items()}
+        return Manifest(step=int(stated["step"]), files=files)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+
+
+def checksum(path: Path) -> str:
+    """Return the XXH3 of a file's content."""
+    total = xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            total.update(chunk)
+    return total.hexdigest()

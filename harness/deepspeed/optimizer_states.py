@@ -1,0 +1,122 @@
+"""The state that an optimizer keeps for the tensors that it steps on: found out, read, and made before its first step.
+
+Which state that is, and of which types, is the optimizer's own affair: torch's AdamW counts steps in a tensor for each
+parameter, DeepSpeed's fused one in the parameter group. So it is asked: it makes a step on a few zeros.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import Tensor
+from torch.optim import Optimizer
+
+from harness.deepspeed.flat_tensors import SteppedOn
+from harness.errors import UserError
+
+
+def torch_optimizer(optimizer: Any) -> Optimizer:
+    """Return the optimizer that steps, of the one that an engine has, which may wrap it."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    found: Optimizer = optimizer
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """The state that an optimizer makes for a tensor in its first step.
+
+    Attributes:
+        elements: what it keeps for each element, by name, with its dtype.
+        counters: what it keeps besides for the tensor: numbers, and tensors of one element.
+        of_group: the same for a whole parameter group.
+    """
+
+    elements: Mapping[str, torch.dtype]
+    counters: Mapping[str, Any] = field(default_factory=dict)
+    of_group: Mapping[str, Any] = field(default_factory=dict)
+
+
+def template(optimizer: Any, stepped: SteppedOn) -> Template:
+    """Return what the engine's `optimizer` keeps for a tensor that it steps on.
+
+    Raises UserError for an optimizer that keeps tensors of another shape than the parameter's.
+    """
+    inner = torch_optimizer(optimizer)
+    probe = torch.zeros((*(2,) * (stepped.tensor.dim() - 1), 4), dtype=stepped.tensor.dtype).to(stepped.tensor.device)
+    probe.requires_grad_().grad = torch.zeros_like(probe)
+    group = inner.param_groups[stepped.param_group]
+    trial = {**group, "params": [probe], "lr": 0.0}
+    state, groups = inner.state, inner.param_groups
+    inner.state, inner.param_groups = defaultdict(dict), [trial]
+    try:
+        type(inner).step(inner)  # not what the schedule, or the harness, has wrapped around the step
+        made: dict[str, Any] = dict(inner.state[probe])
+    finally:
+        inner.state, inner.param_groups = state, groups
+    elements = {name: value.dtype for name, value in made.items() if isinstance(value, Tensor) and value.dim() > 0}
+    for name in elements:
+        if made[name].shape != probe.shape:
+            raise UserError(
+                f"optimizer {type(inner).__name__} keeps {name}, which does not have one value for each weight: "
+                "its state cannot be saved; use another optimizer"
+            )
+    counters = {name: value for name, value in made.items() if name not in elements and value is not None}
+    return Template(
+        elements=elements,
+        counters=counters,
+        of_group={name: value for name, value in trial.items() if name not in group or name == "step"},
+    )
+
+
+def counted(optimizer: Any, stepped: SteppedOn, template: Template) -> dict[str, float]:
+    """Return the counters that the optimizer keeps for a tensor or its group; none before the first step."""
+    inner = torch_optimizer(optimizer)
+    state, group = inner.state.get(stepped.tensor, {}), inner.param_groups[stepped.param_group]
+    if not state:
+        return {}
+    found = {name: state[name] for name in template.counters}
+    found |= {name: group[name] for name in template.of_group if name in group}
+    return {name: float(value) for name, value in found.items()}
+
+
+def make_state(optimizer: Any, stepped: SteppedOn, template: Template, counters: Mapping[str, float]) -> None:
+    """Give the optimizer state for a tensor as if it had made steps: zeros for each element, and `counters`."""
+    inner = torch_optimizer(optimizer)
+    state: dict[str, Any] = {name: _set(value, counters.get(name)) for name, value in template.counters.items()}
+    for name, dtype in template.elements.items():
+        state[name] = torch.zeros_like(stepped.tensor, dtype=dtype, requires_grad=False)
+    inner.state[stepped.tensor] = state
+    group = inner.param_groups[stepped.param_group]
+    group.update({name: _set(value, counters.get(name)) for name, value in template.of_group.items()})
+
+
+def _set(value: Any, number: float | None) -> Any:
+    """Return `number` in the form of `value`."""
+    if number is None:
+        return copy.deepcopy(value)
+    return torch.full_like(value, number) if isinstance(value, Tensor) else type(value)(number)
+
+
+@torch.no_grad()
+def use_stepped_on(optimizer: Any) -> None:
+    """Bring the values of the tensors that are stepped on to the parameters that the model computes with.
+
+    All ranks call it. Where a parameter is stepped on itself, there is nothing to do.
+    """
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        for index in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        if optimizer.persistent_parameters:  # whole on every rank, so they are made of the new parts
+            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        optimizer.invalidate_secondary_tensor()
+    elif hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
