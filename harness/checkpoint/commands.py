@@ -98,7 +98,7 @@ def _export_adapters(directory: Path, output_dir: Path, dtype: str) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from harness.checkpoint.lora import FILE
+    from harness.checkpoint.exporting.adapters import FILE
 
     output_dir.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(directory / FILE).items()}

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import Progress, optimizer_name
-from harness.checkpoint.export import export_config, export_weights
-from harness.checkpoint.lora import export_adapter_config, export_adapters
+from harness.checkpoint.exporting.adapters import export_adapter_config, export_adapters
+from harness.checkpoint.exporting.weights import export_config, export_weights
 from harness.hf.lora import plain_name, saved_name, sorted_config
 from harness.training.callbacks import TrainerState
 from harness.training.prepare.run import PreparedRun

@@ -32,7 +32,7 @@ from torch import nn  # noqa: E402
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
 
 from harness import TrainingArguments  # noqa: E402
-from harness.checkpoint.export import export_weights  # noqa: E402
+from harness.checkpoint.exporting.weights import export_weights  # noqa: E402
 from harness.hf.skeleton import read_source  # noqa: E402
 from harness.parallel.pipeline.staged_module import build_layers  # noqa: E402
 from harness.topology.groups import build_groups  # noqa: E402

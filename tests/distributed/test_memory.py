@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from harness.checkpoint.export import export_weights
+from harness.checkpoint.exporting.weights import export_weights
 from harness.checkpoint.tensor_writer import WINDOW_BYTES
 from harness.hf.causal import assemble
 from harness.hf.skeleton import ModelSource, read_source

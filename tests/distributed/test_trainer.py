@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -146,42 +145,6 @@ def test_one_ranks_wish_is_done_by_all_and_the_export_holds_what_was_trained(tmp
         with torch.no_grad():
             loss = trained(ids, labels=ids).loss.item()
         assert loss == pytest.approx(results[0][1], rel=1e-5)
-
-
-def train_break_and_resume(job: Job, folder: str) -> tuple[list[float], list[float]]:
-    """Losses of steps 3 and 4: of an unbroken run, and of one that is resumed from the checkpoint after step 2."""
-
-    def begin(**changes: Any) -> Trainer:
-        settings = {"max_steps": 4, "save_steps": 2, "lr_scheduler_type": "cosine", "save_total_limit": 3, **changes}
-        data = rows(masked=True) + rows(masked=True)[:5]  # 13 samples: a batch reaches into the next epoch
-        return Trainer(job.model, arguments(Path(folder) / job.layout, job.deepspeed_config(), **settings), data)
-
-    first = begin()
-    first.train()
-    unbroken = [log["loss"] for log in losses_of(Path(folder) / job.layout)][2:]
-    first.close()
-    second = begin(resume_from_checkpoint=str(Path(folder) / job.layout / "checkpoint-2"))
-    second.train()
-    second.close()
-    return unbroken, [log["loss"] for log in losses_of(Path(folder) / job.layout)][2:]
-
-
-def losses_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def train_break_and_resume_all(jobs: list[Job], folder: str) -> list[Any]:
-    return [train_break_and_resume(job, folder) for job in jobs]
-
-
-def test_a_resumed_run_goes_on_in_every_kind_of_engine(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "m", "llama", True)
-    jobs = [Job(model, layout) for layout in ("pp2tp2z1", "pp2dp2z0", "tp2dp2z2", "tp2dp2z3")]
-    for unbroken, resumed in run_ranks(4, train_break_and_resume_all, jobs, str(tmp_path), timeout_s=300)[0]:
-        assert len(unbroken) == len(resumed) == 2
-        assert resumed == pytest.approx(unbroken, rel=1e-6)
-    kept = sorted(path.name for path in (tmp_path / "pp2tp2z1").glob("checkpoint-*"))
-    assert kept == ["checkpoint-2", "checkpoint-4"]
 
 
 def export_untrained(jobs: list[Job], folder: str) -> None:

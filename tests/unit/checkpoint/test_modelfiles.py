@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from harness.checkpoint.atomic import replace_text
-from harness.checkpoint.model_files import replace_model, settle_model, unfinished_name
+from harness.checkpoint.exporting.model_files import replace_model, settle_model, unfinished_name
 from harness.hf.weights.lazy_tensor import realised
 from harness.hf.weights.tensor_files import INDEX, SINGLE, open_tensors
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from harness.checkpoint.export import export_weights
+from harness.checkpoint.exporting.weights import export_weights
 from harness.errors import UserError
 from harness.hf.skeleton import build_skeleton, read_source
 from harness.hf.weights.conversion import Checkpoint, Unconverted, default_form, open_checkpoint, untie

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from harness.checkpoint.atomic import replaced_files
-from harness.checkpoint.gather import trained_tensors
+from harness.checkpoint.exporting.gather import trained_tensors
 from harness.topology.groups import Groups
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from harness.checkpoint.atomic import replaced_files
+from harness.checkpoint.exporting.gather import gather_tp, gather_zero3
+from harness.checkpoint.exporting.model_files import replace_model, settle_model, unfinished_name
 from harness.checkpoint.file_plan import Share, dealt_places, plan_files
-from harness.checkpoint.gather import gather_tp, gather_zero3
-from harness.checkpoint.model_files import replace_model, settle_model, unfinished_name
 from harness.checkpoint.tensor_writer import Entry, OpenFiles, Place, create, index_content, places_in
 from harness.deepspeed.zero3_parameters import unpartitioned_shape
 from harness.hf.skeleton import ModelSource
