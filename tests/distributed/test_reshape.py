@@ -61,8 +61,8 @@ def test_every_layout_goes_on_from_every_kind_of_layout(tmp_path: Path) -> None:
         curves = run_ranks(size, begin_all, [Job(model, name) for name in names], str(tmp_path))[0]
         unbroken |= dict(zip(names, curves, strict=True))
     for size, names in LAYOUTS.items():
-        # its own, and two others, so that each checkpoint is read by three layouts
-        chosen = {name: [NAMES[(NAMES.index(name) + by) % len(NAMES)] for by in (0, 2, 3)] for name in names}
+        # its own, and another one, so that each checkpoint is read by two layouts
+        chosen = {name: [NAMES[(NAMES.index(name) + by) % len(NAMES)] for by in (0, 3)] for name in names}
         pairs = [(Job(model, name), saved) for name in names for saved in chosen[name]]
         for (job, saved), losses in zip(pairs, run_ranks(size, resume_all, pairs, str(tmp_path))[0], strict=True):
             if saved == job.layout:
