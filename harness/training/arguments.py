@@ -122,6 +122,8 @@ class TrainingArguments:
         for name, least in (("max_steps", -1), ("logging_steps", 1), ("save_steps", 0), ("warmup_steps", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"--{name} {getattr(self, name)}: must be at least {least}")
+        if self.max_steps == 0:
+            raise UserError("--max_steps 0: must be at least 1, or -1 to train for --num_train_epochs")
         for name in AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:

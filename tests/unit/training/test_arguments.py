@@ -59,6 +59,7 @@ def test_the_launchers_own_flag_is_taken_and_booleans_need_no_value() -> None:
     [
         (("--no_such_flag", "1"), "no_such_flag"),
         (("--max_steps", "many"), "max_steps"),
+        (("--max_steps", "0"), "must be at least 1, or -1"),
         (("--lr_scheduler_type", "nonsense"), "not one of linear"),
         (("--eval_steps", "0"), "must be at least 1"),
         (("--tensor_parallel_size", "0"), "must be at least 1"),
