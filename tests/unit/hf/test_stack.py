@@ -51,6 +51,11 @@ def test_a_deeper_encoder_beside_the_layers_is_no_hindrance_to_the_cut() -> None
     require_cut(ModelSource(name="it", config=config, weights=None), 2)
 
 
+def test_a_config_without_a_depth_of_its_own_has_costs_too() -> None:
+    model = cut(ModelSource(name="it", config=tiny_config("blt"), weights=None), TensorParallel())
+    assert all(cost.flops_per_token() > 0 for cost in model.costs(32, checkpointed=False))
+
+
 @pytest.mark.parametrize(("rows", "wanted"), [(60, 60), (200, 90)])
 def test_of_two_vocabularies_the_ids_lie_in_both(rows: int, wanted: int) -> None:
     config = CONFIG_MAPPING["marian"](
