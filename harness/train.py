@@ -51,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.fail(NOTHING_GIVEN)
         return 2
     console = plain_console(env.rank)
-    with signals.watching(console.say, env.parent) as watch:
-        return _main(argv, env, console, watch)
+    with signals.watching(console.say, env.parent):
+        return _main(argv, env, console)
 
 
-def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console, watch: signals.Watch | None) -> int:
+def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
     try:
         script: ScriptArguments
         args: TrainingArguments
@@ -68,9 +68,8 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console, watch: s
             epilog=EXAMPLE,
         )
         config = check_before_start(script, args, env, lora)
-        with quiet(Path(args.output_dir) / "logs" / f"rank_{env.rank}.log", env.rank) as console:
-            if watch is not None:
-                watch.say = console.say
+        log = Path(args.output_dir) / "logs" / f"rank_{env.rank}.log"
+        with quiet(log, env.rank) as console, signals.reported_by(console.say):
             return _guarded(script, config, lora, env, console)
     except UserError as error:
         _report(console, env.rank, error)

@@ -148,6 +148,20 @@ def watching(say: Callable[[str], None], parent: str = "") -> Iterator[Watch | N
 
 
 @contextmanager
+def reported_by(say: Callable[[str], None]) -> Iterator[None]:
+    """Let `say` print what is said of signals; afterwards, when its file may be closed, as before."""
+    watch = _active()
+    if watch is None:
+        yield
+        return
+    before, watch.say = watch.say, say
+    try:
+        yield
+    finally:
+        watch.say = before
+
+
+@contextmanager
 def at_the_end_of_a_step(say: Callable[[str], None], parent: str = "") -> Iterator[None]:
     """Keep a signal for `received` instead of ending at once: the caller looks at the end of each step, and saves.
 

@@ -39,6 +39,18 @@ with signals.watching(say, sys.argv[3]):
     time.sleep(float(sys.argv[2]))
     say("written")
 """
+ENDING = """
+import os, signal, sys, time
+from harness.training.process import signals
+say = lambda text: print(text, flush=True)
+with signals.watching(say):
+    with open(os.devnull, "w") as log, signals.reported_by(lambda text: print(text, file=log)):
+        with signals.at_the_end_of_a_step(say):
+            pass
+    say("ready")
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+"""
 BUILDING = """
 import sys
 from harness.training.process import signals
@@ -141,6 +153,11 @@ def test_a_rank_ends_when_its_launcher_is_gone() -> None:
     launcher.process.kill()
     code, said = launcher.end()  # the pipe is closed once the rank, too, has ended
     assert (code, said) == (-signal.SIGKILL, "")
+
+
+def test_a_signal_when_the_runs_log_is_closed_is_reported_where_it_was_before() -> None:
+    code, said = Process(ENDING).end()
+    assert (code, said.count("SIGINT: the training is done"), said.count("\n")) == (0, 1, 1)
 
 
 def test_a_signal_after_the_last_step_lets_the_model_be_written_and_a_second_one_does_not() -> None:
