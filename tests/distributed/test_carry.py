@@ -169,7 +169,7 @@ def everywhere(sections: list[dict[str, Any]], model: str, folder: str) -> tuple
 
 
 def test_what_travels_keeps_its_value_and_its_gradient_in_every_layout(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model", "llama", True)
+    model = tiny_model(tmp_path / "model", "llama", True, num_hidden_layers=4)  # for four stages
     own, packed_ids = run_ranks(4, everywhere, LAYOUTS, model, str(tmp_path), timeout_s=300)[0]
     ((alone,), _) = run_ranks(1, everywhere, [PLAIN], model, str(tmp_path / "alone"))[0]
     plain = documents_at_once(model)

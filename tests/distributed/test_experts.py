@@ -135,7 +135,7 @@ def idle_ranks(model_dir: str) -> tuple[int, float]:
         if type(module).__name__ == "MixtralExperts":
             module.register_forward_pre_hook(lambda own, args: idle.append(bool((args[1] == own.num_experts).all())))
     for model in (whole, part):
-        for token in range(8):
+        for token in range(32):
             model(input_ids=torch.tensor([[token]])).logits.square().sum().backward()
     wanted = {name: param.grad for name, param in whole.named_parameters()}
     pairs = [(p.grad, wanted[name]) for name, p in part.named_parameters() if name.endswith("gate.weight")]

@@ -20,8 +20,6 @@ from tests.distributed.training import Curve, Job, arguments_of, by_torch, rows,
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 3
-
 
 class OwnBlock(nn.Module):
     """In the place of a decoder's MLP."""
@@ -46,7 +44,7 @@ def change(model: Any) -> None:
     model.model.layers[0].mlp = OwnBlock()
     model.lm_head.weight = model.model.embed_tokens.weight.requires_grad_()
     model.model.rotary_emb.inv_freq.mul_(0.5)
-    model.model.layers[2].self_attn.scaling = 0.7
+    model.model.layers[1].self_attn.scaling = 0.7
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {"freeze": freeze, "change": change}
@@ -62,7 +60,7 @@ def in_memory(job: Job, seed: int) -> Any:
 
 
 def trainer_of(job: Job, folder: str, **arguments: Any) -> Trainer:
-    settings = arguments_of(replace(job, arguments={}), f"{folder}/{job.layout}", max_steps=STEPS, **arguments)
+    settings = arguments_of(replace(job, arguments={}), f"{folder}/{job.layout}", **arguments)
     return Trainer(in_memory(job, dist.get_rank()), settings, train_dataset=rows())
 
 
@@ -71,7 +69,7 @@ def train_in_memory(jobs: list[Job], folder: str) -> list[tuple[Curve, dict[str,
     found = []
     for job in jobs:
         trainer = trainer_of(job, folder)
-        curve = steps_of(trainer, STEPS)
+        curve = steps_of(trainer)
         model = trainer.trained_model()
         assert (model is None) == (dist.get_rank() > 0)
         tensors = {} if model is None else {name: p.detach().clone() for name, p in model.state_dict().items()}
@@ -89,7 +87,7 @@ def reference(job: Job) -> tuple[Curve, dict[str, Tensor]]:
         logits = model(ids).logits[:, :-1].flatten(0, 1)
         return nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
 
-    return by_torch(model, loss_of_batch, STEPS), model.state_dict()
+    return by_torch(model, loss_of_batch), model.state_dict()
 
 
 def test_a_model_in_memory_is_one_model_and_stays_what_it_is(tmp_path: Path) -> None:

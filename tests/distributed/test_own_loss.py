@@ -17,8 +17,6 @@ from tests.distributed.training import Curve, Job, arguments_of, by_torch, rows,
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 3
-
 
 def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
     """Needs every logit of the vocabulary: label smoothing, and the square of the log of the softmax' denominator."""
@@ -34,11 +32,11 @@ def summed(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = Non
 def curves(jobs: list[Job], folder: str) -> list[Curve]:
     found = []
     for job in jobs:
-        arguments = arguments_of(job, f"{folder}/{job.layout}", max_steps=STEPS)
+        arguments = arguments_of(job, f"{folder}/{job.layout}")
         data = rows(job.masked)
         loss: Any = {"compute_loss_func": summed} if job.masked else {"loss_fn": smoothed}
         trainer = Trainer(job.model, arguments, train_dataset=data, eval_dataset=data[:5], **loss)
-        found.append([*steps_of(trainer, STEPS), (trainer.evaluate()["eval_loss"], 1.0)])
+        found.append([*steps_of(trainer), (trainer.evaluate()["eval_loss"], 1.0)])
         trainer.close()
     return found
 
@@ -56,7 +54,7 @@ def reference(model_dir: str, masked: bool) -> Curve:
             return smoothed(outputs.logits, labels[:n])
         return summed(outputs, labels[:n], (labels[:n, 1:] != -100).sum())
 
-    curve = by_torch(model, lambda: loss_of(len(ids)), STEPS)
+    curve = by_torch(model, lambda: loss_of(len(ids)))
     with torch.no_grad():
         return [*curve, (loss_of(5).item(), 1.0)]
 
