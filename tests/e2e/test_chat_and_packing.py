@@ -18,7 +18,7 @@ from harness import Trainer, TrainingArguments, UserError
 from harness.training.data.tokenizer import ByteTokenizer
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import tiny_model
-from tests.e2e.test_script import launch, metrics
+from tests.e2e.launching import launch, metrics
 
 pytestmark = pytest.mark.ranks
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
+from harness.topology.env import free_port
+from tests.e2e.launching import ROOT, environment
+
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 # DeepSpeed compiles an operator for ranks on a CPU, half a minute that one rank does not need.
@@ -29,14 +28,12 @@ pytestmark = pytest.mark.ranks
 def start(name: str, *flags: object, script: Path | None = None) -> str:
     """Run an example, or `script` in its place, as its docstring starts it, and return what it printed."""
     (command,) = re.findall(rf"^ *(.*) examples/{name}\.py", (ROOT / "examples" / f"{name}.py").read_text(), re.M)
-    launcher = [sys.executable] if command == "python" else [str(BIN / command.split()[0]), *command.split()[1:]]
-    if command.startswith("torchrun"):
-        launcher.insert(1, "--standalone")  # a free port
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    launcher, *words = command.split()
+    on_a_free_port = {"torchrun": ["--standalone"], "deepspeed": ["--master_port", str(free_port())]}
     done = subprocess.run(
-        [*launcher, str(script or f"examples/{name}.py"), *map(str, flags)],
+        [launcher, *on_a_free_port.get(launcher, []), *words, str(script or f"examples/{name}.py"), *map(str, flags)],
         cwd=ROOT,
-        env=env,
+        env=environment(CUDA_VISIBLE_DEVICES=""),
         capture_output=True,
         text=True,
         timeout=240,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,22 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
+from tests.e2e.launching import ROOT, deepspeed, environment, first_rank, launch, metrics
 
 pytestmark = pytest.mark.ranks
-
-
-def launch(ranks: int, *flags: object, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-    """`deepspeed scripts/train.py` on `ranks` processes, or plain python on none."""
-    script = [str(ROOT / "scripts" / "train.py"), *map(str, flags)]
-    launcher = [str(BIN / "deepspeed"), "--num_accelerators", str(ranks)] if ranks else [sys.executable]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
-    return subprocess.run(launcher + script, env=env, capture_output=True, text=True, timeout=timeout_s)
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +114,7 @@ def test_a_resumed_run_goes_on_with_the_same_numbers(finished: Any, text: Path, 
     folder.mkdir()
     shutil.copytree(finished[0] / "checkpoint-3", folder / "checkpoint-3")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wanted[:4]))
-    again = launch(2, *FLAGS, "--train_file", text, "--output_dir", folder)
+    again = first_rank(2, *FLAGS, "--train_file", text, "--output_dir", folder)
     assert again.returncode != 0
     assert "already holds a run" in again.stderr and "--resume_from_checkpoint auto" in again.stderr
     done = launch(2, *FLAGS, "--train_file", text, "--output_dir", folder, "--resume_from_checkpoint", "auto")
@@ -144,11 +130,10 @@ def test_module_form_and_plain_python_do_the_same(text: Path, tmp_path: Path) ->
     flags = ("--train_file", text, "--block_size", 32, "--max_steps", 2, "--per_device_train_batch_size", 2)
     done = launch(0, *flags, "--deepspeed_config", "zero3", "--output_dir", tmp_path / "plain")
     assert done.returncode == 0, done.stderr
-    command = [BIN / "deepspeed", "--num_accelerators", "1", "--module", "harness.train", *flags]
+    command = [*deepspeed(1), "--module", "harness.train", *flags]
     command += ["--deepspeed_config", "zero3", "--output_dir", tmp_path / "module"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
     done = subprocess.run(
-        list(map(str, command)), cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+        list(map(str, command)), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     plain, module = metrics(tmp_path / "plain"), metrics(tmp_path / "module")
@@ -176,6 +161,11 @@ BAD = {
 }
 
 
+# On so many ranks under the launcher: the earliest refusal, the latest, and those that are about the number of ranks.
+LAUNCHED = {"missing config": 2, "data smaller than a batch": 2}
+LAUNCHED |= {"more ranks than heads": 3, "world that does not fit": 3}
+
+
 @pytest.fixture(scope="module")
 def bad_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bad")
@@ -199,8 +189,7 @@ def test_bad_input_is_one_line_and_no_rank_is_left(case: str, bad_folder: Path, 
     for name, value in defaults.items():
         if name not in filled:
             filled += [name, value]
-    ranks = 3 if case in ("more ranks than heads", "world that does not fit") else 2
-    done = launch(ranks, *filled, timeout_s=60)
+    done = launch(LAUNCHED[case], *filled, timeout_s=60) if case in LAUNCHED else first_rank(2, *filled)
     assert done.returncode != 0
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr

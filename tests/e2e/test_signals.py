@@ -7,14 +7,12 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
+from tests.e2e.launching import ROOT, deepspeed, environment
 
 pytestmark = pytest.mark.ranks
 
@@ -67,14 +65,10 @@ def not_ignoring() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
-
-
 def command(text: Path, folder: Path) -> list[str]:
     flags = ["--deepspeed_config", "pipeline_checkpointing", "--train_file", text, "--block_size", 32]
     flags += ["--max_steps", 100000, "--per_device_train_batch_size", 1, "--output_dir", folder]
-    return ["deepspeed", "--num_accelerators", "2", "scripts/train.py", *map(str, flags)]
+    return [*deepspeed(2), "scripts/train.py", *map(str, flags)]
 
 
 def test_a_run_stops_and_goes_on_whoever_is_signalled(tmp_path: Path) -> None:
@@ -95,7 +89,7 @@ def test_a_run_stops_and_goes_on_whoever_is_signalled(tmp_path: Path) -> None:
     again = Run([*words, "--save_total_limit", "1"], folder, steps=begun + 1)
     os.killpg(again.launcher.pid, signal.SIGINT)  # as Ctrl-C
     assert again.end() == 128 + signal.SIGINT
-    assert again.said.read_text().count("go on with: ds-harness launch --num_accelerators 2 scripts/train.py") == 1
+    assert again.said.read_text().count(f"go on with: {shlex.join(words[:7])}") == 1
     assert f"resumed from {folder}/checkpoint-{begun} at step {begun}" in again.said.read_text()
     assert again.saved_once() and "Traceback" not in again.said.read_text()
     rows = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
