@@ -8,6 +8,7 @@ seed, the step and the place (`harness/parallel/draws.py`).
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,14 +20,19 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from harness.checkpoint.directories import Progress, finish, partial_name, prune, read_progress
 from harness.checkpoint.held import Held, held_tensors
 from harness.checkpoint.integrity import changed_file, newest, newest_whole
-from harness.checkpoint.manifest import Files, contents
+from harness.checkpoint.manifest import contents
 from harness.checkpoint.whole_tensors import open_whole_tensors, read_tensors, require_stored, write_tensors
 from harness.deepspeed.engine import loss_scaling, set_counters, set_loss_scaling
 from harness.deepspeed.optimizer_states import Template, counted, make_state, template, torch_optimizer, use_stepped_on
 from harness.errors import UserError
+from harness.topology.agreement import all_or_none, values_of_all
 from harness.topology.groups import Groups
 
 MODEL, ADAPTERS = "model", "adapter_model"
+
+
+class NotSaved(UserError):
+    """A checkpoint could not be written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,30 +74,54 @@ def save(
     Args:
         keep: how many newest checkpoints remain; None for all.
         write_others: called on rank 0 with the folder, to add files to it.
+
+    Raises NotSaved on all ranks if the files cannot be written; older checkpoints are as they were.
     """
     folder = output_dir / partial_name(progress.step)
+    try:
+        _write(state, output_dir, folder, progress, write_others)
+    except UserError as error:
+        if state.groups.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise NotSaved(str(error)) from error
     if state.groups.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        if write_others is not None:
-            write_others(folder)
-    held = state.held()
-    write_tensors(folder, state.stem, held, state.groups, one_file=state.adapters)
-    counters = _write_optimizer(state, folder, held)
-    dist.barrier()
-    shares: list[Files] = [{}] * dist.get_world_size()
-    dist.all_gather_object(shares, contents(folder, state.groups.rank, len(shares)))
-    if state.groups.rank == 0:
-        files = {name: file for share in shares for name, file in share.items()}
-        whole = replace(
-            progress,
-            skipped_steps=state.engine.skipped_steps,
-            counters=counters,
-            loss_scaling=loss_scaling(state.engine.optimizer),
-        )
-        finish(output_dir, whole, files)
         prune(output_dir, newest(output_dir, keep))
     dist.barrier()
     return output_dir / f"checkpoint-{progress.step}"
+
+
+def _write(
+    state: EngineState,
+    output_dir: Path,
+    folder: Path,
+    progress: Progress,
+    write_others: Callable[[Path], None] | None,
+) -> None:
+    """Write all files of a checkpoint to `folder`, and give it its name; all ranks call it, and fail together."""
+    first = state.groups.rank == 0
+
+    def begin() -> None:
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+        if first and write_others is not None:
+            write_others(folder)
+
+    def end() -> None:
+        if first:
+            finish(output_dir, whole, {name: file for share in shares for name, file in share.items()})
+
+    all_or_none(begin)
+    held = state.held()
+    write_tensors(folder, state.stem, held, state.groups, one_file=state.adapters)
+    counters = _write_optimizer(state, folder, held)
+    shares = values_of_all(all_or_none(lambda: contents(folder, state.groups.rank, dist.get_world_size())))
+    whole = replace(
+        progress,
+        skipped_steps=state.engine.skipped_steps,
+        counters=counters,
+        loss_scaling=loss_scaling(state.engine.optimizer),
+    )
+    all_or_none(end)
 
 
 def load(state: EngineState, checkpoint: Path) -> Progress:
@@ -130,9 +160,8 @@ def first_unchanged(checkpoint: Path | None, output_dir: Path, *, auto: bool) ->
     """
     left_out: list[str] = []
     while checkpoint is not None:
-        found: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, changed_file(checkpoint, dist.get_rank(), len(found)))
-        reason = next(filter(None, found), None)
+        found = changed_file(checkpoint, dist.get_rank(), dist.get_world_size())
+        reason = next(filter(None, values_of_all(found)), None)
         if reason is None:
             break
         left_out.append(f"{checkpoint} is damaged ({reason})")
@@ -149,8 +178,7 @@ def _write_optimizer(state: EngineState, folder: Path, held: Sequence[Held]) -> 
     counters: dict[str, float] = {}
     for each, _ in _stepped(held):
         counters.update(counted(optimizer, each, templates[each.param_group, each.tensor.dim()]))
-    of_all: list[tuple[dict[str, float], list[str]]] = [({}, [])] * dist.get_world_size()
-    dist.all_gather_object(of_all, (counters, _kinds(templates.values())))
+    of_all = values_of_all((counters, _kinds(templates.values())))
     counters = {name: value for found, _ in of_all for name, value in found.items()}
     for name in sorted({name for _, names in of_all for name in names}) if counters else ():
         write_tensors(folder, name, _of_state(optimizer, held, name), state.groups)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from harness.checkpoint.file_plan import Share, dealt_places
 from harness.checkpoint.held import Held
@@ -18,6 +17,7 @@ from harness.checkpoint.tensor_writer import Entry, OpenFiles, Place, create, in
 from harness.errors import UserError
 from harness.hf.weights.slices import TensorSource
 from harness.hf.weights.tensor_files import open_safetensors
+from harness.topology.agreement import all_or_none, values_of_all
 from harness.topology.groups import Groups
 
 FILE_BYTES = 5 * 10**9  # where another file begins, so that many ranks can verify a checkpoint
@@ -26,7 +26,7 @@ FILE_BYTES = 5 * 10**9  # where another file begins, so that many ranks can veri
 def write_tensors(folder: Path, stem: str, tensors: Sequence[Held], groups: Groups, *, one_file: bool = False) -> None:
     """Write `STEM.safetensors`, or `STEM-00001-of-00002.safetensors` and so on with an index; all ranks call it.
 
-    Raises UserError on all ranks if there is no room for the files.
+    Raises UserError on all ranks if the files cannot be written.
     """
     entries = [_entry(held) for held in tensors]
 
@@ -35,10 +35,14 @@ def write_tensors(folder: Path, stem: str, tensors: Sequence[Held], groups: Grou
         return _create_files(folder, stem, split_by_size(unique.values(), 2**63 if one_file else FILE_BYTES))
 
     places = dealt_places(entries, groups, plan)
-    with OpenFiles() as opened:
-        for held in tensors:
-            for box, values in held.pieces() if held.owned else ():
-                opened.write(places[held.name], [start for start, _ in box], values)
+
+    def write() -> None:
+        with OpenFiles() as opened:
+            for held in tensors:
+                for box, values in held.pieces() if held.owned else ():
+                    opened.write(places[held.name], [start for start, _ in box], values)
+
+    all_or_none(write)
 
 
 def open_whole_tensors(folder: Path, stem: str) -> dict[str, TensorSource]:
@@ -58,9 +62,8 @@ def read_tensors(stored: dict[str, TensorSource], tensors: Sequence[Held]) -> No
 
 def require_stored(folder: Path, stored: dict[str, TensorSource], tensors: Sequence[Held]) -> None:
     """Raise UserError, on all ranks alike, for the first tensor that is not stored, or in another shape."""
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, next(filter(None, (_problem(stored, held) for held in tensors)), None))
-    if problem := next(filter(None, found), None):
+    own = next(filter(None, (_problem(stored, held) for held in tensors)), None)
+    if problem := next(filter(None, values_of_all(own)), None):
         raise UserError(f"{folder}: {problem}: resume with the model that was saved")
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
@@ -69,6 +69,22 @@ def values_of_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def all_or_none(action: Callable[[], T]) -> T:
+    """Return what `action` returns, once it has succeeded on all ranks; all of them call this.
+
+    Raises UserError on every rank, with the first one's words, if it raises UserError or OSError on any. It must not
+    wait for other ranks itself.
+    """
+    problem: str | None = None
+    try:
+        value = action()
+    except (UserError, OSError) as error:
+        problem = str(error)
+    if found := next(filter(None, values_of_all(problem)), None):
+        raise UserError(found)
+    return value
 
 
 def disagreement(subject: str, values: Sequence[object]) -> str | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 
 from transformers import PreTrainedModel
 
+from harness.checkpoint.training_state import NotSaved
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
@@ -202,7 +203,10 @@ class Trainer:
             stop = agree_on_control(control, device)
         if stop or control.should_save or due.save:
             control.should_save = False
-            self.save_checkpoint()
+            try:
+                self.save_checkpoint()
+            except NotSaved as error:
+                self.run.console.warn(f"no checkpoint of step {self.state.global_step}: {error}; training continues")
             stop = agree_on_control(control, device)
         return stop
 
@@ -220,7 +224,10 @@ class Trainer:
         return metrics
 
     def save_checkpoint(self) -> Path:
-        """Write `output_dir/checkpoint-STEP`, from which the run can go on; all ranks call it."""
+        """Write `output_dir/checkpoint-STEP`, from which the run can go on; all ranks call it.
+
+        Raises NotSaved, a UserError, if it cannot be written; during `train` that is a warning.
+        """
         self.nonfinite.judge_weights(self.engine, f"checkpoint-{self.state.global_step}")
         path = save_checkpoint(self.run, self.state)
         call(self.callbacks, "on_save", self, checkpoint=path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from harness import Trainer, TrainingArguments, UserError
+from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, rows, tiny_model
 
@@ -124,3 +125,31 @@ def test_a_spoilt_checkpoint_is_left_out_by_all_ranks(tmp_path: Path) -> None:
         assert "differs from what was saved" in said and "checkpoint-4" in said
         whole, again = ([row["loss"] for row in part] for part in (rows_seen[:count], rows_seen[count:]))
         assert again == pytest.approx(whole, rel=1e-6)
+
+
+def save_on_a_full_disk(model: str, folder: str) -> tuple[list[str], int]:
+    """The checkpoints that are there after a run for which the disk was full after step 2; the steps that it made."""
+    job, place = Job(model, "pp2z1"), Path(folder) / "full"
+    arguments = TrainingArguments(
+        deepspeed_config=job.deepspeed_config(), output_dir=str(place), max_steps=4, save_steps=1, save_total_limit=2
+    )
+    trainer = Trainer(job.model, arguments, rows(), callbacks=[FullDisk()])
+    steps = trainer.train().global_step
+    trainer.close()
+    return sorted(path.name for path in place.glob("*checkpoint-*")), steps
+
+
+class FullDisk(TrainerCallback):
+    """Lets rank 0 write no more than some kilobytes to a file while steps 2 and 3 are made."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if dist.get_rank() == 0:
+            most = 1 << 14 if state.global_step in (2, 3) else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_step(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "m", "llama", True)
+    for kept, steps in run_ranks(2, save_on_a_full_disk, model, str(tmp_path)):
+        assert steps == 4
+        assert kept == ["checkpoint-1", "checkpoint-4"]  # an older whole one is kept in the place of those that failed

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import platform
+import warnings
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -23,17 +25,24 @@ class MetricsFile:
     def __init__(self, path: Path, first_step: int) -> None:
         kept = _steps_before(path, first_step) if path.is_file() else []
         replace_text(path, "".join(line + "\n" for line in kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def write(self, record: StepRecord | JsonObject) -> None:
         """Append one object and hand it to the operating system, so that a killed run keeps it."""
         content = record.as_dict() if isinstance(record, StepRecord) else record
         self._file.write(json.dumps(_finite(content)) + "\n")
-        self._file.flush()
+        self._do(self._file.flush)
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        self._do(self._file.close)
+
+    def _do(self, action: Callable[[], None]) -> None:
+        """Write what is waiting. Where that fails, as on a full disk, training is worth more than its metrics."""
+        try:
+            action()
+        except OSError as error:  # the lines wait in memory, for the next one
+            warnings.warn(f"{self._path}: cannot be written: {error.strerror}; training continues", stacklevel=3)
 
 
 def set_aside(path: Path) -> Path | None:

@@ -48,6 +48,16 @@ def test_a_resumed_file_drops_later_steps_and_a_line_cut_in_the_middle(tmp_path:
     assert rows == [{"step": 1}, {"step": 2}, {"step": 3, "loss": None}]
 
 
+def test_metrics_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", first_step=1)
+    file.close()
+    with Path("/dev/full").open("a", encoding="utf-8") as file._file:
+        with pytest.warns(UserWarning, match=r"metrics\.jsonl: cannot be written: No space left on device; training"):
+            file.write({"step": 1})
+        with pytest.warns(UserWarning, match="cannot be written"):
+            file.close()
+
+
 def test_only_finished_checkpoints_count_and_the_newest_is_taken(tmp_path: Path) -> None:
     assert find_resume(tmp_path, "auto") is None
     for step in (2, 10, 9):
