@@ -70,7 +70,7 @@ def _attention_width(config: PretrainedConfig, index: int) -> int:
     """Return attention heads x head size of decoder layer `index`, as far as the config says."""
     text = config.get_text_config(decoder=True)
     layers = getattr(text, "per_layer_config", None) if hasattr(text, "num_hidden_layers") else None
-    text = layers[index] if layers else text
+    text = layers[index] if layers and index < len(layers) else text
     heads = getattr(text, "num_attention_heads", None)
     size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
     return heads * size if heads else 0

@@ -51,9 +51,13 @@ def test_a_deeper_encoder_beside_the_layers_is_no_hindrance_to_the_cut() -> None
     require_cut(ModelSource(name="it", config=config, weights=None), 2)
 
 
-def test_a_config_without_a_depth_of_its_own_has_costs_too() -> None:
+def test_a_config_without_a_depth_or_with_another_has_costs_too() -> None:
     model = cut(ModelSource(name="it", config=tiny_config("blt"), weights=None), TensorParallel())
     assert all(cost.flops_per_token() > 0 for cost in model.costs(32, checkpointed=False))
+    deeper = tiny_config("xlstm")  # `num_blocks` counts its layers
+    deeper.num_hidden_layers = 3
+    model = cut(ModelSource(name="it", config=deeper, weights=None), TensorParallel())
+    assert len(model.costs(32, checkpointed=False)) == 6
 
 
 @pytest.mark.parametrize(("rows", "wanted"), [(60, 60), (200, 90)])
