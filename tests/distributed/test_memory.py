@@ -16,7 +16,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from harness.checkpoint.exporting.weights import export_weights
-from harness.checkpoint.tensor_writer import WINDOW_BYTES
+from harness.checkpoint.tensor_writer import BLOCK_BYTES
 from harness.hf.causal import assemble
 from harness.hf.skeleton import ModelSource, read_source
 from harness.hf.weights.initialization import PIECE_BYTES
@@ -29,7 +29,7 @@ from tests.distributed.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 MARGIN = 1.3  # over the share: what is read or drawn at once, and the interpreter's own growth
-ONE_MORE = 24 << 20  # beside the window on the file that is written: what torch and Python allocate for themselves
+ONE_MORE = 24 << 20  # beside the block that is copied: what torch and Python allocate for themselves
 
 
 def resident_bytes(which: str) -> int:
@@ -99,5 +99,5 @@ def test_a_rank_that_reads_holds_its_share_and_one_that_writes_no_more(tmp_path:
     for peak, kept, whole, writing in run_ranks(4, build, str(tmp_path), str(out)):
         assert kept < 0.35 * whole
         assert peak < MARGIN * kept
-        assert writing < WINDOW_BYTES + ONE_MORE
+        assert writing < BLOCK_BYTES + ONE_MORE
     assert filecmp.cmp(tmp_path / "model.safetensors", out / "model.safetensors", shallow=False)
