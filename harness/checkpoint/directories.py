@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import get_origin, get_type_hints
 
 from harness.checkpoint.atomic import sync_file, sync_folder
 from harness.checkpoint.manifest import checksum, write_manifest
@@ -95,11 +96,10 @@ def read_progress(checkpoint: Path) -> Progress:
 
 def _require_types(progress: Progress) -> None:
     """Raise ValueError for a value of another type than its field's: somebody has edited the file."""
-    kinds = {"int": int, "str": str, "dict": dict, "JsonObject": dict}
-    for item in fields(Progress):
-        value = getattr(progress, item.name)
-        if not isinstance(value, kinds[str(item.type).partition("[")[0]]):
-            raise ValueError(f"{item.name} is {value!r}")
+    for name, kind in get_type_hints(Progress).items():
+        value = getattr(progress, name)
+        if not isinstance(value, get_origin(kind) or kind):
+            raise ValueError(f"{name} is {value!r}")
 
 
 def optimizer_name(resolved: Resolved) -> str:
@@ -161,6 +161,20 @@ def finish(output_dir: Path, progress: Progress, files: Mapping[str, tuple[int, 
     shutil.rmtree(replaced, ignore_errors=True)
     sync_folder(output_dir)
     return final
+
+
+def set_aside_newer(output_dir: Path, resumed: Path) -> list[Path]:
+    """Rename the checkpoints that are newer than the one that a run goes on from; return their new paths.
+
+    They belong to steps that the run now makes once more, so they must not count as its newest.
+    """
+    step = {path: step for step, path in numbered(output_dir)}[resumed]
+    newer = [path for number, path in numbered(output_dir) if number > step]
+    moved = [path.with_name(f"abandoned-{path.name}") for path in newer]
+    for path, target in zip(newer, moved, strict=True):
+        shutil.rmtree(target, ignore_errors=True)  # of an earlier time
+        path.rename(target)
+    return moved
 
 
 def prune(output_dir: Path, kept: Sequence[Path] | None) -> None:

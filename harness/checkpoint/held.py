@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.deepspeed.flat_tensors import Run, SteppedOn, runs, stepped_on
+from harness.deepspeed.flat_tensors import EngineOptimizer, Run, SteppedOn, runs, stepped_on
 from harness.deepspeed.zero3_parameters import Partition, held_tensor, is_partitioned
 from harness.hf.weights.slices import Box
 from harness.parallel.tensor.shard import Shard, shard_of
@@ -85,7 +84,7 @@ class Held:
 
 
 def held_tensors(
-    module: nn.Module, optimizer: Any, groups: Groups, *, rename: Callable[[str], str], trained_only: bool
+    module: nn.Module, optimizer: EngineOptimizer, groups: Groups, *, rename: Callable[[str], str], trained_only: bool
 ) -> list[Held]:
     """Return what this rank holds of the tensors of `module`, under the names that `rename` gives them.
 
@@ -118,7 +117,7 @@ def _trained(name: str, stepped: SteppedOn, run: Run, groups: Groups) -> Held:
     )
 
 
-def _fixed(name: str, tensor: Any, groups: Groups) -> Held:
+def _fixed(name: str, tensor: Tensor, groups: Groups) -> Held:
     """Return what is held of a tensor that is not trained, which ZeRO-3 may have divided."""
     shard, start, values = shard_of(tensor), 0, tensor.detach()
     shape, owned = tuple(tensor.shape), groups.coordinate.dp_rank == 0

@@ -9,10 +9,9 @@ seed, the step and the place (`harness/parallel/draws.py`).
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -23,6 +22,7 @@ from harness.checkpoint.integrity import changed_file, newest, newest_whole
 from harness.checkpoint.manifest import contents
 from harness.checkpoint.whole_tensors import open_whole_tensors, read_tensors, require_stored, write_tensors
 from harness.deepspeed.engine import loss_scaling, set_counters, set_loss_scaling
+from harness.deepspeed.flat_tensors import EngineOptimizer, Run, SteppedOn
 from harness.deepspeed.optimizer_states import Template, counted, make_state, template, torch_optimizer, use_stepped_on
 from harness.errors import UserError
 from harness.topology.agreement import all_or_none, values_of_all
@@ -185,7 +185,7 @@ def _write_optimizer(state: EngineState, folder: Path, held: Sequence[Held]) -> 
     return counters
 
 
-def _templates(optimizer: Any, held: Sequence[Held]) -> dict[tuple[int, int], Template]:
+def _templates(optimizer: EngineOptimizer, held: Sequence[Held]) -> dict[tuple[int, int], Template]:
     """Return what the optimizer keeps, by parameter group and by the dimensions of what is stepped on."""
     found: dict[tuple[int, int], Template] = {}
     for each, _ in _stepped(held):
@@ -195,16 +195,16 @@ def _templates(optimizer: Any, held: Sequence[Held]) -> dict[tuple[int, int], Te
     return found
 
 
-def _kinds(templates: Any) -> list[str]:
+def _kinds(templates: Iterable[Template]) -> list[str]:
     return sorted({name for found in templates for name in found.elements})
 
 
-def _of_state(optimizer: Any, held: Sequence[Held], name: str) -> list[Held]:
+def _of_state(optimizer: EngineOptimizer, held: Sequence[Held], name: str) -> list[Held]:
     """Return what this rank holds of the values `name` of the optimizer."""
-    state: Mapping[Any, Mapping[str, Any]] = torch_optimizer(optimizer).state
+    state = torch_optimizer(optimizer).state
     found = ((each, state.get(each.stepped[0].tensor, {}).get(name)) for each in held if each.stepped is not None)
     return [each.of_state(values) for each, values in found if values is not None]
 
 
-def _stepped(held: Sequence[Held]) -> list[Any]:
+def _stepped(held: Sequence[Held]) -> list[tuple[SteppedOn, Run]]:
     return [each.stepped for each in held if each.stepped is not None]

@@ -10,18 +10,21 @@ import copy
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.deepspeed.flat_tensors import SteppedOn
+from harness.deepspeed.flat_tensors import EngineOptimizer, SteppedOn
 from harness.errors import UserError
 
+Counter: TypeAlias = Tensor | int | float
+"""What an optimizer counts with: a number, or a tensor of one element."""
 
-def torch_optimizer(optimizer: Any) -> Optimizer:
+
+def torch_optimizer(optimizer: EngineOptimizer) -> Optimizer:
     """Return the optimizer that steps, of the one that an engine has, which may wrap it."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
@@ -40,11 +43,11 @@ class Template:
     """
 
     elements: Mapping[str, torch.dtype]
-    counters: Mapping[str, Any] = field(default_factory=dict)
-    of_group: Mapping[str, Any] = field(default_factory=dict)
+    counters: Mapping[str, Counter] = field(default_factory=dict)
+    of_group: Mapping[str, Counter] = field(default_factory=dict)
 
 
-def template(optimizer: Any, stepped: SteppedOn) -> Template:
+def template(optimizer: EngineOptimizer, stepped: SteppedOn) -> Template:
     """Return what the engine's `optimizer` keeps for a tensor that it steps on.
 
     Raises UserError for an optimizer that keeps tensors of another shape than the parameter's.
@@ -58,7 +61,7 @@ def template(optimizer: Any, stepped: SteppedOn) -> Template:
     inner.state, inner.param_groups = defaultdict(dict), [trial]
     try:
         type(inner).step(inner)  # not what the schedule, or the harness, has wrapped around the step
-        made: dict[str, Any] = dict(inner.state[probe])
+        made = dict(inner.state[probe])
     finally:
         inner.state, inner.param_groups = state, groups
     elements = {name: value.dtype for name, value in made.items() if isinstance(value, Tensor) and value.dim() > 0}
@@ -76,7 +79,7 @@ def template(optimizer: Any, stepped: SteppedOn) -> Template:
     )
 
 
-def counted(optimizer: Any, stepped: SteppedOn, template: Template) -> dict[str, float]:
+def counted(optimizer: EngineOptimizer, stepped: SteppedOn, template: Template) -> dict[str, float]:
     """Return the counters that the optimizer keeps for a tensor or its group; none before the first step."""
     inner = torch_optimizer(optimizer)
     state, group = inner.state.get(stepped.tensor, {}), inner.param_groups[stepped.param_group]
@@ -87,10 +90,12 @@ def counted(optimizer: Any, stepped: SteppedOn, template: Template) -> dict[str,
     return {name: float(value) for name, value in found.items()}
 
 
-def make_state(optimizer: Any, stepped: SteppedOn, template: Template, counters: Mapping[str, float]) -> None:
+def make_state(
+    optimizer: EngineOptimizer, stepped: SteppedOn, template: Template, counters: Mapping[str, float]
+) -> None:
     """Give the optimizer state for a tensor as if it had made steps: zeros for each element, and `counters`."""
     inner = torch_optimizer(optimizer)
-    state: dict[str, Any] = {name: _set(value, counters.get(name)) for name, value in template.counters.items()}
+    state = {name: _set(value, counters.get(name)) for name, value in template.counters.items()}
     for name, dtype in template.elements.items():
         state[name] = torch.zeros_like(stepped.tensor, dtype=dtype, requires_grad=False)
     inner.state[stepped.tensor] = state
@@ -98,7 +103,7 @@ def make_state(optimizer: Any, stepped: SteppedOn, template: Template, counters:
     group.update({name: _set(value, counters.get(name)) for name, value in template.of_group.items()})
 
 
-def _set(value: Any, number: float | None) -> Any:
+def _set(value: Counter, number: float | None) -> Counter:
     """Return `number` in the form of `value`."""
     if number is None:
         return copy.deepcopy(value)
@@ -106,7 +111,7 @@ def _set(value: Any, number: float | None) -> Any:
 
 
 @torch.no_grad()
-def use_stepped_on(optimizer: Any) -> None:
+def use_stepped_on(optimizer: EngineOptimizer) -> None:
     """Bring the values of the tensors that are stepped on to the parameters that the model computes with.
 
     All ranks call it. Where a parameter is stepped on itself, there is nothing to do.

@@ -19,6 +19,7 @@ from harness.checkpoint.directories import (
     partial_name,
     prune,
     require_same_model,
+    set_aside_newer,
 )
 from harness.checkpoint.integrity import find_resume, newest
 from harness.checkpoint.manifest import contents
@@ -70,6 +71,17 @@ def test_only_finished_checkpoints_count_and_the_newest_is_taken(tmp_path: Path)
     assert not (tmp_path / partial_name(11)).exists()
     prune(tmp_path, newest(tmp_path, None))
     assert len(numbered(tmp_path)) == 3
+
+
+def test_going_back_to_an_older_one_sets_the_newer_ones_aside(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        save(tmp_path, step)
+    assert set_aside_newer(tmp_path, tmp_path / "checkpoint-6") == []
+    moved = set_aside_newer(tmp_path, tmp_path / "checkpoint-2")
+    assert [path.name for path in moved] == ["abandoned-checkpoint-4", "abandoned-checkpoint-6"]
+    assert find_resume(tmp_path, "auto") == tmp_path / "checkpoint-2"
+    save(tmp_path, 4)  # and once more back from there: the first ones make room
+    assert set_aside_newer(tmp_path, tmp_path / "checkpoint-2") == moved[:1]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
