@@ -61,6 +61,11 @@ class EngineState:
         )
 
 
+def require_savable(state: EngineState) -> None:
+    """Raise UserError for an optimizer whose state cannot be saved, before it has trained for hours."""
+    _templates(state.engine.optimizer, state.held())
+
+
 def save(
     state: EngineState,
     output_dir: Path,
@@ -113,11 +118,12 @@ def _write(
     all_or_none(begin)
     held = state.held()
     write_tensors(folder, state.stem, held, state.groups, one_file=state.adapters)
-    counters = _write_optimizer(state, folder, held)
+    names, counters = _write_optimizer(state, folder, held)
     shares = values_of_all(all_or_none(lambda: contents(folder, state.groups.rank, dist.get_world_size())))
     whole = replace(
         progress,
         skipped_steps=state.engine.skipped_steps,
+        optimizer_states=names,
         counters=counters,
         loss_scaling=loss_scaling(state.engine.optimizer),
     )
@@ -136,11 +142,11 @@ def load(state: EngineState, checkpoint: Path) -> Progress:
     stored = open_whole_tensors(checkpoint, state.stem)
     require_stored(checkpoint, stored, held)
     read_tensors(stored, held)
-    if progress.counters:
+    if progress.optimizer_states:
         templates = _templates(optimizer, held)
         for each in {id(each.tensor): each for each, _ in _stepped(held)}.values():
             make_state(optimizer, each, templates[each.param_group, each.tensor.dim()], progress.counters)
-        for name in _kinds(templates.values()):
+        for name in progress.optimizer_states:
             of_state = _of_state(optimizer, held, name)
             stored = open_whole_tensors(checkpoint, name)
             require_stored(checkpoint, stored, of_state)
@@ -171,18 +177,19 @@ def first_unchanged(checkpoint: Path | None, output_dir: Path, *, auto: bool) ->
     return checkpoint, left_out
 
 
-def _write_optimizer(state: EngineState, folder: Path, held: Sequence[Held]) -> dict[str, float]:
-    """Write what the optimizer keeps for each weight; return what it counts. Nothing before the first step."""
+def _write_optimizer(state: EngineState, folder: Path, held: Sequence[Held]) -> tuple[list[str], dict[str, float]]:
+    """Write what the optimizer keeps for each weight; return its names, and what the optimizer counts."""
     optimizer = state.engine.optimizer
     templates = _templates(optimizer, held)
     counters: dict[str, float] = {}
     for each, _ in _stepped(held):
         counters.update(counted(optimizer, each, templates[each.param_group, each.tensor.dim()]))
-    of_all = values_of_all((counters, _kinds(templates.values())))
-    counters = {name: value for found, _ in of_all for name, value in found.items()}
-    for name in sorted({name for _, names in of_all for name in names}) if counters else ():
+    own = [name for name in _kinds(templates.values()) if _of_state(optimizer, held, name)]
+    of_all = values_of_all((own, counters))
+    names = sorted({name for found, _ in of_all for name in found})
+    for name in names:
         write_tensors(folder, name, _of_state(optimizer, held, name), state.groups)
-    return counters
+    return names, {name: value for _, found in of_all for name, value in found.items()}
 
 
 def _templates(optimizer: EngineOptimizer, held: Sequence[Held]) -> dict[tuple[int, int], Template]:

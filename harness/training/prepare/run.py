@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.checkpoint import directories
-from harness.checkpoint.training_state import EngineState
+from harness.checkpoint.training_state import EngineState, require_savable
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
 from harness.deepspeed.pipeline import Layer
@@ -122,7 +122,7 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
     stages = stage_lines(trainable, boundaries, engine.deepspeed.module, context.groups)
     startup_report.stages(console, plan.layout, plan.resolved, plan.max_steps, stages)
     startup_report.adapters(console, plan.adaptation, trainable)
-    return PreparedRun(
+    run = PreparedRun(
         inputs=inputs,
         plan=plan,
         context=context,
@@ -134,6 +134,9 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
         hyperparameters=hyperparameters(inputs.args, plan.resolved, plan.max_steps),
         foreign_groups=foreign_groups,
     )
+    if inputs.args.save_steps:
+        require_savable(run.engine_state)
+    return run
 
 
 def _join(inputs: RunInputs, plan: RunPlan) -> tuple[RunContext, frozenset[dist.ProcessGroup]]:

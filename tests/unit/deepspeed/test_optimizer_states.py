@@ -1,0 +1,89 @@
+"""The state of an optimizer that is made from what another one of its kind had: both step on to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+
+from harness.deepspeed.flat_tensors import OneParameter, stepped_on
+from harness.deepspeed.optimizer_states import counted, make_state, template
+from harness.errors import UserError
+from harness.training.engine.muon import muon
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "Adam": partial(Adam, amsgrad=True),
+    "AdamW": AdamW,
+    "SGD": partial(SGD, momentum=0.9),
+    "plain SGD": SGD,
+    "Adagrad": Adagrad,
+    "Adadelta": Adadelta,
+    "NAdam": NAdam,
+    "RMSprop": partial(RMSprop, momentum=0.5),
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def step(module: nn.Module, optimizer: Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    optimizer.zero_grad()
+    module(torch.randn(5, 3)).square().sum().backward()
+    optimizer.step()
+
+
+def carry_over(old: Optimizer, new: Optimizer) -> None:
+    """Give `new`, which has not stepped, the state of `old`, by way of names, values and counters."""
+    for theirs, ours in zip(stepped_on(old), stepped_on(new), strict=True):
+        found = template(old, theirs)
+        make_state(new, ours, template(new, ours), counted(old, theirs, found))
+        for name in found.elements:
+            new.state[ours.tensor][name].copy_(old.state[theirs.tensor][name])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_goes_on_from_the_state_of_another(name: str) -> None:
+    first, second = model(), model()
+    old, new = (OPTIMIZERS[name](module.parameters(), lr=0.01) for module in (first, second))
+    for seed in range(3):
+        step(first, old, seed)
+    second.load_state_dict(first.state_dict())
+    carry_over(old, new)
+    for seed in range(3, 6):
+        step(first, old, seed)
+        step(second, new, seed)
+    for mine, theirs in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_asking_what_is_kept_changes_nothing() -> None:
+    module = model()
+    optimizer = AdamW(module.parameters(), lr=0.01)
+    step(module, optimizer, 0)
+    before = [parameter.clone() for parameter in module.parameters()]
+    kept = {id(p): dict(state) for p, state in optimizer.state.items()}
+    found = template(optimizer, next(stepped_on(optimizer)))
+    assert found.elements == {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+    assert list(found.counters) == ["step"]
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    assert {id(p): dict(state) for p, state in optimizer.state.items()} == kept
+
+
+def test_muon_keeps_a_momentum_of_matrices_and_the_moments_of_others() -> None:
+    module = nn.ModuleDict({"embed": nn.Embedding(8, 4), "layer": nn.Linear(4, 4)})
+    optimizer = muon(module, [{"params": list(module.parameters())}], {"lr": 0.01})
+    kept = {each.param_group: sorted(template(optimizer, each).elements) for each in stepped_on(optimizer)}
+    assert sorted(kept.values()) == [["exp_avg", "exp_avg_sq"], ["momentum_buffer"]]
+
+
+def test_state_that_is_not_one_value_for_each_weight_is_refused() -> None:
+    optimizer = Adafactor([nn.Parameter(torch.zeros(4, 4))])
+    with pytest.raises(UserError, match="Adafactor keeps row_var, which does not have one value for each weight"):
+        template(optimizer, OneParameter(optimizer.param_groups[0]["params"][0]))
