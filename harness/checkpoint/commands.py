@@ -18,7 +18,7 @@ from harness.wording import counted
 
 DESCRIPTION = """Shows, verifies or exports a checkpoint of a run. `verify` exits with 1 if a file is not what was
 saved."""
-EXAMPLE = """examples:
+EXAMPLE = """example:
   ds-harness checkpoint show runs/mine/checkpoint-500
   ds-harness checkpoint verify runs/mine/checkpoint-500
   ds-harness checkpoint export runs/mine/checkpoint-500 --output_dir model --dtype bfloat16"""

@@ -16,7 +16,7 @@ FAMILIES = ("gpt2", "olmoe")  # one is cut by a file, the other by its own plan;
 
 @pytest.mark.skipif(STORED.transformers != installed_transformers(), reason="the matrix is another version's")
 def test_rows_are_as_stored(tmp_path):
-    rows = run_families(FAMILIES, tmp_path / "rows.jsonl", limit_s=60, tell=lambda family, row: None)
+    rows = run_families(FAMILIES, tmp_path / "rows.jsonl", limit_s=60, report=lambda family, row: None)
     for family in FAMILIES:
         stored = {cell: STORED.families[family][cell] == YES for cell in CELLS}
         assert all(stored.values()), f"{family}: {spell(STORED.families[family])}"
