@@ -33,6 +33,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
 
 from harness import TrainingArguments  # noqa: E402
 from harness.checkpoint.exporting.weights import export_weights  # noqa: E402
+from harness.deepspeed.process_groups import avoid_compiling  # noqa: E402
 from harness.hf.skeleton import read_source  # noqa: E402
 from harness.parallel.pipeline.staged_module import build_layers  # noqa: E402
 from harness.topology.groups import build_groups  # noqa: E402
@@ -177,6 +178,7 @@ def load_and_write(model: str, out: str, pipeline: int, tensor: int, zero: int) 
     resolved, steps = read_run_config(args, world_size=4).for_data(None, SHAPE["hidden_size"])
     groups = build_groups(Layout.from_world(4, pp_size=pipeline, tp_size=tensor))
     setting = RunContext(args=args, resolved=resolved, groups=groups, device=torch.device("cpu"), max_steps=steps)
+    avoid_compiling()
     gc.collect()  # touches what is shared with the parent since the fork, so that it does not count as growth
     before = bytes_read()
     with Peak() as loading:
