@@ -77,7 +77,6 @@ class ModelLayer(nn.Module):
         self, blueprint: Blueprint, modules: Mapping[str, nn.Module], leaves: Callable[[], Iterable[str]] = tuple
     ) -> None:
         super().__init__()
-        self.leaves = leaves
         # a copy: the modules in `outer` stay whole and on meta, so that a layer can be built once more
         for name, module in copy.deepcopy(dict(modules)).items():
             _nest(self, name, module)
@@ -86,6 +85,8 @@ class ModelLayer(nn.Module):
         materialise(self, blueprint.device, blueprint.dtype, blueprint.kept)
         blueprint.source.fill(self, whole)
         blueprint.finish(self)
+        # after the copies, which would copy the whole model with these
+        self.leaves = leaves
         self.outer = blueprint.outer
         self.schema = blueprint.schema
 

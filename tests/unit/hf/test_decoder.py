@@ -149,6 +149,19 @@ def test_states_are_found_and_travel_as_far_as_they_are_read() -> None:
     assert outer.schema.tokens and outer.schema.replayed
 
 
+def test_a_layer_is_built_without_a_copy_of_the_other_layers() -> None:
+    causal = prepare(_source(num_hidden_layers=2))
+    outer = causal.layers[1].module_args[0].outer
+
+    def copied(_: object) -> None:
+        raise AssertionError("layer 1 was copied")
+
+    outer.layers[1].__deepcopy__ = copied
+    build(causal, 1, 2)
+    with pytest.raises(AssertionError):
+        build(causal, 2, 3)
+
+
 def test_a_large_vocabulary_makes_the_epilogue_the_most_expensive_layer() -> None:
     small = [c.flops_per_token() for c in prepare(_source(vocab_size=320)).costs(128, checkpointed=False)]
     large = [c.flops_per_token() for c in prepare(_source(vocab_size=50_000)).costs(128, checkpointed=False)]
