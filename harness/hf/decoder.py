@@ -84,9 +84,9 @@ class ModelLayer(nn.Module):
         blueprint.cut(self)
         materialise(self, blueprint.device, blueprint.dtype, blueprint.kept)
         blueprint.source.fill(self, whole)
-        blueprint.finish(self)
-        # after the copies, which would copy the whole model with these
+        # after the copy, which would copy the whole model with this
         self.leaves = leaves
+        blueprint.finish(self)
         self.outer = blueprint.outer
         self.schema = blueprint.schema
 
