@@ -21,7 +21,7 @@ from harness.training.arguments import LoraArguments, TrainingArguments, parse
 from harness.training.console import Console, plain_console, quiet
 from harness.training.prepare.configure import RunConfig
 from harness.training.prepare.preflight import ScriptArguments, check_before_start, limit_trial
-from harness.training.process import signals
+from harness.training.process import records, signals
 
 if TYPE_CHECKING:
     from harness.training.trainer import Trainer
@@ -35,7 +35,6 @@ NOTHING_GIVEN = (
     "no arguments: give at least --max_steps and --output_dir, for instance `deepspeed --num_accelerators 2 "
     "scripts/train.py --deepspeed_config pipeline_checkpointing --max_steps 100 --output_dir runs/first` (see --help)"
 )
-LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "ncclremoteerror")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,14 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         env = LaunchEnv.from_environ(os.environ)
     except UserError as error:
         console.fail(str(error))
+        records.record_failure(error)
         return 1
+    records.HERE.rank = env.rank
     if all(word.startswith("--local_rank") for word in (sys.argv[1:] if argv is None else argv)):
         if env.rank == 0:
             console.fail(NOTHING_GIVEN)
         return 2
     console = plain_console(env.rank)
     with signals.watching(console.say, env.parent):
-        return _main(argv, env, console)
+        code = _main(argv, env, console)
+    if code == 0:
+        records.record_success()
+    return code
 
 
 def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
@@ -72,6 +76,7 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
         with quiet(log, env.rank) as console, signals.reported_by(console.say):
             return _guarded(script, config, lora, env, console)
     except UserError as error:
+        records.record_failure(error)
         _report(console, env.rank, error)
         return 1
 
@@ -117,12 +122,14 @@ def _guarded(script: ScriptArguments, config: RunConfig, lora: LoraArguments, en
     try:
         run(script, config, lora, env, console)
     except signals.Stopped as stopped:
+        records.record_failure(stopped)
         sys.stdout.flush()
         os._exit(int(stopped.code or 0))  # all is saved; whoever stops a run does not wait for Python to tidy up
     except BaseException as error:
         signals.say_nothing()
+        records.record_failure(error)
         traceback.print_exc()  # into this rank's log
-        if signals.received() and _lost_peer(error):  # the others have ended by the signal
+        if signals.received() and records.is_lost_peer(error):  # the others have ended by the signal
             os._exit(128 + signals.received())
         _report(console, env.rank, error)
         sys.stderr.flush()
@@ -138,15 +145,10 @@ def _report(console: Console, rank: int, error: BaseException) -> None:
         console.fail(_first_finding(error) if isinstance(error, ConfigError) else str(error))
         return
     text = f"{type(error).__name__}: {error}".strip()
-    if _lost_peer(error):
+    if records.is_lost_peer(error):
         time.sleep(2 * GRACE_S)  # the rank that has failed tells its own
         text = f"lost contact with another rank ({text.splitlines()[0]})"
     console.fail(f"rank {rank}: {text.splitlines()[0]}; the traceback is in {console.log}")
-
-
-def _lost_peer(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone."""
-    return any(sign in f"{type(error).__name__}: {error}".lower() for sign in LOST_PEER)
 
 
 def _first_finding(error: ConfigError) -> str:

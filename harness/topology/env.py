@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 from harness.errors import UserError
 from harness.topology.processes import DEEPSPEED_LAUNCH, ancestor
@@ -21,6 +22,7 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 TIMEOUT_MINUTES = 30
 DEEPSPEED_PORT = 29500  # what its launcher takes where no --master_port is given
+RECORDS = "DS_HARNESS_RECORDS"  # the folder in which the ranks of one attempt leave records for their supervisor
 PORTS = range(15000, 31000)  # of runs that are given none; below those that the system hands out itself
 
 
@@ -148,6 +150,12 @@ def run_timeout() -> timedelta:
     if minutes is not None and minutes < 1:
         raise UserError(f"DEEPSPEED_TIMEOUT is {minutes}: give a number of minutes of at least 1")
     return timedelta(minutes=minutes or TIMEOUT_MINUTES)
+
+
+def records_folder() -> Path | None:
+    """Return the folder for this rank's records; None where no supervisor has started it."""
+    folder = os.environ.get(RECORDS)
+    return Path(folder) if folder else None
 
 
 def _launcher(environ: Mapping[str, str]) -> Names | None:

@@ -17,6 +17,7 @@ from harness.training.engine.losses import Loss, RouterLoss
 from harness.training.prepare.run import PreparedRun
 from harness.training.process import signals
 from harness.training.process.distributed import any_rank
+from harness.training.process.records import HERE
 
 ROUTER_BATCH = 8
 """Samples of an evaluation micro-batch of a model with a router loss; transformers' default for every model."""
@@ -38,6 +39,7 @@ def evaluation_metrics(run: PreparedRun, dataset: MapDataset, *, is_new: bool) -
     `is_new`: not the run's own data set, which was looked at when the run began. UserError if it cannot be used, or
     differs between ranks.
     """
+    HERE.doing = "evaluating"
     micro_batch = run.args.per_device_eval_batch_size or default_batch(run.trainable.loss, run.resolved.micro_batch)
     if is_new:
         require_alike({"evaluation data": data_digest(dataset)}, run.engine.device)

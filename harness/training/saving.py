@@ -18,6 +18,7 @@ from harness.checkpoint.exporting.weights import export_config, export_weights
 from harness.hf.lora import plain_name, saved_name, sorted_config
 from harness.training.callbacks import TrainerState
 from harness.training.prepare.run import PreparedRun
+from harness.training.process.records import HERE
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -30,6 +31,7 @@ def save_checkpoint(run: PreparedRun, state: TrainerState) -> Path:
 
     HuggingFace's `from_pretrained` reads its weights, and peft's its adapters.
     """
+    HERE.doing = "saving"
     plan, resolved = run.plan, run.resolved
     progress = Progress(
         step=state.global_step,
@@ -70,6 +72,7 @@ def _write_configs(run: PreparedRun, folder: Path) -> None:
 
 def write_model(run: PreparedRun, directory: Path) -> None:
     """Write what `run` has trained into `directory`; all ranks call it."""
+    HERE.doing = "exporting"
     directory.mkdir(parents=True, exist_ok=True)
     if run.plan.adaptation is None:
         _write_whole(run, directory)

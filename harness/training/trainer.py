@@ -37,7 +37,7 @@ from harness.training.prepare.one_model import require_one_model
 from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.run import prepare_run, release, training_stream
 from harness.training.prepare.trainable import Model
-from harness.training.process import signals
+from harness.training.process import records, signals
 from harness.training.report.progress import ProgressCallback
 from harness.training.report.recorder import Recorder
 from harness.training.resume import resume
@@ -162,6 +162,7 @@ class Trainer:
 
     def training_step(self) -> StepRecord:
         """One optimizer step over one global batch, the same in every layout."""
+        records.begin_step(self.state.global_step + 1)
         call(self.callbacks, "on_step_begin", self)
         assert self.stream is not None
         start_time = time.perf_counter()

@@ -39,6 +39,7 @@ from harness.training.prepare.stages import StageLine, choose_boundaries, stage_
 from harness.training.prepare.trainable import TrainableModel, trainable_decoder, trainable_layers
 from harness.training.prepare.verification import verify_plan
 from harness.training.process.distributed import close_groups, open_groups, require_device, require_precision, start
+from harness.training.process.records import HERE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +160,7 @@ def _join(inputs: RunInputs, plan: RunPlan) -> tuple[RunContext, frozenset[dist.
     )
     foreign_groups = open_groups()
     groups = build_groups(plan.layout)
+    HERE.rank, HERE.stage, HERE.doing = groups.rank, groups.coordinate.stage, "preparing"
     startup_report.version(inputs.console)
     context = RunContext(args=args, resolved=plan.resolved, groups=groups, device=device, max_steps=plan.max_steps)
     return context, foreign_groups

@@ -1,0 +1,132 @@
+"""What this rank is doing, and what it leaves for the supervisor of `ds-harness launch`: why it failed, or success.
+
+The environment variable DS_HARNESS_RECORDS names the folder of one attempt; without it nothing is written. No torch:
+a rank that is refused before it imports torch leaves a record too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.checkpoint.atomic import UNFINISHED
+from harness.errors import UserError
+from harness.topology.env import records_folder
+
+SUCCESS = "success.json"
+LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "ncclremoteerror")
+
+
+@dataclass(slots=True)
+class Position:
+    """Where a rank is. Setting an attribute costs what an assignment costs, so it may be done at every instruction.
+
+    Attributes:
+        stage: of the pipeline; None before the layout is known.
+        step: that is being made, counted from 1; 0 before the first.
+        doing: for instance "importing", "training", "saving", or a pipeline instruction.
+    """
+
+    rank: int = 0
+    host: str = ""
+    stage: int | None = None
+    step: int = 0
+    doing: str = "starting"
+
+
+HERE = Position(host=socket.gethostname())
+"""The position of this process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a rank ended, in its own words.
+
+    Attributes:
+        error: name of the exception's type.
+        message: its first line.
+        is_user_error: whether the user can fix it, and starting again would not.
+        is_lost_peer: whether it only says that another rank is gone.
+        time: seconds since the epoch.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    stage: int | None
+    step: int
+    doing: str
+    error: str
+    message: str
+    is_user_error: bool
+    is_lost_peer: bool
+    time: float
+
+
+def begin_step(step: int) -> None:
+    """Set the step that this rank is about to make, also for a supervisor that finds the rank dead."""
+    HERE.step, HERE.doing = step, "training"
+    _write(f"position-{HERE.rank}.json", asdict(HERE))
+
+
+def record_failure(error: BaseException) -> None:
+    """Write `rank-N.json`; the first record of a rank stays."""
+    lines = str(error).strip().splitlines()
+    failure = Failure(
+        **asdict(HERE),
+        pid=os.getpid(),
+        error=type(error).__name__,
+        message=lines[0] if lines else "",
+        is_user_error=isinstance(error, UserError),
+        is_lost_peer=is_lost_peer(error),
+        time=time.time(),
+    )
+    folder = records_folder()
+    if folder is not None and not (folder / f"rank-{HERE.rank}.json").exists():
+        _write(f"rank-{HERE.rank}.json", asdict(failure))
+
+
+def record_success() -> None:
+    """Write the marker that all work is done; rank 0 calls it as the very last thing."""
+    if HERE.rank == 0:
+        _write(SUCCESS, {"step": HERE.step, "time": time.time()})
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone."""
+    return any(sign in f"{type(error).__name__}: {error}".lower() for sign in LOST_PEER)
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """Return the failures that ranks have recorded, the first one first."""
+    return sorted((Failure(**record) for record in _read(folder, "rank-*.json")), key=lambda failure: failure.time)
+
+
+def read_positions(folder: Path) -> dict[int, Position]:
+    """Return where each rank was at the beginning of its last step."""
+    return {position.rank: position for position in (Position(**record) for record in _read(folder, "position-*.json"))}
+
+
+def _write(name: str, record: dict[str, object]) -> None:
+    """Write a record in one step; a full disk is not what ends a run."""
+    folder = records_folder()
+    if folder is None:
+        return
+    unfinished = folder / f"{UNFINISHED}{HERE.rank}-{name}"
+    with suppress(OSError):
+        unfinished.write_text(json.dumps(record), encoding="utf-8")
+        unfinished.replace(folder / name)
+
+
+def _read(folder: Path, pattern: str) -> list[dict[str, Any]]:
+    records = []
+    for path in sorted(folder.glob(pattern)):
+        with suppress(OSError, ValueError):
+            records.append(json.loads(path.read_text(encoding="utf-8")))
+    return records
