@@ -93,15 +93,34 @@ def held_tensors(
     order, on all ranks that have the same layers.
     """
     places = {id(run.parameter): (each, run) for each in stepped_on(optimizer) for run in runs(each)}
-    persistent = set(module.state_dict(keep_vars=True))
-    buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
     found = []
-    for name, tensor in [*module.named_parameters(), *buffers]:
+    for name, tensor in saved_tensors(module):
         if id(tensor) in places:
             found.append(_trained(rename(name), *places[id(tensor)], groups))
         elif not trained_only:
-            found.append(_fixed(rename(name), tensor, groups))
+            found.append(held_of(rename(name), tensor, groups))
     return found
+
+
+def saved_tensors(module: nn.Module, *, each_name: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, a tied one under its first name or each, and saved buffers; in one order on all ranks."""
+    persistent = set(module.state_dict(keep_vars=True))
+    yield from module.named_parameters(remove_duplicate=not each_name)
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+
+
+def held_of(name: str, tensor: Tensor, groups: Groups) -> Held:
+    """Return what this rank holds of a parameter or buffer itself, in its dtype; ZeRO-3 may have divided it."""
+    shard, start, values = shard_of(tensor), 0, tensor.detach()
+    shape, owned = tuple(tensor.shape), groups.coordinate.dp_rank == 0
+    if is_partitioned(tensor):
+        divided = Partition.of(tensor)
+        shape, owned = divided.shape, True
+        start = min(dist.get_rank(divided.group) * divided.size, divided.total)
+        values = held_tensor(tensor).detach().view(-1)[: min(divided.size, divided.total - start)]
+    return Held(
+        name=name, shape=shape, shard=shard, start=start, values=values, owned=owned and _is_first(shard, groups)
+    )
 
 
 def _trained(name: str, stepped: SteppedOn, run: Run, groups: Groups) -> Held:
@@ -114,20 +133,6 @@ def _trained(name: str, stepped: SteppedOn, run: Run, groups: Groups) -> Held:
         values=_elements(stepped.tensor.detach(), run),
         owned=_is_first(shard, groups) and (run.group is not None or groups.coordinate.dp_rank == 0),
         stepped=(stepped, run),
-    )
-
-
-def _fixed(name: str, tensor: Tensor, groups: Groups) -> Held:
-    """Return what is held of a tensor that is not trained, which ZeRO-3 may have divided."""
-    shard, start, values = shard_of(tensor), 0, tensor.detach()
-    shape, owned = tuple(tensor.shape), groups.coordinate.dp_rank == 0
-    if is_partitioned(tensor):
-        divided = Partition.of(tensor)
-        shape, owned = divided.shape, True
-        start = min(dist.get_rank(divided.group) * divided.size, divided.total)
-        values = held_tensor(tensor).detach().view(-1)[: min(divided.size, divided.total - start)]
-    return Held(
-        name=name, shape=shape, shard=shard, start=start, values=values, owned=owned and _is_first(shard, groups)
     )
 
 

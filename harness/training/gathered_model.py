@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.checkpoint.exporting.gather import gather_tp, gather_zero3
+from harness.checkpoint.held import saved_tensors
 from harness.errors import UserError
 from harness.hf.causal import CausalModel
 from harness.hf.weights.conversion import untie
@@ -55,9 +56,7 @@ def _target(causal: CausalModel, dtype: torch.dtype) -> PreTrainedModel:
 
 def _whole_tensors(module: nn.Module, groups: Groups) -> Iterator[tuple[str, Tensor]]:
     """Name and whole tensor of what a stage holds; all of its ranks iterate together, its first one gets them whole."""
-    persistent = module.state_dict(keep_vars=True)
-    buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
-    for name, tensor in [*module.named_parameters(remove_duplicate=False), *buffers]:
+    for name, tensor in saved_tensors(module, each_name=True):
         with gather_zero3([tensor]):
             yield name, gather_tp(tensor, groups)
 

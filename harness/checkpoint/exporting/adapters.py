@@ -1,7 +1,7 @@
 """Write trained adapters as peft stores them: `adapter_config.json` and `adapter_model.safetensors`.
 
-Each pipeline stage writes its own tensors, gathered one by one; rank 0 joins them in the one file that peft reads. A
-directory that is shared by all hosts is assumed, as for checkpoints.
+All ranks write into the one file that peft reads, each what it holds. A directory that is shared by all hosts is
+assumed, as for checkpoints.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
-from harness.checkpoint.atomic import replaced_files
-from harness.checkpoint.exporting.gather import trained_tensors
+from harness.checkpoint.atomic import UNFINISHED, replaced_files, sync_file, sync_folder
+from harness.checkpoint.held import held_of
+from harness.checkpoint.whole_tensors import write_tensors
 from harness.topology.groups import Groups
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-FILE = "adapter_model.safetensors"
+STEM = "adapter_model"
+FILE = f"{STEM}.safetensors"
 
 
 def export_adapters(module: nn.Module, groups: Groups, directory: Path, *, rename: Callable[[str], str]) -> None:
@@ -32,19 +33,14 @@ def export_adapters(module: nn.Module, groups: Groups, directory: Path, *, renam
         module: this rank's layers.
         rename: the name that is written for a parameter of `module`.
     """
-    place = groups.coordinate
-    writes = place.dp_rank == 0 and place.tp_rank == 0
-    tensors = {rename(name): tensor for name, tensor in trained_tensors(module, groups) if tensor is not None}
-    if writes:
-        save_file(tensors, _part(directory, place.stage))
-    dist.barrier()
+    trained = [each for each in module.named_parameters(remove_duplicate=False) if each[1].requires_grad]
+    unfinished = UNFINISHED + STEM
+    write_tensors(directory, unfinished, [held_of(rename(n), p, groups) for n, p in trained], groups, one_file=True)
     if groups.rank == 0:
-        joined: dict[str, Tensor] = {}
-        for stage in range(groups.layout.pp_size):
-            joined.update(load_file(_part(directory, stage)))
-            _part(directory, stage).unlink()
-        with replaced_files(directory) as folder:
-            save_file(joined, folder / FILE, metadata={"format": "pt"})
+        written = directory / f"{unfinished}.safetensors"
+        sync_file(written)
+        written.replace(directory / FILE)
+        sync_folder(directory)
     dist.barrier()
 
 
@@ -55,7 +51,3 @@ def export_adapter_config(config: LoraConfig, base: str, directory: Path) -> Non
     config.inference_mode = True
     with replaced_files(directory) as folder:
         config.save_pretrained(str(folder))
-
-
-def _part(directory: Path, stage: int) -> Path:
-    return directory / f"writing-adapters-{stage:05d}.safetensors"

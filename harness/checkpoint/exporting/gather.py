@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from math import prod
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from harness.deepspeed.zero3_parameters import is_partitioned, unpartitioned_size
@@ -51,17 +51,3 @@ def gather_tp(local: Tensor, groups: Groups) -> Tensor:
     for part, piece, size in zip(parts, shards, sizes, strict=True):
         piece.put(part[:size].view(piece.local_shape), whole)
     return whole
-
-
-def trained_tensors(module: nn.Module, groups: Groups) -> Iterator[tuple[str, Tensor | None]]:
-    """Name and whole tensor of each trained parameter, a tied one under all of its names; None where the first ranks of
-    their groups write it.
-
-    All ranks of a data and of a tensor group iterate together.
-    """
-    writes = groups.coordinate.dp_rank == 0 and groups.coordinate.tp_rank == 0
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            with gather_zero3([parameter]):
-                whole = gather_tp(parameter, groups)
-                yield name, whole.cpu().contiguous().clone() if writes else None
