@@ -135,26 +135,28 @@ def load(state: EngineState, checkpoint: Path) -> Progress:
 
     The groups of parameters and the schedule of the learning rate are left as they were built.
 
-    Raises UserError, on all ranks alike, if the model is another than the one that was saved.
+    Raises UserError, on all ranks alike, if the model is another than the one that was saved, or a rank cannot read.
     """
-    progress = read_progress(checkpoint)
+    progress = all_or_none(lambda: read_progress(checkpoint))
     optimizer, held = state.engine.optimizer, state.held()
-    stored = open_whole_tensors(checkpoint, state.stem)
-    require_stored(checkpoint, stored, held)
-    read_tensors(stored, held)
+    _read(checkpoint, state.stem, held)
     if progress.optimizer_states:
         templates = _templates(optimizer, held)
         for each in {id(each.tensor): each for each, _ in _stepped(held)}.values():
             make_state(optimizer, each, templates[each.param_group, each.tensor.dim()], progress.counters)
         for name in progress.optimizer_states:
-            of_state = _of_state(optimizer, held, name)
-            stored = open_whole_tensors(checkpoint, name)
-            require_stored(checkpoint, stored, of_state)
-            read_tensors(stored, of_state)
+            _read(checkpoint, name, _of_state(optimizer, held, name))
     use_stepped_on(optimizer)
     set_counters(state.engine, progress.step, progress.skipped_steps)
     set_loss_scaling(optimizer, progress.loss_scaling)
     return progress
+
+
+def _read(checkpoint: Path, stem: str, held: Sequence[Held]) -> None:
+    """Fill what this rank holds from the files `stem`; all ranks call it, and fail together."""
+    stored = all_or_none(lambda: open_whole_tensors(checkpoint, stem))
+    require_stored(checkpoint, stored, held)
+    all_or_none(lambda: read_tensors(stored, held))
 
 
 def first_unchanged(checkpoint: Path | None, output_dir: Path, *, auto: bool) -> tuple[Path | None, list[str]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
+from harness.checkpoint import training_state
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, rows, tiny_model
 
@@ -81,8 +84,9 @@ def test_what_the_resumed_run_was_given_is_what_its_steps_use(tmp_path: Path) ->
     assert {name: run["arguments"][name] for name in THEN} == THEN
 
 
-def spoil_and_resume(model: str, folder: str) -> tuple[list[int], list[dict[str, Any]], str]:
-    """Steps at which a run went on, whose newest checkpoint was spoilt without a change of size; what it was told."""
+def spoil_and_resume(model: str, folder: str) -> tuple[list[int], list[dict[str, Any]], list[str]]:
+    """Steps at which a run went on, whose newest checkpoint was spoilt without a change of size; what it was told, and
+    what every rank says of a file that rank 1 alone cannot read."""
     place = Path(folder) / "spoilt"
     job = Job(model, "pp2z1")
 
@@ -114,15 +118,25 @@ def spoil_and_resume(model: str, folder: str) -> tuple[list[int], list[dict[str,
     again = begin("auto")
     step = again.state.global_step
     again.train()
+    readable, cut = place / "checkpoint-2", place / "cut"
+    if dist.get_rank() == 1:
+        shutil.copytree(readable, cut)
+        os.truncate(cut / "exp_avg_sq.safetensors", 1000)
+    try:
+        training_state.load(again.run.engine_state, cut if dist.get_rank() == 1 else readable)
+        unread = "accepted"
+    except UserError as error:
+        unread = str(error)
     again.close()
-    return [step, len(whole)], [*whole, *curve(place)], said
+    return [step, len(whole)], [*whole, *curve(place)], [said, unread]
 
 
 def test_a_spoilt_checkpoint_is_left_out_by_all_ranks(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "m", "llama", True)
-    for (step, count), rows_seen, said in run_ranks(2, spoil_and_resume, model, str(tmp_path)):
+    for (step, count), rows_seen, (said, unread) in run_ranks(2, spoil_and_resume, model, str(tmp_path)):
         assert step == 2
         assert "differs from what was saved" in said and "checkpoint-4" in said
+        assert "cut/exp_avg_sq.safetensors: its tensors cannot be read" in unread
         whole, again = ([row["loss"] for row in part] for part in (rows_seen[:count], rows_seen[count:]))
         assert again == pytest.approx(whole, rel=1e-6)
 

@@ -20,6 +20,8 @@ from tests.distributed.training import Job, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 
+SAVED_AT = 8  # of 12 steps
+
 
 def arguments(folder: Path, config: dict[str, Any], **changes: Any) -> TrainingArguments:
     settings = {"max_steps": 4, "learning_rate": 1e-2, "save_steps": 0, "lr_scheduler_type": "constant", **changes}
@@ -58,16 +60,22 @@ def layers() -> list[Any]:
     ]
 
 
-def own_layers(config: dict[str, Any], folder: str) -> tuple[list[float], list[float]]:
-    """Losses of the steps, and of evaluations over 13, 1 and 13 samples."""
-    trainer = Trainer(
+def own_trainer(config: dict[str, Any], folder: str, **changes: Any) -> Trainer:
+    return Trainer(
         layers(),
-        arguments(Path(folder), config, per_device_eval_batch_size=2),
+        arguments(Path(folder), config, per_device_eval_batch_size=2, **changes),
         train_dataset=Points(64),
         eval_dataset=Points(13),
         loss_fn=mean_squares,
     )
-    losses = [trainer.training_step().loss for _ in range(12)]
+
+
+def own_layers(config: dict[str, Any], folder: str) -> tuple[list[float], list[float]]:
+    """Losses of the steps, and of evaluations over 13, 1 and 13 samples; a checkpoint lies in between."""
+    trainer = own_trainer(config, folder)
+    losses = [trainer.training_step().loss for _ in range(SAVED_AT)]
+    trainer.save_checkpoint()
+    losses += [trainer.training_step().loss for _ in range(SAVED_AT, 12)]
     evaluated = [trainer.evaluate()["eval_loss"], trainer.evaluate(Points(1))["eval_loss"]]
     evaluated.append(trainer.evaluate()["eval_loss"])
     trainer.close()
@@ -75,10 +83,25 @@ def own_layers(config: dict[str, Any], folder: str) -> tuple[list[float], list[f
 
 
 def own_layers_everywhere(configs: list[dict[str, Any]], folder: str) -> list[Any]:
-    return [own_layers(config, folder) for config in configs]
+    return [own_layers(config, f"{folder}/{index}") for index, config in enumerate(configs)]
 
 
-def test_a_users_own_layers_train_and_evaluate_alike_in_every_layout(tmp_path: Path) -> None:
+def own_layers_resumed(configs: list[dict[str, Any]], folder: str) -> list[list[float]]:
+    """Of each config the steps that follow the checkpoint of the config before it."""
+    losses = []
+    for index, config in enumerate(configs):
+        saved = f"{folder}/{(index or len(configs)) - 1}/checkpoint-{SAVED_AT}"
+        trainer = own_trainer(config, f"{folder}/resumed-{index}", resume_from_checkpoint=saved)
+        losses.append([trainer.training_step().loss for _ in range(SAVED_AT, 12)])
+        trainer.close()
+    return losses
+
+
+def own_layers_and_resumed(configs: list[dict[str, Any]], folder: str) -> tuple[list[Any], list[list[float]]]:
+    return own_layers_everywhere(configs, folder), own_layers_resumed(configs, folder)
+
+
+def test_a_users_own_layers_train_evaluate_and_resume_alike_in_every_layout(tmp_path: Path) -> None:
     base = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}
     configs = [
         {**base, "pipeline": {"stages": 2, "partition": "uniform"}, "zero_optimization": {"stage": 1}},
@@ -88,10 +111,11 @@ def test_a_users_own_layers_train_and_evaluate_alike_in_every_layout(tmp_path: P
     alone = run_ranks(1, own_layers_everywhere, configs[1:2], str(tmp_path))[0][0]
     assert sum(alone[0][-4:]) < 0.9 * sum(alone[0][:4])  # the four steps of an epoch
     assert alone[1][0] == alone[1][2]  # an evaluation changes nothing
-    for ranks in run_ranks(2, own_layers_everywhere, configs, str(tmp_path)):
-        for losses, evaluated in ranks:
+    for whole, resumed in run_ranks(2, own_layers_and_resumed, configs, str(tmp_path / "two")):
+        for (losses, evaluated), rest in zip(whole, resumed, strict=True):
             assert losses == pytest.approx(alone[0], rel=1e-5)
             assert evaluated == pytest.approx(alone[1], rel=1e-5)
+            assert rest == pytest.approx(alone[0][SAVED_AT:], rel=1e-5)
 
 
 # -- evaluation, callbacks, export -------------------------------------------------------------------------

@@ -32,13 +32,13 @@ def parts(whole: torch.Tensor, shard: Shard | None, ranks: int) -> list[Held]:
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Shard | None], int]:
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
-    size = draw(st.integers(1, 3))
-    cut = [dim for dim, width in enumerate(shape) if width >= size]
+    size, packed = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    cut = [dim for dim, width in enumerate(shape) if width >= size * packed and width % packed == 0]
     ranks = draw(st.integers(1, 4))
     if size == 1 or not cut:
         return shape, [None], ranks
     dim, multiple = draw(st.sampled_from(cut)), draw(st.sampled_from((1, 4)))
-    return shape, [share_of(shape, dim, rank, size, multiple=multiple) for rank in range(size)], ranks
+    return shape, [share_of(shape, dim, rank, size, parts=packed, multiple=multiple) for rank in range(size)], ranks
 
 
 @given(layouts())

@@ -34,6 +34,19 @@ class Signal(TrainerCallback):
         self.ended += 1
 
 
+class Counters(TrainerCallback):
+    """Notes what DeepSpeed counts, when training begins and when it ends."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        engine = kwargs["trainer"].engine.deepspeed
+        self.seen.append((engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps))
+
+    on_train_end = on_train_begin
+
+
 class Points:
     """Samples for an evaluation; the reading of one of them sends this process a signal, once."""
 
@@ -67,7 +80,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return train(tmp_path_factory.mktemp("whole"))
 
 
-def train(folder: Path, *callbacks: TrainerCallback, evaluation: Any = None, **changes: Any) -> list[dict[str, Any]]:
+def train(
+    folder: Path,
+    *callbacks: TrainerCallback,
+    evaluation: Any = None,
+    loss_fn: Any = torch.nn.functional.mse_loss,
+    **changes: Any,
+) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     points = torch.randn(64, 2).tolist()
     arguments = TrainingArguments(
@@ -77,8 +96,7 @@ def train(folder: Path, *callbacks: TrainerCallback, evaluation: Any = None, **c
     )
     layers = [torch.nn.Linear(2, 8), torch.tanh, torch.nn.Linear(8, 1)]
     data = [(torch.tensor(point), torch.tensor(point[:1])) for point in points]
-    loss = torch.nn.functional.mse_loss
-    trainer = Trainer(layers, arguments, data, evaluation, loss_fn=loss, callbacks=callbacks)
+    trainer = Trainer(layers, arguments, data, evaluation, loss_fn=loss_fn, callbacks=callbacks)
     try:
         trainer.train()
     finally:
@@ -114,3 +132,36 @@ def test_a_signal_does_not_wait_for_a_long_evaluation(callbacks: Any, changes: d
     assert (tmp_path / "evaluations.jsonl").read_text() == ""
     rest = train(tmp_path, resume_from_checkpoint="auto")
     assert [row["step"] for row in rest] == [1, 2, 3, 4, 5]
+
+
+def noisy(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A loss that draws random numbers, outside of all layers."""
+    return (outputs + torch.randn_like(outputs) - labels).square().mean()
+
+
+def test_a_loss_that_draws_random_numbers_goes_on_to_the_bit(tmp_path: Path) -> None:
+    counters = Counters()
+    whole = train(tmp_path / "whole", counters, loss_fn=noisy, save_steps=3)
+    assert len({row["loss"] for row in whole}) == 5
+    torch.manual_seed(99)  # what the process has drawn before does not matter
+    saved = str(tmp_path / "whole" / "checkpoint-3")
+    rest = train(tmp_path / "rest", counters, loss_fn=noisy, resume_from_checkpoint=saved)
+    assert counters.seen == [(0, 0, 0, 0), (5, 40, 5, 0), (3, 24, 3, 0), (5, 40, 5, 0)]
+    assert [(row["step"], row["loss"]) for row in rest] == [(row["step"], row["loss"]) for row in whole[3:]]
+
+
+def test_going_back_to_an_older_checkpoint_leaves_the_newer_ones_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rate: Any = {"lr_scheduler_type": "constant"}
+    whole = [row["loss"] for row in train(tmp_path, save_steps=1, **rate)]
+    back = str(tmp_path / "checkpoint-3")
+    again = train(tmp_path, resume_from_checkpoint=back, max_steps=4, save_steps=4, **rate)
+    assert [row["loss"] for row in again] == whole[:4]
+    assert sorted(path.name for path in tmp_path.glob("*checkpoint-*")) == [
+        *("abandoned-checkpoint-4", "abandoned-checkpoint-5"),
+        *(f"checkpoint-{step}" for step in (1, 2, 3, 4)),
+    ]
+    assert f"a newer checkpoint is now {tmp_path}/abandoned-checkpoint-5" in capsys.readouterr().out
+    rest = train(tmp_path, resume_from_checkpoint="auto", **rate)
+    assert [row["loss"] for row in rest] == whole
