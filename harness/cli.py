@@ -20,7 +20,7 @@ VERBS = {
     "resolve": ("harness.config.cli.verbs", 'replace every "auto" and show where each value comes from'),
     "models": ("harness.compat.commands", "show which model families work in which layout"),
     "checkpoint": ("harness.checkpoint.commands", "show, verify or export a checkpoint"),
-    "launch": ("harness.training.process.launch", "run deepspeed, with the usual signals and exit codes"),
+    "launch": ("harness.resilience.command", "start a run on its devices and hosts, and keep it going"),
 }
 
 

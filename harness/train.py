@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         records.record_failure(error)
         return 1
     records.HERE.rank = env.rank
+    records.expect_success()
     if all(word.startswith("--local_rank") for word in (sys.argv[1:] if argv is None else argv)):
         if env.rank == 0:
             console.fail(NOTHING_GIVEN)

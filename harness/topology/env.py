@@ -74,7 +74,7 @@ class LaunchEnv:
     master_port: int = 0  # 0: none given, `export` takes a free one
     launched: bool = False  # whether a launcher started this process
     has_store: bool = False  # whether the launcher itself serves the store that ranks meet in
-    parent: str = ""  # the launcher whose process is this one's parent: torchrun, mpi or slurm
+    parent: str = ""  # the launcher whose process is this one's parent: ds-harness, torchrun, mpi or slurm
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "LaunchEnv":
@@ -82,7 +82,8 @@ class LaunchEnv:
         names = _launcher(environ)
         if names is None:
             return cls()
-        parents = {"TORCHELASTIC_RUN_ID": "torchrun", OPEN_MPI.rank: "mpi", MVAPICH.rank: "mpi", PMI.rank: "mpi"}
+        parents = {RECORDS: "ds-harness", "TORCHELASTIC_RUN_ID": "torchrun"}
+        parents.update(dict.fromkeys((OPEN_MPI.rank, MVAPICH.rank, PMI.rank), "mpi"))
         parent = next((launcher for name, launcher in parents.items() if name in environ), "")
         rank = _number(environ, "RANK", names.rank)
         world_size = _world_size(environ, names)
@@ -156,6 +157,11 @@ def records_folder() -> Path | None:
     """Return the folder for this rank's records; None where no supervisor has started it."""
     folder = os.environ.get(RECORDS)
     return Path(folder) if folder else None
+
+
+def inherited(*prefixes: str) -> dict[str, str]:
+    """Return this process's environment, or what of it begins with one of `prefixes`, for another process."""
+    return {name: value for name, value in os.environ.items() if not prefixes or name.startswith(prefixes)}
 
 
 def _launcher(environ: Mapping[str, str]) -> Names | None:

@@ -127,11 +127,12 @@ def _does_not_fit(world_size: int, model: Layout) -> str:
     remedies = []
     for change, kept in (("pipeline", "tensor"), ("tensor", "pipeline")):
         kept_size = model.sizes()[kept]
-        if fits := [size for size in _divisors(world_size) if world_size % (size * kept_size) == 0]:
+        if fits := [size for size in divisors(world_size) if world_size % (size * kept_size) == 0]:
             remedies.append(f"set {change} to {' or '.join(map(str, fits))} with {kept} {kept_size}")
     remedies.append(f"start a multiple of {product} processes")
     return f"{text}: {', or '.join(remedies)}"
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

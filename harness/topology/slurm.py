@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
@@ -35,3 +36,23 @@ def address_of(node: str) -> str | None:
     shown = subprocess.run(["scontrol", "show", "node", node], capture_output=True, text=True, timeout=30, check=False)
     match = re.search(r"NodeAddr=(\S+)", shown.stdout)
     return match.group(1) if match else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """The nodes of a batch job, or of salloc."""
+
+    hosts: tuple[str, ...]
+    tasks_per_node: int
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Allocation | None:
+        """Return the allocation that this shell stands in; None outside of one, or inside of a job step."""
+        nodes = environ.get("SLURM_JOB_NODELIST")
+        if nodes is None or in_step(environ) or shutil.which("scontrol") is None:
+            return None
+        shown = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30, check=False
+        )
+        tasks = environ.get("SLURM_GPUS_ON_NODE") or str(tasks_on_node(environ.get("SLURM_TASKS_PER_NODE", "1"), 0))
+        return cls(hosts=tuple(shown.stdout.split()), tasks_per_node=int(tasks) if tasks.isdigit() else 1)

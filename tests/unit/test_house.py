@@ -22,7 +22,8 @@ SOURCES = PRODUCT + sorted(p for top in ("scripts", "tests") for p in (ROOT / to
 
 LONGEST_FILE, LONGEST_FUNCTION = 350, 50
 
-LAYERS = ("config", "topology", "deepspeed", "parallel", "hf", "checkpoint", "training", "compat", "train", "cli")
+LAYERS = ("config", "topology", "deepspeed", "parallel", "hf", "checkpoint", "training", "resilience", "compat")
+LAYERS += ("train", "cli")
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
 

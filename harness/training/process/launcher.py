@@ -48,6 +48,8 @@ class Launcher:
             process = upper
         if parent:
             command = command_of(os.getppid()) if parent == "torchrun" else ()
+            if parent == WRAPPER[0]:
+                command = next((words for _, words in above() if _is_wrapper(words)), ())
             return cls(links=((os.getpid(), os.getppid()),), command=command or None)
         return cls(command=tuple(sys.orig_argv))
 
@@ -59,7 +61,7 @@ class Launcher:
             return cls(links=tuple(links), is_deepspeed=True)
         links = [*links, (launch, runner)]
         outer = command_of(parent_of(runner))
-        if any(words == WRAPPER for words in zip((Path(word).name for word in outer[:3]), outer[1:4], strict=False)):
+        if _is_wrapper(outer):
             links, command = [*links, (runner, parent_of(runner))], outer
         return cls(links=tuple(links), command=command, runner=runner, is_deepspeed=True)
 
@@ -108,6 +110,11 @@ def with_resume(words: Sequence[str]) -> list[str]:
         elif not word.startswith(f"{RESUME}="):
             kept.append(word)
     return [*kept, RESUME, "auto"]
+
+
+def _is_wrapper(words: Sequence[str]) -> bool:
+    """Whether a command line is that of `ds-harness launch`."""
+    return WRAPPER in zip((Path(word).name for word in words[:3]), words[1:4], strict=False)
 
 
 def _as_typed(words: Sequence[str]) -> list[str]:

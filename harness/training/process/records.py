@@ -20,6 +20,8 @@ from harness.errors import UserError
 from harness.topology.env import records_folder
 
 SUCCESS = "success.json"
+EXPECTED = "expected.json"  # success is to be recorded
+STOPPED = "Stopped"  # the error of a rank that a signal ended after a checkpoint
 LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "ncclremoteerror")
 
 
@@ -92,10 +94,21 @@ def record_failure(error: BaseException) -> None:
         _write(f"rank-{HERE.rank}.json", asdict(failure))
 
 
+def expect_success() -> None:
+    """Say that this program records success; rank 0 calls it as the first thing."""
+    if HERE.rank == 0:
+        _write(EXPECTED, {"time": time.time()})
+
+
 def record_success() -> None:
     """Write the marker that all work is done; rank 0 calls it as the very last thing."""
     if HERE.rank == 0:
         _write(SUCCESS, {"step": HERE.step, "time": time.time()})
+
+
+def succeeded(folder: Path) -> bool | None:
+    """Whether rank 0 has recorded success; None for a program that does not."""
+    return (folder / SUCCESS).exists() or (None if not (folder / EXPECTED).exists() else False)
 
 
 def is_lost_peer(error: BaseException) -> bool:

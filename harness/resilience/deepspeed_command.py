@@ -1,4 +1,4 @@
-"""The verb `ds-harness launch`: the `deepspeed` command, with signals that reach the ranks and the usual exit code.
+"""`ds-harness launch` with flags that only the `deepspeed` command can follow: that command, with the usual exit code.
 
 The `deepspeed` command has no handler for Ctrl-C, and its child ends with 1 when it is signalled. So both get a process
 group of their own, which a terminal does not signal, and signals go to the ranks, which know how to end.
@@ -19,20 +19,9 @@ from harness.errors import UserError
 from harness.topology.processes import DEEPSPEED_LAUNCH, children_of, command_of
 from harness.training.process.signals import SIGNALS
 
-USAGE = """usage: ds-harness launch ARGUMENTS OF deepspeed ...
 
-Run `deepspeed` with the same arguments. SIGINT, SIGTERM, SIGUSR1 and SIGHUP go to the ranks on this host: they save and
-stop, and the exit code is 128 + the signal's number. A second signal ends the run at once.
-
-example:
-  ds-harness launch --num_accelerators 2 scripts/train.py --deepspeed_config zero2 --max_steps 9 --output_dir runs/a"""
-
-
-def launch(argv: Sequence[str]) -> int:
+def run_deepspeed(argv: Sequence[str]) -> int:
     """Run `deepspeed` with these arguments; returns its exit code, or 128 + the number of the signal that ended it."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE)
-        raise SystemExit(0 if argv else 2)
     program = _program()
     received: list[int] = []
 

@@ -1,0 +1,146 @@
+"""Why an attempt ended, in one line: what failed first, found in the ranks' own records and in how they ended."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.training.process.records import STOPPED, Failure, Position
+
+USAGE_ERROR = 2  # Python's and argparse's exit code for a command line that cannot be used
+SAME_TIME_S = 1.0  # a rank's death and what its peers say of it come so close to each other
+OOM_COUNTERS = ("/proc/vmstat", "/sys/fs/cgroup/memory.events")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a rank's process ended: before the supervisor ended all of them.
+
+    Attributes:
+        code: exit code, negative for a signal.
+        time: seconds since the epoch.
+    """
+
+    rank: int
+    host: str
+    code: int
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """What ended an attempt.
+
+    Attributes:
+        text: one line for the user.
+        step: at which it happened; 0: before the first.
+        rank: that failed first; None if it was no rank.
+        is_final: whether starting again would end the same way, as the user must fix it.
+        is_stop: whether a signal ended the ranks, after a checkpoint.
+        code: exit code of the run, should it end here.
+    """
+
+    text: str
+    step: int = 0
+    rank: int | None = None
+    is_final: bool = False
+    is_stop: bool = False
+    code: int = 1
+
+
+def first_cause(
+    failures: Sequence[Failure], ended: Sequence[Ended], positions: Mapping[int, Position], *, oom_kills: int | None
+) -> Cause | None:
+    """Return what happened first; None if no rank has failed.
+
+    Args:
+        failures: as the ranks recorded them, the first one first.
+        ended: ranks that ended by themselves, with another code than 0 or without success.
+        positions: of all ranks, also of those that left no record.
+        oom_kills: processes that the system has killed for memory meanwhile; None: not known.
+    """
+    recorded = {failure.rank for failure in failures}
+    silent = [end for end in ended if end.rank not in recorded]
+    killed = min((end for end in silent if end.code < 0), key=lambda end: end.time, default=None)
+    own = next((failure for failure in failures if not failure.is_lost_peer), None)
+    if killed is not None and (own is None or killed.time < own.time + SAME_TIME_S):
+        return _killed(killed, positions.get(killed.rank), oom_kills)
+    if own is not None:
+        return _recorded(own)
+    if silent:
+        return _silent(min(silent, key=lambda end: end.time), positions)
+    return _recorded(failures[0]) if failures else None
+
+
+def oom_kills() -> int | None:
+    """Return how many processes the system has killed for memory so far; None if that cannot be read."""
+    counts = []
+    for path in OOM_COUNTERS:
+        with suppress(OSError, ValueError):
+            lines = [line.split() for line in Path(path).read_text().splitlines()]
+            counts += [int(line[1]) for line in lines if line[0] == "oom_kill"]
+    return sum(counts) if counts else None
+
+
+def _recorded(failure: Failure) -> Cause:
+    who = _who(failure.rank, failure)
+    if failure.error == STOPPED:
+        number = int(failure.message) - 128 if failure.message.isdigit() else signal.SIGTERM
+        text = f"{who} was stopped by {_name(number)} after step {failure.step}"
+        return Cause(text=text, step=failure.step, rank=failure.rank, is_stop=True, code=128 + number)
+    message = f"{failure.error}: {failure.message}" if failure.message else failure.error
+    return Cause(
+        text=f"{who} failed {_when(failure)}: {message}",
+        step=failure.step,
+        rank=failure.rank,
+        is_final=failure.is_user_error and failure.step == 0,
+    )
+
+
+def _killed(end: Ended, position: Position | None, kills: int | None) -> Cause:
+    reason = ""
+    if end.code == -signal.SIGKILL:
+        reason = {None: "; killed by the system: memory?", 0: ""}.get(kills, "; killed by the system: out of memory")
+    text = f"{_who(end.rank, position, end.host)} was killed by {_name(-end.code)} {_when(position)}{reason}"
+    return Cause(text=text, step=position.step if position else 0, rank=end.rank, code=128 - end.code)
+
+
+def _silent(end: Ended, positions: Mapping[int, Position]) -> Cause:
+    position = positions.get(end.rank)
+    step = position.step if position else 0
+    if end.code > 128 and end.code - 128 in set(signal.Signals):
+        what = f"was ended by {_name(end.code - 128)}"
+    else:
+        what = f"ended with exit code {end.code} and no reason, before all work was done,"
+    text = f"{_who(end.rank, position, end.host)} {what} {_when(position)}"
+    return Cause(
+        text=text,
+        step=step,
+        rank=end.rank,
+        is_final=end.code == USAGE_ERROR and step == 0,
+        code=end.code or 1,
+    )
+
+
+def _who(rank: int, position: Position | Failure | None, host: str = "") -> str:
+    if position is None:
+        return f"rank {rank} ({host})"
+    stage = "" if position.stage is None else f", stage {position.stage}"
+    return f"rank {rank} ({position.host}{stage})"
+
+
+def _when(position: Position | Failure | None) -> str:
+    if position is None or position.step == 0:
+        return "before the first step"
+    doing = "" if position.doing == "training" else f" ({position.doing})"
+    return f"in step {position.step}{doing}"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,174 @@
+"""Which hosts answer, in which layout the run goes on there, and what the agent of each host is to start."""
+
+from __future__ import annotations
+
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.errors import UserError
+from harness.resilience.agent import Order
+from harness.resilience.attempt import AgentProcess, connect
+from harness.resilience.hosts import HostDevices, meeting_address
+from harness.resilience.options import Options
+from harness.resilience.script import Script, Start
+from harness.topology.env import PORTS, RECORDS
+from harness.topology.placement import Host, place
+
+HOSTS_S = 1800.0  # how long to wait for hosts
+LOOK_S = 30.0  # between two looks for hosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Team:
+    """The agents of an attempt, each with the devices that are used, and what they start."""
+
+    agents: list[AgentProcess]
+    start: Start
+
+    def device(self, rank: int) -> tuple[str, int]:
+        """Return host and device of a rank."""
+        return [(agent.host.name, device) for agent in self.agents for device in agent.host.devices][rank]
+
+
+class Gathering:
+    """Finds the hosts of each attempt.
+
+    Attributes:
+        hosts: as the user gave them.
+        failing: devices that are left out, by host and number.
+    """
+
+    def __init__(self, options: Options, hosts: Sequence[HostDevices], script: Script) -> None:
+        self.options, self.hosts, self.script = options, tuple(hosts), script
+        self.failing: set[tuple[str, int]] = set()
+        self._missing: list[HostDevices] = []
+        self._looking: list[AgentProcess] = []
+        self._looked = 0.0
+
+    def team(self, attempt: int, say: Callable[[str], None], received: Sequence[int]) -> Team | None:
+        """Return the hosts that answer with the best layout for them; None if a signal ends the wait for hosts.
+
+        Raises UserError if there are not enough, and none can be waited for.
+        """
+        until, wanted = time.monotonic() + HOSTS_S, sum(len(host.devices) for host in self.hosts)
+        while not received:
+            agents = connect(self._usable(), self.options.ssh_port)
+            answering = {agent.host.name for agent in agents}
+            self._missing = [host for host in self.hosts if host.name not in answering]
+            ranks = sum(len(agent.host.devices) for agent in agents)
+            start = self.script.first(ranks) if ranks == wanted else self.script.on_fewer(wanted, ranks)
+            missing = ", ".join(host.name for host in self._missing)
+            fewest = wanted if not self.options.max_restarts else self.options.min_ranks or 1
+            if start is not None and start.ranks >= fewest:
+                if missing:
+                    say(f"no answer from {missing}: going on without")
+                return Team(agents=_used(agents, start), start=self.script.again(start) if attempt else start)
+            for agent in agents:
+                agent.end()
+            problem = f"no answer from {missing}" if missing else f"{ranks} of {wanted} devices are left"
+            if not (missing and self.options.max_restarts) or time.monotonic() > until:
+                raise UserError(f"{problem}, and no layout of at least {fewest} ranks fits what is left")
+            say(f"{problem}: waiting for at least {fewest} ranks")
+            wait(LOOK_S, received)
+        return None
+
+    def returned(self) -> bool:
+        """Whether a host that is missing answers now; looks every half minute, and does not wait."""
+        if self._missing and not self._looking and time.monotonic() - self._looked > LOOK_S:
+            self._looking = [AgentProcess(host, self.options.ssh_port) for host in self._missing]
+            self._looked = time.monotonic()
+        for agent in self._looking:
+            agent.read()
+        found = any(agent.answered for agent in self._looking)
+        if found or all(agent.is_lost() for agent in self._looking):
+            self.stop_looking()
+        return found
+
+    def stop_looking(self) -> None:
+        """End what looks for hosts."""
+        while self._looking:
+            self._looking.pop().end()
+
+    def order(self, team: Team, records: Path, root: Path) -> None:
+        """Let the agents start their ranks."""
+        hosts = [agent.host for agent in team.agents]
+        common = {
+            "MASTER_ADDR": meeting_address(self.options, hosts[0], len(hosts)),
+            "MASTER_PORT": str(self.options.master_port or _free_port()),
+            "WORLD_SIZE": str(team.start.ranks),
+            "CROSS_SIZE": str(len(hosts)),
+            RECORDS: str(records),
+        }
+        rank = 0
+        for index, agent in enumerate(team.agents):
+            size = str(len(agent.host.devices))
+            place = {"LOCAL_WORLD_SIZE": size, "LOCAL_SIZE": size, "CROSS_RANK": str(index)}
+            environment = {**agent.host.environment(), **common, **place}
+            ranks = []
+            for local in range(len(agent.host.devices)):
+                numbers = {"RANK": str(rank), "LOCAL_RANK": str(local)}
+                ranks.append((rank, self._command(team.start, local), {**environment, **numbers}))
+                rank += 1
+            agent.order(
+                Order(
+                    records=str(records),
+                    root=str(root),
+                    folder=str(Path.cwd()),
+                    ranks=ranks,
+                    out=agent.out,
+                    is_remote=agent.out is None,
+                )
+            )
+
+    def _command(self, start: Start, local_rank: int) -> list[str]:
+        options = self.options
+        python = [] if options.no_python else [sys.executable, "-u", *(["-m"] if options.module else [])]
+        script, *arguments = start.words
+        local = [] if options.no_local_rank else [f"--local_rank={local_rank}"]
+        return [*python, script, *local, *arguments]
+
+    def _usable(self) -> list[HostDevices]:
+        kept = []
+        for host in self.hosts:
+            devices = tuple(device for device in host.devices if (host.name, device) not in self.failing)
+            kept.append(replace(host, devices=devices))
+        return [host for host in kept if host.devices]
+
+
+def _used(agents: list[AgentProcess], start: Start) -> list[AgentProcess]:
+    """Cut the agents' devices to those that a start needs, with tensor-parallel groups inside hosts where possible."""
+    hosts = [Host(name=agent.host.name, slots=len(agent.host.devices)) for agent in agents]
+    placed = place(start.layout, hosts) if start.layout else None
+    slots = {host.name: host.slots for host in placed} if placed else None
+    left, used = start.ranks, []
+    for agent in agents:
+        count = min(left, len(agent.host.devices) if slots is None else slots.get(agent.host.name, 0))
+        agent.host = replace(agent.host, devices=agent.host.devices[:count])
+        left -= count
+        if count:
+            used.append(agent)
+        else:
+            agent.end()
+    return used
+
+
+def _free_port() -> int:
+    """Return a port that nobody listens on now, below those that the system hands out itself."""
+    for port in random.sample(PORTS, 100):
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise UserError("no port is free: give --master_port")
+
+
+def wait(seconds: float, received: Sequence[int]) -> None:
+    """Wait, unless a signal comes."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not received:
+        time.sleep(0.1)

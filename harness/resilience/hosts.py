@@ -1,0 +1,150 @@
+"""The hosts and devices that a run may use, and how an agent is started on each of them."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.errors import UserError
+from harness.resilience.options import HOSTFILE, Options
+from harness.topology.env import LOOPBACK, inherited
+from harness.topology.placement import read_hostfile
+from harness.topology.slurm import Allocation
+
+AGENT = (sys.executable, "-P", "-m", "harness.resilience.agent")
+HERE = "localhost"
+DEVICES = "CUDA_VISIBLE_DEVICES"
+COUNT_DEVICES = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"
+# What the `deepspeed` command hands on to other hosts, besides its file of further variables.
+EXPORTED = ("PYTHON", "NCCL", "UCX", "MLFLOW", "MV2", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "GLOO_", "DS_", "HF_")
+ENVIRONMENT_FILES = (Path.home() / ".deepspeed_env", Path(".deepspeed_env"))
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostDevices:
+    """A host and the numbers of its devices, one for each rank.
+
+    Attributes:
+        slurm: whether Slurm starts processes there.
+    """
+
+    name: str
+    devices: tuple[int, ...]
+    slurm: bool = False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the host is this one."""
+        if self.name in (HERE, socket.gethostname()):
+            return not self.slurm or self.name == HERE
+        try:
+            with socket.socket() as probe:
+                probe.bind((socket.gethostbyname(self.name), 0))
+        except OSError:
+            return False
+        return not self.slurm
+
+    def agent(self, ssh_port: int | None) -> list[str]:
+        """Return the command that starts an agent there."""
+        if self.is_here:
+            return list(AGENT)
+        if self.slurm:
+            return ["srun", "--overlap", "-N1", "-n1", "-w", self.name, "--unbuffered", "--cpu-bind=none", *AGENT]
+        python_path = inherited("PYTHONPATH")
+        variables = ["env", *(f"{name}={value}" for name, value in python_path.items())] if python_path else []
+        command = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([*variables, *AGENT])}"
+        return [*SSH, *(("-p", str(ssh_port)) if ssh_port else ()), self.name, command]
+
+    def environment(self) -> dict[str, str]:
+        """Return what ranks there get besides what their agent has."""
+        chosen = {DEVICES: ",".join(map(str, self.devices))}
+        shown = {} if self.devices == tuple(range(len(self.devices))) else chosen
+        return shown if self.is_here or self.slurm else {**inherited(*EXPORTED), **_environment_files(), **shown}
+
+
+def find_hosts(options: Options) -> tuple[HostDevices, ...]:
+    """Return the hosts of a run with the devices to use. UserError for flags that leave none."""
+    hosts = _all_hosts(options)
+    if options.include or options.exclude:
+        hosts = _filtered(hosts, options)
+    elif options.num_nodes:
+        hosts = hosts[: options.num_nodes]
+    if not hosts:
+        raise UserError("no host is left to run on: check --include, --exclude and the hostfile")
+    return tuple(hosts)
+
+
+def _all_hosts(options: Options) -> list[HostDevices]:
+    wanted = options.num_accelerators
+    path = options.hostfile or (HOSTFILE if Path(HOSTFILE).is_file() else None)
+    if path:
+        found = [(host.name, wanted or host.slots) for host in read_hostfile(path)]
+        return [HostDevices(name=name, devices=tuple(range(slots))) for name, slots in found]
+    if allocation := Allocation.from_environ(inherited()):
+        count = wanted or allocation.tasks_per_node
+        names = allocation.hosts
+        return [HostDevices(name=name, devices=tuple(range(count)), slurm=True) for name in names]
+    stated = [slots for name, slots in _node_list(options.include) if name == HERE]
+    count = wanted or (max(map(max, stated)) + 1 if all(stated) and stated else _count_devices())
+    return [HostDevices(name=HERE, devices=tuple(range(count)))]
+
+
+def _count_devices() -> int:
+    """Return the number of devices as DeepSpeed counts them."""
+    done = subprocess.run([sys.executable, "-c", COUNT_DEVICES], capture_output=True, text=True, check=False)
+    counts = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("devices ")]
+    if not counts or int(counts[-1]) < 1:
+        raise UserError("no device was found: give --num_accelerators N")
+    return int(counts[-1])
+
+
+def _filtered(hosts: list[HostDevices], options: Options) -> list[HostDevices]:
+    """Apply --include or --exclude."""
+    flag, spec = ("--include", options.include) if options.include else ("--exclude", options.exclude)
+    named = _node_list(spec)
+    known = {host.name: host for host in hosts}
+    for name, devices in named:
+        if name not in known:
+            raise UserError(f"{flag} {spec}: there is no host {name}: use one of {', '.join(known)}")
+        if missing := set(devices) - set(known[name].devices):
+            raise UserError(f"{flag} {spec}: {name} has no device {min(missing)}")
+    chosen = []
+    for host in hosts:
+        specs = [devices for name, devices in named if name == host.name]
+        listed = {device for devices in specs for device in (devices or host.devices)}
+        kept = tuple(device for device in host.devices if (device in listed) == bool(options.include))
+        chosen.append(replace(host, devices=kept))
+    return [host for host in chosen if host.devices]
+
+
+def _node_list(spec: str) -> list[tuple[str, list[int]]]:
+    """Return hosts and devices of `host-a@host-b:0,2`; no devices means all of a host."""
+    nodes = []
+    for node in filter(None, spec.split("@")):
+        name, _, devices = node.partition(":")
+        try:
+            nodes.append((name, [int(device) for device in devices.split(",") if device]))
+        except ValueError:
+            raise UserError(f"{node!r} is not HOST or HOST:NUMBER,NUMBER") from None
+    return nodes
+
+
+def _environment_files() -> dict[str, str]:
+    """Return the variables of `.deepspeed_env`, of the home folder and of this one."""
+    lines = [line for path in ENVIRONMENT_FILES if path.is_file() for line in path.read_text().splitlines()]
+    pairs = [line.partition("=") for line in map(str.strip, lines) if "=" in line and not line.startswith("#")]
+    return {name: value for name, _, value in pairs}
+
+
+def meeting_address(options: Options, first: HostDevices, count: int) -> str:
+    """Return the address at which rank 0 can be reached by `count` hosts."""
+    if options.master_addr:
+        return options.master_addr
+    if count == 1:
+        return LOOPBACK
+    return socket.gethostname() if first.name == HERE else first.name

@@ -1,0 +1,89 @@
+"""All processes of a run on this host, and how they are ended: stopped and re-parented ones too."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from harness.topology.env import RECORDS
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <sys/prctl.h>
+SWEEP_S = 30.0  # a process that waits for a dead disk cannot be killed
+
+
+def become_subreaper() -> None:
+    """Make this process the parent of whatever its descendants leave behind."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_with_parent() -> None:
+    """Let the system send SIGTERM to this process when its parent dies."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prctl(option: int, value: int) -> None:
+    with suppress(OSError, AttributeError):  # another system than Linux: ranks look after their parent themselves
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def sweep(records: str, spared: str = "") -> list[int]:
+    """Kill all processes of a run but this one, and wait until they are gone; return those that cannot be killed.
+
+    Args:
+        records: how the folder for the records of their attempt begins.
+        spared: folder of an attempt that is left alone; then only what has no parent here is looked for.
+    """
+    until = time.monotonic() + SWEEP_S
+    while found := _members(records, spared):
+        for process in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        reap()
+        if time.monotonic() > until:
+            return found
+        time.sleep(0.01)
+    reap()
+    return []
+
+
+def reap() -> list[tuple[int, int]]:
+    """Return (process, exit code) of the children that have ended; the code is negative for a signal."""
+    ended = []
+    with suppress(ChildProcessError):
+        while (result := os.waitpid(-1, os.WNOHANG))[0]:
+            ended.append((result[0], os.waitstatus_to_exitcode(result[1])))
+    return ended
+
+
+def _members(records: str, spared: str) -> list[int]:
+    """Return the processes of the run: by their environment, and all that descend from this one."""
+    parents: dict[int, int] = {}
+    marked: set[int] = set()
+    marker = f"\0{RECORDS}={records}".encode()
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        with suppress(OSError, ValueError):
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state in "ZX":
+                continue
+            parents[int(folder.name)] = int(parent)
+            environment = b"\0" + (folder / "environ").read_bytes()
+            if marker in environment and not (spared and f"\0{RECORDS}={spared}\0".encode() in environment):
+                marked.add(int(folder.name))
+    if not spared:
+        marked |= {process for process in parents if _descends(process, parents)}
+    return sorted(marked - {os.getpid()})
+
+
+def _descends(process: int, parents: dict[int, int]) -> bool:
+    seen = 0
+    while process in parents and seen < len(parents):
+        process, seen = parents[process], seen + 1
+        if process == os.getpid():
+            return True
+    return False

@@ -1,0 +1,126 @@
+"""The training script of a run: how it is resumed, and which layouts it accepts. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.checkpoint.integrity import newest_whole
+from harness.errors import UserError
+from harness.hf.locate import model_directory
+from harness.topology.layout import Layout, divisors
+from harness.training.arguments import LoraArguments, TrainingArguments, parse
+from harness.training.prepare.configure import read_run_config
+from harness.training.prepare.preflight import ScriptArguments
+from harness.training.process.launcher import with_resume
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """How a script is started on some number of ranks.
+
+    Attributes:
+        layout: None where it is not known: the script is not one of the harness's arguments.
+    """
+
+    words: tuple[str, ...]
+    ranks: int
+    layout: Layout | None = None
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        return f"{self.layout} on {ranks}" if self.layout else ranks
+
+
+class Script:
+    """A script and its arguments, as far as they are those of `scripts/train.py`."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = tuple(words)
+        self.args: TrainingArguments | None = None
+        try:
+            given = parse(
+                [ScriptArguments, TrainingArguments, LoraArguments], words[1:], prog="", description="", epilog=""
+            )
+        except (UserError, SystemExit):
+            return  # the ranks say what is wrong, or it is a script with arguments of its own
+        self.model, self.args = given[0].model_name_or_path, given[1]
+
+    @property
+    def output_dir(self) -> Path | None:
+        """Where the run writes; None if that is not known."""
+        return None if self.args is None else Path(self.args.output_dir).absolute()
+
+    def first(self, ranks: int) -> Start:
+        """Return the start that the user asked for."""
+        return Start(words=self.words, ranks=ranks)
+
+    def again(self, start: Start) -> Start:
+        """Return the same start, from the newest checkpoint."""
+        elsewhere = self.args.resume_from_checkpoint if self.args else None
+        if elsewhere not in (None, "auto") and self.output_dir and newest_whole(self.output_dir) is None:
+            return start  # nothing has been saved since
+        return Start(words=tuple(with_resume(start.words)), ranks=start.ranks, layout=start.layout)
+
+    def on_fewer(self, wanted: int, ranks: int) -> Start | None:
+        """Return the start on at most `ranks` of the `wanted` ranks, with the same global batch; None if there is none.
+
+        The layout keeps what it can: first the stages and the tensor-parallel size, then the tensor-parallel size.
+        """
+        if self.args is None:
+            return None
+        try:
+            resolved = read_run_config(self.args, world_size=wanted, model=self._model()).resolved
+        except UserError:
+            return None
+        whole = Layout.from_world(wanted, pp_size=resolved.pp_size, tp_size=resolved.tp_size, ep_size=resolved.ep_size)
+        for layout in _smaller(whole, ranks):
+            flags = _flags(layout, resolved.train_batch)
+            kept = _without(self.words, {*flags, "--gradient_accumulation_steps"})  # it follows from the global batch
+            other = Script((*kept, *(word for pair in flags.items() for word in pair)))
+            if other.accepts(layout):
+                return Start(words=other.words, ranks=layout.world_size, layout=layout)
+        return None
+
+    def accepts(self, layout: Layout) -> bool:
+        """Whether the config can run in a layout, as a run itself would check it."""
+        try:
+            assert self.args is not None
+            read_run_config(self.args, world_size=layout.world_size, model=self._model())
+        except (UserError, AssertionError):
+            return False
+        return True
+
+    def _model(self) -> str:
+        return str(model_directory(self.model))
+
+
+def _smaller(whole: Layout, ranks: int) -> Iterator[Layout]:
+    """Yield the layouts for at most `ranks` ranks, the best one first."""
+    for tp_size in reversed(divisors(whole.tp_size)):
+        for pp_size in range(whole.pp_size, 0, -1):
+            for dp_size in range(min(ranks // (tp_size * pp_size), whole.world_size), 0, -1):
+                ep_size = tp_size if whole.ep_size > 1 else 1
+                yield Layout(pp_size=pp_size, tp_size=tp_size, dp_size=dp_size, ep_size=ep_size)
+
+
+def _flags(layout: Layout, batch: int) -> dict[str, str]:
+    """Return the flags that set a layout and keep the batch."""
+    sizes = {"pipeline": layout.pp_size, "tensor": layout.tp_size}
+    if layout.ep_size > 1:
+        sizes["expert"] = layout.ep_size
+    flags = {f"--{axis}_parallel_size": str(size) for axis, size in sizes.items()}
+    return {**flags, "--global_batch_size": str(batch)}
+
+
+def _without(words: Sequence[str], flags: set[str]) -> list[str]:
+    """Return the words without these flags and their values."""
+    kept: list[str] = []
+    skips = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if not skips and name not in flags:
+            kept.append(word)
+        skips = name in flags and not equals
+    return kept

@@ -1,0 +1,164 @@
+"""Attempt after attempt until one succeeds: with the hosts that answer, from the newest checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from harness.resilience.attempt import Attempt
+from harness.resilience.cause import Cause, Ended, first_cause, oom_kills
+from harness.resilience.gathering import Gathering, Team, wait
+from harness.resilience.hosts import HostDevices
+from harness.resilience.options import Options
+from harness.resilience.processes import become_subreaper, sweep
+from harness.resilience.script import Script
+from harness.training.process.records import read_failures, read_positions, succeeded
+from harness.training.process.signals import SIGNALS
+from harness.wording import counted
+
+SAME_STEP = 3  # so often in a row a fault may happen at one step
+LONGEST_PAUSE_S = 60.0
+RESTARTS = "restarts.jsonl"  # in the output directory: a line for each fault
+
+
+class Supervisor:
+    """Keeps a run going.
+
+    Attributes:
+        received: signals to this process.
+        faults: what ended the attempts so far.
+    """
+
+    def __init__(self, options: Options, hosts: Sequence[HostDevices]) -> None:
+        self.options = options
+        self.script = Script(options.script)
+        self.gathering = Gathering(options, hosts, self.script)
+        self.received: list[int] = []
+        self.faults: list[Cause] = []
+        self.is_growing = False  # whether the ranks were asked to stop because a host is back
+        self.devices: list[tuple[str, int] | None] = []  # of the rank that failed first, of each fault
+        self.root = _records_root(hosts, self.script.output_dir)
+
+    def run(self) -> int:
+        """Run the script to its end; return the exit code."""
+        become_subreaper()
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, lambda number, _: self.received.append(number))
+        try:
+            for attempt in itertools.count():
+                team = self.gathering.team(attempt, _say, self.received)
+                code = 1 if team is None else self._judge(self._attempt(attempt, team), team)
+                if self.received and code != 0:
+                    return 128 + self.received[0]
+                if code is not None:
+                    return code
+        finally:
+            sweep(str(self.root))
+            shutil.rmtree(self.root, ignore_errors=True)
+        raise AssertionError("attempts do not run out")
+
+    def _attempt(self, number: int, team: Team) -> Cause | None:
+        """Start all ranks once; return what ended them, None for success."""
+        records = self.root / f"{number:04d}"
+        records.mkdir(parents=True)
+        attempt, kills, self.is_growing = Attempt(team.agents, team.start.ranks, records), oom_kills(), False
+        try:
+            self.gathering.order(team, records, self.root)
+            ended = attempt.run(self.received, self._look_for_hosts)
+        finally:
+            attempt.end()
+            self.gathering.stop_looking()
+            sweep(str(self.root))
+        is_done = succeeded(records)
+        if is_done or (is_done is None and [end.code for end in ended] == [0] * team.start.ranks):
+            return None
+        now = oom_kills()
+        more_kills = None if kills is None or now is None else now - kills
+        return self._cause(records, ended, [host.name for host in attempt.lost], more_kills)
+
+    def _cause(self, records: Path, ended: list[Ended], lost: list[str], kills: int | None) -> Cause:
+        positions = read_positions(records)
+        failures = [failure for failure in read_failures(records) if not (lost and failure.is_lost_peer)]
+        cause = first_cause(failures, ended, positions, oom_kills=kills)
+        if cause is not None:
+            return cause
+        step = max((position.step for position in positions.values()), default=0)
+        return Cause(text=f"no answer from the agent on {', '.join(lost) or 'this host'}, in step {step}", step=step)
+
+    def _look_for_hosts(self, attempt: Attempt) -> None:
+        """Ask the ranks to save and stop when a host that was missing is back."""
+        if not self.is_growing and self.gathering.returned():
+            self.is_growing = True
+            attempt.signal(signal.SIGUSR1)
+
+    def _judge(self, cause: Cause | None, team: Team) -> int | None:
+        """Return the exit code; None to start again, after a pause."""
+        restarts, most = len(self.faults), self.options.max_restarts
+        if cause is None:
+            if restarts:
+                _say(f"done, after {counted(restarts, 'restart')}")
+            return 0
+        if self.received:
+            return cause.code
+        if self.is_growing and cause.is_stop:
+            _say("a host is back: going on with all hosts that answer")
+            return None
+        if not (cause.is_final and cause.rank == 0):  # rank 0 itself has said what the user must fix
+            _say(cause.text)
+        if cause.is_final and restarts == 0:
+            return cause.code
+        self.faults.append(cause)
+        self.devices.append(None if cause.rank is None else team.device(cause.rank))
+        self._log(cause, team)
+        same = len(list(itertools.takewhile(lambda fault: fault.step == cause.step, reversed(self.faults))))
+        if most and (restarts == most or same == SAME_STEP):
+            why = f"{most} restarts are used up" if restarts == most else f"{same} faults in a row at step {cause.step}"
+            _say("\n  ".join([f"gave up: {why}", *(f"step {fault.step}: {fault.text}" for fault in self.faults)]))
+        if restarts == most or same == SAME_STEP:
+            return cause.code
+        self._leave_out_device()
+        pause = min(LONGEST_PAUSE_S, 2.0 ** (same - 1)) if same > 1 else 0.0
+        _say(f"restart {restarts + 1} of {most}{f' in {pause:.0f} s' if pause else ''}")
+        wait(pause, self.received)
+        return None
+
+    def _leave_out_device(self) -> None:
+        """Leave out a device that has failed twice in a row before the first step, if the user allows fewer ranks."""
+        last = list(zip(self.faults, self.devices, strict=True))[-2:]
+        device = last[-1][1]
+        if (
+            self.options.min_ranks
+            and device is not None
+            and [(fault.step, where) for fault, where in last] == [(0, device)] * 2
+        ):
+            self.gathering.failing.add(device)
+            _say(f"device {device[1]} of {device[0]} is left out: it failed twice before the first step")
+
+    def _log(self, cause: Cause, team: Team) -> None:
+        folder = self.script.output_dir
+        line = {"time": time.time(), "step": cause.step, "cause": cause.text, "start": str(team.start)}
+        with suppress(OSError):
+            if folder is not None and folder.is_dir():
+                with (folder / RESTARTS).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+
+
+def _records_root(hosts: Sequence[HostDevices], output_dir: Path | None) -> Path:
+    """Return a new folder that all hosts see."""
+    if all(host.is_here for host in hosts) or output_dir is None:
+        return Path(tempfile.mkdtemp(prefix="ds-harness-"))
+    (output_dir / "logs").mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="records-", dir=output_dir / "logs"))
+
+
+def _say(text: str) -> None:
+    print(f"ds-harness launch: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,152 @@
+"""The supervisor with ranks of a few lines: real processes, without what makes a real rank slow to start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launching import ROOT, environment
+
+RANK = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from harness.errors import UserError
+from harness.training.process import records
+
+rank, attempt = int(os.environ["RANK"]), int(Path(os.environ["DS_HARNESS_RECORDS"]).name)
+folder = Path(__file__).parent
+records.HERE.rank, records.HERE.stage = rank, rank
+records.expect_success()
+for step in range(1, 4):
+    records.begin_step(step)
+    (folder / f"{attempt}-{rank}-{step}").write_text(str(os.getpid()))
+    {what}
+    time.sleep(0.2)
+if rank == 0:
+    records.record_success()
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    started = []
+
+    def begin(what: str, *flags: object) -> subprocess.Popen[str]:
+        (tmp_path / "rank.py").write_text(RANK.replace("{what}", what))
+        command = [sys.executable, "-m", "harness.cli", "launch", "--num_accelerators", 2, *flags, tmp_path / "rank.py"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(
+            subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment(), start_new_session=True, **pipes)
+        )
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def said(process: subprocess.Popen[str], code: int) -> str:
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == code, text
+    return text
+
+
+def pid(path: Path) -> int:
+    """The process that wrote its number into a file, when it has."""
+    until = time.monotonic() + 30
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < until, path
+        time.sleep(0.02)
+    return int(path.read_text())
+
+
+def is_gone(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = 30) -> None:
+    until = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_killed_rank_is_started_again_and_what_it_left_is_ended(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """Its peer is stopped, and it leaves a child in a session of its own, without a parent."""
+    left = 'subprocess.Popen(["sh", "-c", f"setsid sleep 99 & echo $! >{folder}/left"]).wait()'
+    what = f"""
+    if attempt == 0 and step == 2:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        {left}
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)"""
+    text = said(start(what, "--max_restarts", 2), 0)
+    assert "rank 0" in text and "stage 0) was killed by SIGKILL in step 2" in text and "restart 1 of 2" in text
+    assert "done, after 1 restart" in text
+    assert is_gone(pid(tmp_path / "left")) and is_gone(pid(tmp_path / "0-1-2"))
+    assert (tmp_path / "1-1-3").exists()
+
+
+def test_only_the_marker_is_success(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    text = said(start("if attempt == 0 and step == 2: sys.exit(0)", "--max_restarts", 1), 0)
+    assert "ended with exit code 0 and no reason, before all work was done, in step 2" in text
+    assert "restart 1 of 1" in text
+
+
+def test_a_fault_that_repeats_ends_the_run_with_a_summary(start: Callable[..., subprocess.Popen[str]]) -> None:
+    error = 'records.record_failure(ValueError("odd"))'
+    what = f"""
+    if step == 2:
+        time.sleep(rank == 0)
+        {error}
+        os._exit(3)"""
+    text = said(start(what, "--max_restarts", 9), 1)
+    assert "gave up: 3 faults in a row at step 2" in text and "restart 3" not in text
+    assert text.count("stage 1) failed in step 2: ValueError: odd") == 6  # as it happens, and in the summary
+
+
+def test_what_the_user_must_fix_is_not_tried_again(start: Callable[..., subprocess.Popen[str]]) -> None:
+    what = 'records.HERE.step = 0; records.record_failure(UserError("no such file")); sys.exit(1)'
+    text = said(start(what, "--max_restarts", 9), 1)
+    assert "restart" not in text
+
+
+def test_the_ranks_end_with_their_supervisor(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    """Whatever is killed, and though a rank is stopped."""
+    stopped = "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n    time.sleep(60)"
+    supervisor = start(stopped)
+    ranks = [pid(tmp_path / f"0-{rank}-1") for rank in range(2)]
+    supervisor.kill()
+    wait_until(lambda: all(map(is_gone, ranks)))
+
+
+def test_an_agent_that_is_killed_is_replaced(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    supervisor = start("time.sleep(60 * (attempt == 0))", "--max_restarts", 2)
+    rank = pid(tmp_path / "0-1-1")
+    os.kill(int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    wait_until(lambda: is_gone(rank))
+    assert "no answer from the agent on localhost, in step 1" in said(supervisor, 0)
+
+
+def test_a_signal_ends_the_run_whatever_the_ranks_do(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    supervisor = start("time.sleep(60)", "--max_restarts", 2)
+    ranks = [pid(tmp_path / f"0-{rank}-1") for rank in range(2)]
+    supervisor.send_signal(signal.SIGTERM)
+    said(supervisor, 128 + signal.SIGTERM)
+    assert all(map(is_gone, ranks))

@@ -1,0 +1,66 @@
+"""The flags of `ds-harness launch`, and the hosts that they mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.errors import UserError
+from harness.resilience.hosts import find_hosts
+from harness.resilience.options import read_options
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> str:
+    path = tmp_path / "hostfile"
+    path.write_text("a slots=4\nb slots=2\n")
+    return str(path)
+
+
+def hosts(*argv: str) -> dict[str, tuple[int, ...]]:
+    return {host.name: host.devices for host in find_hosts(read_options([*argv, "train.py"]))}
+
+
+def test_the_script_keeps_its_arguments() -> None:
+    for between in ([], ["--"]):
+        options = read_options(["--num_gpus", "2", *between, "train.py", "--max_steps", "3", "--module"])
+        assert options.script == ("train.py", "--max_steps", "3", "--module")
+        assert (options.num_accelerators, options.max_restarts, options.module) == (2, 0, False)
+
+
+def test_hosts_and_devices_are_chosen_as_by_deepspeed(hostfile: str) -> None:
+    assert hosts("--hostfile", hostfile) == {"a": (0, 1, 2, 3), "b": (0, 1)}
+    assert hosts("--hostfile", hostfile, "--num_nodes", "1", "--num_accelerators", "2") == {"a": (0, 1)}
+    assert hosts("-H", hostfile, "--include", "b@a:1,3") == {"a": (1, 3), "b": (0, 1)}
+    assert hosts("-H", hostfile, "--exclude", "b@a:0") == {"a": (1, 2, 3)}
+    assert hosts("--include", "localhost:2,3") == {"localhost": (2, 3)}
+    assert hosts("--num_accelerators", "3") == {"localhost": (0, 1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--include", "c"], "there is no host c: use one of a, b"),
+        (["--exclude", "b:7"], "b has no device 7"),
+        (["--include", "a:x"], "'a:x' is not HOST or HOST:NUMBER,NUMBER"),
+        (["--exclude", "a@b"], "no host is left"),
+        (["--include", "a", "--exclude", "b"], "give one of them"),
+        (["--include", "a", "--num_nodes", "1"], "cannot be combined"),
+        (["--max_restarts", "-1"], "--max_restarts -1: must be at least 0"),
+        (["--launcher", "openmpi", "--max_restarts", "2"], "--launcher cannot be combined with --max_restarts"),
+        (["--hostfile", "/nowhere"], "no such file"),
+        (["--max_restart", "2"], "see --help"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(hostfile: str, argv: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said.replace("(", r"\(")) as refused:
+        hosts("--hostfile", hostfile, *argv)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_device_that_is_not_among_the_first_is_shown_alone(hostfile: str) -> None:
+    (host,) = find_hosts(read_options(["--include", "localhost:2,3", "train.py"]))
+    assert host.environment() == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    (host,) = find_hosts(read_options(["--num_accelerators", "2", "train.py"]))
+    assert host.is_here and host.environment() == {}

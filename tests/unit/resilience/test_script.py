@@ -1,0 +1,58 @@
+"""How a script goes on: from its newest checkpoint, in the best layout for the ranks that are left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.resilience.script import Script
+
+
+def script(*flags: object) -> Script:
+    return Script(["scripts/train.py", "--max_steps", "9", *map(str, flags)])
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted", "layouts"),
+    [
+        (
+            "pipeline_3d",
+            8,
+            {7: "pp2 x dp1 x tp2", 4: "pp2 x dp1 x tp2", 3: "pp1 x dp1 x tp2", 1: "pp1 x dp1 x tp1"},
+        ),
+        ("zero3", 4, {3: "pp1 x dp2 x tp1", 1: "pp1 x dp1 x tp1"}),
+        ("tensor_parallel", 4, {3: "pp1 x dp1 x tp2"}),
+    ],
+)
+def test_fewer_ranks_give_up_data_parallelism_then_stages_then_tensor_ranks(
+    config: str, wanted: int, layouts: dict[int, str]
+) -> None:
+    for ranks, layout in layouts.items():
+        start = script("--deepspeed_config", config, "--gradient_accumulation_steps", 2).on_fewer(wanted, ranks)
+        assert start is not None and str(start.layout) == layout
+        words = list(start.words)
+        batch = int(words[words.index("--global_batch_size") + 1])
+        before = {"pipeline_3d": 8 * 2 * 2, "zero3": 8 * 2 * 4, "tensor_parallel": 8 * 2 * 2}[config]
+        assert batch == before and "--gradient_accumulation_steps" not in words
+
+
+def test_a_batch_that_cannot_be_kept_leaves_no_layout(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    config.write_text(json.dumps(sizes))
+    assert script("--deepspeed_config", config).on_fewer(3, 2) is None
+
+
+def test_a_script_of_other_arguments_keeps_its_ranks() -> None:
+    other = Script(["mine.py", "--depth", "3"])
+    assert other.output_dir is None and other.on_fewer(4, 2) is None
+    assert other.again(other.first(4)).words == ("mine.py", "--depth", "3", "--resume_from_checkpoint", "auto")
+
+
+def test_it_goes_on_from_its_own_checkpoints_once_there_are_some(tmp_path: Path) -> None:
+    elsewhere = script("--output_dir", tmp_path, "--resume_from_checkpoint", "other/checkpoint-3")
+    assert elsewhere.again(elsewhere.first(2)).words == elsewhere.words
+    fresh = script("--output_dir", tmp_path)
+    assert fresh.again(fresh.first(2)).words[-2:] == ("--resume_from_checkpoint", "auto")
