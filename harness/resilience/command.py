@@ -14,6 +14,11 @@ def launch(argv: Sequence[str]) -> int:
         print(USAGE)
         return 2
     options = read_options(argv)
+    if options.slurm:
+        from harness.resilience.slurm import write_batch
+
+        print(f"written: {write_batch(options, argv)}; start it with `sbatch {options.slurm}`")
+        return 0
     if options.deepspeed_only:
         from harness.resilience.deepspeed_command import run_deepspeed
 

@@ -54,7 +54,18 @@ class HostDevices:
         if self.is_here:
             return list(AGENT)
         if self.slurm:
-            return ["srun", "--overlap", "-N1", "-n1", "-w", self.name, "--unbuffered", "--cpu-bind=none", *AGENT]
+            return [
+                "srun",
+                "--quiet",
+                "--overlap",
+                "-N1",
+                "-n1",
+                "-w",
+                self.name,
+                "--unbuffered",
+                "--cpu-bind=none",
+                *AGENT,
+            ]
         python_path = inherited("PYTHONPATH")
         variables = ["env", *(f"{name}={value}" for name, value in python_path.items())] if python_path else []
         command = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([*variables, *AGENT])}"

@@ -77,7 +77,7 @@ class Script:
         whole = Layout.from_world(wanted, pp_size=resolved.pp_size, tp_size=resolved.tp_size, ep_size=resolved.ep_size)
         for layout in _smaller(whole, ranks):
             flags = _flags(layout, resolved.train_batch)
-            kept = _without(self.words, {*flags, "--gradient_accumulation_steps"})  # it follows from the global batch
+            kept = without(self.words, {*flags, "--gradient_accumulation_steps"})  # it follows from the global batch
             other = Script((*kept, *(word for pair in flags.items() for word in pair)))
             if other.accepts(layout):
                 return Start(words=other.words, ranks=layout.world_size, layout=layout)
@@ -114,7 +114,7 @@ def _flags(layout: Layout, batch: int) -> dict[str, str]:
     return {**flags, "--global_batch_size": str(batch)}
 
 
-def _without(words: Sequence[str], flags: set[str]) -> list[str]:
+def without(words: Sequence[str], flags: set[str]) -> list[str]:
     """Return the words without these flags and their values."""
     kept: list[str] = []
     skips = False

@@ -24,6 +24,10 @@ CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 AuthType=auth/munge
+AuthInfo=cred_expire=5
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
+CompleteWait=0
+KillWait=1
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={folder}/state
@@ -94,6 +98,56 @@ def run(launcher: list[str], folder: Path, env: dict[str, str]) -> None:
 
 def test_srun_starts_one_run_over_two_nodes(slurm: dict[str, str], tmp_path: Path) -> None:
     run(["srun", "-N2", "-n2"], tmp_path / "run", slurm)
+
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from harness.training.process import records
+
+folder, job = Path(__file__).parent, int(os.environ.get("SLURM_RESTART_COUNT", 0))
+rank, attempt = int(os.environ["RANK"]), int(Path(os.environ["DS_HARNESS_RECORDS"]).name)
+records.HERE.rank = rank
+records.expect_success()
+records.begin_step(1)
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(138))
+if job == 0 and attempt == 0 and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+(folder / f"{job}-{attempt}-{rank}").write_text(f"{os.environ['SLURM_NODEID']} {' '.join(sys.argv[2:])}")
+time.sleep(60 if job == 0 else 0)
+if rank == 0:
+    records.record_success()
+"""
+
+
+def test_sbatch_runs_the_supervisor_and_puts_the_job_back_into_the_queue(slurm: dict[str, str], tmp_path: Path) -> None:
+    """A rank is killed and started again in the job; then Slurm's signal before the time limit comes."""
+
+    def command(*words: object) -> str:
+        done = subprocess.run(
+            list(map(str, words)), cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def wait_for(path: Path) -> str:
+        until = time.monotonic() + 60
+        while not path.exists() or not path.read_text():
+            assert time.monotonic() < until, [path, *(log.read_text() for log in tmp_path.glob("slurm-*.out"))]
+            time.sleep(0.1)
+        return path.read_text()
+
+    (tmp_path / "rank.py").write_text(RANK)
+    flags = ["--max_restarts", 2, "--num_nodes", 2, "--num_accelerators", 1, "--slurm", "job.sbatch"]
+    command("ds-harness", "launch", *flags, tmp_path / "rank.py", "--output_dir", tmp_path / "run")
+    job = command("sbatch", "--parsable", f"--export=ALL,PYTHONPATH={ROOT}", "job.sbatch").strip()
+    wait_for(tmp_path / "0-1-0")
+    resumed = f"--output_dir {tmp_path / 'run'} --resume_from_checkpoint auto"
+    assert wait_for(tmp_path / "0-1-1") == f"0 {resumed}"
+    command("scancel", "--batch", "--signal=USR1", job)
+    assert {wait_for(tmp_path / f"1-0-{rank}").split(maxsplit=1)[1] for rank in range(2)} == {resumed}
+    said = (tmp_path / f"slurm-{job}.out").read_text()
+    assert "rank 1" in said and "was killed by SIGKILL in step 1" in said and "restart 1 of 2" in said
 
 
 def test_mpiexec_and_torchrun_start_one_run(tmp_path: Path) -> None:
