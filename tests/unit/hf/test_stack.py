@@ -27,7 +27,6 @@ def cut(source: ModelSource, tensor: TensorParallel) -> CausalModel:
         ("bart", {}, "model.decoder.layers"),
         ("git", {}, "git.encoder.layer"),  # the encoder of its images is as deep, and larger
         ("phi4_multimodal", {}, "model.layers"),
-        ("blt", {}, "model.global_transformer.layers"),  # a config without a depth of its own
         ("longcat_flash", {}, "model.layers"),
         ("longcat_flash", {"num_layers": 1}, "model.layers"),  # counts as two, as many as a layer has attentions
     ],
@@ -52,7 +51,9 @@ def test_a_deeper_encoder_beside_the_layers_is_no_hindrance_to_the_cut() -> None
 
 
 def test_a_config_without_a_depth_or_with_another_has_costs_too() -> None:
-    model = cut(ModelSource(name="it", config=tiny_config("blt"), weights=None), TensorParallel())
+    config = tiny_config("blt")
+    assert find_stack(build_skeleton(config)) == "model.global_transformer.layers"
+    model = cut(ModelSource(name="it", config=config, weights=None), TensorParallel())
     assert all(cost.flops_per_token() > 0 for cost in model.costs(32, checkpointed=False))
     deeper = tiny_config("xlstm")  # `num_blocks` counts its layers
     deeper.num_hidden_layers = 3
