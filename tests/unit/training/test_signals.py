@@ -91,8 +91,9 @@ class Process:
 
     def end(self) -> tuple[int, str]:
         """Its exit code, and what it said after it was ready."""
-        said, _ = self.process.communicate(timeout=30)
-        return self.process.returncode, said
+        assert self.process.stdout is not None
+        said = self.process.stdout.read()  # `communicate` would lose what came together with the first line
+        return self.process.wait(30), said
 
 
 def run(doing: str, seconds: float = 0) -> Process:
