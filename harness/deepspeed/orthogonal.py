@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.runtime import compiler
 from torch import Tensor
 
 
@@ -15,3 +21,27 @@ def newton_schulz(matrix: Tensor, method: str) -> Tensor:
         iterate = original_muon.zeropower_via_newtonschulz5
     found: Tensor = iterate(matrix, steps=5)
     return found
+
+
+def import_muon_without_compiler() -> None:
+    """Import DeepSpeed's Muon, as every ZeRO engine does, but torch's compiler only when Muon is used.
+
+    Its decorator would import the compiler at once, which takes more than a second of each start.
+    """
+    compile_at_once, compiler.compile = compiler.compile, lambda: _compiled_when_called
+    try:
+        from deepspeed.runtime.zero.muon import original_muon  # noqa: F401
+    finally:
+        compiler.compile = compile_at_once
+
+
+def _compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.cache
+    def compiled() -> Callable[..., Any]:
+        return torch.compile(function)
+
+    @functools.wraps(function)
+    def call(*args: object, **named: object) -> Any:
+        return compiled()(*args, **named)
+
+    return call

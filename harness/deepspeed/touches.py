@@ -281,6 +281,12 @@ TOUCHES = (
     Touch("optimizer_states: parameters in bf16", f"{BF16}.update_lp_params", "likewise", parameters=()),
     # orthogonal
     Touch(
+        "orthogonal: Muon's decorator",
+        "deepspeed.runtime.compiler:compile",
+        "replaced while Muon is imported: torch's compiler is imported where Muon is used, not in each start",
+        parameters=(),
+    ),
+    Touch(
         "orthogonal: iterations in the Gram matrix",
         f"{MUON}:zeropower_via_gram_newtonschulz",
         "called by the harness's own Muon",

@@ -40,7 +40,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def begin(what: str, *flags: object) -> subprocess.Popen[str]:
         (tmp_path / "rank.py").write_text(RANK.replace("{what}", what))
-        command = [sys.executable, "-m", "harness.cli", "launch", "--num_accelerators", 2, *flags, tmp_path / "rank.py"]
+        devices = [] if "--hostfile" in flags else ["--num_accelerators", 2]
+        launcher = [sys.executable, "-m", "harness.cli", "launch", *devices, *flags]
+        command = [*launcher, tmp_path / "rank.py", "--max_steps", 3, "--output_dir", tmp_path / "run"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(
             subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment(), start_new_session=True, **pipes)
@@ -150,3 +152,21 @@ def test_a_signal_ends_the_run_whatever_the_ranks_do(
     supervisor.send_signal(signal.SIGTERM)
     said(supervisor, 128 + signal.SIGTERM)
     assert all(map(is_gone, ranks))
+
+
+def test_a_host_that_does_not_answer_is_left_out_or_waited_for(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("localhost slots=1\nno-such-host.invalid slots=1\n")
+    flags = ["--max_restarts", 2, "--hostfile", hostfile]
+    text = said(start("(folder / 'words').write_text(' '.join(sys.argv))", *flags), 0)
+    assert "no answer from no-such-host.invalid: going on without" in text
+    assert "--global_batch_size 16" in (tmp_path / "words").read_text()  # 8 on each of two ranks
+    assert not (tmp_path / "0-1-1").exists()
+    waiting = start("", *flags, "--min_ranks", 2)
+    assert waiting.stderr is not None
+    assert any("waiting for at least 2 ranks" in line for line in waiting.stderr)
+    waiting.send_signal(signal.SIGTERM)
+    said(waiting, 128 + signal.SIGTERM)
+    assert "no answer from no-such-host.invalid" in said(start("", "--hostfile", hostfile), 1)

@@ -14,6 +14,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from harness.config import ConfigError
 from harness.config.check import unsupported_on_cpu
 from harness.config.values.json_object import JsonObject
+from harness.deepspeed.orthogonal import import_muon_without_compiler
 from harness.deepspeed.process_groups import avoid_compiling
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv, run_timeout
@@ -29,6 +30,7 @@ def start(env: LaunchEnv) -> torch.device:
         accelerator.set_device(index)
         device = torch.device(accelerator.device_name(index))
     avoid_compiling()
+    import_muon_without_compiler()
     timeout = run_timeout()
     if not dist.is_initialized():
         env.export(os.environ)
