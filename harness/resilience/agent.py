@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,6 +98,9 @@ class Agent:
                 self.signal(self.received.pop(0))
             self.look()
         self._end_slowly()
+        if self.order is not None and not self.order.is_remote:
+            sweep(self.order.records)
+            shutil.rmtree(self.order.root, ignore_errors=True)  # the supervisor cannot do it any more
 
     def report(self, **what: object) -> None:
         """Write a line to the supervisor; without arguments a sign of life."""

@@ -42,12 +42,13 @@ class Gathering:
     Attributes:
         hosts: as the user gave them.
         failing: devices that are left out, by host and number.
+        missing: hosts that did not answer the last time.
     """
 
     def __init__(self, options: Options, hosts: Sequence[HostDevices], script: Script) -> None:
         self.options, self.hosts, self.script = options, tuple(hosts), script
         self.failing: set[tuple[str, int]] = set()
-        self._missing: list[HostDevices] = []
+        self.missing: list[HostDevices] = []
         self._looking: list[AgentProcess] = []
         self._looked = 0.0
 
@@ -58,12 +59,13 @@ class Gathering:
         """
         until, wanted = time.monotonic() + HOSTS_S, sum(len(host.devices) for host in self.hosts)
         while not received:
-            agents = connect(self._usable(), self.options.ssh_port)
+            usable = self._usable()
+            agents = connect(usable, self.options.ssh_port)
             answering = {agent.host.name for agent in agents}
-            self._missing = [host for host in self.hosts if host.name not in answering]
+            self.missing = [host for host in usable if host.name not in answering]
             ranks = sum(len(agent.host.devices) for agent in agents)
             start = self.script.first(ranks) if ranks == wanted else self.script.on_fewer(wanted, ranks)
-            missing = ", ".join(host.name for host in self._missing)
+            missing = ", ".join(host.name for host in self.missing)
             fewest = wanted if not self.options.max_restarts else self.options.min_ranks or 1
             if start is not None and start.ranks >= fewest:
                 if missing:
@@ -80,8 +82,8 @@ class Gathering:
 
     def returned(self) -> bool:
         """Whether a host that is missing answers now; looks every half minute, and does not wait."""
-        if self._missing and not self._looking and time.monotonic() - self._looked > LOOK_S:
-            self._looking = [AgentProcess(host, self.options.ssh_port) for host in self._missing]
+        if self.missing and not self._looking and time.monotonic() - self._looked > LOOK_S:
+            self._looking = [AgentProcess(host, self.options.ssh_port) for host in self.missing]
             self._looked = time.monotonic()
         for agent in self._looking:
             agent.read()

@@ -95,10 +95,11 @@ class Supervisor:
         return Cause(text=f"no answer from the agent on {', '.join(lost) or 'this host'}, in step {step}", step=step)
 
     def _look_for_hosts(self, attempt: Attempt) -> None:
-        """Ask the ranks to save and stop when a host that was missing is back."""
-        if not self.is_growing and self.gathering.returned():
-            self.is_growing = True
-            attempt.signal(signal.SIGUSR1)
+        """Ask ranks that train to save and stop when a host that was missing is back."""
+        if not self.is_growing and self.gathering.missing and read_positions(attempt.records):
+            self.is_growing = self.gathering.returned()
+            if self.is_growing:
+                attempt.signal(signal.SIGUSR1)
 
     def _judge(self, cause: Cause | None, team: Team) -> int | None:
         """Return the exit code; None to start again, after a pause."""

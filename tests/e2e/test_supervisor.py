@@ -170,3 +170,14 @@ def test_a_host_that_does_not_answer_is_left_out_or_waited_for(
     waiting.send_signal(signal.SIGTERM)
     said(waiting, 128 + signal.SIGTERM)
     assert "no answer from no-such-host.invalid" in said(start("", "--hostfile", hostfile), 1)
+
+
+def test_a_device_that_fails_twice_at_the_start_is_left_out(start: Callable[..., subprocess.Popen[str]]) -> None:
+    what = """
+    for position in Path(os.environ["DS_HARNESS_RECORDS"]).glob(f"position-{rank}.json"):
+        position.unlink()  # as if there had been no step
+    rank == 1 and os._exit(3)
+    time.sleep(1)"""
+    text = said(start(what, "--max_restarts", 4, "--min_ranks", 1), 0)
+    assert "device 1 of localhost is left out: it failed twice before the first step" in text
+    assert "done, after 2 restarts" in text
