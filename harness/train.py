@@ -22,6 +22,7 @@ from harness.training.console import Console, plain_console, quiet
 from harness.training.prepare.configure import RunConfig
 from harness.training.prepare.preflight import ScriptArguments, check_before_start, limit_trial
 from harness.training.process import records, signals
+from harness.training.watch import activity
 
 if TYPE_CHECKING:
     from harness.training.trainer import Trainer
@@ -128,6 +129,7 @@ def _guarded(script: ScriptArguments, config: RunConfig, lora: LoraArguments, en
         os._exit(int(stopped.code or 0))  # all is saved; whoever stops a run does not wait for Python to tidy up
     except BaseException as error:
         signals.say_nothing()
+        activity.leave(error)
         records.record_failure(error)
         traceback.print_exc()  # into this rank's log
         if signals.received() and records.is_lost_peer(error):  # the others have ended by the signal
@@ -163,8 +165,10 @@ def _shut_down(trainer: Trainer) -> None:
     """Leave the process group together, so that no rank sees its peers vanish."""
     import torch.distributed as dist
 
-    trainer.engine.deepspeed.destroy()
-    dist.barrier()
+    with activity.inside("ending"):
+        trainer.engine.deepspeed.destroy()
+        dist.barrier()
+    activity.ACTIVITY.stop_watching()
     dist.destroy_process_group()
 
 

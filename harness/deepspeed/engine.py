@@ -94,6 +94,20 @@ def evaluate_pipeline(engine: PipelineEngine, batches: Sequence[object], steps: 
     return loss
 
 
+def announce_instructions(engine: PipelineEngine, announce: Callable[[str], None]) -> None:
+    """Have `announce` called with each instruction of the pipeline, as `RecvGrad(0)`, before it is executed."""
+
+    def announced(name: str, execute: Callable[..., None]) -> Callable[..., None]:
+        def run(self: PipelineEngine, **kwargs: object) -> None:
+            announce(f"{name}({kwargs['buffer_id']})" if "buffer_id" in kwargs else name)
+            execute(self, **kwargs)
+
+        return run
+
+    instructions = engine._INSTRUCTION_MAP.items()
+    engine._INSTRUCTION_MAP = {kind: announced(kind.__name__, execute) for kind, execute in instructions}
+
+
 def scales_loss_dynamically(optimizer: EngineOptimizer) -> bool:
     """Whether an engine's optimizer finds the scale of the loss by itself (fp16)."""
     return bool(getattr(getattr(optimizer, "loss_scaler", None), "dynamic", False))

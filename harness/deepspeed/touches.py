@@ -170,6 +170,13 @@ TOUCHES = (
         uses=("num_micro_batches", "bcast_loss", "monitor"),
     ),
     Touch(
+        "engine: instructions of the pipeline",
+        f"{PIPELINE_ENGINE}._exec_schedule",
+        "each is announced before it is executed, so that a rank that hangs can be named with its instruction",
+        parameters=("pipe_schedule",),
+        uses=("_INSTRUCTION_MAP", "_exec_instr", "kwargs"),
+    ),
+    Touch(
         "engine: dynamic loss scale",
         f"{SCALER}:DynamicLossScaler",
         "a resumed run goes on with the scale it had reached, and with this run's options",

@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 DEEPSPEED_LAUNCH = "deepspeed.launcher.launch"  # DeepSpeed's process on each host, the parent of the ranks there
 LEVELS = 8  # how far up a launcher is looked for; a wrapper or two may stand between
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """How a process is.
+
+    Attributes:
+        state: the system's letter: R runs, S sleeps, D waits for a device, T is stopped, Z has ended.
+        started: when it was started, in the system's clock ticks; tells it from a later one of the same number.
+        ending: of one that has ended, how; empty where that is not known.
+    """
+
+    state: str
+    started: int
+    ending: str = ""
+
+
+def status_of(process: int) -> ProcessStatus | None:
+    """Return how a process is; None if it is gone. Raises OSError if that cannot be known."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, started, code = fields[0], int(fields[19]), int(fields[49])
+    if state not in "ZX":
+        return ProcessStatus(state, started)
+    name = signal.Signals(code & 127).name if code & 127 else ""
+    return ProcessStatus(state, started, f"ended by {name}" if name else f"ended with exit code {code >> 8}")
 
 
 def parent_of(process: int) -> int:

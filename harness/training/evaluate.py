@@ -17,7 +17,7 @@ from harness.training.engine.losses import Loss, RouterLoss
 from harness.training.prepare.run import PreparedRun
 from harness.training.process import signals
 from harness.training.process.distributed import any_rank
-from harness.training.process.records import HERE
+from harness.training.watch.activity import beat
 
 ROUTER_BATCH = 8
 """Samples of an evaluation micro-batch of a model with a router loss; transformers' default for every model."""
@@ -39,7 +39,6 @@ def evaluation_metrics(run: PreparedRun, dataset: MapDataset, *, is_new: bool) -
     `is_new`: not the run's own data set, which was looked at when the run began. UserError if it cannot be used, or
     differs between ranks.
     """
-    HERE.doing = "evaluating"
     micro_batch = run.args.per_device_eval_batch_size or default_batch(run.trainable.loss, run.resolved.micro_batch)
     if is_new:
         require_alike({"evaluation data": data_digest(dataset)}, run.engine.device)
@@ -82,6 +81,7 @@ def _sums(engine: Engine, dataset: MapDataset, micro_batch: int, collator: Colla
         if any_rank(signals.received() != 0, engine.device):
             raise signals.Interrupted
         count = min(CHUNK, steps - first)
+        beat("reading data to evaluate")
         chunk = [next(batches) for _ in range(count)] if engine.reads_data else []
         if first == 0:
             require_same_data([(batch.inputs, batch.labels) for batch in chunk], engine.groups)

@@ -50,12 +50,32 @@ def run_ranks(
     name = worker if isinstance(worker, str) else f"{worker.__module__}:{worker.__qualname__}"
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         job = Path(folder)
-        (job / "args").write_bytes(pickle.dumps((n, timeout_s, process_group, args)))
-        environment = _environment(n, env or {})
-        code = _server(environment).launch(name, job, environment, timeout_s + START_LIMIT_S)
+        code = _launch(name, job, n, args, timeout_s, _environment(n, env or {}), process_group)
         if code != 0:
             pytest.fail(_report(name, n, job, code), pytrace=False)
         return [pickle.loads((job / f"rank_{rank}.result").read_bytes()) for rank in range(n)]
+
+
+def words_of_failing_ranks(n: int, worker: Callable[..., Any], *args: Any, timeout_s: float = 60) -> str:
+    """Call `worker(*args)` on `n` ranks, one of which has to fail; return what all of them printed."""
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        job, name = Path(folder), f"{worker.__module__}:{worker.__qualname__}"
+        code = _launch(name, job, n, args, timeout_s, _environment(n, {}), True)
+        assert code, _report(name, n, job, code)
+        return "".join((job / f"rank_{rank}.log").read_text(errors="replace") for rank in range(n))
+
+
+def _launch(
+    name: str,
+    job: Path,
+    n: int,
+    args: tuple[Any, ...],
+    timeout_s: float,
+    environment: dict[str, str],
+    process_group: bool,
+) -> int | None:
+    (job / "args").write_bytes(pickle.dumps((n, timeout_s, process_group, args)))
+    return _server(environment).launch(name, job, environment, timeout_s + START_LIMIT_S)
 
 
 def _server(environment: Mapping[str, str]) -> ForkServer:

@@ -18,7 +18,7 @@ from torch import nn
 from harness.config import Resolved
 from harness.config.values.idle_keys import without_idle
 from harness.config.values.json_object import JsonObject
-from harness.deepspeed.engine import check_every_gradient
+from harness.deepspeed.engine import announce_instructions, check_every_gradient
 from harness.deepspeed.kept_in_fp32 import keeping_fp32, reduce_fp32_gradients
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_groups import MpuAdapter
@@ -38,6 +38,8 @@ from harness.training.engine.losses import Loss
 from harness.training.engine.muon import find_matrices
 from harness.training.engine.optimizer import own_optimizer, parameter_groups, schedule
 from harness.training.process.distributed import give_timeout, open_groups
+from harness.training.watch.activity import beat
+from harness.training.watch.layers import announce_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv": "csv_monitor"}
@@ -115,6 +117,10 @@ def build_engine(
     torch.manual_seed(context.args.seed + context.groups.coordinate.dp_rank + 1000 * context.groups.coordinate.stage)
     if context.resolved.zero_stage == 3 and traits.draws:
         copy_hooked_inputs(module)
+    if isinstance(module, LayerSequence):
+        announce_layers(module.calls)
+    else:
+        announce_instructions(engine, beat)
     kind = PipelineStages if context.is_pipeline else WholeModel
     return kind(engine, context.groups, guarded, context.device, context.dtype, context.args.seed, keys)
 

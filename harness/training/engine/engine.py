@@ -30,6 +30,7 @@ from harness.training.batches.same_data import require_same_data
 from harness.training.engine.evidence import Evidence, GuardedLoss
 from harness.training.engine.losses import Targets, targets
 from harness.training.engine.profiling import flops_profile
+from harness.training.watch.activity import beat
 
 Batch: TypeAlias = tuple[Value, Targets]
 
@@ -99,6 +100,7 @@ class Engine(ABC):
         `consumed_samples`: by all ranks in the steps before. UserError on all ranks if, in the first step, ranks that
         must read the same data do not.
         """
+        beat("training")
         if not self._compared:
             require_same_data(micro_batches, self.groups)
             self._compared = True
@@ -238,11 +240,13 @@ class WholeModel(Engine):
         parts: dict[str, Tensor] = {}
         for inputs, wanted in batches:
             outputs = self.deepspeed(_move(inputs, self.device))
+            beat("loss")
             loss = self.loss(outputs, _move(wanted, self.device))
             for name, value in self.loss.parts(outputs).items():
                 parts[name] = parts.get(name, 0.0) + value
             del outputs  # the logits are not needed while the next ones are made
             self.deepspeed.backward(loss)
+            beat("optimizer step")
             self.deepspeed.step()
             total += loss.detach()
         means = {name: self._mean(value / len(batches)) for name, value in parts.items()}

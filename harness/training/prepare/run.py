@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -40,6 +41,8 @@ from harness.training.prepare.trainable import TrainableModel, trainable_decoder
 from harness.training.prepare.verification import verify_plan
 from harness.training.process.distributed import close_groups, open_groups, require_device, require_precision, start
 from harness.training.process.records import HERE
+from harness.training.watch.activity import ACTIVITY
+from harness.training.watch.opening import watch_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +121,7 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
     sample = _first_samples(data_check, plan, inputs.args)
     trainable = _trainable(inputs, plan, context, sample)
     boundaries = choose_boundaries(trainable, context, sample)
+    ACTIVITY.stage_costs = [sum(trainable.costs[start:stop]) for start, stop in pairwise(boundaries)]
     startup_report.compilation(console, plan.resolved, context.device)
     engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
     stages = stage_lines(trainable, boundaries, engine.deepspeed.module, context.groups)
@@ -160,7 +164,8 @@ def _join(inputs: RunInputs, plan: RunPlan) -> tuple[RunContext, frozenset[dist.
     )
     foreign_groups = open_groups()
     groups = build_groups(plan.layout)
-    HERE.rank, HERE.stage, HERE.doing = groups.rank, groups.coordinate.stage, "preparing"
+    HERE.rank, HERE.stage = groups.rank, groups.coordinate.stage
+    watch_run(args, groups, inputs.console)
     startup_report.version(inputs.console)
     context = RunContext(args=args, resolved=plan.resolved, groups=groups, device=device, max_steps=plan.max_steps)
     return context, foreign_groups
@@ -205,6 +210,7 @@ def training_stream(run: PreparedRun) -> BatchStream | None:
 
 def release(run: PreparedRun) -> None:
     """Let go of the engine's memory and of the process groups that were opened for the run."""
+    ACTIVITY.stop_watching()
     engine = run.engine.deepspeed
     engine.destroy()
     close_groups(run.foreign_groups)

@@ -89,9 +89,21 @@ def record_failure(error: BaseException) -> None:
         is_lost_peer=is_lost_peer(error),
         time=time.time(),
     )
-    folder = records_folder()
-    if folder is not None and not (folder / f"rank-{HERE.rank}.json").exists():
-        _write(f"rank-{HERE.rank}.json", asdict(failure))
+    _write_first(failure)
+
+
+def record_failure_of(position: Position, pid: int, error: str, message: str) -> None:
+    """Write the record of another rank, which cannot do so itself."""
+    failure = Failure(
+        **asdict(position),
+        pid=pid,
+        error=error,
+        message=message,
+        is_user_error=False,
+        is_lost_peer=False,
+        time=time.time(),
+    )
+    _write_first(failure)
 
 
 def expect_success() -> None:
@@ -124,6 +136,13 @@ def read_failures(folder: Path) -> list[Failure]:
 def read_positions(folder: Path) -> dict[int, Position]:
     """Return where each rank was at the beginning of its last step."""
     return {position.rank: position for position in (Position(**record) for record in _read(folder, "position-*.json"))}
+
+
+def _write_first(failure: Failure) -> None:
+    """Write a rank's record unless there is one."""
+    folder, name = records_folder(), f"rank-{failure.rank}.json"
+    if folder is not None and not (folder / name).exists():
+        _write(name, asdict(failure))
 
 
 def _write(name: str, record: dict[str, object]) -> None:

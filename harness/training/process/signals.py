@@ -18,6 +18,7 @@ from types import FrameType
 
 from harness.training.process.builds import abandon_builds
 from harness.training.process.launcher import Launcher
+from harness.training.watch import activity
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)  # the later count where ranks get several
 POLL_S = 0.1  # between two looks at the launcher, which has 0.25 s from its SIGINT to its traceback
@@ -121,6 +122,7 @@ class Watch:
         return FORWARDED_S if self.launcher.is_deepspeed and number == signal.SIGTERM else SAME_S
 
     def _end(self, number: int) -> None:
+        activity.leave()
         if self.where is not None:
             self.say(f"{signal.Signals(number).name} {self.where}: the run has ended")
         sys.stdout.flush()
