@@ -15,11 +15,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from harness.errors import UserError
+from harness.topology.interfaces import interface_to, require_interfaces
 from harness.topology.processes import DEEPSPEED_LAUNCH, ancestor
 from harness.topology.slurm import first_host, in_step, tasks_on_node
 
 LOOPBACK = "127.0.0.1"
-LOOPBACK_INTERFACE = "lo"
 TIMEOUT_MINUTES = 30
 DEEPSPEED_PORT = 29500  # what its launcher takes where no --master_port is given
 RECORDS = "DS_HARNESS_RECORDS"  # the folder in which the ranks of one attempt leave records for their supervisor
@@ -126,7 +126,11 @@ class LaunchEnv:
         )
 
     def export(self, environ: MutableMapping[str, str]) -> None:
-        """Set the variables that torch.distributed and DeepSpeed read; a process alone gets a free port."""
+        """Set the variables that torch.distributed and DeepSpeed read; a process alone gets a free port.
+
+        Raises UserError if one of them names a network interface that is not there.
+        """
+        require_interfaces(environ)
         environ.update(
             RANK=str(self.rank),
             WORLD_SIZE=str(self.world_size),
@@ -138,8 +142,10 @@ class LaunchEnv:
         one_host = (
             self.world_size == 1 or self.master_addr in ("localhost", "::1") or self.master_addr.startswith("127.")
         )
-        if one_host and any(name == LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
-            environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)  # each rank listens, even a process alone
+        # each rank listens, even a process alone; gloo would take the interface that this host's name stands for
+        name = interface_to(LOOPBACK if one_host else self.master_addr, self.master_port)
+        if name is not None:
+            environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def run_timeout() -> timedelta:

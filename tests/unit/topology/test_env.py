@@ -6,6 +6,7 @@ import pytest
 
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv, free_port
+from harness.topology.interfaces import interface_to
 from harness.topology.slurm import first_host, tasks_on_node
 
 DEEPSPEED = {
@@ -58,11 +59,23 @@ def test_without_a_launcher_a_process_is_alone_and_exports_a_free_port() -> None
     assert (again.rank, again.world_size, again.local_rank, again.local_world_size) == (0, 1, 0, 1)
 
 
-@pytest.mark.parametrize(("address", "interface"), [("127.0.0.1", "lo"), ("localhost", "lo"), ("10.0.0.1", None)])
-def test_ranks_of_one_host_listen_on_its_loopback_interface(address: str, interface: str | None) -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "10.0.0.1"])
+def test_ranks_listen_on_the_interface_that_leads_to_rank_0(address: str) -> None:
     environ: dict[str, str] = {}
     LaunchEnv.from_environ({**DEEPSPEED, "MASTER_ADDR": address}).export(environ)
-    assert environ.get("GLOO_SOCKET_IFNAME") == interface
+    assert environ.get("GLOO_SOCKET_IFNAME") == ("lo" if address != "10.0.0.1" else interface_to(address, 1))
+    chosen = {"GLOO_SOCKET_IFNAME": "lo"}
+    LaunchEnv.from_environ({**DEEPSPEED, "MASTER_ADDR": address}).export(chosen)
+    assert chosen["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("GLOO_SOCKET_IFNAME", "nosuch7"), ("NCCL_SOCKET_IFNAME", "lo,=nosuch7")]
+)
+def test_an_interface_that_is_not_there_is_one_line(variable: str, value: str) -> None:
+    with pytest.raises(UserError, match=rf"{variable} is {value}, but .* has no such network interface, only .*lo"):
+        LaunchEnv.from_environ(DEEPSPEED).export({variable: value})
+    LaunchEnv.from_environ(DEEPSPEED).export({"NCCL_SOCKET_IFNAME": "^docker,l,=lo"})
 
 
 def test_exporting_a_launch_gives_it_back() -> None:

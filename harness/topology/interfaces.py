@@ -1,0 +1,58 @@
+"""Which network interface leads to the host where rank 0 listens; gloo does not find out by itself."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from harness.errors import UserError
+
+SIOCGIFADDR = 0x8915  # of Linux: an interface's IPv4 address
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def interface_to(host: str, port: int) -> str | None:
+    """Return the interface by which packets to a host would leave; None if that cannot be told. None are sent."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            ours = probe.getsockname()[0].partition("%")[0]
+    except OSError:
+        return None
+    return next((name for name, found in _addresses() if found == ours), None)
+
+
+def require_interfaces(environ: Mapping[str, str]) -> None:
+    """Raise UserError if a variable that is set names an interface that this host does not have."""
+    present = [name for _, name in socket.if_nameindex()]
+    for variable in VARIABLES:
+        for wanted in filter(None, environ.get(variable, "").split(",")):
+            exact = variable.startswith("GLOO") or wanted.startswith("=")
+            name = wanted.lstrip("=")
+            found = name in present if exact else any(each.startswith(name) for each in present)
+            if not found and not wanted.startswith("^"):
+                raise UserError(
+                    f"{variable} is {environ[variable]}, but {socket.gethostname()} has no such network interface, "
+                    f"only {', '.join(present)}: correct it, or unset it to use the one that leads to rank 0"
+                )
+
+
+def _addresses() -> list[tuple[str, str]]:
+    """Return the interfaces of this host with their addresses."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no IPv4 address
+                continue
+            found.append((name, socket.inet_ntoa(answer[20:24])))
+    listed = Path("/proc/net/if_inet6")
+    for line in listed.read_text().splitlines() if listed.exists() else []:
+        digits, *_, name = line.split()
+        found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
+    return found
