@@ -44,6 +44,7 @@ class Progress:
         optimizer: its name.
         hyperparameters: learning rate, schedule and what else the run was given that may change from here on.
         skipped_steps: of `step`, those that made no update.
+        skipped_samples: where in the order of samples batches are left out: the place of the first, and past the last.
         optimizer_states: what the optimizer keeps for each weight, each a file of its name; none before the first step.
         counters: what the optimizer counts, such as its steps.
         loss_scaling: where the scaler of the loss stood (fp16); empty elsewhere.
@@ -62,6 +63,7 @@ class Progress:
     optimizer: str = ""
     hyperparameters: JsonObject = field(default_factory=dict)
     skipped_steps: int = 0
+    skipped_samples: list[list[int]] = field(default_factory=list)
     optimizer_states: list[str] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
     loss_scaling: dict[str, float] = field(default_factory=dict)

@@ -146,6 +146,9 @@ def load(state: EngineState, checkpoint: Path) -> Progress:
             make_state(optimizer, each, templates[each.param_group, each.tensor.dim()], progress.counters)
         for name in progress.optimizer_states:
             _read(checkpoint, name, _of_state(optimizer, held, name))
+    else:  # an engine that has made steps begins anew
+        for each, _ in _stepped(held):
+            torch_optimizer(optimizer).state.pop(each.tensor, None)
     use_stepped_on(optimizer)
     set_counters(state.engine, progress.step, progress.skipped_steps)
     set_loss_scaling(optimizer, progress.loss_scaling)

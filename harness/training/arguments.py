@@ -30,7 +30,9 @@ SCHEDULES = (
     "constant_with_warmup",
     "inverse_sqrt",
 )
+NONFINITE = ("stop", "skip", "warn", "rollback")
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
+LEAST = {"max_steps": -1, "logging_steps": 1, "save_steps": 0, "warmup_steps": 0, "hang_seconds": 0}
 AT_LEAST_ONE = (
     "eval_steps",
     "save_total_limit",
@@ -87,7 +89,12 @@ class TrainingArguments:
     max_grad_norm: float = flag(1.0, "clip gradients to this norm; 0: no clipping")
     nonfinite: str = flag(
         "stop",
-        "if a loss or gradient is not finite: stop the run, skip the step, or warn and continue",
+        "if a loss, gradient or weight is not finite: stop the run, skip the step, warn and continue, or rollback to "
+        "the last checkpoint and leave out the batch",
+    )
+    hang_seconds: float = flag(
+        30.0,
+        "end a run in which no rank makes progress for so long, or for 5 steps if that is longer; 0: wait for ever",
     )
     bf16: bool = flag(False, "train in bfloat16")
     fp16: bool = flag(False, "train in float16 with loss scaling")
@@ -119,7 +126,7 @@ class TrainingArguments:
         return self
 
     def __post_init__(self) -> None:
-        for name, least in (("max_steps", -1), ("logging_steps", 1), ("save_steps", 0), ("warmup_steps", 0)):
+        for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise UserError(f"--{name} {getattr(self, name)}: must be at least {least}")
         if self.max_steps == 0:
@@ -134,8 +141,8 @@ class TrainingArguments:
             raise UserError(f"--attn_implementation {self.attn_implementation}: not one of {', '.join(ATTENTION)}")
         if self.verify_plan not in ("auto", "on", "off"):
             raise UserError(f"--verify_plan {self.verify_plan}: not one of auto, on, off")
-        if self.nonfinite not in ("stop", "skip", "warn"):
-            raise UserError(f"--nonfinite {self.nonfinite}: not one of stop, skip, warn")
+        if self.nonfinite not in NONFINITE:
+            raise UserError(f"--nonfinite {self.nonfinite}: not one of {', '.join(NONFINITE)}")
         unknown = set(self.reporters()) - {"tensorboard", "wandb", "csv"}
         if unknown:
             raise UserError(

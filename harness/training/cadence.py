@@ -26,11 +26,13 @@ class Due:
     save: bool
 
 
-def due_after(record: StepRecord, run: PreparedRun, state: TrainerState) -> Due:
-    """Return what is due after the step of `record`. After the last one all is, but a checkpoint without save_steps."""
+def due_after(record: StepRecord, run: PreparedRun, state: TrainerState, before: int) -> Due:
+    """Return what is due after the step of `record`. After the last one all is, but a checkpoint without save_steps.
+
+    `before`: the samples that had been consumed before it.
+    """
     args, step, last = run.args, record.step, record.step == state.max_steps
     samples = dataset_length(run.plan.data.train)
-    before = record.consumed_samples - run.resolved.train_batch
     epoch_end = record.consumed_samples // samples > before // samples
     return Due(
         epoch_end=epoch_end,

@@ -14,6 +14,9 @@ from typing import Any
 from harness.config.values.json_object import JsonObject
 from harness.training.arguments import TrainingArguments
 from harness.training.process import signals
+from harness.training.watch.activity import Phase, inside
+
+EACH_STEP = ("on_step_begin", "on_step_end", "on_log")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +54,18 @@ class StepRecord:
 
 @dataclass
 class TrainerState:
-    """Where the run stands."""
+    """Where the run stands.
+
+    Attributes:
+        consumed_samples: those that all ranks together have used or left out.
+        skipped_samples: where batches are left out, as a rollback found: the place of the first sample, past the last.
+    """
 
     global_step: int = 0
     max_steps: int = 0
     epoch: float = 0.0
     consumed_samples: int = 0
+    skipped_samples: list[list[int]] = field(default_factory=list)
     is_world_process_zero: bool = True
     log_history: list[JsonObject] = field(default_factory=list)
 
@@ -117,6 +126,7 @@ class TrainerCallback:
 
 def call(callbacks: Sequence[TrainerCallback], moment: str, trainer: Any, **kwargs: object) -> None:
     """Call the method `moment` of every callback, in order; an evaluation that a signal interrupts ends that call."""
+    phase = Phase.STEP if moment in EACH_STEP else Phase.SLOW
     for callback in callbacks:
-        with suppress(signals.Interrupted):
+        with suppress(signals.Interrupted), inside(moment, phase):
             getattr(callback, moment)(trainer.args, trainer.state, trainer.control, trainer=trainer, **kwargs)

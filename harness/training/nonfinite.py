@@ -1,4 +1,4 @@
-"""What follows where a loss or a gradient is not finite: `--nonfinite stop`, `skip` or `warn`.
+"""What follows where a loss, a gradient or a weight is not finite: `--nonfinite stop`, `skip`, `warn` or `rollback`.
 
 What fp16's dynamic loss scaling skips while the loss is finite is its way of working, and always allowed.
 """
@@ -9,6 +9,7 @@ from math import isfinite
 
 from torch import Tensor
 
+from harness.checkpoint.training_state import NotSaved
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.errors import UserError
 from harness.topology.agreement import values_of_all
@@ -16,6 +17,10 @@ from harness.training.console import Console
 from harness.training.engine.engine import Engine, StepOutcome
 from harness.training.engine.evidence import origin
 from harness.training.process.distributed import any_rank
+
+
+class NonFiniteStep(UserError):
+    """A step, or the weights after it, are not finite, and the run is to go back (`--nonfinite rollback`)."""
 
 
 class NonFinite:
@@ -31,7 +36,7 @@ class NonFinite:
         self.skipped = 0
 
     def judge(self, step: int, outcome: StepOutcome, engine: Engine) -> None:
-        """Judge what came out of a step; all ranks call it. UserError with `stop`."""
+        """Judge what came out of a step; all ranks call it. UserError with `stop`, NonFiniteStep with `rollback`."""
         lost = not isfinite(outcome.loss)
         overflow = not outcome.finite_gradient and not engine.scales_loss
         if not lost and not overflow:
@@ -44,6 +49,8 @@ class NonFinite:
                 f"{text}: training stops, the step changed no weight and no model is exported; resume from the last "
                 "checkpoint with a lower learning rate or other data, or set --nonfinite skip"
             )
+        if self.policy == "rollback":
+            raise NonFiniteStep(text)
         self.skipped += not outcome.applied
         self.console.warn(f"{text}: {'the weights were updated' if outcome.applied else 'the step is skipped'}")
 
@@ -60,7 +67,8 @@ class NonFinite:
     def judge_weights(self, engine: Engine, target: str) -> None:
         """Look at the weights before they are written to `target`; all ranks call it.
 
-        UserError with `stop` where one is not finite: an older checkpoint may have to make room for this one.
+        Where one is not finite they are not written, as good ones might have to make room: UserError with `stop`,
+        NonFiniteStep with `rollback`, else NotSaved.
         """
         parameters = engine.deepspeed.module.named_parameters()
         bad = next((name for name, p in parameters if p.requires_grad and not _finite(p)), None)
@@ -70,7 +78,9 @@ class NonFinite:
         text = f"{name} is not finite (rank {rank})"
         if self.policy == "stop":
             raise UserError(f"{text}: {target} is not written; resume from an older checkpoint")
-        self.console.warn(f"{target}: {text}")
+        if self.policy == "rollback":
+            raise NonFiniteStep(f"{text} after the last step")
+        raise NotSaved(f"{text}: {target} is not written")
 
 
 def _finite(parameter: Tensor) -> bool:

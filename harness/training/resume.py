@@ -26,7 +26,7 @@ def resume(run: PreparedRun, checkpoint: Path) -> Progress:
     """
     engine, console, plan = run.engine.deepspeed, run.console, run.plan
     progress = training_state.load(run.engine_state, checkpoint)
-    _advance(engine.lr_scheduler, progress.step - progress.skipped_steps, engine.train_batch_size())
+    advance_schedule(engine.lr_scheduler, progress.step - progress.skipped_steps, engine.train_batch_size())
     console.say(f"resumed from {checkpoint} at step {progress.step}")
     here = f"{plan.layout}, ZeRO-{plan.resolved.zero_stage}, {plan.resolved.precision}"
     there = f"{progress.layout}, ZeRO-{progress.zero_stage}, {progress.precision}"
@@ -44,7 +44,7 @@ def resume(run: PreparedRun, checkpoint: Path) -> Progress:
     return progress
 
 
-def _advance(scheduler: Any, steps: int, train_batch: int) -> None:
+def advance_schedule(scheduler: Any, steps: int, train_batch: int) -> None:
     """Bring a schedule that was just built to where it stands after `steps` steps."""
     if scheduler is None or steps == 0:
         return

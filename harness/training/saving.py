@@ -18,7 +18,6 @@ from harness.checkpoint.exporting.weights import export_config, export_weights
 from harness.hf.lora import plain_name, saved_name, sorted_config
 from harness.training.callbacks import TrainerState
 from harness.training.prepare.run import PreparedRun
-from harness.training.process.records import HERE
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -31,7 +30,6 @@ def save_checkpoint(run: PreparedRun, state: TrainerState) -> Path:
 
     HuggingFace's `from_pretrained` reads its weights, and peft's its adapters.
     """
-    HERE.doing = "saving"
     plan, resolved = run.plan, run.resolved
     progress = Progress(
         step=state.global_step,
@@ -46,6 +44,7 @@ def save_checkpoint(run: PreparedRun, state: TrainerState) -> Path:
         model_config=run.trainable.shaping_config,
         optimizer=optimizer_name(resolved),
         hyperparameters=run.hyperparameters,
+        skipped_samples=state.skipped_samples,
     )
     return training_state.save(
         run.engine_state,
@@ -72,7 +71,6 @@ def _write_configs(run: PreparedRun, folder: Path) -> None:
 
 def write_model(run: PreparedRun, directory: Path) -> None:
     """Write what `run` has trained into `directory`; all ranks call it."""
-    HERE.doing = "exporting"
     directory.mkdir(parents=True, exist_ok=True)
     if run.plan.adaptation is None:
         _write_whole(run, directory)

@@ -41,7 +41,9 @@ from harness.training.process import records, signals
 from harness.training.report.progress import ProgressCallback
 from harness.training.report.recorder import Recorder
 from harness.training.resume import resume
+from harness.training.rollback import Rollback
 from harness.training.saving import save_checkpoint, write_model
+from harness.training.watch.activity import Phase, inside
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -114,6 +116,7 @@ class Trainer:
         cls._begin(trainer, inputs, callbacks)
         return trainer
 
+    @inside("preparing")
     def _begin(self, inputs: RunInputs, callbacks: Sequence[TrainerCallback]) -> None:
         """Prepare the run, and resume it where there is a checkpoint to resume."""
         self.run = run = prepare_run(inputs)
@@ -124,17 +127,20 @@ class Trainer:
         self.nonfinite = NonFinite(run.args.nonfinite, run.console)
         self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console), *callbacks]
         self.stream = training_stream(run)
+        self.rollback = Rollback(run, self.state, self.stream)
         if run.plan.checkpoint is None:
             require_one_model(run.module, run.groups, run.resolved.zero_stage)
         else:
             progress = resume(run, run.plan.checkpoint)
             self.state.global_step = progress.step
+            self.state.skipped_samples += progress.skipped_samples
             self._consumed(progress.consumed_samples)
 
     def close(self) -> None:
         """Let go of the engine's memory and of its process groups, so that another Trainer may take its place."""
         release(self.run)
 
+    @inside("training", Phase.STEP)
     def train(self) -> TrainerState:
         """Train to the last step; returns the final state.
 
@@ -148,10 +154,12 @@ class Trainer:
         with watching, Recorder(run, self.state) as recorder:
             call(self.callbacks, "on_train_begin", self)
             call(self.callbacks, "on_epoch_begin", self)
+            self.rollback.begin(self.save_checkpoint)
             while self.state.global_step < self.state.max_steps and not (stop or self.control.should_training_stop):
-                record = self.training_step()
-                recorder.step(record)
-                stop = self._after_step(record, recorder)
+                with self.rollback.guarding(recorder):
+                    record = self.training_step()
+                    recorder.step(record)
+                    stop = self._after_step(record, recorder)
             self.nonfinite.summary(self.state.global_step)
             call(self.callbacks, "on_train_end", self)
             if stop:
@@ -160,6 +168,7 @@ class Trainer:
         communication_summary(run.resolved.config)
         return self.state
 
+    @inside("training", Phase.STEP)
     def training_step(self) -> StepRecord:
         """One optimizer step over one global batch, the same in every layout."""
         records.begin_step(self.state.global_step + 1)
@@ -187,7 +196,7 @@ class Trainer:
     def _after_step(self, record: StepRecord, recorder: Recorder) -> int:
         """Do what is due after a step: callbacks, log, evaluation, checkpoint; return the signal that ends the run."""
         control, device = self.control, self.engine.device
-        due = due_after(record, self.run, self.state)
+        due = due_after(record, self.run, self.state, self.stream.before if self.stream else 0)
         call(self.callbacks, "on_step_end", self, record=record)
         if due.epoch_end:
             call(self.callbacks, "on_epoch_end", self)
@@ -211,6 +220,7 @@ class Trainer:
             stop = agree_on_control(control, device)
         return stop
 
+    @inside("evaluating", Phase.STEP)
     def evaluate(self, eval_dataset: MapDataset | None = None) -> dict[str, float]:
         """Mean loss over the evaluation data, each sample once: eval_loss, perplexity, eval_samples, eval_seconds.
 
@@ -224,6 +234,7 @@ class Trainer:
         call(self.callbacks, "on_evaluate", self, metrics=metrics)
         return metrics
 
+    @inside("saving")
     def save_checkpoint(self) -> Path:
         """Write `output_dir/checkpoint-STEP`, from which the run can go on; all ranks call it.
 
@@ -234,6 +245,7 @@ class Trainer:
         call(self.callbacks, "on_save", self, checkpoint=path)
         return path
 
+    @inside("exporting")
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Write a HuggingFace directory, adapters as peft's, of a list of layers the tensors; all ranks call it."""
         directory = Path(output_dir or self.args.output_dir)
@@ -241,6 +253,7 @@ class Trainer:
         write_model(self.run, directory)
         return directory
 
+    @inside("gathering the model")
     def trained_model(self) -> PreTrainedModel | None:
         """Return the model with its present weights, on the CPU of rank 0, None elsewhere; all ranks call it.
 

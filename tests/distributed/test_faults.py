@@ -67,7 +67,7 @@ def train(stages: int, zero: int, kind: str, rank: int, folder: str) -> None:
         "zero_optimization": {"stage": zero},
     }
     arguments = TrainingArguments(
-        deepspeed_config=config, output_dir=folder, max_steps=50, save_steps=0, hang_seconds=1.5
+        deepspeed_config=config, output_dir=folder, max_steps=50, save_steps=0, hang_seconds=3
     )
     data = [(torch.ones(4) * i, torch.ones(4)) for i in range(16)]
     layers = [LayerSpec(Layer, 4, 4) for _ in range(4)]

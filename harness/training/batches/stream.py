@@ -16,6 +16,7 @@ from harness.errors import UserError
 from harness.parallel.generators import own_generators, seed_of
 from harness.training.batches.collate import Collator, MapDataset, MicroBatch, as_micro_batch, collate
 from harness.training.batches.order import batch_indices
+from harness.training.watch.activity import beat
 from harness.wording import counted
 
 
@@ -24,6 +25,10 @@ class BatchStream:
 
     `dataset` is map-style (`len`, `[i]`); only rows of this `data_rank` are read. `consumed`: samples used up
     by the run so far, to go on from. Raises UserError if the data set is smaller than one global batch.
+
+    Attributes:
+        before: what had been consumed before the last step.
+        skipped: places in the order of samples, each the first and past the last, that no batch is made of.
     """
 
     def __init__(
@@ -45,7 +50,8 @@ class BatchStream:
         self.accumulation = accumulation
         self.data_rank = data_rank
         self.data_size = data_size
-        self.consumed = consumed
+        self.consumed = self.before = consumed
+        self.skipped: list[list[int]] = []
         self.collator = data_collator
         if self.n < self.global_batch:
             raise UserError(
@@ -69,6 +75,11 @@ class BatchStream:
 
         With `read` false none is read: for a rank that needs neither inputs nor labels.
         """
+        beat("reading data")
+        self.before = self.consumed
+        for first, stop in sorted(self.skipped):
+            if first < self.consumed + self.global_batch and self.consumed < stop:
+                self.consumed = stop
         indices = batch_indices(self.consumed, self.global_batch, self.n, self.seed)
         mine = indices.reshape(self.accumulation, self.data_size, self.micro_batch)[:, self.data_rank]
         places = range(self.consumed + self.data_rank * self.micro_batch, 2**63, self.data_size * self.micro_batch)

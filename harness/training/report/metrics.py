@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TextIO
 
 from harness.checkpoint.atomic import replace_text
 from harness.config.values.json_object import JsonObject
@@ -23,15 +24,19 @@ class MetricsFile:
     """Appends objects to a file, one a line; a resumed run drops those of the steps after its checkpoint first."""
 
     def __init__(self, path: Path, first_step: int) -> None:
-        kept = _steps_before(path, first_step) if path.is_file() else []
-        replace_text(path, "".join(line + "\n" for line in kept))
-        self._path, self._file = path, path.open("a", encoding="utf-8")
+        self._path = path
+        self._file = _cut(path, first_step)
 
     def write(self, record: StepRecord | JsonObject) -> None:
         """Append one object and hand it to the operating system, so that a killed run keeps it."""
         content = record.as_dict() if isinstance(record, StepRecord) else record
         self._file.write(json.dumps(_finite(content)) + "\n")
         self._do(self._file.flush)
+
+    def rewind(self, step: int) -> None:
+        """Drop the steps after `step`."""
+        self.close()
+        self._do(lambda: setattr(self, "_file", _cut(self._path, step + 1)))
 
     def close(self) -> None:
         """Close the file."""
@@ -68,6 +73,13 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def _cut(path: Path, first_step: int) -> TextIO:
+    """Open a file to append to it, without the lines of `first_step` and later ones."""
+    kept = _steps_before(path, first_step) if path.is_file() else []
+    replace_text(path, "".join(line + "\n" for line in kept))
+    return path.open("a", encoding="utf-8")
 
 
 def _steps_before(path: Path, first_step: int) -> list[str]:

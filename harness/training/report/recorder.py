@@ -43,6 +43,13 @@ class Recorder:
             if file is not None:
                 file.close()
 
+    def rewind(self, step: int) -> None:
+        """Drop what was written of the steps after `step`, which are made once more."""
+        self.state.log_history[:] = [logs for logs in self.state.log_history if logs["step"] <= step]
+        for file in (self._metrics, self._evaluations):
+            if file is not None:
+                file.rewind(step)
+
     def _open(self, path: Path) -> MetricsFile:
         """Return the file as far as this run has come; a run that begins keeps what an earlier one left under another
         name."""

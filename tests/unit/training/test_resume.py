@@ -19,7 +19,7 @@ from harness.checkpoint.integrity import find_resume
 from harness.training.prepare.configure import read_run_config
 from harness.training.prepare.hyperparameters import changes, hyperparameters
 from harness.training.report.metrics import set_aside
-from harness.training.resume import _advance
+from harness.training.resume import advance_schedule
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "linear": lambda o: get_scheduler("linear", o, 3, 20),
@@ -50,7 +50,7 @@ def test_a_new_schedule_goes_to_a_step_as_if_it_had_made_all_of_them(name: str) 
         warnings.simplefilter("ignore")
         for _ in range(7):
             made.step(*given)
-        _advance(taken, 7, 8)
+        advance_schedule(taken, 7, 8)
         for _ in range(2):
             for one, other in zip(made.optimizer.param_groups, taken.optimizer.param_groups, strict=True):
                 assert (one["lr"], one["betas"]) == (other["lr"], other["betas"])

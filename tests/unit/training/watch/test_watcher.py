@@ -95,7 +95,7 @@ class Data:
             time.sleep(600)
         return torch.ones(2), torch.ones(1)
 args = TrainingArguments(deepspeed_config={"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4},
-    output_dir=sys.argv[1], max_steps=50, save_steps=0, hang_seconds=1)
+    output_dir=sys.argv[1], max_steps=50, save_steps=0, hang_seconds=3)
 Trainer([torch.nn.Linear(2, 1)], args, Data(), loss_fn=lambda a, b: (a - b).square().mean()).train()
 """
 

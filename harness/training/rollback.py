@@ -1,0 +1,107 @@
+"""`--nonfinite rollback`: go back to the last good checkpoint, in the same processes, and leave out the batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from harness.checkpoint import training_state
+from harness.checkpoint.integrity import newest_whole
+from harness.errors import UserError
+from harness.training.batches.stream import BatchStream
+from harness.training.callbacks import TrainerState
+from harness.training.nonfinite import NonFiniteStep
+from harness.training.prepare.run import PreparedRun
+from harness.training.report.recorder import Recorder
+from harness.training.resume import advance_schedule
+from harness.training.watch.activity import inside
+
+AT_MOST = 3
+"""Rollbacks in a row after which the run is not a step further."""
+
+
+class Rollback:
+    """Takes a run back; made before the run resumes, as it notes the schedule as it was built.
+
+    Attributes:
+        count: rollbacks so far.
+    """
+
+    def __init__(self, run: PreparedRun, state: TrainerState, stream: BatchStream | None) -> None:
+        self.run, self.state, self.stream = run, state, stream
+        self.count = 0
+        self._in_a_row, self._failed_at = 0, 0
+        if stream is not None:
+            stream.skipped = state.skipped_samples
+        scheduler = run.engine.deepspeed.lr_scheduler
+        self._schedule = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
+        groups = run.engine.deepspeed.optimizer.param_groups
+        self._groups = copy.deepcopy([{name: group[name] for name in group if name != "params"} for group in groups])
+
+    def begin(self, save: Callable[[], object]) -> None:
+        """Save what the training begins with, if that is what there would be to go back to."""
+        if self.run.args.nonfinite == "rollback" and newest_whole(self.run.output_dir) is None:
+            save()
+
+    @contextmanager
+    def guarding(self, recorder: Recorder, settle: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Go back if the block finds what is not finite; all ranks do.
+
+        `settle` ends a save that goes on beside the training.
+        """
+        try:
+            yield
+        except NonFiniteStep as error:
+            with inside("rolling back"):
+                settle()
+                self._go_back(str(error), recorder)
+        else:
+            if self.state.global_step > self._failed_at:
+                self._in_a_row = 0
+
+    def _go_back(self, reason: str, recorder: Recorder) -> None:
+        assert self.stream is not None
+        run, state = self.run, self.state
+        first, stop = self.stream.consumed - self.stream.global_batch, self.stream.consumed
+        self._in_a_row += 1
+        self._failed_at = max(self._failed_at, state.global_step + 1)
+        if self._in_a_row > AT_MOST or [first, stop] in state.skipped_samples:
+            raise UserError(
+                f"{reason}: training stops after {self._in_a_row - 1} rollbacks that did not help; "
+                "resume with a lower learning rate or other data"
+            )
+        checkpoint = self._checkpoint(reason)
+        state.skipped_samples.append([first, stop])
+        self._load(checkpoint)
+        recorder.rewind(state.global_step)
+        self.count += 1
+        run.console.warn(
+            f"{reason}: back to {checkpoint}, step {state.global_step}; samples {first} to {stop - 1} of the order "
+            "are left out from now on"
+        )
+
+    def _checkpoint(self, reason: str) -> Path:
+        """Return the newest checkpoint whose files are what was saved; all ranks call it."""
+        newest = newest_whole(self.run.output_dir) or self.run.plan.checkpoint
+        found, changed = training_state.first_unchanged(newest, self.run.output_dir, auto=True)
+        for line in changed:
+            self.run.console.warn(f"{line}: ignored")
+        if found is None:
+            raise UserError(f"{reason}: training stops, as there is no checkpoint to go back to")
+        return found
+
+    def _load(self, checkpoint: Path) -> None:
+        """Bring engine, schedule, counters and the stream of samples to where the checkpoint was saved."""
+        assert self.stream is not None
+        engine = self.run.engine.deepspeed
+        if self._schedule is not None:
+            engine.lr_scheduler.load_state_dict(copy.deepcopy(self._schedule))
+        for group, built in zip(engine.optimizer.param_groups, self._groups, strict=True):
+            group.update(copy.deepcopy(built))
+        progress = training_state.load(self.run.engine_state, checkpoint)
+        advance_schedule(engine.lr_scheduler, progress.step - progress.skipped_steps, engine.train_batch_size())
+        self.state.global_step = progress.step
+        self.state.consumed_samples = self.stream.consumed = progress.consumed_samples
+        self.state.epoch = self.stream.epoch
