@@ -80,9 +80,14 @@ def places_in(path: Path, entries: Sequence[Entry]) -> tuple[bytes, list[Place]]
     return len(text).to_bytes(8, "little") + text, places
 
 
+def file_size(header: bytes, places: Sequence[Place]) -> int:
+    """Return the bytes of a file with this header and these tensors."""
+    return len(header) + sum(place.entry.nbytes for place in places)
+
+
 def create(path: Path, header: bytes, places: Sequence[Place]) -> None:
     """Make the file at its full size, with its header; UserError if there is no room for it."""
-    size = len(header) + sum(place.entry.nbytes for place in places)
+    size = file_size(header, places)
     try:
         with path.open("wb") as file:
             file.write(header)
@@ -120,6 +125,14 @@ class OpenFiles:
             self._write(self._descriptors[place.path], place, tuple(start), values)
         except OSError as error:
             raise UserError(f"{place.path}: cannot be written: {error.strerror}") from error
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk; UserError if that fails."""
+        for path, descriptor in self._descriptors.items():
+            try:
+                os.fsync(descriptor)
+            except OSError as error:
+                raise UserError(f"{path}: cannot be written: {error.strerror}") from error
 
     def _write(self, descriptor: int, place: Place, start: tuple[int, ...], values: Tensor) -> None:
         wide = next((dim for dim, size in enumerate(values.shape) if size > 1), None)

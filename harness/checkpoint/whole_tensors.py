@@ -7,13 +7,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from harness.checkpoint.file_plan import Share, dealt_places
 from harness.checkpoint.held import Held
-from harness.checkpoint.tensor_writer import Entry, OpenFiles, Place, create, index_content, places_in, split_by_size
+from harness.checkpoint.tensor_writer import (
+    Entry,
+    OpenFiles,
+    Place,
+    create,
+    file_size,
+    index_content,
+    places_in,
+    split_by_size,
+)
 from harness.errors import UserError
 from harness.hf.weights.slices import TensorSource
 from harness.hf.weights.tensor_files import open_safetensors
@@ -23,30 +33,72 @@ from harness.topology.groups import Groups
 FILE_BYTES = 5 * 10**9  # where another file begins, so that many ranks can verify a checkpoint
 
 
-def write_tensors(folder: Path, stem: str, tensors: Sequence[Held], groups: Groups, *, one_file: bool = False) -> None:
-    """Write `STEM.safetensors`, or `STEM-00001-of-00002.safetensors` and so on with an index; all ranks call it.
+@dataclass(frozen=True, kw_only=True)
+class PlannedFiles:
+    """`STEM.safetensors`, or `STEM-00001-of-00002.safetensors` and so on with an index, before they are written.
 
-    Raises UserError on all ranks if the files cannot be written.
+    Attributes:
+        tensors: what this rank holds of those that are stored.
+        places: where each of them begins, by name.
+        created: header and places of each file, on rank 0, which creates them; none elsewhere.
+        index: path and content of the index, on rank 0, if there is one.
     """
-    entries = [_entry(held) for held in tensors]
+
+    tensors: Sequence[Held]
+    places: dict[str, Place]
+    created: dict[Path, tuple[bytes, list[Place]]]
+    index: tuple[Path, str] | None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the files that this rank creates."""
+        return sum(file_size(header, places) for header, places in self.created.values())
+
+    def create(self) -> None:
+        """Create the files of rank 0 at their full size; UserError if there is no room for one."""
+        for path, (header, places) in self.created.items():
+            create(path, header, places)
+        if self.index is not None:
+            self.index[0].write_text(self.index[1], encoding="utf-8")
+
+    def write(self) -> None:
+        """Write what this rank holds, and wait until it is on the disk; UserError if that fails."""
+        with OpenFiles() as opened:
+            for held in self.tensors:
+                for box, values in held.pieces() if held.owned else ():
+                    opened.write(self.places[held.name], [start for start, _ in box], values)
+            opened.sync()
+
+
+def plan_tensors(
+    folder: Path, stem: str, tensors: Sequence[Held], groups: Groups, *, one_file: bool = False
+) -> PlannedFiles:
+    """Return the files `STEM*` of `folder` for the tensors of all ranks, which call it together. Nothing is written."""
+    created: dict[Path, tuple[bytes, list[Place]]] = {}
+    index: list[tuple[Path, str]] = []
 
     def plan(shares: list[Share]) -> dict[str, Place]:
         unique = {entry.name: entry for share in shares for entry in share.entries}
-        return _create_files(folder, stem, split_by_size(unique.values(), 2**63 if one_file else FILE_BYTES))
+        files = _named(stem, split_by_size(unique.values(), 2**63 if one_file else FILE_BYTES))
+        created.update({folder / name: places_in(folder / name, entries) for name, entries in files.items()})
+        if len(files) > 1:
+            text = json.dumps(index_content(files), indent=2, sort_keys=True) + "\n"
+            index.append((folder / f"{stem}.safetensors.index.json", text))
+        return {place.entry.name: place for _, places in created.values() for place in places}
 
-    places = dealt_places(entries, groups, plan)
+    places = dealt_places([_entry(held) for held in tensors], groups, plan)
+    return PlannedFiles(tensors=tensors, places=places, created=created, index=next(iter(index), None))
 
-    def write() -> None:
-        with OpenFiles() as opened:
-            for held in tensors:
-                for box, values in held.pieces() if held.owned else ():
-                    opened.write(places[held.name], [start for start, _ in box], values)
 
-    all_or_none(write)
+def write_tensors(folder: Path, stem: str, tensors: Sequence[Held], groups: Groups, *, one_file: bool = False) -> None:
+    """Write the files `STEM*`; all ranks call it. Raises UserError on all of them if that fails."""
+    planned = plan_tensors(folder, stem, tensors, groups, one_file=one_file)
+    all_or_none(planned.create)
+    all_or_none(planned.write)
 
 
 def open_whole_tensors(folder: Path, stem: str) -> dict[str, TensorSource]:
-    """Return the tensors that `write_tensors` has written, by name; UserError for a file that cannot be read."""
+    """Return the tensors of the files `STEM*`, by name; UserError for a file that cannot be read."""
     paths = [folder / f"{stem}.safetensors", *sorted(folder.glob(f"{stem}-*-of-*.safetensors"))]
     opened = [open_safetensors(path) for path in paths if path.is_file()]
     return {name: next(lazy.leaves()) for tensors in opened for name, lazy in tensors.items()}
@@ -82,15 +134,6 @@ def _entry(held: Held) -> Entry:
     return Entry(name=held.name, shape=held.full_shape, dtype=dtype, trained=trained)
 
 
-def _create_files(folder: Path, stem: str, parts: list[list[Entry]]) -> dict[str, Place]:
+def _named(stem: str, parts: list[list[Entry]]) -> dict[str, list[Entry]]:
     names = [f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
-    files = dict(zip(names if len(parts) > 1 else [f"{stem}.safetensors"], parts, strict=True))
-    found: dict[str, Place] = {}
-    for name, entries in files.items():
-        header, places = places_in(folder / name, entries)
-        create(folder / name, header, places)
-        found |= {place.entry.name: place for place in places}
-    if len(files) > 1:
-        text = json.dumps(index_content(files), indent=2, sort_keys=True)
-        (folder / f"{stem}.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
-    return found
+    return dict(zip(names if len(parts) > 1 else [f"{stem}.safetensors"], parts, strict=True))

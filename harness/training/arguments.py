@@ -105,6 +105,7 @@ class TrainingArguments:
     logging_steps: int = flag(500, "steps between log events")
     eval_steps: int | None = flag(None, "steps between evaluations (default: no evaluation during training)")
     save_steps: int = flag(500, "steps between checkpoints; the last step also saves one; 0: no checkpoints")
+    save_seconds: float | None = flag(None, "also save when so many seconds have passed since the last checkpoint")
     save_total_limit: int | None = flag(None, "number of newest checkpoints to keep (default: all)")
     report_to: str = flag("none", "none, or a comma-separated list of tensorboard, wandb, csv")
     allow_ignored_keys: bool = flag(False, "run even if a key of the JSON looks like a misspelling of a known one")
@@ -135,6 +136,8 @@ class TrainingArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name} {value}: must be at least 1")
+        if self.save_seconds is not None and not self.save_seconds > 0:
+            raise UserError(f"--save_seconds {self.save_seconds}: must be above 0")
         if self.lr_scheduler_type not in SCHEDULES:
             raise UserError(f"--lr_scheduler_type {self.lr_scheduler_type}: not one of {', '.join(SCHEDULES)}")
         if self.attn_implementation not in (None, *ATTENTION):
@@ -153,6 +156,11 @@ class TrainingArguments:
     def given(self) -> frozenset[str]:
         """Names of the arguments that were passed, whatever their values."""
         return self._given
+
+    @property
+    def saves(self) -> bool:
+        """Whether there are checkpoints."""
+        return self.save_steps > 0 or self.save_seconds is not None
 
     def reporters(self) -> list[str]:
         """Return the monitors that `report_to` names."""

@@ -8,6 +8,7 @@ import torch
 
 from harness.training.batches.stream import dataset_length
 from harness.training.callbacks import StepRecord, TrainerControl, TrainerState
+from harness.training.checkpoints import Checkpoints
 from harness.training.engine.engine import StepOutcome
 from harness.training.engine.losses import AUX_LOSS
 from harness.training.prepare.run import PreparedRun
@@ -39,7 +40,7 @@ def due_after(record: StepRecord, run: PreparedRun, state: TrainerState, before:
         epoch_begin=epoch_end and not last,
         log=last or step % args.logging_steps == 0,
         evaluate=run.plan.data.evaluation is not None and (last or _every(args.eval_steps, step)),
-        save=bool(args.save_steps) and (last or _every(args.save_steps, step)),
+        save=args.saves and (last or _every(args.save_steps, step)),
     )
 
 
@@ -47,14 +48,17 @@ def _every(steps: int | None, step: int) -> bool:
     return steps is not None and steps > 0 and step % steps == 0
 
 
-def agree_on_control(control: TrainerControl, device: torch.device) -> int:
+def agree_on_control(control: TrainerControl, device: torch.device, checkpoints: Checkpoints) -> int:
     """Set `control` to what is asked for on any rank, as a rank that acts alone would wait for ever; all ranks call it.
 
-    Returns the number of the signal that asks for the end, 0 if none does.
+    A checkpoint that is being written advances where all ranks are ready. Returns the number of the signal that asks
+    for the end, 0 if none does.
     """
-    asked = (control.should_training_stop, control.should_save, control.should_evaluate)
-    stop, *flags = largest([signals.precedence(signals.received()), *asked], device)
+    asked = (control.should_training_stop, control.should_save or checkpoints.is_due, control.should_evaluate)
+    waits, stop, *flags = largest([not checkpoints.is_ready, signals.precedence(signals.received()), *asked], device)
     control.should_training_stop, control.should_save, control.should_evaluate = map(bool, flags)
+    if not waits and checkpoints.advance():  # callbacks were called
+        return agree_on_control(control, device, checkpoints)
     return signals.of_precedence(stop)
 
 

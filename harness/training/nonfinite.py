@@ -9,7 +9,7 @@ from math import isfinite
 
 from torch import Tensor
 
-from harness.checkpoint.training_state import NotSaved
+from harness.checkpoint.background_save import NotSaved
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.errors import UserError
 from harness.topology.agreement import values_of_all

@@ -1,4 +1,4 @@
-"""What `save_model` leaves in a directory: a HuggingFace model, or adapters as peft stores them.
+"""What checkpoints hold besides tensors, and what `save_model` writes: a HuggingFace model, or peft's adapters.
 
 Adapters name the model that they stand on. One that lies in a directory is named by its path; one that began from the
 seed, or in memory, is written beside them, so that peft and `from_pretrained` find it.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from harness.checkpoint import training_state
+from harness.checkpoint.background_save import BackgroundSave, Target, Writer
 from harness.checkpoint.directories import Progress, optimizer_name
 from harness.checkpoint.exporting.adapters import export_adapter_config, export_adapters
 from harness.checkpoint.exporting.weights import export_config, export_weights
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 BASE = "base_model"
 
 
-def save_checkpoint(run: PreparedRun, state: TrainerState) -> Path:
-    """Write `output_dir/checkpoint-STEP` and return it; all ranks call it.
+def begin_checkpoint(run: PreparedRun, state: TrainerState, writer: Writer) -> BackgroundSave:
+    """Copy the state of a run and begin to write it to `output_dir/checkpoint-STEP`; all ranks call it.
 
     HuggingFace's `from_pretrained` reads its weights, and peft's its adapters.
     """
@@ -46,13 +46,12 @@ def save_checkpoint(run: PreparedRun, state: TrainerState) -> Path:
         hyperparameters=run.hyperparameters,
         skipped_samples=state.skipped_samples,
     )
-    return training_state.save(
-        run.engine_state,
-        run.output_dir,
-        progress,
+    target = Target(
+        output_dir=run.output_dir,
         keep=run.args.save_total_limit,
         write_others=lambda folder: _write_configs(run, folder),
     )
+    return BackgroundSave(run.engine_state, target, progress, writer)
 
 
 def _write_configs(run: PreparedRun, folder: Path) -> None:

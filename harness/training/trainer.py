@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Self
 
 from transformers import PreTrainedModel
 
-from harness.checkpoint.training_state import NotSaved
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
 from harness.training.batches.collate import Collator, MapDataset, collate
 from harness.training.cadence import agree_on_control, due_after, step_record
 from harness.training.callbacks import StepRecord, TrainerCallback, TrainerControl, TrainerState, call
+from harness.training.checkpoints import Checkpoints
 from harness.training.console import Console, plain_console
 from harness.training.data.tokenizer import Tokenizer
 from harness.training.engine.losses import LossFunction
@@ -42,7 +42,7 @@ from harness.training.report.progress import ProgressCallback
 from harness.training.report.recorder import Recorder
 from harness.training.resume import resume
 from harness.training.rollback import Rollback
-from harness.training.saving import save_checkpoint, write_model
+from harness.training.saving import write_model
 from harness.training.watch.activity import Phase, inside
 
 if TYPE_CHECKING:
@@ -126,6 +126,9 @@ class Trainer:
         self.state, self.control = TrainerState(max_steps=steps, is_world_process_zero=first), TrainerControl()
         self.nonfinite = NonFinite(run.args.nonfinite, run.console)
         self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console), *callbacks]
+        self.checkpoints = Checkpoints(
+            run, self.state, self.nonfinite, lambda path: call(self.callbacks, "on_save", self, checkpoint=path)
+        )
         self.stream = training_stream(run)
         self.rollback = Rollback(run, self.state, self.stream)
         if run.plan.checkpoint is None:
@@ -134,10 +137,12 @@ class Trainer:
             progress = resume(run, run.plan.checkpoint)
             self.state.global_step = progress.step
             self.state.skipped_samples += progress.skipped_samples
+            self.checkpoints.resumed(run.plan.checkpoint)
             self._consumed(progress.consumed_samples)
 
     def close(self) -> None:
         """Let go of the engine's memory and of its process groups, so that another Trainer may take its place."""
+        self.checkpoints.settle()
         release(self.run)
 
     @inside("training", Phase.STEP)
@@ -151,19 +156,20 @@ class Trainer:
             raise UserError("train() needs a train_dataset")
         run, stop = self.run, 0
         watching = signals.at_the_end_of_a_step(run.console.say, run.inputs.env.parent)
-        with watching, Recorder(run, self.state) as recorder:
+        with watching, Recorder(run, self.state) as recorder, self.checkpoints:
             call(self.callbacks, "on_train_begin", self)
             call(self.callbacks, "on_epoch_begin", self)
             self.rollback.begin(self.save_checkpoint)
             while self.state.global_step < self.state.max_steps and not (stop or self.control.should_training_stop):
-                with self.rollback.guarding(recorder):
+                with self.rollback.guarding(recorder, self.checkpoints.finish):
                     record = self.training_step()
                     recorder.step(record)
                     stop = self._after_step(record, recorder)
+            self.checkpoints.finish()
             self.nonfinite.summary(self.state.global_step)
             call(self.callbacks, "on_train_end", self)
             if stop:
-                startup_report.stopped(run.console, stop, self.state.global_step)
+                startup_report.stopped(run.console, stop, self.state.global_step, self.checkpoints.newest)
                 raise signals.Stopped(stop)
         communication_summary(run.resolved.config)
         return self.state
@@ -206,18 +212,15 @@ class Trainer:
             logs = record.as_dict()
             recorder.log(logs)
             call(self.callbacks, "on_log", self, logs=logs)
-        stop = agree_on_control(control, device)
+        stop = agree_on_control(control, device, self.checkpoints)
         if not stop and (control.should_evaluate or due.evaluate):
             control.should_evaluate = False
             recorder.evaluation(self.evaluate)
-            stop = agree_on_control(control, device)
+            stop = agree_on_control(control, device, self.checkpoints)
         if stop or control.should_save or due.save:
             control.should_save = False
-            try:
-                self.save_checkpoint()
-            except NotSaved as error:
-                self.run.console.warn(f"no checkpoint of step {self.state.global_step}: {error}; training continues")
-            stop = agree_on_control(control, device)
+            self.checkpoints.begin()
+            stop = agree_on_control(control, device, self.checkpoints)
         return stop
 
     @inside("evaluating", Phase.STEP)
@@ -236,14 +239,12 @@ class Trainer:
 
     @inside("saving")
     def save_checkpoint(self) -> Path:
-        """Write `output_dir/checkpoint-STEP`, from which the run can go on; all ranks call it.
+        """Write `output_dir/checkpoint-STEP`, from which the run can go on, and wait for it; all ranks call it.
 
-        Raises NotSaved, a UserError, if it cannot be written; during `train` that is a warning.
+        Raises NotSaved, a UserError, if it cannot be written. What `train` saves by itself is written beside its
+        steps, and a warning if it cannot be.
         """
-        self.nonfinite.judge_weights(self.engine, f"checkpoint-{self.state.global_step}")
-        path = save_checkpoint(self.run, self.state)
-        call(self.callbacks, "on_save", self, checkpoint=path)
-        return path
+        return self.checkpoints.save()
 
     @inside("exporting")
     def save_model(self, output_dir: str | Path | None = None) -> Path:

@@ -154,11 +154,12 @@ def save_on_a_full_disk(model: str, folder: str) -> tuple[list[str], int]:
 
 
 class FullDisk(TrainerCallback):
-    """Lets rank 0 write no more than some kilobytes to a file while steps 2 and 3 are made."""
+    """Lets rank 0 write no more than some kilobytes to a file while the checkpoints of steps 2 and 3 are written."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["trainer"].checkpoints.finish()
         if dist.get_rank() == 0:
-            most = 1 << 14 if state.global_step in (2, 3) else resource.RLIM_INFINITY
+            most = 1 << 14 if state.global_step in (1, 2) else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
 
 

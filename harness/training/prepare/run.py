@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.checkpoint import directories
-from harness.checkpoint.training_state import EngineState, require_savable
+from harness.checkpoint.engine_state import EngineState, templates
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
 from harness.deepspeed.pipeline import Layer
@@ -139,8 +139,9 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
         hyperparameters=hyperparameters(inputs.args, plan.resolved, plan.max_steps),
         foreign_groups=foreign_groups,
     )
-    if inputs.args.save_steps:
-        require_savable(run.engine_state)
+    if inputs.args.saves:
+        state = run.engine_state
+        templates(state.engine.optimizer, state.held())  # an optimizer whose state cannot be saved is refused now
     return run
 
 

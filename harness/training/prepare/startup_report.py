@@ -46,11 +46,14 @@ def beginning(console: Console, args: TrainingArguments, resume_from: Path | Non
         console.say(f"no {'whole ' if left_out else ''}checkpoint in {args.output_dir}: starting from scratch")
 
 
-def stopped(console: Console, number: int, step: int) -> None:
-    """Say that a signal ended the run."""
-    console.say(
-        f'{signal.Signals(number).name}: saved and stopped after step {step}; resume_from_checkpoint "auto" resumes'
-    )
+def stopped(console: Console, number: int, step: int, saved: int | None) -> None:
+    """Say that a signal ended the run, and where it can go on: at step `saved`, that of the newest checkpoint."""
+    name, resumes = signal.Signals(number).name, 'resume_from_checkpoint "auto" resumes'
+    if saved == step:
+        console.say(f"{name}: saved and stopped after step {step}; {resumes}")
+    else:
+        rest = "there is no checkpoint" if saved is None else f"{resumes} at step {saved}"
+        console.warn(f"{name}: stopped after step {step}, which could not be saved; {rest}")
 
 
 def origin(console: Console, source: ModelSource, seed: int) -> None:

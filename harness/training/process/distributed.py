@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
 import deepspeed
 import torch
@@ -62,6 +63,17 @@ def device_index(local_rank: int, visible: int) -> int:
 def shared_store() -> dist.Store:
     """Return the key-value store in which all ranks have met."""
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public name for it
+
+
+def all_arrive(place: str, seconds: float) -> bool:
+    """Whether all ranks call this for the same place within some seconds."""
+    store, ranks = shared_store(), range(dist.get_world_size())
+    store.set(f"{place} {dist.get_rank()}", "")
+    try:
+        store.wait([f"{place} {rank}" for rank in ranks], timedelta(seconds=seconds))
+    except dist.DistStoreError:
+        return False
+    return True
 
 
 def open_groups() -> frozenset[dist.ProcessGroup]:

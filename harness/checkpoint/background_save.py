@@ -1,0 +1,180 @@
+"""Save what a run needs to go on, while it goes on.
+
+The step that saves waits until each rank has copied what it holds. A thread of each rank then writes its own part and
+waits for the disk. The threads never talk to each other: they work in phases, and the main threads start the next one
+when all ranks have ended the last, which they find out where they agree after a step anyway. Files exist before ranks
+write to them, all is written before it is hashed, and the manifest and the name come last.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+
+from harness.checkpoint.directories import Progress, finish, partial_name, prune
+from harness.checkpoint.engine_state import EngineState, kinds, of_state, stepped, templates
+from harness.checkpoint.held import Held
+from harness.checkpoint.integrity import newest
+from harness.checkpoint.kept_buffer import KeptBuffer
+from harness.checkpoint.manifest import contents
+from harness.checkpoint.whole_tensors import PlannedFiles, plan_tensors
+from harness.deepspeed.engine import loss_scaling
+from harness.deepspeed.optimizer_states import counted
+from harness.errors import UserError
+from harness.topology.agreement import all_or_none, values_of_all
+
+Phases: TypeAlias = Generator[Callable[[], Any], Any, None]
+"""What the thread of this rank does; each gives back to the generator what it returned."""
+
+
+class NotSaved(UserError):
+    """A checkpoint could not be written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where the checkpoints of a run go.
+
+    Attributes:
+        keep: how many newest checkpoints remain; None for all.
+        write_others: called on rank 0 with the folder of a checkpoint, to add files to it.
+    """
+
+    output_dir: Path
+    keep: int | None
+    write_others: Callable[[Path], None] | None = None
+
+
+class Writer:
+    """The thread of this rank that writes, and the memory that it writes from; used for one checkpoint at a time."""
+
+    def __init__(self) -> None:
+        self._buffer = KeptBuffer()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def run(self, phase: Callable[[], Any]) -> Future[Any]:
+        """Do something in the thread."""
+        return self._thread.submit(phase)
+
+    def copied(self, files: Sequence[tuple[str, list[Held]]]) -> list[tuple[str, list[Held]]]:
+        """Return what is held with copies of the values that this rank writes."""
+        owned = [held for _, tensors in files for held in tensors if held.owned]
+        copies = iter(self._buffer.copy([held.values for held in owned]))
+        return [
+            (stem, [replace(held, values=next(copies)) if held.owned else held for held in tensors])
+            for stem, tensors in files
+        ]
+
+
+class BackgroundSave:
+    """A checkpoint that is being written; all ranks make it together.
+
+    Attributes:
+        step: its step.
+        path: where it will be.
+    """
+
+    def __init__(self, state: EngineState, target: Target, progress: Progress, writer: Writer) -> None:
+        """Copy what this rank holds and begin to write it; raises NotSaved on all ranks if that fails."""
+        self.step = progress.step
+        self.path = target.output_dir / f"checkpoint-{progress.step}"
+        self._folder = target.output_dir / partial_name(progress.step)
+        self._first, self._writer = state.groups.rank == 0, writer
+        files, progress = _stored(state, progress)
+        one_file = {state.stem} if state.adapters else set()
+        self._plans = [
+            plan_tensors(self._folder, stem, held, state.groups, one_file=stem in one_file)
+            for stem, held in writer.copied(files)
+        ]
+        self._try(lambda: self._open_folder(target))
+        self._phases = self._write(target, progress)
+        self._running = writer.run(next(self._phases))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the thread of this rank is at work."""
+        return not self._running.done()
+
+    def advance(self) -> bool:
+        """Wait for the phase that runs on all ranks, and begin the next one; returns whether the checkpoint is whole.
+
+        All ranks call it. Raises NotSaved on all of them if the files cannot be written; older checkpoints are as they
+        were.
+        """
+        result = self._try(self._running.result)
+        try:
+            self._running = self._writer.run(self._phases.send(result))
+        except StopIteration:
+            return True
+        return False
+
+    def finish(self) -> Path:
+        """Wait until the checkpoint is whole, as `advance`; return its directory."""
+        while not self.advance():
+            pass
+        return self.path
+
+    def _write(self, target: Target, progress: Progress) -> Phases:
+        """Yield the phases of this rank, in the order in which all ranks go through them."""
+        yield partial(list, map(PlannedFiles.create, self._plans))
+        yield partial(list, map(PlannedFiles.write, self._plans))
+        share = yield lambda: contents(self._folder, dist.get_rank(), dist.get_world_size())
+        files = {name: file for part in values_of_all(share) for name, file in part.items()}
+
+        def end() -> None:
+            finish(target.output_dir, progress, files)
+            prune(target.output_dir, newest(target.output_dir, target.keep))
+
+        yield end if self._first else lambda: None
+
+    def _open_folder(self, target: Target) -> None:
+        if self._first:
+            shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed while it wrote
+            self._folder.mkdir(parents=True)
+            if target.write_others is not None:
+                target.write_others(self._folder)
+
+    def _try(self, action: Callable[[], Any]) -> Any:
+        """Return what `action` returns if it succeeds on all ranks; else remove what is written, raise NotSaved."""
+        try:
+            return all_or_none(action)
+        except UserError as error:
+            text = str(error)
+            if self._first:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                text += f" ({_room(self._plans, self._folder)})"
+            raise NotSaved(values_of_all(text)[0]) from error
+
+
+def _stored(state: EngineState, progress: Progress) -> tuple[list[tuple[str, list[Held]]], Progress]:
+    """Return what this rank holds of the tensors of each file, and the progress with what the engine counts."""
+    optimizer, held = state.engine.optimizer, state.held()
+    kept = templates(optimizer, held)
+    counters: dict[str, float] = {}
+    for each, _ in stepped(held):
+        counters.update(counted(optimizer, each, kept[each.param_group, each.tensor.dim()]))
+    own = [name for name in kinds(kept.values()) if of_state(optimizer, held, name)]
+    of_all = values_of_all((own, counters))
+    names = sorted({name for found, _ in of_all for name in found})
+    files = [(state.stem, held), *((name, of_state(optimizer, held, name)) for name in names)]
+    return files, replace(
+        progress,
+        skipped_steps=state.engine.skipped_steps,
+        optimizer_states=names,
+        counters={name: value for _, found in of_all for name, value in found.items()},
+        loss_scaling=loss_scaling(optimizer),
+    )
+
+
+def _room(plans: Sequence[PlannedFiles], folder: Path) -> str:
+    """Say how much room a checkpoint needs, and how much there is."""
+    needed = sum(plan.nbytes for plan in plans)
+    there = next(path for path in folder.parents if path.is_dir())
+    return f"it needs {needed:,} bytes, {shutil.disk_usage(there).free:,} are free in {there}"

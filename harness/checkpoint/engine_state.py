@@ -1,0 +1,68 @@
+"""What of an engine a checkpoint stores: the tensors that this rank holds, and what the optimizer keeps for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from harness.checkpoint.held import Held, held_tensors
+from harness.deepspeed.flat_tensors import EngineOptimizer, Run, SteppedOn
+from harness.deepspeed.optimizer_states import Template, template, torch_optimizer
+from harness.topology.groups import Groups
+
+MODEL, ADAPTERS = "model", "adapter_model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineState:
+    """What of an engine is saved and loaded.
+
+    Attributes:
+        rename: the name in a checkpoint of a tensor of the engine's module.
+        adapters: whether adapters are trained; the weights that they stand on are read from where they came.
+    """
+
+    engine: DeepSpeedEngine
+    groups: Groups
+    rename: Callable[[str], str]
+    adapters: bool
+
+    @property
+    def stem(self) -> str:
+        """The name of the file of weights, without its suffix."""
+        return ADAPTERS if self.adapters else MODEL
+
+    def held(self) -> list[Held]:
+        """Return what this rank holds of the model's tensors."""
+        return held_tensors(
+            self.engine.module, self.engine.optimizer, self.groups, rename=self.rename, trained_only=self.adapters
+        )
+
+
+def templates(optimizer: EngineOptimizer, held: Sequence[Held]) -> dict[tuple[int, int], Template]:
+    """Return what the optimizer keeps, by parameter group and by the dimensions of what is stepped on."""
+    found: dict[tuple[int, int], Template] = {}
+    for each, _ in stepped(held):
+        key = each.param_group, each.tensor.dim()
+        if key not in found:
+            found[key] = template(optimizer, each)
+    return found
+
+
+def kinds(templates: Iterable[Template]) -> list[str]:
+    """Return the names of what is kept for each weight, each a file of a checkpoint."""
+    return sorted({name for found in templates for name in found.elements})
+
+
+def of_state(optimizer: EngineOptimizer, held: Sequence[Held], name: str) -> list[Held]:
+    """Return what this rank holds of the values `name` of the optimizer."""
+    state = torch_optimizer(optimizer).state
+    found = ((each, state.get(each.stepped[0].tensor, {}).get(name)) for each in held if each.stepped is not None)
+    return [each.of_state(values) for each, values in found if values is not None]
+
+
+def stepped(held: Sequence[Held]) -> list[tuple[SteppedOn, Run]]:
+    """Return the tensors that the optimizer steps on, with the run of each that a tensor of the model is."""
+    return [each.stepped for each in held if each.stepped is not None]

@@ -1,0 +1,119 @@
+"""The checkpoints of a run: one at a time is written beside its steps.
+
+A save that falls due while another one is being written waits for it. What is due by the clock (`--save_seconds`) is
+put off until then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from harness.checkpoint.background_save import BackgroundSave, NotSaved, Writer
+from harness.errors import UserError
+from harness.training.callbacks import TrainerState
+from harness.training.nonfinite import NonFinite
+from harness.training.prepare.run import PreparedRun
+from harness.training.process.distributed import all_arrive
+from harness.training.saving import begin_checkpoint
+
+PATIENCE_S = 5.0  # for the other ranks, where this one does not know whether they come
+
+
+class Checkpoints:
+    """Saves a run; all ranks call each method alike.
+
+    Attributes:
+        newest: step of the newest whole checkpoint that this run has saved or gone on from; None without one.
+    """
+
+    def __init__(self, run: PreparedRun, state: TrainerState, nonfinite: NonFinite, on_save: Callable[[Path], None]):
+        self._run, self._state, self._nonfinite, self._on_save = run, state, nonfinite, on_save
+        self._writer = Writer()
+        self._pending: BackgroundSave | None = None
+        self._begun = time.monotonic()
+        self.newest: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, UserError):  # most likely on all ranks alike, so that a whole checkpoint can be had
+            self.settle()
+
+    def resumed(self, checkpoint: Path) -> None:
+        """Note that the run has gone on from a checkpoint; one of a run elsewhere is not its own."""
+        if checkpoint.resolve().parent == self._run.output_dir.resolve():
+            self.newest = self._state.global_step
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether this rank has done its part of a phase of a checkpoint."""
+        return self._pending is not None and not self._pending.is_busy
+
+    @property
+    def is_due(self) -> bool:
+        """Whether rank 0's clock asks for a checkpoint."""
+        seconds = self._run.args.save_seconds
+        if seconds is None or self._pending is not None or not self._state.is_world_process_zero:
+            return False
+        return time.monotonic() - self._begun >= seconds
+
+    def begin(self) -> None:
+        """Begin to save the state after the last step, unless that is being saved or is saved; warn if that fails."""
+        if self._state.global_step not in (self.newest, self._pending and self._pending.step):
+            self.finish()
+            self._attempt(self._begin)
+
+    def advance(self) -> bool:
+        """Go on where all ranks are ready; returns whether a checkpoint is whole now. Warn if that fails."""
+        return bool(self._attempt(self._advance))
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written; warn if that fails."""
+        while self._pending is not None:
+            self.advance()
+
+    def save(self) -> Path:
+        """Save the state after the last step; returns when the checkpoint is whole. Raises NotSaved if that fails."""
+        self.finish()
+        pending = self._begin()
+        while not self._advance():
+            pass
+        return pending.path
+
+    def settle(self) -> None:
+        """As `finish`, where other ranks may never call it."""
+        if self._pending is not None and all_arrive(f"checkpoint-{self._pending.step}", PATIENCE_S):
+            self.finish()
+
+    def _begin(self) -> BackgroundSave:
+        step = self._state.global_step
+        self._begun = time.monotonic()
+        self._nonfinite.judge_weights(self._run.engine, f"checkpoint-{step}")
+        self._pending = begin_checkpoint(self._run, self._state, self._writer)
+        return self._pending
+
+    def _advance(self) -> bool:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return False
+        if not pending.advance():
+            self._pending = pending
+            return False
+        self.newest = pending.step
+        self._on_save(pending.path)
+        return True
+
+    def _attempt(self, action: Callable[[], object]) -> object:
+        step = self._state.global_step if self._pending is None else self._pending.step
+        try:
+            return action()
+        except NotSaved as error:
+            self._run.console.warn(f"no checkpoint of step {step}: {error}; training continues")
+            return None

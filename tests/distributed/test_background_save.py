@@ -1,0 +1,80 @@
+"""A checkpoint is written beside the steps that follow, which do not wait for it; a kill in between loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from harness import Trainer, TrainerCallback
+from harness.checkpoint import tensor_writer
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Job, arguments_of, rows, tiny_model
+
+pytestmark = pytest.mark.ranks
+
+STEPS, EVERY, KILLED_AT = 7, 2, 5
+
+
+class KilledWhileWriting(TrainerCallback):
+    """The disk of rank 1 hangs while the checkpoint of step 4 is written; two steps later rank 0 is killed."""
+
+    def __init__(self) -> None:
+        self.hangs = threading.Event()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            kwargs["trainer"].checkpoints.finish()
+            if dist.get_rank() == 1:
+                tensor_writer.os.pwrite = self.hang
+        if state.global_step == KILLED_AT:
+            assert dist.get_rank() == 0 or self.hangs.wait(10)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def hang(self, *args: Any) -> int:
+        self.hangs.set()
+        threading.Event().wait()
+        raise AssertionError
+
+
+def losses(place: Path) -> list[tuple[int, float]]:
+    lines = map(json.loads, (place / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"]) for line in lines]
+
+
+def train(job: Job, place: Path, *callbacks: TrainerCallback, resume: str | None = None) -> list[tuple[int, float]]:
+    changes = {"max_steps": STEPS, "save_steps": EVERY, "save_total_limit": 1, "resume_from_checkpoint": resume}
+    trainer = Trainer(job.model, arguments_of(job, str(place), **changes), rows(), callbacks=callbacks)
+    trainer.train()
+    trainer.close()
+    return losses(place)
+
+
+def train_and_be_killed(job: Job, folder: str) -> None:
+    train(job, Path(folder, job.layout), KilledWhileWriting())
+
+
+def resume_and_compare(job: Job, folder: str) -> tuple[list[str], Any, Any]:
+    place = Path(folder, job.layout)
+    found = sorted(path.name for path in place.glob("*checkpoint-*"))
+    dist.barrier()
+    return found, train(job, place, resume="auto"), train(job, Path(folder, "unbroken"))
+
+
+def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
+    job = Job(tiny_model(tmp_path / "m", "gpt2", True, attn_pdrop=0.1), "pp2z1")
+    with pytest.raises(pytest.fail.Exception):  # as rank 0 is killed
+        run_ranks(2, train_and_be_killed, job, str(tmp_path))
+    assert [step for step, _ in losses(tmp_path / job.layout)] == [1, 2, 3, 4, 5]  # one more than was being saved
+    for found, resumed, unbroken in run_ranks(2, resume_and_compare, job, str(tmp_path)):
+        assert found == ["checkpoint-2", "writing-checkpoint-4"]
+        assert resumed == unbroken
+    assert [path.name for path in (tmp_path / job.layout).glob("*checkpoint-*")] == [f"checkpoint-{STEPS}"]
