@@ -24,6 +24,7 @@ from harness.checkpoint.held import Held
 from harness.checkpoint.integrity import newest
 from harness.checkpoint.kept_buffer import KeptBuffer
 from harness.checkpoint.manifest import contents
+from harness.checkpoint.run_lock import lock_directory
 from harness.checkpoint.whole_tensors import PlannedFiles, plan_tensors
 from harness.deepspeed.engine import loss_scaling
 from harness.deepspeed.optimizer_states import counted
@@ -130,12 +131,13 @@ class BackgroundSave:
 
         def end() -> None:
             finish(target.output_dir, progress, files)
-            prune(target.output_dir, newest(target.output_dir, target.keep))
+            prune(target.output_dir, newest(target.output_dir, target.keep, progress.step))
 
         yield end if self._first else lambda: None
 
     def _open_folder(self, target: Target) -> None:
         if self._first:
+            lock_directory(target.output_dir)
             shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed while it wrote
             self._folder.mkdir(parents=True)
             if target.write_others is not None:

@@ -24,6 +24,7 @@ NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"
 OLD_STATE = "trainer_state.json"  # of checkpoints that were saved for one layout
 METRICS = "metrics.jsonl"
+RUN = "run.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class Progress:
         model_config: of a HuggingFace model the values of its config that shape its computation.
         optimizer: its name.
         hyperparameters: learning rate, schedule and what else the run was given that may change from here on.
+        run_id: of the run that saved it.
         skipped_steps: of `step`, those that made no update.
         skipped_samples: where in the order of samples batches are left out: the place of the first, and past the last.
         optimizer_states: what the optimizer keeps for each weight, each a file of its name; none before the first step.
@@ -62,6 +64,7 @@ class Progress:
     model_config: JsonObject = field(default_factory=dict)
     optimizer: str = ""
     hyperparameters: JsonObject = field(default_factory=dict)
+    run_id: str = ""
     skipped_steps: int = 0
     skipped_samples: list[list[int]] = field(default_factory=list)
     optimizer_states: list[str] = field(default_factory=list)
@@ -156,7 +159,7 @@ def finish(output_dir: Path, progress: Progress, files: Mapping[str, tuple[int, 
     final = output_dir / finished_name(progress.step)
     (partial / STATE).write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
     stated = (partial / STATE).stat().st_size, checksum(partial / STATE)
-    write_manifest(partial, progress.step, {**files, STATE: stated})
+    write_manifest(partial, progress.step, {**files, STATE: stated}, progress.run_id)
     _sync(partial)
     replaced = output_dir / f"writing-replaced-{progress.step}"
     if final.exists():
@@ -173,12 +176,18 @@ def set_aside_newer(output_dir: Path, resumed: Path) -> list[Path]:
     They belong to steps that the run now makes once more, so they must not count as its newest.
     """
     step = {path: step for step, path in numbered(output_dir)}[resumed]
-    newer = [path for number, path in numbered(output_dir) if number > step]
-    moved = [path.with_name(f"abandoned-{path.name}") for path in newer]
-    for path, target in zip(newer, moved, strict=True):
-        shutil.rmtree(target, ignore_errors=True)  # of an earlier time
-        path.rename(target)
-    return moved
+    return [_renamed(path, "abandoned") for number, path in numbered(output_dir) if number > step]
+
+
+def set_aside_foreign(paths: Sequence[Path]) -> list[tuple[Path, Path]]:
+    """Rename checkpoints of another run, so that they do not count as this run's; return their old and new paths."""
+    return [(path, _renamed(path, "foreign")) for path in paths]
+
+
+def _renamed(checkpoint: Path, word: str) -> Path:
+    target = checkpoint.with_name(f"{word}-{checkpoint.name}")
+    shutil.rmtree(target, ignore_errors=True)  # of an earlier time
+    return checkpoint.rename(target)
 
 
 def prune(output_dir: Path, kept: Sequence[Path] | None) -> None:

@@ -7,9 +7,12 @@ rank that found a damaged file alone, while it loads, would leave the others wai
 from __future__ import annotations
 
 import itertools
+import json
+from collections import Counter
 from pathlib import Path
+from uuid import uuid4
 
-from harness.checkpoint.directories import METRICS, NAME, OLD_STATE, STATE, numbered, read_progress
+from harness.checkpoint.directories import METRICS, NAME, OLD_STATE, RUN, STATE, numbered, read_progress
 from harness.checkpoint.manifest import MANIFEST, checksum, read_manifest
 from harness.errors import UserError
 
@@ -71,17 +74,22 @@ def find_resume(output_dir: Path, wanted: str | None) -> Path | None:
     return None if wanted is None else Path(wanted)
 
 
-def newest(output_dir: Path, count: int | None) -> list[Path] | None:
-    """Return the newest `count` whole checkpoints, which are kept; None keeps all."""
-    whole = (path for _, path in reversed(numbered(output_dir)) if damage(path) is None)
+def newest(output_dir: Path, count: int | None, last_step: int) -> list[Path] | None:
+    """Return the newest `count` whole checkpoints up to a step, which are kept; None keeps all.
+
+    Those of later steps are not what the run has come to: a damaged one must not take the place of a good one.
+    """
+    steps = ((step, path) for step, path in reversed(numbered(output_dir)) if step <= last_step)
+    whole = (path for _, path in steps if damage(path) is None)
     return None if count is None else list(itertools.islice(whole, count))
 
 
 def newest_whole(output_dir: Path, before: Path | None = None) -> Path | None:
     """Return the newest checkpoint of a run, or the newest older than `before`, of which nothing is missing."""
     step = None if before is None else {path: step for step, path in numbered(output_dir)}[before]
+    others = foreign(output_dir)
     older = (path for number, path in reversed(numbered(output_dir)) if step is None or number < step)
-    return next((path for path in older if damage(path) is None), None)
+    return next((path for path in older if path not in others and damage(path) is None), None)
 
 
 def damaged(output_dir: Path, chosen: Path | None) -> list[str]:
@@ -92,6 +100,32 @@ def damaged(output_dir: Path, chosen: Path | None) -> list[str]:
             break
         newer.append(f"{path} is damaged ({reason})" if (reason := damage(path)) else "")
     return [line for line in newer if line]
+
+
+def run_id(checkpoint: Path | None) -> str:
+    """Return the id of the run that saved a checkpoint; a new one for a run that begins afresh."""
+    return (checkpoint and read_manifest(checkpoint).run_id) or uuid4().hex
+
+
+def foreign(output_dir: Path) -> list[Path]:
+    """Return the checkpoints that were saved by another run than that of `output_dir`.
+
+    That run is the one of `run.json`; without this file it is the one that saved more checkpoints than any other.
+    """
+    ids = {path: _saved_by(path) for _, path in numbered(output_dir)}
+    try:
+        own = str(json.loads((output_dir / RUN).read_text(encoding="utf-8"))["run_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        (own, most), (_, second) = [*Counter(filter(None, ids.values())).most_common(2), ("", 0), ("", 0)][:2]
+        own = own if most > second else ""
+    return [path for path, found in ids.items() if own and found and found != own]
+
+
+def _saved_by(checkpoint: Path) -> str:
+    try:
+        return read_manifest(checkpoint).run_id
+    except UserError:
+        return ""
 
 
 def _wrong_size(checkpoint: Path, name: str, saved: int) -> str | None:

@@ -24,9 +24,10 @@ Files = dict[str, tuple[int, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of: the optimizer steps done, and its files."""
+    """What a checkpoint consists of: the optimizer steps done, the run that saved it, and its files."""
 
     step: int
+    run_id: str
     files: Files
 
 
@@ -36,9 +37,10 @@ def contents(folder: Path, share: int = 0, shares: int = 1) -> Files:
     return {path.relative_to(folder).as_posix(): (path.stat().st_size, checksum(path)) for path in files[share::shares]}
 
 
-def write_manifest(folder: Path, step: int, files: Mapping[str, tuple[int, str]]) -> None:
+def write_manifest(folder: Path, step: int, files: Mapping[str, tuple[int, str]], run_id: str = "") -> None:
     """Write the list of a checkpoint's files beside them."""
-    text = json.dumps({"format": FORMAT, "step": step, "files": dict(sorted(files.items()))}, indent=1)
+    stated = {"format": FORMAT, "step": step, "run_id": run_id, "files": dict(sorted(files.items()))}
+    text = json.dumps(stated, indent=1)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
@@ -50,7 +52,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         if stated["format"] > FORMAT:
             raise UserError(f"{path} was written by a newer version of ds-harness: resume with that version")
         files = {str(name): (int(size), str(digest)) for name, (size, digest) in stated["files"].items()}
-        return Manifest(step=int(stated["step"]), files=files)
+        return Manifest(step=int(stated["step"]), run_id=str(stated.get("run_id", "")), files=files)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
 

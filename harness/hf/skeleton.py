@@ -90,7 +90,7 @@ def read_source(name: str) -> ModelSource:
             f"{directory / 'config.json'}: the weights are quantized: dequantize them and save the model again"
         )
     config = text_decoder(config)
-    weights = directory if has_tensors(directory) else None
+    weights = directory.absolute() if has_tensors(directory) else None
     return ModelSource(name=name, config=config, weights=weights, generation=_read_generation(directory))
 
 

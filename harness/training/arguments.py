@@ -11,6 +11,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, get_type_hints
 
 from harness.config import AutoValues
@@ -127,6 +128,9 @@ class TrainingArguments:
         return self
 
     def __post_init__(self) -> None:
+        self.output_dir = str(Path(self.output_dir).absolute())  # wherever the run may change its directory to
+        if self.resume_from_checkpoint is not None and self.resume_from_checkpoint != "auto":
+            self.resume_from_checkpoint = str(Path(self.resume_from_checkpoint).absolute())
         for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise UserError(f"--{name} {getattr(self, name)}: must be at least {least}")

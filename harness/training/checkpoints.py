@@ -30,8 +30,17 @@ class Checkpoints:
         newest: step of the newest whole checkpoint that this run has saved or gone on from; None without one.
     """
 
-    def __init__(self, run: PreparedRun, state: TrainerState, nonfinite: NonFinite, on_save: Callable[[Path], None]):
+    def __init__(
+        self,
+        run: PreparedRun,
+        state: TrainerState,
+        nonfinite: NonFinite,
+        on_save: Callable[[Path], None],
+        overridden: Callable[[], Path] | None = None,
+    ) -> None:
+        """Save nothing yet; `overridden` is a subclass's own `save_checkpoint`, which then saves in our place."""
         self._run, self._state, self._nonfinite, self._on_save = run, state, nonfinite, on_save
+        self._overridden = overridden
         self._writer = Writer()
         self._pending: BackgroundSave | None = None
         self._begun = time.monotonic()
@@ -68,7 +77,7 @@ class Checkpoints:
         """Begin to save the state after the last step, unless that is being saved or is saved; warn if that fails."""
         if self._state.global_step not in (self.newest, self._pending and self._pending.step):
             self.finish()
-            self._attempt(self._begin)
+            self._attempt(self._overridden or self._begin)
 
     def advance(self) -> bool:
         """Go on where all ranks are ready; returns whether a checkpoint is whole now. Warn if that fails."""

@@ -44,7 +44,8 @@ def begin_checkpoint(run: PreparedRun, state: TrainerState, writer: Writer) -> B
         model_config=run.trainable.shaping_config,
         optimizer=optimizer_name(resolved),
         hyperparameters=run.hyperparameters,
-        skipped_samples=state.skipped_samples,
+        skipped_samples=list(state.skipped_samples),
+        run_id=run.run_id,
     )
     target = Target(
         output_dir=run.output_dir,

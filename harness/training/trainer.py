@@ -127,7 +127,11 @@ class Trainer:
         self.nonfinite = NonFinite(run.args.nonfinite, run.console)
         self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console), *callbacks]
         self.checkpoints = Checkpoints(
-            run, self.state, self.nonfinite, lambda path: call(self.callbacks, "on_save", self, checkpoint=path)
+            run,
+            self.state,
+            self.nonfinite,
+            on_save=lambda path: call(self.callbacks, "on_save", self, checkpoint=path),
+            overridden=None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint,
         )
         self.stream = training_stream(run)
         self.rollback = Rollback(run, self.state, self.stream)

@@ -28,7 +28,7 @@ def prepared_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
     """Return where prepared data lies: in `cache_dir`, by default HF_DATASETS_CACHE."""
     from datasets.config import HF_DATASETS_CACHE
 
-    return Path(cache_dir or HF_DATASETS_CACHE) / "prepared"
+    return Path(cache_dir or HF_DATASETS_CACHE).absolute() / "prepared"
 
 
 def cache_error(error: OSError, cache_dir: str | os.PathLike[str] | None) -> UserError:

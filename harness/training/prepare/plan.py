@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.checkpoint import training_state
-from harness.checkpoint.directories import require_same_adapters, require_same_optimizer, set_aside_newer
-from harness.checkpoint.integrity import damaged, find_resume
+from harness.checkpoint.directories import (
+    require_same_adapters,
+    require_same_optimizer,
+    set_aside_foreign,
+    set_aside_newer,
+)
+from harness.checkpoint.integrity import damaged, find_resume, foreign
 from harness.config import Resolved
 from harness.config.model.shape import layer_drop, require_every_layer
 from harness.errors import UserError
@@ -123,6 +128,9 @@ def intact_checkpoint(plan: RunPlan, inputs: RunInputs) -> Path | None:
     if chosen is not None and chosen != plan.checkpoint:
         require_same_optimizer(chosen, plan.resolved)
         require_same_adapters(chosen, plan.adapters)
+    if auto and inputs.env.rank == 0:
+        for path, moved in set_aside_foreign(foreign(output_dir)):
+            inputs.console.warn(f"{path} was saved by another run: it is now {moved}")
     if chosen is not None and not auto and chosen.resolve().parent == output_dir.resolve() and inputs.env.rank == 0:
         for path in set_aside_newer(output_dir, output_dir / chosen.name):
             inputs.console.warn(f"resuming from {chosen}: a newer checkpoint is now {path}")

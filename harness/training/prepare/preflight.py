@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness.checkpoint.directories import require_same_optimizer
 from harness.checkpoint.integrity import find_resume
+from harness.checkpoint.run_lock import lock_directory
 from harness.config.model.families import require_trainable_family
 from harness.errors import UserError
 from harness.hf.locate import DEFAULT_MODEL, model_directory
@@ -53,6 +54,8 @@ def check_before_start(
     if script.validation_file is not None:
         preflight(script.validation_file)
     output_dir = Path(args.output_dir)
+    if env.rank == 0:
+        lock_directory(output_dir)
     resume = find_resume(output_dir, args.resume_from_checkpoint)
     if resume is not None:
         require_same_optimizer(resume, config.resolved)

@@ -18,11 +18,13 @@ from torch import nn
 
 from harness.checkpoint import directories
 from harness.checkpoint.engine_state import EngineState, templates
+from harness.checkpoint.integrity import run_id
+from harness.checkpoint.run_lock import lock_directory, unlock_directory
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
 from harness.deepspeed.pipeline import Layer
 from harness.hf.lora import saved_name
-from harness.topology.agreement import check_agreement
+from harness.topology.agreement import all_or_none, check_agreement, values_of_all
 from harness.topology.groups import Groups, build_groups
 from harness.training.arguments import TrainingArguments
 from harness.training.batches.collate import MicroBatch
@@ -54,6 +56,7 @@ class PreparedRun:
         stages: one line a stage, as reported to the user.
         hyperparameters: what decides about the steps to come, by the names that a user knows.
         foreign_groups: process groups that were open before the run.
+        run_id: made when the run began afresh; a run that goes on from a checkpoint has the one of that.
     """
 
     inputs: RunInputs
@@ -66,6 +69,7 @@ class PreparedRun:
     stages: list[StageLine]
     hyperparameters: JsonObject
     foreign_groups: frozenset[dist.ProcessGroup]
+    run_id: str
 
     @property
     def args(self) -> TrainingArguments:
@@ -138,6 +142,7 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
         stages=stages,
         hyperparameters=hyperparameters(inputs.args, plan.resolved, plan.max_steps),
         foreign_groups=foreign_groups,
+        run_id=values_of_all(run_id(plan.checkpoint))[0],
     )
     if inputs.args.saves:
         state = run.engine_state
@@ -163,6 +168,7 @@ def _join(inputs: RunInputs, plan: RunPlan) -> tuple[RunContext, frozenset[dist.
             "checkpoint to resume": str(plan.checkpoint),
         },
     )
+    all_or_none(lambda: lock_directory(Path(args.output_dir)) if inputs.env.rank == 0 else None)
     foreign_groups = open_groups()
     groups = build_groups(plan.layout)
     HERE.rank, HERE.stage = groups.rank, groups.coordinate.stage
@@ -218,3 +224,4 @@ def release(run: PreparedRun) -> None:
     for held in (*engine.module.parameters(), engine):
         vars(held).clear()  # hooks of parameters refer to it, which Python cannot tell from a use
     gc.collect()
+    unlock_directory(run.output_dir)

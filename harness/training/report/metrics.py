@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import platform
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TextIO
 
 from harness.checkpoint.atomic import replace_text
+from harness.checkpoint.directories import RUN
 from harness.config.values.json_object import JsonObject
 from harness.training.callbacks import StepRecord
 
-METRICS = "metrics.jsonl"
-RUN = "run.json"
 PACKAGES = ("ds-harness", "deepspeed", "torch", "transformers", "datasets")
 
 
@@ -29,6 +30,7 @@ class MetricsFile:
 
     def write(self, record: StepRecord | JsonObject) -> None:
         """Append one object and hand it to the operating system, so that a killed run keeps it."""
+        self._do(self._reopen)
         content = record.as_dict() if isinstance(record, StepRecord) else record
         self._file.write(json.dumps(_finite(content)) + "\n")
         self._do(self._file.flush)
@@ -41,6 +43,16 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._do(self._file.close)
+
+    def _reopen(self) -> None:
+        """Go on in a new file if somebody has removed this one, or its folder."""
+        with suppress(FileNotFoundError):
+            if not self._file.closed and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+                return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        gone, self._file = self._file, self._path.open("a", encoding="utf-8")
+        gone.close()
+        warnings.warn(f"{self._path}: it was removed; metrics go on in a new file", stacklevel=4)
 
     def _do(self, action: Callable[[], None]) -> None:
         """Write what is waiting. Where that fails, as on a full disk, training is worth more than its metrics."""

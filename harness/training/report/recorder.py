@@ -8,11 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
+from harness.checkpoint.directories import METRICS
 from harness.config.values.json_object import JsonObject
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.prepare.run import PreparedRun
 from harness.training.process import signals
-from harness.training.report.metrics import METRICS, MetricsFile, set_aside, write_run
+from harness.training.report.metrics import MetricsFile, set_aside, write_run
 
 EVALUATIONS = "evaluations.jsonl"
 
@@ -95,6 +96,7 @@ def describe(run: PreparedRun) -> JsonObject:
     arguments = asdict(run.args)
     arguments["deepspeed_config"] = str(arguments["deepspeed_config"])
     return {
+        "run_id": run.run_id,
         "config": run.resolved.config,
         "filled": [asdict(filled) for filled in run.resolved.filled],
         "layout": {**run.plan.layout.sizes(), "world_size": run.plan.layout.world_size},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import warnings
 from dataclasses import replace
@@ -50,13 +51,30 @@ def test_a_resumed_file_drops_later_steps_and_a_line_cut_in_the_middle(tmp_path:
 
 
 def test_metrics_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "metrics.jsonl", first_step=1)
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, first_step=1)
     file.close()
-    with Path("/dev/full").open("a", encoding="utf-8") as file._file:
+    path.unlink()
+    path.symlink_to("/dev/full")
+    with path.open("a", encoding="utf-8") as file._file:
         with pytest.warns(UserWarning, match=r"metrics\.jsonl: cannot be written: No space left on device; training"):
             file.write({"step": 1})
         with pytest.warns(UserWarning, match="cannot be written"):
             file.close()
+
+
+def test_metrics_go_on_in_a_new_file_where_the_folder_was_removed(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    file = MetricsFile(path, first_step=1)
+    file.write({"step": 1})
+    shutil.rmtree(path.parent)
+    with pytest.warns(UserWarning, match=f"{path}: it was removed; metrics go on in a new file"):
+        file.write({"step": 2})
+    with warnings.catch_warnings(action="error"):
+        file.write({"step": 3})
+    file.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [2, 3]
 
 
 def test_only_finished_checkpoints_count_and_the_newest_is_taken(tmp_path: Path) -> None:
@@ -66,10 +84,10 @@ def test_only_finished_checkpoints_count_and_the_newest_is_taken(tmp_path: Path)
     (tmp_path / partial_name(11)).mkdir()
     (tmp_path / "checkpoint-12").mkdir()
     assert find_resume(tmp_path, "auto") == tmp_path / "checkpoint-10"
-    prune(tmp_path, newest(tmp_path, 2))  # two whole ones, and what is newer
+    prune(tmp_path, newest(tmp_path, 2, 10))  # two whole ones, and what is newer
     assert [step for step, _ in numbered(tmp_path)] == [9, 10, 12]
     assert not (tmp_path / partial_name(11)).exists()
-    prune(tmp_path, newest(tmp_path, None))
+    prune(tmp_path, newest(tmp_path, None, 10))
     assert len(numbered(tmp_path)) == 3
 
 

@@ -1,0 +1,78 @@
+"""One run at a time in an output directory: its rank 0 holds a lock, which the system releases however the run ends.
+
+The lock is on a file that says who holds it. Importing this needs no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from harness.errors import UserError
+
+LOCK = "run.lock"
+WAIT_S = 5.0  # for a predecessor that is just ending
+HELD: dict[Path, int] = {}
+"""The lock's descriptor by directory, of the directories that this process has locked."""
+
+
+def lock_directory(directory: Path) -> None:
+    """Lock a directory, and create it if need be; also one that was removed and is there again.
+
+    Waits some seconds; then UserError if another process has the lock.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + WAIT_S
+        while not _is_held(directory) and not _try_to_lock(directory):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"--output_dir {directory}: another run is using it ({(directory / LOCK).read_text().strip()}): "
+                    "wait for its end, or give another directory"
+                )
+            time.sleep(0.1)
+    except OSError as error:
+        raise UserError(f"--output_dir {directory}: cannot be written: {error.strerror}") from error
+
+
+def unlock_directory(directory: Path) -> None:
+    """Release the lock, if this process has it."""
+    if (descriptor := HELD.pop(directory, None)) is not None:
+        os.close(descriptor)
+
+
+def _is_held(directory: Path) -> bool:
+    """Whether this process has the lock on the file that is there now."""
+    with suppress(FileNotFoundError, KeyError):
+        return os.path.samestat((directory / LOCK).stat(), os.fstat(HELD[directory]))
+    return False
+
+
+def _try_to_lock(directory: Path) -> bool:
+    unlock_directory(directory)
+    descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    except OSError:
+        pass  # a file system without locks
+    HELD[directory] = descriptor
+    with suppress(OSError):  # a full disk
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return True
+
+
+def _forget() -> None:
+    """In a forked child: let go of the lock, which would outlive the run otherwise."""
+    for directory in list(HELD):
+        unlock_directory(directory)
+
+
+os.register_at_fork(after_in_child=_forget)

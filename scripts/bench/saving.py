@@ -1,0 +1,172 @@
+"""What a checkpoint costs: beside the steps of training, to write, to verify and to load.
+
+One rank with one thread; the thread that writes has a core of its own. Steps with and without a save beside them take
+turns, so that a drift of the machine hits both alike. Writing and reading are compared with a plain loop over a file of
+the same size, in the same run, with nothing in the page cache.
+
+    OMP_NUM_THREADS=1 taskset -c 0,1 python scripts/bench/saving.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig
+
+from harness import Trainer, TrainingArguments
+from harness.checkpoint import training_state
+from harness.checkpoint.integrity import changed_file
+from harness.checkpoint.manifest import read_manifest
+from harness.training.report.metrics import versions
+
+RESULTS = Path(__file__).parent / "results"
+BLOCK_BYTES = 16 << 20
+MODEL = LlamaConfig(
+    vocab_size=8000,
+    hidden_size=512,
+    intermediate_size=1376,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    tie_word_embeddings=False,
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "saving", help="on the disk")
+    parser.add_argument("--steps", type=int, default=20, help="steps with one save, and without")
+    parser.add_argument("--rounds", type=int, default=3)
+    flags = parser.parse_args()
+    shutil.rmtree(flags.folder, ignore_errors=True)
+    trainer = begin(flags.folder / "run")
+    steps(trainer, 1, save=True)  # allocates the memory for the copy
+    pairs, blocked = [], []
+    for _ in range(flags.rounds):
+        alone, _ = steps(trainer, flags.steps)
+        beside, waited = steps(trainer, flags.steps, save=True)
+        pairs.append((alone, beside))
+        blocked.append(waited)
+    checkpoint = trainer.save_checkpoint()
+    parameters = trainer.run.trainable.size()
+    step = statistics.median(alone for alone, _ in pairs)
+    report = {
+        "what": __doc__.partition("\n")[0],
+        "date": date.today().isoformat(),
+        "versions": versions(),
+        "cores": len(os.sched_getaffinity(0)),
+        "parameters": parameters,
+        "steps_with_one_save": flags.steps,
+        "step_s": round(step, 3),
+        "step_with_save_over_step": [round(beside / alone, 3) for alone, beside in pairs],
+        "blocked_s": [round(seconds, 3) for seconds in blocked],
+        "blocked_share_of_a_step": round(statistics.median(blocked) / step, 3),
+        "bytes_a_parameter": round(size_of(checkpoint) / parameters, 3),
+        **speeds(trainer, checkpoint),
+    }
+    trainer.close()
+    shutil.rmtree(flags.folder)
+    (RESULTS / "saving.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report, indent=2))
+
+
+def begin(folder: Path) -> Trainer:
+    """Return a Trainer of the model that has made its first steps."""
+    arguments = TrainingArguments(
+        deepspeed_config={"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 1}},
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_steps=10_000,
+        save_steps=0,
+        save_total_limit=1,
+    )
+    samples = [{"input_ids": [(7 * row + at) % 8000 for at in range(128)]} for row in range(64)]
+    trainer = Trainer(MODEL, arguments, train_dataset=samples)
+    for _ in range(3):
+        trainer.training_step()
+    return trainer
+
+
+def steps(trainer: Trainer, count: int, *, save: bool = False) -> tuple[float, float]:
+    """Make steps as the training loop does, with a save that begins after the first and is whole after the last.
+
+    Returns the mean seconds of a step, and those for which the save kept training waiting.
+    """
+    start, waited = time.perf_counter(), 0.0
+    for number in range(count):
+        trainer.training_step()
+        if save and number == 0:
+            waited = timed(trainer.checkpoints.begin)
+        elif trainer.checkpoints.is_ready:
+            trainer.checkpoints.advance()
+    trainer.checkpoints.finish()
+    return (time.perf_counter() - start) / count, waited
+
+
+def speeds(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
+    """Return MB/s of writing, reading and verifying a checkpoint, and of a plain loop."""
+    size, plain = size_of(checkpoint), checkpoint.parent / "plain"
+    state = trainer.run.engine_state
+    seconds: dict[str, list[float]] = {}
+    for _ in range(3):
+        seconds.setdefault("write_plain", []).append(timed(lambda: write_plain(plain, size)))
+        trainer.training_step()
+        seconds.setdefault("write", []).append(timed(trainer.save_checkpoint))
+        newest = trainer.run.output_dir / f"checkpoint-{trainer.state.global_step}"
+        drop_from_cache(plain)
+        seconds.setdefault("read_plain", []).append(timed(lambda: read_plain(plain)))
+        for file in newest.iterdir():
+            drop_from_cache(file)
+        seconds.setdefault("load", []).append(timed(lambda path=newest: training_state.load(state, path)))
+        for file in newest.iterdir():
+            drop_from_cache(file)
+        seconds.setdefault("verify", []).append(timed(lambda path=newest: changed_file(path, 0, 1)))
+        seconds.setdefault("verify_in_cache", []).append(timed(lambda path=newest: changed_file(path, 0, 1)))
+    return {f"{name}_mb_per_s": round(size / 1e6 / statistics.median(each)) for name, each in seconds.items()}
+
+
+def size_of(checkpoint: Path) -> int:
+    return sum(size for size, _ in read_manifest(checkpoint).files.values())
+
+
+def write_plain(path: Path, size: int) -> None:
+    """Write a file in large blocks, and wait for the disk."""
+    block = os.urandom(BLOCK_BYTES)
+    with path.open("wb", buffering=0) as file:
+        for _ in range(-(-size // BLOCK_BYTES)):
+            file.write(block)
+        os.fsync(file.fileno())
+
+
+def read_plain(path: Path) -> None:
+    into = bytearray(BLOCK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(into):
+            pass
+
+
+def drop_from_cache(path: Path) -> None:
+    """Have the system forget a file that is on the disk."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def timed(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""One run in an output directory: another one is refused in words, and no child keeps the lock of a dead run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.checkpoint import run_lock
+from harness.checkpoint.run_lock import LOCK, lock_directory, unlock_directory
+from harness.errors import UserError
+
+RUN = """
+import os, sys, time
+from pathlib import Path
+from harness.checkpoint.run_lock import lock_directory
+lock_directory(Path(sys.argv[1]))
+child = os.fork()  # as a worker that reads data
+if child:
+    print(child, flush=True)
+time.sleep(60)
+"""
+
+
+def start(directory: Path) -> tuple[subprocess.Popen[str], int]:
+    """A run that holds the lock, and its child."""
+    process = subprocess.Popen([sys.executable, "-c", RUN, str(directory)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def test_a_second_run_is_refused_until_the_first_one_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "runs" / "one"
+    process, child = start(directory)
+    monkeypatch.setattr(run_lock, "WAIT_S", 0.3)
+    try:
+        with pytest.raises(
+            UserError, match=rf"another run is using it \(process {process.pid} on {socket.gethostname()}\)"
+        ):
+            lock_directory(directory)
+        process.kill()
+        process.wait()
+        os.kill(child, 0)  # still there
+        lock_directory(directory)
+        assert (directory / LOCK).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        unlock_directory(directory)
+
+
+def test_a_run_waits_for_a_predecessor_that_is_ending(tmp_path: Path) -> None:
+    process, child = start(tmp_path)
+    subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {process.pid} {child}"])
+    begun = time.monotonic()
+    lock_directory(tmp_path)
+    assert time.monotonic() - begun > 0.3
+    unlock_directory(tmp_path)
+    process.wait()
+
+
+def test_a_directory_that_was_removed_is_locked_anew(tmp_path: Path) -> None:
+    directory = tmp_path / "one"
+    for _ in range(2):  # the process that has the lock may ask again
+        lock_directory(directory)
+    shutil.rmtree(directory)
+    lock_directory(directory)
+    assert (directory / LOCK).exists()
+    unlock_directory(directory)
+    process, child = start(directory)  # the lock is free
+    process.kill()
+    process.wait()
+    os.kill(child, signal.SIGKILL)
+
+
+def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=f"--output_dir {tmp_path}/file/run: cannot be written: Not a directory"):
+        lock_directory(tmp_path / "file" / "run")
