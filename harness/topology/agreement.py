@@ -82,6 +82,8 @@ def all_or_none(action: Callable[[], T]) -> T:
         value = action()
     except (UserError, OSError) as error:
         problem = str(error)
+        if isinstance(error, OSError) and error.filename:
+            problem = f"{error.filename}: {error.strerror}"
     if found := next(filter(None, values_of_all(problem)), None):
         raise UserError(found)
     return value

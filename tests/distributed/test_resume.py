@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -16,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from harness.checkpoint import training_state
+from harness.checkpoint.manifest import read_manifest
+from harness.training.console import Console
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, rows, tiny_model
 
@@ -141,16 +145,23 @@ def test_a_spoilt_checkpoint_is_left_out_by_all_ranks(tmp_path: Path) -> None:
         assert again == pytest.approx(whole, rel=1e-6)
 
 
-def save_on_a_full_disk(model: str, folder: str) -> tuple[list[str], int]:
-    """The checkpoints that are there after a run for which the disk was full after step 2; the steps that it made."""
-    job, place = Job(model, "pp2z1"), Path(folder) / "full"
+def save_in_spite_of_faults(model: str, folder: str) -> tuple[list[str], list[int], str]:
+    """The checkpoints and the steps in the metrics of a run whose disk was full, and whose directory was removed; what
+    was said."""
+    job, place, said = Job(model, "pp2z1"), Path(folder) / "full", io.StringIO()
     arguments = TrainingArguments(
-        deepspeed_config=job.deepspeed_config(), output_dir=str(place), max_steps=4, save_steps=1, save_total_limit=2
+        deepspeed_config=job.deepspeed_config(), output_dir=str(place), max_steps=6, save_steps=1, save_total_limit=2
     )
-    trainer = Trainer(job.model, arguments, rows(), callbacks=[FullDisk()])
-    steps = trainer.train().global_step
+    callbacks = [FullDisk(), RemovedDirectory(place)]
+    console = Console(out=said, error=said, speaks=dist.get_rank() == 0)
+    trainer = Trainer(job.model, arguments, rows(), callbacks=callbacks, console=console)
+    assert trainer.train().global_step == 6
     trainer.close()
-    return sorted(path.name for path in place.glob("*checkpoint-*")), steps
+    return (
+        sorted(path.name for path in place.glob("*checkpoint-*")),
+        [row["step"] for row in curve(place)],
+        said.getvalue(),
+    )
 
 
 class FullDisk(TrainerCallback):
@@ -163,8 +174,34 @@ class FullDisk(TrainerCallback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
 
 
-def test_a_full_disk_costs_a_checkpoint_and_no_step(tmp_path: Path) -> None:
+class RemovedDirectory(TrainerCallback):
+    """Looks at the checkpoints before step 5, and removes the whole directory."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.kept: list[str] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4 and dist.get_rank() == 0:
+            kept = sorted(path.name for path in self.place.glob("*checkpoint-*"))
+            assert kept == ["checkpoint-1", "checkpoint-4"]  # a whole one is kept in the place of those that failed
+            shutil.rmtree(self.place)
+
+
+def test_a_full_disk_and_a_removed_directory_cost_checkpoints_and_no_step(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "m", "llama", True)
-    for kept, steps in run_ranks(2, save_on_a_full_disk, model, str(tmp_path)):
-        assert steps == 4
-        assert kept == ["checkpoint-1", "checkpoint-4"]  # an older whole one is kept in the place of those that failed
+    results = run_ranks(2, save_in_spite_of_faults, model, str(tmp_path))
+    for kept, steps, _ in results:
+        assert kept == ["checkpoint-5", "checkpoint-6"]
+        assert steps == [5, 6]
+    failed = [line for line in results[0][2].splitlines() if "no checkpoint of step" in line]
+    size = sum(size for size, _ in read_manifest(tmp_path / "full" / "checkpoint-5").files.values())
+    assert len(failed) == 2
+    for line, step in zip(failed, (2, 3), strict=True):
+        found = re.fullmatch(
+            rf"warning: no checkpoint of step {step}: .*/writing-checkpoint-{step}/model.safetensors: [\d,]+ bytes "
+            rf"cannot be written: File too large \(it needs ([\d,]+) bytes, [\d,]+ are free in {tmp_path}/full\); "
+            "training continues",
+            line,
+        )
+        assert found and 0.9 * size < int(found[1].replace(",", "")) <= size, line

@@ -8,18 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.directories import OLD_STATE, STATE, Progress, finish, partial_name, read_progress
-from harness.checkpoint.integrity import changed_file, damage, damaged, find_resume, newest, newest_whole
+from harness.checkpoint.directories import (
+    OLD_STATE,
+    RUN,
+    STATE,
+    Progress,
+    finish,
+    partial_name,
+    prune,
+    read_progress,
+    set_aside_foreign,
+)
+from harness.checkpoint.integrity import changed_file, damage, damaged, find_resume, foreign, newest, newest_whole
 from harness.checkpoint.manifest import MANIFEST, contents
 from harness.errors import UserError
 
 
-def save(folder: Path, step: int) -> Path:
+def save(folder: Path, step: int, run_id: str = "") -> Path:
     partial = folder / partial_name(step)
     (partial / "deep").mkdir(parents=True)
     (partial / "weights.safetensors").write_bytes(b"w" * 100 + bytes([step]))
     (partial / "deep" / "other.json").write_bytes(b"r" * 50)
-    stated = dict(consumed_samples=step, layout="pp1", zero_stage=0, precision="fp32", seed=42, data="d")
+    stated = dict(consumed_samples=step, layout="pp1", zero_stage=0, precision="fp32", seed=42, data="d", run_id=run_id)
     return finish(folder, Progress(step=step, **stated), contents(partial))
 
 
@@ -97,3 +107,26 @@ def test_a_state_that_somebody_has_edited_is_one_line(values: dict[str, object],
     change(saved / STATE, **values)
     with pytest.raises(UserError, match=rf"state\.json: cannot be read: {next(iter(values))} is "):
         read_progress(saved)
+
+
+def test_auto_leaves_out_what_another_run_has_saved(tmp_path: Path) -> None:
+    copied = save(tmp_path, 6, "other")
+    assert find_resume(tmp_path, "auto") == copied  # alone in a directory, it is all that there is
+    own = [save(tmp_path, step, "ours") for step in (2, 4)]
+    assert find_resume(tmp_path, "auto") == own[1]
+    assert foreign(tmp_path) == [copied]
+    assert find_resume(tmp_path, str(copied)) == copied
+    (tmp_path / RUN).write_text('{"run_id": "other"}')  # as it is when a run has gone on from the copied one
+    assert find_resume(tmp_path, "auto") == copied
+    assert foreign(tmp_path) == own
+    assert set_aside_foreign(foreign(tmp_path)) == [(path, tmp_path / f"foreign-{path.name}") for path in own]
+    assert foreign(tmp_path) == []
+    without = save(tmp_path, 8)  # by an earlier version, which gave no id
+    assert find_resume(tmp_path, "auto") == without
+
+
+def test_a_damaged_checkpoint_of_a_later_step_is_none_of_those_that_are_kept(tmp_path: Path) -> None:
+    older, resumed, _ = (save(tmp_path, step) for step in (2, 3, 10))
+    assert newest(tmp_path, 1, last_step=3) == [resumed]
+    prune(tmp_path, newest(tmp_path, 1, last_step=3))
+    assert resumed.is_dir() and not older.exists()

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from harness import Trainer, TrainerCallback, TrainingArguments
+from harness.checkpoint.integrity import damage
+from harness.checkpoint.manifest import read_manifest
 from harness.training.process.signals import Stopped
 
 
@@ -80,11 +82,42 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return train(tmp_path_factory.mktemp("whole"))
 
 
+class Saved(TrainerCallback):
+    """Notes which checkpoints are whole, and what is there when that is said."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert damage(kwargs["checkpoint"]) is None
+        self.names.append(kwargs["checkpoint"].name)
+
+
+class Wandering(TrainerCallback):
+    """Changes the working directory before the first step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        os.chdir(self.folder)
+
+
+class OwnSave(Trainer):
+    """A Trainer with a `save_checkpoint` of its own."""
+
+    def save_checkpoint(self) -> Path:
+        path = super().save_checkpoint()
+        (path / "mine").touch()
+        return path
+
+
 def train(
     folder: Path,
     *callbacks: TrainerCallback,
     evaluation: Any = None,
     loss_fn: Any = torch.nn.functional.mse_loss,
+    kind: type[Trainer] = Trainer,
     **changes: Any,
 ) -> list[dict[str, Any]]:
     torch.manual_seed(0)
@@ -96,7 +129,7 @@ def train(
     )
     layers = [torch.nn.Linear(2, 8), torch.tanh, torch.nn.Linear(8, 1)]
     data = [(torch.tensor(point), torch.tensor(point[:1])) for point in points]
-    trainer = Trainer(layers, arguments, data, evaluation, loss_fn=loss_fn, callbacks=callbacks)
+    trainer = kind(layers, arguments, data, evaluation, loss_fn=loss_fn, callbacks=callbacks)
     try:
         trainer.train()
     finally:
@@ -165,3 +198,33 @@ def test_going_back_to_an_older_checkpoint_leaves_the_newer_ones_out(
     assert f"a newer checkpoint is now {tmp_path}/abandoned-checkpoint-5" in capsys.readouterr().out
     rest = train(tmp_path, resume_from_checkpoint="auto", **rate)
     assert [row["loss"] for row in rest] == whole
+
+
+def test_a_run_saves_by_the_clock_and_keeps_to_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    saved = Saved()
+    given: Any = {"save_seconds": 1e-6, "save_total_limit": 2, "max_steps": 9}
+    with pytest.raises(FileNotFoundError):  # `train` reads the metrics by the relative path
+        train(Path("run"), saved, Wandering(tmp_path / "elsewhere"), **given)
+    assert list(Path("../elsewhere").iterdir()) == []
+    names = sorted((path.name for path in (tmp_path / "run").glob("checkpoint-*")), key=lambda name: int(name[11:]))
+    assert names == saved.names[-2:] and names[-1] == "checkpoint-9"
+    assert saved.names[0] == "checkpoint-1"
+    run_id = json.loads((tmp_path / "run" / "run.json").read_text())["run_id"]
+    assert {read_manifest(tmp_path / "run" / name).run_id for name in names} == {run_id}
+
+
+def test_a_subclass_saves_in_its_own_way(tmp_path: Path) -> None:
+    train(tmp_path, kind=OwnSave, save_steps=2)
+    assert sorted(path.parent.name for path in tmp_path.glob("*/mine")) == [f"checkpoint-{n}" for n in (2, 4, 5)]
+
+
+def test_a_run_that_could_not_save_does_not_say_that_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "writing-checkpoint-3").write_text("a file in the place of the folder")
+    with pytest.raises(Stopped):
+        train(tmp_path, Signal(signal.SIGTERM, step=3), save_steps=2)
+    said = capsys.readouterr().out
+    assert f"warning: no checkpoint of step 3: {tmp_path}/writing-checkpoint-3: File exists (it needs " in said
+    assert 'stopped after step 3, which could not be saved; resume_from_checkpoint "auto" resumes at step 2' in said
+    assert "saved and stopped" not in said
