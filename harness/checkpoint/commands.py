@@ -57,6 +57,8 @@ def checkpoint(argv: Sequence[str]) -> int:
 def show(directory: Path) -> None:
     """Print what a checkpoint says of itself, and its files."""
     progress, files = read_progress(directory), read_manifest(directory).files
+    if progress.run_id:
+        print(f"run {progress.run_id}")
     print(f"step {progress.step:,}, {counted(progress.consumed_samples, 'sample')} consumed")
     print(f"saved with {progress.layout}, ZeRO-{progress.zero_stage}, {progress.precision}; any other can resume it")
     print(f"model: {progress.model}{' (adapters only)' if progress.adapters else ''}")

@@ -18,6 +18,7 @@ from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFinite
 from harness.training.prepare.run import PreparedRun
 from harness.training.process.distributed import all_arrive
+from harness.training.process.records import HERE
 from harness.training.saving import begin_checkpoint
 
 PATIENCE_S = 5.0  # for the other ranks, where this one does not know whether they come
@@ -86,6 +87,7 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait for the checkpoint that is being written; warn if that fails."""
         while self._pending is not None:
+            HERE.doing = "saving"
             self.advance()
 
     def save(self) -> Path:

@@ -254,6 +254,7 @@ class Trainer:
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Write a HuggingFace directory, adapters as peft's, of a list of layers the tensors; all ranks call it."""
         directory = Path(output_dir or self.args.output_dir)
+        self.checkpoints.finish()
         self.nonfinite.judge_weights(self.engine, str(directory))
         write_model(self.run, directory)
         return directory

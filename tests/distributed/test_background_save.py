@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from harness import Trainer, TrainerCallback
 from harness.checkpoint import tensor_writer
+from harness.training.process.distributed import all_arrive
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model
 
@@ -63,6 +64,8 @@ def train_and_be_killed(job: Job, folder: str) -> None:
 
 
 def resume_and_compare(job: Job, folder: str) -> tuple[list[str], Any, Any]:
+    assert all_arrive("where all come", 20)
+    assert dist.get_rank() == 1 or not all_arrive("where rank 0 comes alone", 0.2)
     place = Path(folder, job.layout)
     found = sorted(path.name for path in place.glob("*checkpoint-*"))
     dist.barrier()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import Trainer, TrainerCallback, TrainingArguments
+from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from harness.checkpoint.integrity import damage
 from harness.checkpoint.manifest import read_manifest
 from harness.training.process.signals import Stopped
@@ -213,6 +213,19 @@ def test_a_run_saves_by_the_clock_and_keeps_to_its_directory(tmp_path: Path, mon
     assert saved.names[0] == "checkpoint-1"
     run_id = json.loads((tmp_path / "run" / "run.json").read_text())["run_id"]
     assert {read_manifest(tmp_path / "run" / name).run_id for name in names} == {run_id}
+
+
+def test_a_run_that_ends_by_an_error_finishes_its_checkpoint(tmp_path: Path) -> None:
+    calls = []
+
+    def breaking(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        calls.append(outputs)
+        return (outputs - labels).square().mean() * (1.0 if len(calls) < 4 else float("nan"))
+
+    saved = Saved()
+    with pytest.raises(UserError, match="step 4: the loss is nan"):  # at once after the checkpoint has begun
+        train(tmp_path, saved, loss_fn=breaking, save_steps=3)
+    assert saved.names == ["checkpoint-3"]
 
 
 def test_a_subclass_saves_in_its_own_way(tmp_path: Path) -> None:
