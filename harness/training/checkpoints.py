@@ -18,8 +18,8 @@ from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFinite
 from harness.training.prepare.run import PreparedRun
 from harness.training.process.distributed import all_arrive
-from harness.training.process.records import HERE
 from harness.training.saving import begin_checkpoint
+from harness.training.watch.activity import inside
 
 PATIENCE_S = 5.0  # for the other ranks, where this one does not know whether they come
 
@@ -45,6 +45,7 @@ class Checkpoints:
         self._writer = Writer()
         self._pending: BackgroundSave | None = None
         self._begun = time.monotonic()
+        self._state_of: tuple[int, int] | None = None  # step and samples that are saved, or being saved
         self.newest: int | None = None
 
     def __enter__(self) -> Self:
@@ -74,9 +75,10 @@ class Checkpoints:
             return False
         return time.monotonic() - self._begun >= seconds
 
+    @inside("saving")
     def begin(self) -> None:
         """Begin to save the state after the last step, unless that is being saved or is saved; warn if that fails."""
-        if self._state.global_step not in (self.newest, self._pending and self._pending.step):
+        if self._state_of != (self._state.global_step, self._state.consumed_samples):
             self.finish()
             self._attempt(self._overridden or self._begin)
 
@@ -84,10 +86,10 @@ class Checkpoints:
         """Go on where all ranks are ready; returns whether a checkpoint is whole now. Warn if that fails."""
         return bool(self._attempt(self._advance))
 
+    @inside("saving")
     def finish(self) -> None:
         """Wait for the checkpoint that is being written; warn if that fails."""
         while self._pending is not None:
-            HERE.doing = "saving"
             self.advance()
 
     def save(self) -> Path:
@@ -108,6 +110,7 @@ class Checkpoints:
         self._begun = time.monotonic()
         self._nonfinite.judge_weights(self._run.engine, f"checkpoint-{step}")
         self._pending = begin_checkpoint(self._run, self._state, self._writer)
+        self._state_of = step, self._state.consumed_samples
         return self._pending
 
     def _advance(self) -> bool:
@@ -126,5 +129,6 @@ class Checkpoints:
         try:
             return action()
         except NotSaved as error:
+            self._state_of = None
             self._run.console.warn(f"no checkpoint of step {step}: {error}; training continues")
             return None

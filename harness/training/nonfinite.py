@@ -85,5 +85,9 @@ class NonFinite:
 
 def _finite(parameter: Tensor) -> bool:
     """Whether what this rank holds of a parameter is finite; under ZeRO-3 that is its part."""
-    held = held_tensor(parameter)
-    return held.is_meta or held.device.type == "meta" or bool(held.detach().isfinite().all())
+    held = held_tensor(parameter).detach()
+    if held.is_meta or held.device.type == "meta":
+        return True
+    return bool(held.sum().isfinite()) or bool(
+        held.isfinite().all()
+    )  # a sum takes a tenth of the time; it may overflow
