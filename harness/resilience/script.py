@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.checkpoint.atomic import replace_text
 from harness.checkpoint.integrity import newest_whole
 from harness.errors import UserError
 from harness.hf.locate import model_directory
 from harness.topology.layout import Layout, divisors
 from harness.training.arguments import LoraArguments, TrainingArguments, parse
-from harness.training.prepare.configure import read_run_config
+from harness.training.prepare.configure import read_config, read_run_config
 from harness.training.prepare.preflight import ScriptArguments
 from harness.training.process.launcher import with_resume
+from harness.training.report.metrics import METRICS, set_aside
+
+ACCUMULATION = "gradient_accumulation_steps"
+CONFIG = "config-of-restart.json"  # in the output directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,8 @@ class Script:
     def __init__(self, words: Sequence[str]) -> None:
         self.words = tuple(words)
         self.args: TrainingArguments | None = None
+        if {"-h", "--help"} & set(words):
+            return
         try:
             given = parse(
                 [ScriptArguments, TrainingArguments, LoraArguments], words[1:], prog="", description="", epilog=""
@@ -60,7 +68,8 @@ class Script:
         """Return the same start, from the newest checkpoint."""
         elsewhere = self.args.resume_from_checkpoint if self.args else None
         if elsewhere not in (None, "auto") and self.output_dir and newest_whole(self.output_dir) is None:
-            return start  # nothing has been saved since
+            set_aside(self.output_dir / METRICS)  # nothing has been saved since
+            return start
         return Start(words=tuple(with_resume(start.words)), ranks=start.ranks, layout=start.layout)
 
     def on_fewer(self, wanted: int, ranks: int) -> Start | None:
@@ -75,13 +84,29 @@ class Script:
         except UserError:
             return None
         whole = Layout.from_world(wanted, pp_size=resolved.pp_size, tp_size=resolved.tp_size, ep_size=resolved.ep_size)
+        words = self._with_open_accumulation()
         for layout in _smaller(whole, ranks):
             flags = _flags(layout, resolved.train_batch)
-            kept = without(self.words, {*flags, "--gradient_accumulation_steps"})  # it follows from the global batch
+            kept = without(words, set(flags))
             other = Script((*kept, *(word for pair in flags.items() for word in pair)))
             if other.accepts(layout):
                 return Start(words=other.words, ranks=layout.world_size, layout=layout)
         return None
+
+    def _with_open_accumulation(self) -> list[str]:
+        """Return the words without a number of micro-batches a step, as it follows from the global batch.
+
+        A config that states one is copied into the output directory without it.
+        """
+        assert self.args is not None and self.output_dir is not None
+        words = without(self.words, {"--gradient_accumulation_steps"})
+        config = read_config(self.args.deepspeed_config).data
+        if config.get(ACCUMULATION, "auto") == "auto":
+            return words
+        copy = self.output_dir / CONFIG
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(copy, json.dumps({**config, ACCUMULATION: "auto"}, indent=2) + "\n")
+        return [*without(words, {"--deepspeed_config"}), "--deepspeed_config", str(copy)]
 
     def accepts(self, layout: Layout) -> bool:
         """Whether the config can run in a layout, as a run itself would check it."""

@@ -38,11 +38,17 @@ def test_fewer_ranks_give_up_data_parallelism_then_stages_then_tensor_ranks(
         assert batch == before and "--gradient_accumulation_steps" not in words
 
 
-def test_a_batch_that_cannot_be_kept_leaves_no_layout(tmp_path: Path) -> None:
+def test_numbers_in_the_config_give_way_only_where_the_batch_stays(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
-    sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
-    config.write_text(json.dumps(sizes))
-    assert script("--deepspeed_config", config).on_fewer(3, 2) is None
+    flags = ["--deepspeed_config", config, "--output_dir", tmp_path / "run"]
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}))
+    start = script(*flags).on_fewer(3, 2)  # 36 samples: 4 x 9 on one rank, but not 4 x 4.5 on two
+    assert start is not None and start.ranks == 1 and start.words[-1] == "36"
+    config.write_text(json.dumps({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}))
+    start = script(*flags).on_fewer(3, 2)
+    assert start is not None and start.ranks == 1
+    config.write_text(json.dumps({"train_batch_size": "twelve"}))
+    assert script(*flags).on_fewer(3, 2) is None
 
 
 def test_a_script_of_other_arguments_keeps_its_ranks() -> None:
@@ -53,6 +59,8 @@ def test_a_script_of_other_arguments_keeps_its_ranks() -> None:
 
 def test_it_goes_on_from_its_own_checkpoints_once_there_are_some(tmp_path: Path) -> None:
     elsewhere = script("--output_dir", tmp_path, "--resume_from_checkpoint", "other/checkpoint-3")
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
     assert elsewhere.again(elsewhere.first(2)).words == elsewhere.words
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.1.jsonl"]  # the run begins once more
     fresh = script("--output_dir", tmp_path)
     assert fresh.again(fresh.first(2)).words[-2:] == ("--resume_from_checkpoint", "auto")
