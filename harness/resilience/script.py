@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.checkpoint.atomic import replace_text
+from harness.checkpoint.directories import METRICS
 from harness.checkpoint.integrity import newest_whole
 from harness.errors import UserError
 from harness.hf.locate import model_directory
@@ -16,7 +17,7 @@ from harness.training.arguments import LoraArguments, TrainingArguments, parse
 from harness.training.prepare.configure import read_config, read_run_config
 from harness.training.prepare.preflight import ScriptArguments
 from harness.training.process.launcher import with_resume
-from harness.training.report.metrics import METRICS, set_aside
+from harness.training.report.metrics import set_aside
 
 ACCUMULATION = "gradient_accumulation_steps"
 CONFIG = "config-of-restart.json"  # in the output directory
