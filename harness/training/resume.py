@@ -6,11 +6,7 @@ to and the schedule are those of the arguments and the JSON of the run that resu
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
-from typing import Any
-
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import Progress
@@ -24,9 +20,9 @@ def resume(run: PreparedRun, checkpoint: Path) -> Progress:
     The schedule must still be as it was built; it goes on at the step that was reached. What this run sets to other
     values than the one that saved is reported, a line each.
     """
-    engine, console, plan = run.engine.deepspeed, run.console, run.plan
+    console, plan = run.console, run.plan
     progress = training_state.load(run.engine_state, checkpoint)
-    advance_schedule(engine.lr_scheduler, progress.step - progress.skipped_steps, engine.train_batch_size())
+    run.engine.schedule.go_to(progress.step - progress.skipped_steps)
     console.say(f"resumed from {checkpoint} at step {progress.step}")
     here = f"{plan.layout}, ZeRO-{plan.resolved.zero_stage}, {plan.resolved.precision}"
     there = f"{progress.layout}, ZeRO-{progress.zero_stage}, {progress.precision}"
@@ -42,21 +38,3 @@ def resume(run: PreparedRun, checkpoint: Path) -> Progress:
             "the order of samples does not continue where it stopped"
         )
     return progress
-
-
-def advance_schedule(scheduler: Any, steps: int, train_batch: int) -> None:
-    """Bring a schedule that was just built to where it stands after `steps` steps."""
-    if scheduler is None or steps == 0:
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch misses the optimizer steps, which the checkpoint has done
-        if isinstance(scheduler, LambdaLR):  # a function of the step alone
-            scheduler.last_epoch = steps - 1
-            scheduler._step_count = steps  # noqa: SLF001  # torch's own, which `step` counts up
-            scheduler.step()
-        elif hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's own, likewise; they count from 0
-            scheduler.step(steps - 1)
-        else:
-            for _ in range(steps):
-                # DeepSpeed gives this one the batch size for a loss
-                scheduler.step(*([train_batch] if isinstance(scheduler, ReduceLROnPlateau) else []))

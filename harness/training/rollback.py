@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,6 @@ from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFiniteStep
 from harness.training.prepare.run import PreparedRun
 from harness.training.report.recorder import Recorder
-from harness.training.resume import advance_schedule
 from harness.training.watch.activity import inside
 
 AT_MOST = 3
@@ -23,7 +21,7 @@ AT_MOST = 3
 
 
 class Rollback:
-    """Takes a run back; made before the run resumes, as it notes the schedule as it was built.
+    """Takes a run back.
 
     Attributes:
         count: rollbacks so far.
@@ -35,10 +33,6 @@ class Rollback:
         self._in_a_row, self._failed_at = 0, 0
         if stream is not None:
             stream.skipped = state.skipped_samples
-        scheduler = run.engine.deepspeed.lr_scheduler
-        self._schedule = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
-        groups = run.engine.deepspeed.optimizer.param_groups
-        self._groups = copy.deepcopy([{name: group[name] for name in group if name != "params"} for group in groups])
 
     def begin(self, save: Callable[[], object]) -> None:
         """Save what the training begins with, if that is what there would be to go back to."""
@@ -95,13 +89,8 @@ class Rollback:
     def _load(self, checkpoint: Path) -> None:
         """Bring engine, schedule, counters and the stream of samples to where the checkpoint was saved."""
         assert self.stream is not None
-        engine = self.run.engine.deepspeed
-        if self._schedule is not None:
-            engine.lr_scheduler.load_state_dict(copy.deepcopy(self._schedule))
-        for group, built in zip(engine.optimizer.param_groups, self._groups, strict=True):
-            group.update(copy.deepcopy(built))
         progress = training_state.load(self.run.engine_state, checkpoint)
-        advance_schedule(engine.lr_scheduler, progress.step - progress.skipped_steps, engine.train_batch_size())
+        self.run.engine.schedule.go_to(progress.step - progress.skipped_steps)
         self.state.global_step = progress.step
         self.state.consumed_samples = self.stream.consumed = progress.consumed_samples
         self.state.epoch = self.stream.epoch

@@ -30,6 +30,7 @@ from harness.training.batches.same_data import require_same_data
 from harness.training.engine.evidence import Evidence, GuardedLoss
 from harness.training.engine.losses import Targets, targets
 from harness.training.engine.profiling import flops_profile
+from harness.training.engine.schedule_position import SchedulePosition
 from harness.training.watch.activity import beat
 
 Batch: TypeAlias = tuple[Value, Targets]
@@ -62,6 +63,7 @@ class Engine(ABC):
         device: where the batches go.
         dtype: of the parameters, to which floating inputs are cast.
         seed: of what is drawn outside of the layers, as in a loss.
+        schedule: brings the learning rate to any step.
         keys: what random numbers in the layers depend on; None where they draw none.
     """
 
@@ -82,6 +84,7 @@ class Engine(ABC):
         self.dtype = dtype
         self.seed = seed
         self.keys = keys
+        self.schedule = SchedulePosition(deepspeed)
         self._compared = False  # whether the ranks are known to read the same data
 
     @property

@@ -16,10 +16,10 @@ from transformers import get_scheduler
 from harness import TrainingArguments, UserError
 from harness.checkpoint.directories import Progress, finish, optimizer_name, partial_name, require_same_optimizer
 from harness.checkpoint.integrity import find_resume
+from harness.training.engine.schedule_position import advance_schedule
 from harness.training.prepare.configure import read_run_config
 from harness.training.prepare.hyperparameters import changes, hyperparameters
 from harness.training.report.metrics import set_aside
-from harness.training.resume import advance_schedule
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "linear": lambda o: get_scheduler("linear", o, 3, 20),
