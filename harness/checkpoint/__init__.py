@@ -1,1 +1,1 @@
-"""Save and resume a run; export the model as a HuggingFace directory."""
+"""Save a run beside its training, and resume it; export the model as a HuggingFace directory."""

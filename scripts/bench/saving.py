@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "saving", help="on the disk")
     parser.add_argument("--steps", type=int, default=20, help="steps with one save, and without")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1, help="of steps with and without")
     flags = parser.parse_args()
     shutil.rmtree(flags.folder, ignore_errors=True)
     trainer = begin(flags.folder / "run")

@@ -50,7 +50,7 @@ class ProgressCallback(TrainerCallback):
         self._above_the_bar(f"step {state.global_step}: evaluation loss {loss:.4f}")
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        self._above_the_bar(f"step {state.global_step}: checkpoint in {kwargs['checkpoint']}")
+        self._above_the_bar(f"checkpoint in {kwargs['checkpoint']}")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

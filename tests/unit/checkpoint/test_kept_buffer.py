@@ -1,0 +1,35 @@
+"""Copies that last while what they are of changes, in memory that is allocated once."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.checkpoint.kept_buffer import KeptBuffer
+
+
+def tensors() -> list[torch.Tensor]:
+    whole = torch.arange(24.0).view(4, 6)
+    return [
+        whole,
+        whole[:, 1:4],
+        torch.tensor(3.0),
+        torch.empty(0),
+        whole.bfloat16(),
+        torch.tensor([True, False, True]),
+    ]
+
+
+def test_copies_keep_values_shapes_and_dtypes_while_the_tensors_change() -> None:
+    given, wanted = tensors(), tensors()
+    copies = KeptBuffer().copy(given)
+    for tensor in given:
+        tensor.zero_()
+    for copy, tensor in zip(copies, wanted, strict=True):
+        assert copy.dtype == tensor.dtype and torch.equal(copy, tensor)
+
+
+def test_the_memory_is_allocated_once_and_grows_where_it_must() -> None:
+    buffer = KeptBuffer()
+    first, again = (buffer.copy([torch.full((100,), value)])[0] for value in (1.0, 2.0))
+    assert first.data_ptr() == again.data_ptr()
+    assert torch.equal(buffer.copy([torch.ones(1000)])[0], torch.ones(1000))
