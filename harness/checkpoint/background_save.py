@@ -19,15 +19,13 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from harness.checkpoint.directories import Progress, finish, partial_name, prune
-from harness.checkpoint.engine_state import EngineState, kinds, of_state, stepped, templates
+from harness.checkpoint.engine_state import EngineState, stored
 from harness.checkpoint.held import Held
 from harness.checkpoint.integrity import newest
 from harness.checkpoint.kept_buffer import KeptBuffer
 from harness.checkpoint.manifest import contents
 from harness.checkpoint.run_lock import lock_directory
 from harness.checkpoint.whole_tensors import PlannedFiles, plan_tensors
-from harness.deepspeed.engine import loss_scaling
-from harness.deepspeed.optimizer_states import counted
 from harness.errors import UserError
 from harness.topology.agreement import all_or_none, values_of_all
 
@@ -88,7 +86,7 @@ class BackgroundSave:
         self.path = target.output_dir / f"checkpoint-{progress.step}"
         self._folder = target.output_dir / partial_name(progress.step)
         self._first, self._writer = state.groups.rank == 0, writer
-        files, progress = _stored(state, progress)
+        files, progress = stored(state, progress)
         one_file = {state.stem} if state.adapters else set()
         self._plans = [
             plan_tensors(self._folder, stem, held, state.groups, one_file=stem in one_file)
@@ -153,26 +151,6 @@ class BackgroundSave:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 text += f" ({_room(self._plans, self._folder)})"
             raise NotSaved(values_of_all(text)[0]) from error
-
-
-def _stored(state: EngineState, progress: Progress) -> tuple[list[tuple[str, list[Held]]], Progress]:
-    """Return what this rank holds of the tensors of each file, and the progress with what the engine counts."""
-    optimizer, held = state.engine.optimizer, state.held()
-    kept = templates(optimizer, held)
-    counters: dict[str, float] = {}
-    for each, _ in stepped(held):
-        counters.update(counted(optimizer, each, kept[each.param_group, each.tensor.dim()]))
-    own = [name for name in kinds(kept.values()) if of_state(optimizer, held, name)]
-    of_all = values_of_all((own, counters))
-    names = sorted({name for found, _ in of_all for name in found})
-    files = [(state.stem, held), *((name, of_state(optimizer, held, name)) for name in names)]
-    return files, replace(
-        progress,
-        skipped_steps=state.engine.skipped_steps,
-        optimizer_states=names,
-        counters={name: value for _, found in of_all for name, value in found.items()},
-        loss_scaling=loss_scaling(optimizer),
-    )
 
 
 def _room(plans: Sequence[PlannedFiles], folder: Path) -> str:

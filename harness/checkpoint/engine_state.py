@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from harness.checkpoint.directories import Progress
 from harness.checkpoint.held import Held, held_tensors
+from harness.deepspeed.engine import loss_scaling
 from harness.deepspeed.flat_tensors import EngineOptimizer, Run, SteppedOn
-from harness.deepspeed.optimizer_states import Template, template, torch_optimizer
+from harness.deepspeed.optimizer_states import Template, counted, template, torch_optimizer
+from harness.topology.agreement import values_of_all
 from harness.topology.groups import Groups
 
 MODEL, ADAPTERS = "model", "adapter_model"
@@ -39,6 +42,27 @@ class EngineState:
         return held_tensors(
             self.engine.module, self.engine.optimizer, self.groups, rename=self.rename, trained_only=self.adapters
         )
+
+
+def stored(state: EngineState, progress: Progress) -> tuple[list[tuple[str, list[Held]]], Progress]:
+    """Return what this rank holds of the tensors of each file, and the progress with what the engine counts; all ranks
+    call it."""
+    optimizer, held = state.engine.optimizer, state.held()
+    kept = templates(optimizer, held)
+    counters: dict[str, float] = {}
+    for each, _ in stepped(held):
+        counters.update(counted(optimizer, each, kept[each.param_group, each.tensor.dim()]))
+    own = [name for name in kinds(kept.values()) if of_state(optimizer, held, name)]
+    of_all = values_of_all((own, counters))
+    names = sorted({name for found, _ in of_all for name in found})
+    files = [(state.stem, held), *((name, of_state(optimizer, held, name)) for name in names)]
+    return files, replace(
+        progress,
+        skipped_steps=state.engine.skipped_steps,
+        optimizer_states=names,
+        counters={name: value for _, found in of_all for name, value in found.items()},
+        loss_scaling=loss_scaling(optimizer),
+    )
 
 
 def templates(optimizer: EngineOptimizer, held: Sequence[Held]) -> dict[tuple[int, int], Template]:

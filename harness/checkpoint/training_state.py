@@ -8,7 +8,7 @@ seed, the step and the place (`harness/parallel/draws.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -32,21 +32,31 @@ def load(state: EngineState, checkpoint: Path) -> Progress:
     Raises UserError, on all ranks alike, if the model is another than the one that was saved, or a rank cannot read.
     """
     progress = all_or_none(lambda: read_progress(checkpoint))
+    restore(state, progress, lambda stem, held: _read(checkpoint, stem, held))
+    return progress
+
+
+def restore(state: EngineState, progress: Progress, fill: Callable[[str, Sequence[Held]], None]) -> None:
+    """Bring an engine to where `progress` says that a run stood; all ranks call it.
+
+    Args:
+        fill: called with the name of a file of a checkpoint and what this rank holds of its tensors; all ranks call it
+            in the same order.
+    """
     optimizer, held = state.engine.optimizer, state.held()
-    _read(checkpoint, state.stem, held)
+    fill(state.stem, held)
     if progress.optimizer_states:
         found = templates(optimizer, held)
         for each in {id(each.tensor): each for each, _ in stepped(held)}.values():
             make_state(optimizer, each, found[each.param_group, each.tensor.dim()], progress.counters)
         for name in progress.optimizer_states:
-            _read(checkpoint, name, of_state(optimizer, held, name))
+            fill(name, of_state(optimizer, held, name))
     else:  # an engine that has made steps begins anew
         for each, _ in stepped(held):
             torch_optimizer(optimizer).state.pop(each.tensor, None)
     use_stepped_on(optimizer)
     set_counters(state.engine, progress.step, progress.skipped_steps)
     set_loss_scaling(optimizer, progress.loss_scaling)
-    return progress
 
 
 def _read(checkpoint: Path, stem: str, held: Sequence[Held]) -> None:

@@ -37,6 +37,7 @@ LEAST = {"max_steps": -1, "logging_steps": 1, "save_steps": 0, "warmup_steps": 0
 AT_LEAST_ONE = (
     "eval_steps",
     "save_total_limit",
+    "rebalance_steps",
     "per_device_train_batch_size",
     "per_device_eval_batch_size",
     "gradient_accumulation_steps",
@@ -108,6 +109,9 @@ class TrainingArguments:
     save_steps: int = flag(500, "steps between checkpoints; the last step also saves one; 0: no checkpoints")
     save_seconds: float | None = flag(None, "also save when so many seconds have passed since the last checkpoint")
     save_total_limit: int | None = flag(None, "number of newest checkpoints to keep (default: all)")
+    rebalance_steps: int | None = flag(
+        None, "steps between comparisons of the pipeline's stages; layers move where that saves more than 5% of a step"
+    )
     report_to: str = flag("none", "none, or a comma-separated list of tensorboard, wandb, csv")
     allow_ignored_keys: bool = flag(False, "run even if a key of the JSON looks like a misspelling of a known one")
     pipeline_parallel_size: int | None = flag(None, "pipeline stages; overrides pipeline.stages")

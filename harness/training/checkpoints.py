@@ -40,7 +40,7 @@ class Checkpoints:
         overridden: Callable[[], Path] | None = None,
     ) -> None:
         """Save nothing yet; `overridden` is a subclass's own `save_checkpoint`, which then saves in our place."""
-        self._run, self._state, self._nonfinite, self._on_save = run, state, nonfinite, on_save
+        self.run, self._state, self._nonfinite, self._on_save = run, state, nonfinite, on_save
         self._overridden = overridden
         self._writer = Writer()
         self._pending: BackgroundSave | None = None
@@ -59,7 +59,7 @@ class Checkpoints:
 
     def resumed(self, checkpoint: Path) -> None:
         """Note that the run has gone on from a checkpoint; one of a run elsewhere is not its own."""
-        if checkpoint.resolve().parent == self._run.output_dir.resolve():
+        if checkpoint.resolve().parent == self.run.output_dir.resolve():
             self.newest = self._state.global_step
 
     @property
@@ -70,7 +70,7 @@ class Checkpoints:
     @property
     def is_due(self) -> bool:
         """Whether rank 0's clock asks for a checkpoint."""
-        seconds = self._run.args.save_seconds
+        seconds = self.run.args.save_seconds
         if seconds is None or self._pending is not None or not self._state.is_world_process_zero:
             return False
         return time.monotonic() - self._begun >= seconds
@@ -108,8 +108,8 @@ class Checkpoints:
     def _begin(self) -> BackgroundSave:
         step = self._state.global_step
         self._begun = time.monotonic()
-        self._nonfinite.judge_weights(self._run.engine, f"checkpoint-{step}")
-        self._pending = begin_checkpoint(self._run, self._state, self._writer)
+        self._nonfinite.judge_weights(self.run.engine, f"checkpoint-{step}")
+        self._pending = begin_checkpoint(self.run, self._state, self._writer)
         self._state_of = step, self._state.consumed_samples
         return self._pending
 
@@ -130,5 +130,5 @@ class Checkpoints:
             return action()
         except NotSaved as error:
             self._state_of = None
-            self._run.console.warn(f"no checkpoint of step {step}: {error}; training continues")
+            self.run.console.warn(f"no checkpoint of step {step}: {error}; training continues")
             return None

@@ -30,8 +30,18 @@ def begin_checkpoint(run: PreparedRun, state: TrainerState, writer: Writer) -> B
 
     HuggingFace's `from_pretrained` reads its weights, and peft's its adapters.
     """
+    target = Target(
+        output_dir=run.output_dir,
+        keep=run.args.save_total_limit,
+        write_others=lambda folder: _write_configs(run, folder),
+    )
+    return BackgroundSave(run.engine_state, target, progress_of(run, state), writer)
+
+
+def progress_of(run: PreparedRun, state: TrainerState) -> Progress:
+    """Return where a run stands, but for what its engine counts."""
     plan, resolved = run.plan, run.resolved
-    progress = Progress(
+    return Progress(
         step=state.global_step,
         consumed_samples=state.consumed_samples,
         layout=str(plan.layout),
@@ -47,12 +57,6 @@ def begin_checkpoint(run: PreparedRun, state: TrainerState, writer: Writer) -> B
         skipped_samples=list(state.skipped_samples),
         run_id=run.run_id,
     )
-    target = Target(
-        output_dir=run.output_dir,
-        keep=run.args.save_total_limit,
-        write_others=lambda folder: _write_configs(run, folder),
-    )
-    return BackgroundSave(run.engine_state, target, progress, writer)
 
 
 def _write_configs(run: PreparedRun, folder: Path) -> None:

@@ -35,9 +35,10 @@ from harness.training.nonfinite import NonFinite
 from harness.training.prepare import startup_report
 from harness.training.prepare.one_model import require_one_model
 from harness.training.prepare.plan import RunInputs
-from harness.training.prepare.run import prepare_run, release, training_stream
+from harness.training.prepare.run import PreparedRun, prepare_run, release, training_stream
 from harness.training.prepare.trainable import Model
 from harness.training.process import records, signals
+from harness.training.rebalance import Rebalancer
 from harness.training.report.progress import ProgressCallback
 from harness.training.report.recorder import Recorder
 from harness.training.resume import resume
@@ -159,6 +160,7 @@ class Trainer:
         if self.stream is None:
             raise UserError("train() needs a train_dataset")
         run, stop = self.run, 0
+        rebalancer = Rebalancer(run) if run.args.rebalance_steps else None
         watching = signals.at_the_end_of_a_step(run.console.say, run.inputs.env.parent)
         with watching, Recorder(run, self.state) as recorder, self.checkpoints:
             call(self.callbacks, "on_train_begin", self)
@@ -169,6 +171,8 @@ class Trainer:
                     record = self.training_step()
                     recorder.step(record)
                     stop = self._after_step(record, recorder)
+                    if rebalancer is not None and not stop and rebalancer.after_step(record, self.state):
+                        self._use(rebalancer.run, recorder)
             self.checkpoints.finish()
             self.nonfinite.summary(self.state.global_step)
             call(self.callbacks, "on_train_end", self)
@@ -195,6 +199,11 @@ class Trainer:
         self._consumed(self.stream.consumed)
         tokens_per_second = units * self.run.plan.layout.dp_size / seconds
         return step_record(outcome, self.state, learning_rate, seconds, tokens_per_second)
+
+    def _use(self, run: PreparedRun, recorder: Recorder) -> None:
+        """Go on with the same run, whose layers stand on other stages."""
+        self.run, self.engine, self.checkpoints.run = run, run.engine, run
+        recorder.describe(run)
 
     def _consumed(self, samples: int) -> None:
         """Set how many samples the run has seen, here and in the stream."""

@@ -218,10 +218,15 @@ def training_stream(run: PreparedRun) -> BatchStream | None:
 def release(run: PreparedRun) -> None:
     """Let go of the engine's memory and of the process groups that were opened for the run."""
     ACTIVITY.stop_watching()
-    engine = run.engine.deepspeed
-    engine.destroy()
+    release_engine(run.engine)
     close_groups(run.foreign_groups)
-    for held in (*engine.module.parameters(), engine):
+    unlock_directory(run.output_dir)
+
+
+def release_engine(engine: Engine) -> None:
+    """Let go of an engine's memory; its process groups stay."""
+    deepspeed = engine.deepspeed
+    deepspeed.destroy()
+    for held in (*deepspeed.module.parameters(), deepspeed):
         vars(held).clear()  # hooks of parameters refer to it, which Python cannot tell from a use
     gc.collect()
-    unlock_directory(run.output_dir)

@@ -60,6 +60,12 @@ class Recorder:
             self.run.console.warn(f"{path} is of an earlier run: kept as {kept.name}")
         return MetricsFile(path, first_step)
 
+    def describe(self, run: PreparedRun) -> None:
+        """Write `run.json` once more, for a run whose layers have moved."""
+        self.run = run
+        if self.writes:
+            write_run(run.output_dir, describe(run))
+
     def step(self, record: StepRecord) -> None:
         """One line in metrics.jsonl."""
         if self._metrics is not None:

@@ -1,0 +1,128 @@
+"""Tensors that move between ranks when layers do: each rank sends what it holds to the ranks that need it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.checkpoint.held import Held
+from harness.hf.weights.slices import Box
+from harness.topology.agreement import values_of_all
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A box of a tensor that rank `source` sends to rank `target`."""
+
+    name: str
+    box: Box
+    source: int
+    target: int
+
+
+@torch.no_grad()
+def exchange(have: Sequence[Held], want: Sequence[Held], stage: int, device: torch.device) -> None:
+    """Fill `want` with what all ranks together have of the same tensors; all ranks call it.
+
+    Only what a rank owns is sent. One tensor travels at a time, so that no rank needs memory for more.
+
+    Args:
+        stage: of this rank; a tied tensor is held by several stages.
+        device: where the backend communicates.
+
+    Raises:
+        ValueError: no rank has some of the values.
+    """
+    own = [(held.name, box) for held in have if held.owned for box, _ in held.pieces()]
+    needed = [(held.name, box) for held in want for box, _ in held.pieces()]
+    owned, wanted, stages = zip(*values_of_all((own, needed, stage)), strict=True)
+    plan = transfers(owned, wanted, stages)
+    sources = _by_name(held for held in have if held.owned)
+    targets = _by_name(want)
+    for name in sorted({each.name for each in plan}):
+        _move([each for each in plan if each.name == name], sources.get(name, []), targets.get(name, []), device)
+
+
+def transfers(
+    have: Sequence[Sequence[tuple[str, Box]]], want: Sequence[Sequence[tuple[str, Box]]], stages: Sequence[int]
+) -> list[Transfer]:
+    """Return what each rank must send, given what each owns and needs, and its stage.
+
+    Within a stage no element has two owners. What several stages have comes from the target's own, or the first.
+
+    Raises ValueError if something that is needed has no owner.
+    """
+    owners: dict[str, dict[int, list[tuple[int, Box]]]] = {}
+    for rank, pieces in enumerate(have):
+        for name, box in pieces:
+            owners.setdefault(name, {}).setdefault(stages[rank], []).append((rank, box))
+    found = []
+    for target, pieces in enumerate(want):
+        for name, needed in pieces:
+            by_stage = owners.get(name, {})
+            nearest = stages[target] if stages[target] in by_stage else min(by_stage, default=0)
+            shared = [(rank, _common(box, needed)) for rank, box in by_stage.get(nearest, [])]
+            parts = [Transfer(name, box, rank, target) for rank, box in shared if box is not None]
+            if sum(_size(part.box) for part in parts) != _size(needed):
+                raise ValueError(f"no rank has all of {name}{list(needed)}")
+            found += parts
+    return found
+
+
+def _move(
+    plan: Sequence[Transfer],
+    have: Sequence[tuple[Box, Tensor]],
+    want: Sequence[tuple[Box, Tensor]],
+    device: torch.device,
+) -> None:
+    """Move the boxes of one tensor."""
+    rank, operations, received = dist.get_rank(), [], []
+    for each in plan:
+        if each.source == rank:
+            values = _view(have, each.box)
+            if each.target == rank:
+                _view(want, each.box).copy_(values)
+            else:
+                sent = values.to(device).contiguous()
+                operations.append(dist.P2POp(dist.isend, sent, each.target))
+        elif each.target == rank:
+            place = _view(want, each.box)
+            arriving = torch.empty(place.shape, dtype=place.dtype, device=device)
+            received.append((place, arriving))
+            operations.append(dist.P2POp(dist.irecv, arriving, each.source))
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+    for place, arriving in received:
+        place.copy_(arriving)
+
+
+def _by_name(tensors: Sequence[Held] | Iterator[Held]) -> dict[str, list[tuple[Box, Tensor]]]:
+    found: dict[str, list[tuple[Box, Tensor]]] = {}
+    for held in tensors:
+        found.setdefault(held.name, []).extend(held.pieces())
+    return found
+
+
+def _view(pieces: Sequence[tuple[Box, Tensor]], box: Box) -> Tensor:
+    """Return the part `box` of the piece that contains it."""
+    for outer, values in pieces:
+        if _common(outer, box) == box:
+            return values[tuple(slice(a - at, b - at) for (a, b), (at, _) in zip(box, outer, strict=True))]
+    raise ValueError(f"no piece contains {box}")
+
+
+def _common(first: Box, second: Box) -> Box | None:
+    """Return what two boxes share; None if they share nothing."""
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
+    return box if all(start < stop for start, stop in box) else None
+
+
+def _size(box: Box) -> int:
+    size = 1
+    for start, stop in box:
+        size *= stop - start
+    return size

@@ -1,0 +1,134 @@
+"""Even out the pipeline's stages by what they take, while a run lives (`--rebalance_steps`).
+
+Every so many steps the ranks compare how long their stages compute. What the layers cost within a stage is estimated,
+what a stage costs is measured: so the estimate is corrected stage by stage. Where another cut would make a step
+shorter by more than `MIN_GAIN`, layers move. The next comparison reports what it gained; if it gained nothing, the
+layers go back and stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+from torch import nn
+
+from harness.deepspeed.engine import announce_instructions
+from harness.parallel.pipeline.partition import balanced
+from harness.topology.agreement import values_of_all
+from harness.training.callbacks import StepRecord, TrainerState
+from harness.training.engine.stage_clock import StageClock
+from harness.training.prepare.run import PreparedRun
+from harness.training.recut import recut
+from harness.training.saving import progress_of
+
+MIN_GAIN = 0.05  # of a step; less is within the noise of a measurement, and a move costs some steps' time
+
+
+@dataclass
+class Rebalancer:
+    """Measures the stages of a run, and moves layers between them; all ranks call `after_step` alike.
+
+    Attributes:
+        run: as it is cut now.
+    """
+
+    run: PreparedRun
+    _clock: StageClock = field(init=False)
+    _computed: list[float] = field(default_factory=list)
+    _steps: list[float] = field(default_factory=list)
+    _before: tuple[list[int], float] | None = None  # boundaries and seconds of a step before the last move
+    _is_warm: bool = False
+    _goes_on: bool = True
+
+    def __post_init__(self) -> None:
+        """Begin to measure; warn where there is nothing to move."""
+        problem = obstacle(self.run)
+        self._goes_on = problem is None
+        if problem is not None:
+            self.run.console.warn(f"--rebalance_steps {self.run.args.rebalance_steps} has no effect: {problem}")
+        self._measure()
+
+    def after_step(self, record: StepRecord, state: TrainerState) -> bool:
+        """Take the times of a step, and every `rebalance_steps` steps compare them; return whether layers have
+        moved."""
+        before, computed = self.run, self._clock.take()
+        if self._is_warm:
+            self._computed.append(computed / self.run.resolved.accumulation)
+            self._steps.append(record.step_seconds)
+        self._is_warm = True  # the first step after a start, or a move, takes longer
+        if self._goes_on and self._steps and record.step % (self.run.args.rebalance_steps or 1) == 0:
+            self._compare(state)
+        return self.run is not before
+
+    def _compare(self, state: TrainerState) -> None:
+        own = (self.run.groups.coordinate.stage, median(self._computed), median(self._steps))
+        of_all = values_of_all(own)
+        step_seconds = max(seconds for _, _, seconds in of_all)
+        stages = [max(s for at, s, _ in of_all if at == stage) for stage in range(self.run.plan.layout.pp_size)]
+        self._computed, self._steps = [], []
+        if self._before is not None and not self._has_gained(step_seconds, state):
+            return
+        costs = corrected(self.run.trainable.costs, self.run.boundaries, stages)
+        boundaries = balanced(costs, len(stages))
+        after = [sum(costs[start:stop]) for start, stop in pairwise(boundaries)]
+        micro_batches = self.run.resolved.accumulation
+        gain = 1 - pipeline_seconds(after, micro_batches) / pipeline_seconds(stages, micro_batches)
+        if gain > MIN_GAIN and all(sum(self.run.trainable.trained[a:b]) for a, b in pairwise(boundaries)):
+            self._before = self.run.boundaries, step_seconds
+            self._move(boundaries, state, f"a step takes {step_seconds:.3g} s, and should take {gain:.0%} less")
+
+    def _has_gained(self, now: float, state: TrainerState) -> bool:
+        """Report what the last move has gained; move back, and stop moving, where that is nothing."""
+        assert self._before is not None
+        (boundaries, before), self._before = self._before, None
+        gain = 1 - now / before
+        if gain > 0:
+            self.run.console.say(f"rebalanced: a step takes {now:.3g} s, {gain:.0%} less than before")
+            return True
+        self._goes_on = False
+        self._move(boundaries, state, f"a step takes {now:.3g} s, it took {before:.3g} s: the layers go back and stay")
+        return False
+
+    def _move(self, boundaries: list[int], state: TrainerState, reason: str) -> None:
+        self.run.console.say(f"rebalancing: {reason}")
+        self.run = recut(self.run, boundaries, progress_of(self.run, state))
+        for line in self.run.stages:
+            self.run.console.say(str(line))
+        self._measure()
+
+    def _measure(self) -> None:
+        """Take the times of the engine that runs now."""
+        engine, self._is_warm = self.run.engine.deepspeed, False
+        self._clock = clock = StageClock(self.run.context.device)
+        if self._goes_on:
+            announce_instructions(engine, lambda name: clock.begin(name if engine.module.training else ""))
+
+
+def obstacle(run: PreparedRun) -> str | None:
+    """Return why the layers of a run cannot move; None if they can."""
+    if run.plan.layout.pp_size == 1:
+        return "there is one pipeline stage"
+    if any(isinstance(layer, nn.Module) for layer in run.trainable.layers):
+        return "the list of layers has modules, which cannot be built once more: give LayerSpecs"
+    return None
+
+
+def corrected(costs: Sequence[float], boundaries: Sequence[int], stages: Sequence[float]) -> list[float]:
+    """Return the costs of layers in seconds, so that those of each stage add up to what it was measured to take."""
+    found: list[float] = []
+    for (start, stop), seconds in zip(pairwise(boundaries), stages, strict=True):
+        estimated = sum(costs[start:stop])
+        found += [cost * seconds / estimated for cost in costs[start:stop]]
+    return found
+
+
+def pipeline_seconds(stages: Sequence[float], micro_batches: int) -> float:
+    """Return the seconds of a step: each stage once, and the slowest for every other micro-batch.
+
+    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
+    section 2.2.1, for stages of unequal time.
+    """
+    return sum(stages) + (micro_batches - 1) * max(stages)
