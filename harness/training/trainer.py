@@ -38,7 +38,7 @@ from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.run import PreparedRun, prepare_run, release, training_stream
 from harness.training.prepare.trainable import Model
 from harness.training.process import records, signals
-from harness.training.rebalance import Rebalancer
+from harness.training.rebalancing.rebalancer import Rebalancer
 from harness.training.report.progress import ProgressCallback
 from harness.training.report.recorder import Recorder
 from harness.training.resume import resume
@@ -202,7 +202,8 @@ class Trainer:
 
     def _use(self, run: PreparedRun, recorder: Recorder) -> None:
         """Go on with the same run, whose layers stand on other stages."""
-        self.run, self.engine, self.checkpoints.run = run, run.engine, run
+        self.run, self.engine = run, run.engine
+        self.checkpoints.run = self.rollback.run = run
         recorder.describe(run)
 
     def _consumed(self, samples: int) -> None:

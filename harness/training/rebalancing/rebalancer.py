@@ -19,9 +19,9 @@ from harness.deepspeed.engine import announce_instructions
 from harness.parallel.pipeline.partition import balanced
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import StepRecord, TrainerState
-from harness.training.engine.stage_clock import StageClock
 from harness.training.prepare.run import PreparedRun
-from harness.training.recut import recut
+from harness.training.rebalancing.recut import recut
+from harness.training.rebalancing.stage_clock import StageClock
 from harness.training.saving import progress_of
 
 MIN_GAIN = 0.05  # of a step; less is within the noise of a measurement, and a move costs some steps' time
