@@ -21,8 +21,9 @@ def launch(argv: Sequence[str]) -> int:
         return 0
     if options.deepspeed_only:
         from harness.resilience.deepspeed_command import run_deepspeed
+        from harness.resilience.script import without
 
-        return run_deepspeed(argv)
+        return run_deepspeed(without(argv, {"--max_restarts", "--min_ranks"}))
     from harness.resilience.supervisor import Supervisor
 
     return Supervisor(options, find_hosts(options)).run()

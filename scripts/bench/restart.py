@@ -1,0 +1,98 @@
+"""Time lost to a killed rank: from its death to the first new step of two ranks, under `ds-harness launch`.
+
+    python scripts/bench/restart.py [--repeat 3] [--output scripts/bench/results/restart.json]
+
+The parts are read from when the run says something: the supervisor that it starts again, rank 0 that it prepares the
+run (it has not imported torch yet) and that it has resumed, then the first line of metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+PARTS = {"noticed": "ds-harness launch: restart", "started": "preparing", "resumed": "resumed from"}
+STEPS, SAVE_STEPS, FAULT_AT = 40, 5, 12
+
+
+def run(folder: Path) -> dict[str, float]:
+    """Return seconds since the death of rank 1 until each part."""
+    text = folder / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog; 0123456789. " * 60)
+    flags = ["--deepspeed_config", "pipeline_checkpointing", "--train_file", text, "--block_size", 32]
+    flags += ["--per_device_train_batch_size", 1, "--max_steps", STEPS, "--save_steps", SAVE_STEPS]
+    launcher = [sys.executable, "-m", "harness.cli", "launch", "--max_restarts", 1, "--num_accelerators", 2]
+    command = [*launcher, "scripts/train.py", *flags, "--output_dir", folder / "run"]
+    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = folder / "run" / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < FAULT_AT:
+        time.sleep(0.01)
+    os.kill(_rank(1), signal.SIGKILL)
+    death, parts = time.time(), {}
+    assert process.stdout is not None
+    for line in process.stdout:
+        for part, begins in PARTS.items():
+            if line.startswith(begins) and (part == "noticed" or "noticed" in parts):
+                parts[part] = time.time() - death
+        if "resumed" in parts:
+            break
+    while metrics.stat().st_mtime < death + parts["resumed"] or not _rows(metrics):
+        time.sleep(0.01)
+    parts["first_step"] = time.time() - death
+    process.communicate()
+    assert process.returncode == 0
+    return {part: round(seconds, 2) for part, seconds in parts.items()}
+
+
+def _rows(metrics: Path) -> list[str]:
+    return metrics.read_text().splitlines()
+
+
+def _rank(number: int) -> int:
+    """Return the process of a rank."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"--local_rank={number}".encode() in words:
+            return int(path.parent.name)
+    raise SystemExit(f"there is no rank {number}")
+
+
+def main() -> None:
+    """Measure, and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "restart.json")
+    args = parser.parse_args()
+    runs = []
+    for _ in range(args.repeat):
+        with tempfile.TemporaryDirectory() as folder:
+            runs.append(run(Path(folder)))
+        print(runs[-1], flush=True)
+    result = {
+        "date": date.today().isoformat(),
+        "versions": {name: version(name) for name in ("deepspeed", "torch", "transformers")},
+        "cores": os.cpu_count(),
+        "ranks": 2,
+        "seconds_since_death": {part: statistics.median(run[part] for run in runs) for part in runs[0]},
+        "load_average": round(os.getloadavg()[0], 1),
+        "runs": runs,
+    }
+    args.output.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result["seconds_since_death"]))
+
+
+if __name__ == "__main__":
+    main()
