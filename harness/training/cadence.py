@@ -8,12 +8,12 @@ import torch
 
 from harness.training.batches.stream import dataset_length
 from harness.training.callbacks import StepRecord, TrainerControl, TrainerState
-from harness.training.checkpoints import Checkpoints
 from harness.training.engine.engine import StepOutcome
 from harness.training.engine.losses import AUX_LOSS
 from harness.training.prepare.run import PreparedRun
 from harness.training.process import signals
 from harness.training.process.distributed import largest
+from harness.training.saving.checkpoints import Checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,13 +23,11 @@ from harness.training.arguments import TrainingArguments
 from harness.training.batches.collate import Collator, MapDataset, collate
 from harness.training.cadence import agree_on_control, due_after, step_record
 from harness.training.callbacks import StepRecord, TrainerCallback, TrainerControl, TrainerState, call
-from harness.training.checkpoints import Checkpoints
 from harness.training.console import Console, plain_console
 from harness.training.data.tokenizer import Tokenizer
 from harness.training.engine.losses import LossFunction
 from harness.training.engine.profiling import communication_summary
 from harness.training.evaluate import evaluation_metrics
-from harness.training.gathered_model import gather_model
 from harness.training.hf_names import require_ours
 from harness.training.nonfinite import NonFinite
 from harness.training.prepare import startup_report
@@ -41,9 +39,11 @@ from harness.training.process import records, signals
 from harness.training.rebalancing.rebalancer import Rebalancer
 from harness.training.report.progress import ProgressCallback
 from harness.training.report.recorder import Recorder
-from harness.training.resume import resume
-from harness.training.rollback import Rollback
-from harness.training.saving import write_model
+from harness.training.saving.checkpoints import Checkpoints
+from harness.training.saving.gathered_model import gather_model
+from harness.training.saving.resume import resume
+from harness.training.saving.rollback import Rollback
+from harness.training.saving.writing import write_model
 from harness.training.watch.activity import Phase, inside
 
 if TYPE_CHECKING:

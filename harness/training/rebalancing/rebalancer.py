@@ -22,7 +22,7 @@ from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.prepare.run import PreparedRun
 from harness.training.rebalancing.recut import recut
 from harness.training.rebalancing.stage_clock import StageClock
-from harness.training.saving import progress_of
+from harness.training.saving.writing import progress_of
 
 MIN_GAIN = 0.05  # of a step; less is within the noise of a measurement, and a move costs some steps' time
 

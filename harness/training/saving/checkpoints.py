@@ -18,7 +18,7 @@ from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFinite
 from harness.training.prepare.run import PreparedRun
 from harness.training.process.distributed import all_arrive
-from harness.training.saving import begin_checkpoint
+from harness.training.saving.writing import begin_checkpoint
 from harness.training.watch.activity import inside
 
 PATIENCE_S = 5.0  # for the other ranks, where this one does not know whether they come
