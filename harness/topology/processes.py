@@ -76,6 +76,16 @@ def command_of(process: int) -> tuple[str, ...]:
     return tuple(os.fsdecode(word) for word in text.split(b"\0")[:-1])
 
 
+def started_with(process: int) -> dict[str, str]:
+    """Return the environment that a process was started with; empty if it cannot be seen."""
+    try:
+        words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    pairs = (os.fsdecode(word).partition("=") for word in words)
+    return {name: value for name, _, value in pairs}
+
+
 def above() -> Iterator[tuple[int, tuple[str, ...]]]:
     """Return the nearest processes above this one, with their command lines, from the parent upwards."""
     process = os.getpid()

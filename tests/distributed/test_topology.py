@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from harness.errors import UserError
 from harness.topology.agreement import check_agreement
 from harness.topology.groups import build_groups
 from harness.topology.layout import AXES, Layout
+from harness.training.prepare.shared_output import require_shared
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -29,11 +31,12 @@ def told(call: Callable[[], Any]) -> str | None:
     return None
 
 
-def tour() -> dict[str, Any]:
+def tour(folder: Path) -> dict[str, Any]:
     """Everything that one launch can show."""
     groups = build_groups(LAYOUT)
     members = {axis: dist.get_process_group_ranks(groups.along(axis)) for axis in AXES}
     members |= {"world": dist.get_process_group_ranks(groups.world_group)}
+    unseen = folder / "there" if groups.rank > 5 else folder
     sums = {}
     for axis in AXES:
         number = torch.tensor(2.0**groups.rank)  # a sum of powers of two names its addends
@@ -44,6 +47,8 @@ def tour() -> dict[str, Any]:
         "sums": sums,
         "ends": (groups.is_first_stage, groups.is_last_stage),
         "agreement": agreement_of(groups.rank),
+        "same folder": told(lambda: require_shared(folder, groups.rank, WORLD)),
+        "another folder": told(lambda: require_shared(unseen, groups.rank, WORLD)),
         "another world": told(lambda: build_groups(Layout(dp_size=4))),
     }
 
@@ -61,8 +66,8 @@ def agreement_of(rank: int) -> dict[str, str | None]:
 
 
 @pytest.fixture(scope="module")
-def seen() -> list[dict[str, Any]]:
-    return run_ranks(WORLD, tour)
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(WORLD, tour, tmp_path_factory.mktemp("shared"))
 
 
 def test_each_rank_is_in_the_groups_that_the_layout_says(seen: list[dict[str, Any]]) -> None:
@@ -86,6 +91,12 @@ def test_ranks_that_agree_go_on_and_ranks_that_differ_are_named(seen: list[dict[
             "code": f"ranks 4-7 have another code than the other 4 ranks (rank 0, ...){mend}",
             "two": f"rank 0 has another config {others.format(1)}; rank 3 has another layout {others.format(0)}{mend}",
         }
+
+
+def test_a_folder_that_some_ranks_do_not_see_is_refused(seen: list[dict[str, Any]]) -> None:
+    for got in seen:
+        assert got["same folder"] is None
+        assert "ranks 6-7 (host " in got["another folder"] and "cannot see what rank 0 (host " in got["another folder"]
 
 
 def test_a_layout_for_another_world_is_refused(seen: list[dict[str, Any]]) -> None:

@@ -31,7 +31,7 @@ from harness.training.engine.evidence import Evidence, GuardedLoss
 from harness.training.engine.losses import Targets, targets
 from harness.training.engine.profiling import flops_profile
 from harness.training.engine.schedule_position import SchedulePosition
-from harness.training.watch.activity import beat
+from harness.training.watch.activity import beat, begin_step
 
 Batch: TypeAlias = tuple[Value, Targets]
 
@@ -103,7 +103,7 @@ class Engine(ABC):
         `consumed_samples`: by all ranks in the steps before. UserError on all ranks if, in the first step, ranks that
         must read the same data do not.
         """
-        beat("training")
+        begin_step()
         if not self._compared:
             require_same_data(micro_batches, self.groups)
             self._compared = True

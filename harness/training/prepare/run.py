@@ -38,12 +38,14 @@ from harness.training.prepare.dataset_check import DatasetCheck, sample_length
 from harness.training.prepare.hyperparameters import hyperparameters
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
 from harness.training.prepare.plan import RunInputs, RunPlan, intact_checkpoint, plan_run
+from harness.training.prepare.shared_output import require_shared
 from harness.training.prepare.stages import StageLine, choose_boundaries, stage_lines
 from harness.training.prepare.trainable import TrainableModel, trainable_decoder, trainable_layers
 from harness.training.prepare.verification import verify_plan
 from harness.training.process.distributed import close_groups, open_groups, require_device, require_precision, start
 from harness.training.process.records import HERE
 from harness.training.watch.activity import ACTIVITY
+from harness.training.watch.meeting import waiting_for_ranks
 from harness.training.watch.opening import watch_run
 
 
@@ -153,26 +155,28 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
 def _join(inputs: RunInputs, plan: RunPlan) -> tuple[RunContext, frozenset[dist.ProcessGroup]]:
     """Meet the other ranks, and check that all are about to do the same. Also returns the groups open before."""
     args, data = inputs.args, plan.data
-    device = start(inputs.env)
-    require_precision(plan.resolved.precision)
-    require_device(plan.resolved.config, device)
-    check_agreement(
-        plan.resolved.config,
-        plan.layout,
-        device=device,
-        others={
-            "set of arguments": {item.name: str(getattr(args, item.name)) for item in fields(args)},
-            "training data": plan.digest,
-            "evaluation data": "" if data.evaluation is None else data_digest(data.evaluation),
-            "set of adapters": plan.adapters,
-            "checkpoint to resume": str(plan.checkpoint),
-        },
-    )
-    all_or_none(lambda: lock_directory(Path(args.output_dir)) if inputs.env.rank == 0 else None)
-    foreign_groups = open_groups()
-    groups = build_groups(plan.layout)
-    HERE.rank, HERE.stage = groups.rank, groups.coordinate.stage
-    watch_run(args, groups, inputs.console)
+    with waiting_for_ranks(args.hang_seconds, inputs.console):
+        device = start(inputs.env)
+        require_precision(plan.resolved.precision)
+        require_device(plan.resolved.config, device)
+        require_shared(Path(args.output_dir), inputs.env.rank, inputs.env.world_size)
+        check_agreement(
+            plan.resolved.config,
+            plan.layout,
+            device=device,
+            others={
+                "set of arguments": {item.name: str(getattr(args, item.name)) for item in fields(args)},
+                "training data": plan.digest,
+                "evaluation data": "" if data.evaluation is None else data_digest(data.evaluation),
+                "set of adapters": plan.adapters,
+                "checkpoint to resume": str(plan.checkpoint),
+            },
+        )
+        all_or_none(lambda: lock_directory(Path(args.output_dir)) if inputs.env.rank == 0 else None)
+        foreign_groups = open_groups()
+        groups = build_groups(plan.layout)
+        HERE.rank, HERE.stage = groups.rank, groups.coordinate.stage
+        watch_run(args, groups, inputs.console)
     startup_report.version(inputs.console)
     context = RunContext(args=args, resolved=plan.resolved, groups=groups, device=device, max_steps=plan.max_steps)
     return context, foreign_groups

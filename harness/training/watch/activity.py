@@ -28,6 +28,7 @@ class Activity:
     """The phase of this process, and a count of its progress; `records.HERE` says the rest.
 
     Attributes:
+        steps: that this process has begun.
         publish: shows both to the other ranks at once; does nothing where nobody watches.
         stop_watching: ends the watch of this process, if there is one.
         stage_costs: what a step is expected to cost on each stage, in any unit; empty where that is not known.
@@ -36,6 +37,7 @@ class Activity:
 
     phase: Phase = Phase.OUTSIDE
     beats: int = 0
+    steps: int = 0
     publish: Callable[[], None] = lambda: None
     stop_watching: Callable[[], None] = lambda: None
     stage_costs: Sequence[float] = ()
@@ -51,6 +53,12 @@ def beat(doing: str) -> None:
     HERE.doing = doing
     ACTIVITY.beats += 1
     ACTIVITY.publish()
+
+
+def begin_step() -> None:
+    """Show that a step begins, after its data was read."""
+    ACTIVITY.steps += 1
+    beat("training")
 
 
 @contextmanager

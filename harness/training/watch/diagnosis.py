@@ -16,7 +16,7 @@ from harness.topology.agreement import spell_ranks
 from harness.training.watch.activity import Phase
 
 ENDING_S = 10.0  # for a rank that has named its own error: its launcher ends the others meanwhile
-FRESH_S = 3.0  # a thread that watches looks ten times a second
+FRESH_S = 3.0  # a thread that watches looks five times a second
 SILENT_S = 6.0  # of a host, where another rank has lost a connection
 INSIDE = (Phase.STEP, Phase.SLOW)
 

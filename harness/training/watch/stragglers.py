@@ -1,6 +1,6 @@
 """Which rank is slower than its peers: the share of a step in which it works while the others wait for it.
 
-The watching thread looks ten times a second whether the main one waits for other ranks. So the share needs no clocks
+The watching thread looks five times a second whether the main one waits for other ranks. So the share needs no clocks
 around the collectives, and means the same in every layout. Where stages have unequal work, what it was expected to be
 counts as well.
 """
@@ -14,8 +14,8 @@ from harness.training.console import Console
 from harness.training.watch.activity import ACTIVITY, Phase
 from harness.training.watch.diagnosis import Sight
 
-KEPT = 0.99  # of the weight of a look at the next one: a memory of some 100 looks, 10 s
-LEAST_LOOKS = 100
+KEPT = 0.98  # of the weight of a look at the next one: a memory of some 50 looks, 10 s
+LEAST_LOOKS = 50
 RATIO = 1.5  # of its work to that of its peers
 BUSY = 0.5  # a rank that works less than this share of the time holds nobody up
 EVERY_S = 5.0

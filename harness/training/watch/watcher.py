@@ -30,7 +30,8 @@ from harness.training.watch.hosts import OtherHosts
 from harness.training.watch.stacks import main_place
 from harness.training.watch.stragglers import Stragglers, WorkShare
 
-POLL_S = 0.1
+POLL_S = 0.2
+STATES_S = 1.0  # between two looks at the state of the processes; that one has ended wakes the thread
 PAUSED_S = 5.0  # a thread that was not run for so long knows that its whole host may have slept
 SLOW_S = 600.0  # without progress in a phase that is not a step, and before the first step is done
 MEDIANS = 5.0  # of the latest steps' seconds
@@ -100,9 +101,12 @@ class Watcher:
         self.work = WorkShare()
         self.stragglers = Stragglers(console)
         self._steps: deque[float] = deque(maxlen=21)
-        self._step, self._step_at = 0, time.monotonic()
+        self._first = self._begun = ACTIVITY.steps  # none has begun under this watch
+        self._begun_at = time.monotonic()
         self._seen: tuple[object, ...] = ()
         self._sights: list[Sight] = []
+        self._states: list[tuple[str, str]] = []
+        self._states_at = 0.0
         self._io = self._io_at = 0.0
         self._looked_at = self._resumed_at = time.monotonic()
         self._open = True
@@ -146,9 +150,12 @@ class Watcher:
 
     def _run(self) -> None:
         while self._open:
-            for descriptor, _ in self._poll.poll(POLL_S * 1000):
+            ended = self._poll.poll(POLL_S * 1000)
+            for descriptor, _ in ended:
                 self._poll.unregister(descriptor)
             now = time.monotonic()
+            if ended or now - self._states_at > STATES_S:
+                self._states_at, self._states = now, [self._state(row) for row in range(len(self.members))]
             if now - self._looked_at > PAUSED_S:
                 self._resumed_at = now
             self._looked_at = now
@@ -165,15 +172,24 @@ class Watcher:
         if seen != self._seen or (ACTIVITY.phase is Phase.SLOW and self._has_read_or_written(now)):
             self._seen = seen
             self.publish()
-        if HERE.step != self._step:
-            if self._step and HERE.step > self._step:
-                self._steps.append((now - self._step_at) / (HERE.step - self._step))
-            self._step, self._step_at = HERE.step, now
+        self._time_steps(now)
         if ACTIVITY.phase is Phase.STEP:
             self.work.add(place.waits)
         limit = self.limits.of(ACTIVITY.phase, self._median())
         share = self.work.value if self._steps else -1.0
         self.board.watch(self.me, now, limit, place.waits, share, False, place.text.encode()[:95])
+
+    def _time_steps(self, now: float) -> None:
+        """Note how long the steps took that have ended since the last look; several may have."""
+        begun = ACTIVITY.steps
+        if begun == self._begun:
+            if self._begun == self._first:
+                self._begun_at = now
+            return
+        ended = begun - max(self._begun, self._first + 1)
+        if ended:
+            self._steps.append((now - self._begun_at) / ended)
+        self._begun, self._begun_at = begun, now
 
     def _has_read_or_written(self, now: float) -> bool:
         if now - self._io_at < 1.0:
@@ -204,15 +220,19 @@ class Watcher:
             self.stragglers.look(sights, now)
         return verdict
 
+    def _state(self, row: int) -> tuple[str, str]:
+        """Return the state of a rank's process, empty if it is gone, and how it has ended."""
+        if row == self.me:
+            return "R", ""
+        member, status = self.members[row], None
+        with suppress(OSError):
+            status = status_of(member.pid)
+        is_same = status is not None and status.started == member.started
+        return (status.state, status.ending) if status is not None and is_same else ("", "")
+
     def _sight(self, row: int, now: float) -> Sight:
         member, shown = self.members[row], self.board.read(row)
-        state, ending = "R", ""
-        if row != self.me:
-            status = None
-            with suppress(OSError):
-                status = status_of(member.pid)
-            is_same = status is not None and status.started == member.started
-            state, ending = (status.state, status.ending) if status is not None and is_same else ("", "")
+        state, ending = self._states[row]
         # a stopped process makes no progress in any phase
         limit = self.limits.of(Phase.STEP, self._median() or 0.0) if state == "T" else shown.limit
         return Sight(
@@ -262,7 +282,7 @@ class Watcher:
 
     def _is_ready(self, row: int) -> bool:
         """Whether a rank of this host has written what it has to, or cannot."""
-        return self.board.read(row).ready or self._sight(row, time.monotonic()).state in ("", "Z", "T")
+        return self.board.read(row).ready or self._state(row)[0] in ("", "Z", "T")
 
     def _kill(self, row: int) -> None:
         """End another rank of this host at once, also a stopped one."""
