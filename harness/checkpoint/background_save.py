@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -100,6 +100,10 @@ class BackgroundSave:
     def is_busy(self) -> bool:
         """Whether the thread of this rank is at work."""
         return not self._running.done()
+
+    def wait(self, seconds: float) -> None:
+        """Wait some seconds for the thread of this rank."""
+        wait([self._running], max(0.0, seconds))
 
     def advance(self) -> bool:
         """Wait for the phase that runs on all ranks, and begin the next one; returns whether the checkpoint is whole.

@@ -216,6 +216,7 @@ class Trainer:
     def _after_step(self, record: StepRecord, recorder: Recorder) -> int:
         """Do what is due after a step: callbacks, log, evaluation, checkpoint; return the signal that ends the run."""
         control, device = self.control, self.engine.device
+        self.checkpoints.wait_a_moment()
         due = due_after(record, self.run, self.state, self.stream.before if self.stream else 0)
         call(self.callbacks, "on_step_end", self, record=record)
         if due.epoch_end:

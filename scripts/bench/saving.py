@@ -108,8 +108,10 @@ def steps(trainer: Trainer, count: int, *, save: bool = False) -> tuple[float, f
         trainer.training_step()
         if save and number == 0:
             waited = timed(trainer.checkpoints.begin)
-        elif trainer.checkpoints.is_ready:
-            trainer.checkpoints.advance()
+        else:
+            trainer.checkpoints.wait_a_moment()
+            if trainer.checkpoints.is_ready:
+                trainer.checkpoints.advance()
     trainer.checkpoints.finish()
     return (time.perf_counter() - start) / count, waited
 

@@ -17,10 +17,11 @@ from harness.errors import UserError
 from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFinite
 from harness.training.prepare.run import PreparedRun
-from harness.training.process.distributed import all_arrive
+from harness.training.process.distributed import all_arrive, any_rank
 from harness.training.saving.writing import begin_checkpoint
 from harness.training.watch.activity import inside
 
+MOMENT_S = 1.0  # for the disk, in the step after a save
 PATIENCE_S = 5.0  # for the other ranks, where this one does not know whether they come
 
 
@@ -85,6 +86,18 @@ class Checkpoints:
     def advance(self) -> bool:
         """Go on where all ranks are ready; returns whether a checkpoint is whole now. Warn if that fails."""
         return bool(self._attempt(self._advance))
+
+    def wait_a_moment(self) -> None:
+        """After the step that follows a save, give the checkpoint a moment to become whole: all ranks call it.
+
+        So a run of short steps repeats no more than those between two saves when it is killed.
+        """
+        until = time.monotonic() + MOMENT_S
+        while self._pending is not None and self._pending.step == self._state.global_step - 1:
+            self._pending.wait(until - time.monotonic())
+            if any_rank(self._pending.is_busy, self._run.engine.device):
+                return
+            self.advance()
 
     @inside("saving")
     def finish(self) -> None:

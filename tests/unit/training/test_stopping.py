@@ -228,6 +228,19 @@ def test_a_run_that_ends_by_an_error_finishes_its_checkpoint(tmp_path: Path) -> 
     assert saved.names == ["checkpoint-3"]
 
 
+def test_a_checkpoint_is_whole_before_the_next_step_but_one(tmp_path: Path) -> None:
+    class Look(TrainerCallback):
+        seen: bool | None = None
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                self.seen = damage(tmp_path / "checkpoint-2") is None
+
+    look = Look()
+    train(tmp_path, look, save_steps=2)
+    assert look.seen
+
+
 def test_a_subclass_saves_in_its_own_way(tmp_path: Path) -> None:
     train(tmp_path, kind=OwnSave, save_steps=2)
     assert sorted(path.parent.name for path in tmp_path.glob("*/mine")) == [f"checkpoint-{n}" for n in (2, 4, 5)]
