@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -196,8 +197,15 @@ def test_going_back_to_an_older_checkpoint_leaves_the_newer_ones_out(
         *(f"checkpoint-{step}" for step in (1, 2, 3, 4)),
     ]
     assert f"a newer checkpoint is now {tmp_path}/abandoned-checkpoint-5" in capsys.readouterr().out
+    train(tmp_path / "other", save_steps=5, **rate)
+    shutil.copytree(tmp_path / "other" / "checkpoint-5", tmp_path / "checkpoint-5")
     rest = train(tmp_path, resume_from_checkpoint="auto", **rate)
     assert [row["loss"] for row in rest] == whole
+    said = capsys.readouterr().out
+    assert f"{tmp_path}/checkpoint-5 was saved by another run: it is now {tmp_path}/foreign-checkpoint-5" in said
+    assert f"resumed from {tmp_path}/checkpoint-4 at step 4" in said
+    run_id = json.loads((tmp_path / "run.json").read_text())["run_id"]  # kept whenever the run was resumed
+    assert {read_manifest(path).run_id for path in tmp_path.glob("*checkpoint-[1-4]")} == {run_id}
 
 
 def test_a_run_saves_by_the_clock_and_keeps_to_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
