@@ -95,7 +95,7 @@ class Checkpoints:
         until = time.monotonic() + MOMENT_S
         while self._pending is not None and self._pending.step == self._state.global_step - 1:
             self._pending.wait(until - time.monotonic())
-            if any_rank(self._pending.is_busy, self._run.engine.device):
+            if any_rank(self._pending.is_busy, self.run.engine.device):
                 return
             self.advance()
 
