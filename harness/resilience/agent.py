@@ -24,7 +24,7 @@ from harness.topology.env import inherited
 MARK = "\x1e"  # how a line begins that an agent writes itself; others are what ranks have printed
 BEAT_S = 1.0  # between two signs of life
 SILENT_S = 60.0  # a supervisor on another host that says nothing for so long is gone
-GRACE_S = 20.0  # ranks without a supervisor have so long to save
+GRACE_S = 60.0  # ranks without a supervisor have so long to save
 NOT_FOUND = 127  # exit code of a command that cannot be started
 
 
