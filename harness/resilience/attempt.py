@@ -15,6 +15,7 @@ from pathlib import Path
 from harness.resilience.agent import MARK, LineReader, Order
 from harness.resilience.cause import Ended
 from harness.resilience.hosts import HostDevices
+from harness.resilience.processes import continue_without_parent
 from harness.training.process.records import STOPPED, read_failures
 
 HELLO_S = 20.0  # a host that has not answered by then is left out
@@ -39,6 +40,7 @@ class AgentProcess:
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
+            preexec_fn=continue_without_parent,
             pass_fds=() if self.out is None else (self.out,),
         )
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -25,6 +25,11 @@ def end_with_parent() -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def continue_without_parent() -> None:
+    """Let the system wake this process, should it be stopped, when its parent dies."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
 def _prctl(option: int, value: int) -> None:
     with suppress(OSError, AttributeError):  # another system than Linux: ranks look after their parent themselves
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

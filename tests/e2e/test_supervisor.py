@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.topology.processes import parent_of
 from tests.e2e.launching import ROOT, environment
 
 RANK = """
@@ -128,18 +129,20 @@ def test_what_the_user_must_fix_is_not_tried_again(start: Callable[..., subproce
 
 
 def test_the_ranks_end_with_their_supervisor(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    """Whatever is killed, and though a rank is stopped."""
+    """Though a rank is stopped, and their agent as well."""
     stopped = "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n    time.sleep(60)"
     supervisor = start(stopped)
     ranks = [pid(tmp_path / f"0-{rank}-1") for rank in range(2)]
+    agent = parent_of(ranks[0])
+    os.kill(agent, signal.SIGSTOP)
     supervisor.kill()
-    wait_until(lambda: all(map(is_gone, ranks)))
+    wait_until(lambda: all(map(is_gone, [*ranks, agent])))
 
 
 def test_an_agent_that_is_killed_is_replaced(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     supervisor = start("time.sleep(60 * (attempt == 0))", "--max_restarts", 2)
     rank = pid(tmp_path / "0-1-1")
-    os.kill(int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    os.kill(parent_of(rank), signal.SIGKILL)
     wait_until(lambda: is_gone(rank))
     assert "no answer from the agent on localhost, in step 1" in said(supervisor, 0)
 
