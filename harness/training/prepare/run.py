@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -44,7 +43,7 @@ from harness.training.prepare.trainable import TrainableModel, trainable_decoder
 from harness.training.prepare.verification import verify_plan
 from harness.training.process.distributed import close_groups, open_groups, require_device, require_precision, start
 from harness.training.process.records import HERE
-from harness.training.watch.activity import ACTIVITY
+from harness.training.watch.activity import ACTIVITY, expect_costs
 from harness.training.watch.meeting import waiting_for_ranks
 from harness.training.watch.opening import watch_run
 
@@ -127,7 +126,7 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
     sample = _first_samples(data_check, plan, inputs.args)
     trainable = _trainable(inputs, plan, context, sample)
     boundaries = choose_boundaries(trainable, context, sample)
-    ACTIVITY.stage_costs = [sum(trainable.costs[start:stop]) for start, stop in pairwise(boundaries)]
+    expect_costs(trainable.costs, boundaries)
     startup_report.compilation(console, plan.resolved, context.device)
     engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
     stages = stage_lines(trainable, boundaries, engine.deepspeed.module, context.groups)

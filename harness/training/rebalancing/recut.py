@@ -13,8 +13,10 @@ from harness.checkpoint.training_state import restore
 from harness.training.engine.build import build_engine
 from harness.training.prepare.run import PreparedRun, release_engine
 from harness.training.prepare.stages import stage_lines
+from harness.training.watch.activity import expect_costs, inside
 
 
+@inside("rebalancing")
 def recut(run: PreparedRun, boundaries: list[int], progress: Progress) -> PreparedRun:
     """Return the run with other stage boundaries and a new engine in the same state; all ranks call it.
 
@@ -28,6 +30,7 @@ def recut(run: PreparedRun, boundaries: list[int], progress: Progress) -> Prepar
     engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
     stages = stage_lines(trainable, boundaries, engine.deepspeed.module, context.groups)
     run = replace(run, boundaries=boundaries, engine=engine, stages=stages)
+    expect_costs(trainable.costs, boundaries)
 
     def fill(stem: str, want: Sequence[Held]) -> None:
         exchange(kept.pop(stem), want, context.groups.coordinate.stage, context.device)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 
 from harness.training.process.records import HERE, is_lost_peer
 
@@ -59,6 +60,11 @@ def begin_step() -> None:
     """Show that a step begins, after its data was read."""
     ACTIVITY.steps += 1
     beat("training")
+
+
+def expect_costs(layers: Sequence[float], boundaries: Sequence[int]) -> None:
+    """Note what a step is expected to cost on each stage, of which `boundaries` has the first layer."""
+    ACTIVITY.stage_costs = [sum(layers[start:stop]) for start, stop in pairwise(boundaries)]
 
 
 @contextmanager
