@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,11 @@ class Run:
         listing = subprocess.run(["ps", "-wweo", "stat,args"], capture_output=True, text=True, check=True).stdout
         return "\n".join(line for line in listing.splitlines() if str(self.folder) in line and line[0] != "Z")
 
+    def rank(self, number: int) -> int:
+        listing = subprocess.run(["ps", "-wweo", "pid,args"], capture_output=True, text=True, check=True).stdout
+        ours = [line for line in listing.splitlines() if str(self.folder) in line and f"--local_rank={number}" in line]
+        return int(ours[0].split()[0])
+
     def end(self) -> int:
         """The launcher's exit code; returns when no process of the run is left."""
         code = self.launcher.wait(timeout=60)
@@ -57,6 +64,13 @@ class Run:
     def saved_once(self) -> bool:
         saved = [path.name for path in self.folder.glob("*checkpoint-*")]
         return saved == [f"checkpoint-{self.steps()}"]
+
+
+def wait_until(run: Run, is_true: Callable[[], bool]) -> None:
+    until = time.monotonic() + 120
+    while not is_true():
+        assert run.launcher.poll() is None and time.monotonic() < until, run.said.read_text()
+        time.sleep(0.1)
 
 
 def not_ignoring() -> None:
@@ -85,11 +99,16 @@ def test_a_run_stops_and_goes_on_whoever_is_signalled(tmp_path: Path) -> None:
     goes_on = next(line for line in said.splitlines() if line.startswith("go on with: "))
 
     words = shlex.split(goes_on.removeprefix("go on with: "))
-    words[:1] = ["ds-harness", "launch"]
+    words[:1] = ["ds-harness", "launch", "--max_restarts", "1"]
     again = Run([*words, "--save_total_limit", "1"], folder, steps=begun + 1)
+    os.kill(again.rank(1), signal.SIGKILL)
+    wait_until(again, lambda: again.said.read_text().count("resumed from") == 2)
+    resumed = time.time()
+    wait_until(again, lambda: again.steps() > begun and (folder / "metrics.jsonl").stat().st_mtime > resumed)
+    assert re.search(r"rank 1 \(.*, stage 1\) was killed by SIGKILL in step \d+", again.said.read_text())
     os.killpg(again.launcher.pid, signal.SIGINT)  # as Ctrl-C
     assert again.end() == 128 + signal.SIGINT
-    assert again.said.read_text().count(f"go on with: {shlex.join(words[:7])}") == 1
+    assert again.said.read_text().count(f"go on with: {shlex.join(words[:9])}") == 1
     assert f"resumed from {folder}/checkpoint-{begun} at step {begun}" in again.said.read_text()
     assert again.saved_once() and "Traceback" not in again.said.read_text()
     rows = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
