@@ -18,6 +18,7 @@ from harness.training.watch.activity import Phase
 ENDING_S = 10.0  # for a rank that has named its own error: its launcher ends the others meanwhile
 FRESH_S = 3.0  # a thread that watches looks five times a second
 SILENT_S = 6.0  # of a host, where another rank has lost a connection
+LONGEST = 250  # characters of a message that other ranks get: it must fit their board, however it is encoded
 INSIDE = (Phase.STEP, Phase.SLOW)
 
 
@@ -102,7 +103,7 @@ class Verdict:
 
     def dump(self) -> str:
         """Return it as text, for the other ranks."""
-        return json.dumps(asdict(self))
+        return json.dumps({**asdict(self), "message": self.message[:LONGEST]})
 
     @classmethod
     def load(cls, text: str) -> Verdict:

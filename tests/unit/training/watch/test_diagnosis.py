@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from harness.training.watch.activity import Phase
-from harness.training.watch.diagnosis import Sight, Verdict, diagnose
+from harness.training.watch.board import VERDICT
+from harness.training.watch.diagnosis import LONGEST, Sight, Verdict, diagnose
 from harness.training.watch.stragglers import slowest_rank
 from harness.training.watch.watcher import SLOW_S, Limits
 
@@ -57,7 +59,8 @@ def test_of_ranks_that_hang_the_one_that_does_not_wait_is_named(stuck: dict[str,
     assert verdict is not None and (verdict.error, verdict.culprit, verdict.step) == ("Hang", 1, 7)
     assert "rank 1 (stage 1, host a) hangs in step 7, during: RecvGrad(1)" in verdict.message
     assert "waits for it (RecvGrad(0), recv), and 1 more" in verdict.message
-    assert Verdict.load(verdict.dump()) == verdict
+    assert Verdict.load(verdict.dump()) == replace(verdict, message=verdict.message[:LONGEST])
+    assert len(replace(verdict, message="é" * 9999).dump()) < VERDICT
 
 
 def test_a_stopped_rank_is_named_while_others_still_work() -> None:
