@@ -20,8 +20,7 @@ from harness.training.saving.checkpoints import Checkpoints
 class Due:
     """What the arguments ask for after a step; a step may reach from one epoch into the next."""
 
-    epoch_end: bool
-    epoch_begin: bool
+    epoch_events: tuple[str, ...]
     log: bool
     evaluate: bool
     save: bool
@@ -36,8 +35,7 @@ def due_after(record: StepRecord, run: PreparedRun, state: TrainerState, before:
     samples = dataset_length(run.plan.data.train)
     epoch_end = record.consumed_samples // samples > before // samples
     return Due(
-        epoch_end=epoch_end,
-        epoch_begin=epoch_end and not last,
+        epoch_events=("on_epoch_end", "on_epoch_begin")[: 1 if last else 2] if epoch_end else (),
         log=last or step % args.logging_steps == 0,
         evaluate=run.plan.data.evaluation is not None and (last or _every(args.eval_steps, step)),
         save=args.saves and (last or _every(args.save_steps, step)),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -31,9 +32,8 @@ from harness.training.evaluate import evaluation_metrics
 from harness.training.hf_names import require_ours
 from harness.training.nonfinite import NonFinite
 from harness.training.prepare import startup_report
-from harness.training.prepare.one_model import require_one_model
 from harness.training.prepare.plan import RunInputs
-from harness.training.prepare.run import PreparedRun, prepare_run, release, training_stream
+from harness.training.prepare.run import prepare_run, release, training_stream
 from harness.training.prepare.trainable import Model
 from harness.training.process import records, signals
 from harness.training.rebalancing.rebalancer import Rebalancer
@@ -41,7 +41,7 @@ from harness.training.report.progress import ProgressCallback
 from harness.training.report.recorder import Recorder
 from harness.training.saving.checkpoints import Checkpoints
 from harness.training.saving.gathered_model import gather_model
-from harness.training.saving.resume import resume
+from harness.training.saving.resume import begin_or_resume
 from harness.training.saving.rollback import Rollback
 from harness.training.saving.writing import write_model
 from harness.training.watch.activity import Phase, inside
@@ -96,18 +96,11 @@ class Trainer:
         require_ours(type(self), Trainer, others)
         env = LaunchEnv.from_environ(os.environ)
         inputs = RunInputs(
-            model=model,
-            args=args,
-            console=console or plain_console(env.rank),
-            env=env,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            loss_fn=loss_fn,
-            compute_loss_func=compute_loss_func,
-            processing_class=processing_class,
-            data_collator=data_collator,
-            peft_config=peft_config,
-        )
+            model=model, args=args, console=console or plain_console(env.rank), env=env,
+            train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator,
+            loss_fn=loss_fn, compute_loss_func=compute_loss_func,
+            processing_class=processing_class, peft_config=peft_config,
+        )  # fmt: skip
         self._begin(inputs, callbacks)
 
     @classmethod
@@ -127,23 +120,13 @@ class Trainer:
         self.state, self.control = TrainerState(max_steps=steps, is_world_process_zero=first), TrainerControl()
         self.nonfinite = NonFinite(run.args.nonfinite, run.console)
         self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console), *callbacks]
-        self.checkpoints = Checkpoints(
-            run,
-            self.state,
-            self.nonfinite,
-            on_save=lambda path: call(self.callbacks, "on_save", self, checkpoint=path),
-            overridden=None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint,
-        )
+        overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint
+        saved = partial(call, self.callbacks, "on_save", self)
+        self.checkpoints = Checkpoints(run, self.state, self.nonfinite, saved, overridden)
         self.stream = training_stream(run)
         self.rollback = Rollback(run, self.state, self.stream)
-        if run.plan.checkpoint is None:
-            require_one_model(run.module, run.groups, run.resolved.zero_stage)
-        else:
-            progress = resume(run, run.plan.checkpoint)
-            self.state.global_step = progress.step
-            self.state.skipped_samples += progress.skipped_samples
-            self.checkpoints.resumed(run.plan.checkpoint)
-            self._consumed(progress.consumed_samples)
+        begin_or_resume(run, self.state, self.stream)
+        self.checkpoints.resumed(run.plan.checkpoint)
 
     def close(self) -> None:
         """Let go of the engine's memory and of its process groups, so that another Trainer may take its place."""
@@ -172,13 +155,14 @@ class Trainer:
                     recorder.step(record)
                     stop = self._after_step(record, recorder)
                     if rebalancer is not None and not stop and rebalancer.after_step(record, self.state):
-                        self._use(rebalancer.run, recorder)
+                        self.run = self.checkpoints.run = self.rollback.run = recorder.run = rebalancer.run
+                        self.engine = self.run.engine
+                        recorder.describe()
             self.checkpoints.finish()
             self.nonfinite.summary(self.state.global_step)
             call(self.callbacks, "on_train_end", self)
             if stop:
-                startup_report.stopped(run.console, stop, self.state.global_step, self.checkpoints.newest)
-                raise signals.Stopped(stop)
+                raise startup_report.stopped(run.console, stop, self.state.global_step, self.checkpoints.newest)
         communication_summary(run.resolved.config)
         return self.state
 
@@ -196,22 +180,9 @@ class Trainer:
         self.nonfinite.judge(self.state.global_step + 1, outcome, self.engine)
         units = sum(self.run.trainable.loss.units(inputs) for inputs, _ in micro_batches)
         self.state.global_step += 1
-        self._consumed(self.stream.consumed)
+        self.state.consumed_samples, self.state.epoch = self.stream.consumed, self.stream.epoch
         tokens_per_second = units * self.run.plan.layout.dp_size / seconds
         return step_record(outcome, self.state, learning_rate, seconds, tokens_per_second)
-
-    def _use(self, run: PreparedRun, recorder: Recorder) -> None:
-        """Go on with the same run, whose layers stand on other stages."""
-        self.run, self.engine = run, run.engine
-        self.checkpoints.run = self.rollback.run = run
-        recorder.describe(run)
-
-    def _consumed(self, samples: int) -> None:
-        """Set how many samples the run has seen, here and in the stream."""
-        self.state.consumed_samples = samples
-        if self.stream is not None:
-            self.stream.consumed = samples
-            self.state.epoch = self.stream.epoch
 
     def _after_step(self, record: StepRecord, recorder: Recorder) -> int:
         """Do what is due after a step: callbacks, log, evaluation, checkpoint; return the signal that ends the run."""
@@ -219,14 +190,10 @@ class Trainer:
         self.checkpoints.wait_a_moment()
         due = due_after(record, self.run, self.state, self.stream.before if self.stream else 0)
         call(self.callbacks, "on_step_end", self, record=record)
-        if due.epoch_end:
-            call(self.callbacks, "on_epoch_end", self)
-        if due.epoch_begin:
-            call(self.callbacks, "on_epoch_begin", self)
+        for event in due.epoch_events:
+            call(self.callbacks, event, self)
         if due.log:
-            logs = record.as_dict()
-            recorder.log(logs)
-            call(self.callbacks, "on_log", self, logs=logs)
+            call(self.callbacks, "on_log", self, logs=recorder.log(record))
         stop = agree_on_control(control, device, self.checkpoints)
         if not stop and (control.should_evaluate or due.evaluate):
             control.should_evaluate = False
@@ -275,7 +242,6 @@ class Trainer:
         """Return the model with its present weights, on the CPU of rank 0, None elsewhere; all ranks call it.
 
         A model that was given in memory is filled with them and returned. Rank 0 needs memory for the whole model.
-
         Raises UserError for adapters and for a list of layers.
         """
         return gather_model(self.run)

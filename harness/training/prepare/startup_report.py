@@ -21,6 +21,7 @@ from harness.training.arguments import TrainingArguments
 from harness.training.console import Console
 from harness.training.prepare.stages import StageLine
 from harness.training.prepare.trainable import TrainableModel
+from harness.training.process.signals import Stopped
 from harness.wording import counted
 
 
@@ -46,14 +47,16 @@ def beginning(console: Console, args: TrainingArguments, resume_from: Path | Non
         console.say(f"no {'whole ' if left_out else ''}checkpoint in {args.output_dir}: starting from scratch")
 
 
-def stopped(console: Console, number: int, step: int, saved: int | None) -> None:
-    """Say that a signal ended the run, and where it can go on: at step `saved`, that of the newest checkpoint."""
+def stopped(console: Console, number: int, step: int, saved: int | None) -> Stopped:
+    """Say that a signal ended the run, and where it can go on: at step `saved`, that of the newest checkpoint; return
+    what ends the process."""
     name, resumes = signal.Signals(number).name, 'resume_from_checkpoint "auto" resumes'
     if saved == step:
         console.say(f"{name}: saved and stopped after step {step}; {resumes}")
     else:
         rest = "there is no checkpoint" if saved is None else f"{resumes} at step {saved}"
         console.warn(f"{name}: stopped after step {step}, which could not be saved; {rest}")
+    return Stopped(number)
 
 
 def origin(console: Console, source: ModelSource, seed: int) -> None:

@@ -60,22 +60,23 @@ class Recorder:
             self.run.console.warn(f"{path} is of an earlier run: kept as {kept.name}")
         return MetricsFile(path, first_step)
 
-    def describe(self, run: PreparedRun) -> None:
+    def describe(self) -> None:
         """Write `run.json` once more, for a run whose layers have moved."""
-        self.run = run
         if self.writes:
-            write_run(run.output_dir, describe(run))
+            write_run(self.run.output_dir, describe(self.run))
 
     def step(self, record: StepRecord) -> None:
         """One line in metrics.jsonl."""
         if self._metrics is not None:
             self._metrics.write(record)
 
-    def log(self, logs: JsonObject) -> None:
-        """Hand the step's figures to the monitors, and keep them in the trainer's history."""
+    def log(self, record: StepRecord) -> JsonObject:
+        """Hand the step's figures to the monitors, keep them in the trainer's history, and return them."""
+        logs = record.as_dict()
         self.state.log_history.append(logs)
         names = ("loss", "aux_loss", "grad_norm", "learning_rate", "tokens_per_second")
         self._monitor({f"train/{name}": logs[name] for name in names if logs.get(name) is not None})
+        return logs
 
     def evaluation(self, evaluate: Callable[[], dict[str, float]]) -> None:
         """Evaluate, and write one line in evaluations.jsonl; write nothing if a signal interrupts it."""

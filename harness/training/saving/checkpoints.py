@@ -37,7 +37,7 @@ class Checkpoints:
         run: PreparedRun,
         state: TrainerState,
         nonfinite: NonFinite,
-        on_save: Callable[[Path], None],
+        on_save: Callable[..., None],
         overridden: Callable[[], Path] | None = None,
     ) -> None:
         """Save nothing yet; `overridden` is a subclass's own `save_checkpoint`, which then saves in our place."""
@@ -58,9 +58,9 @@ class Checkpoints:
         if isinstance(error, UserError):  # most likely on all ranks alike, so that a whole checkpoint can be had
             self.settle()
 
-    def resumed(self, checkpoint: Path) -> None:
+    def resumed(self, checkpoint: Path | None) -> None:
         """Note that the run has gone on from a checkpoint; one of a run elsewhere is not its own."""
-        if checkpoint.resolve().parent == self.run.output_dir.resolve():
+        if checkpoint is not None and checkpoint.resolve().parent == self.run.output_dir.resolve():
             self.newest = self._state.global_step
 
     @property
@@ -134,7 +134,7 @@ class Checkpoints:
             self._pending = pending
             return False
         self.newest = pending.step
-        self._on_save(pending.path)
+        self._on_save(checkpoint=pending.path)
         return True
 
     def _attempt(self, action: Callable[[], object]) -> object:

@@ -10,19 +10,40 @@ from pathlib import Path
 
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import Progress
+from harness.training.batches.stream import BatchStream
+from harness.training.callbacks import TrainerState
 from harness.training.prepare.hyperparameters import changes
+from harness.training.prepare.one_model import require_one_model
 from harness.training.prepare.run import PreparedRun
 
 
-def resume(run: PreparedRun, checkpoint: Path) -> Progress:
-    """Load a checkpoint into the engine of `run`; all ranks call it. Returns how far the run had come.
-
-    The schedule must still be as it was built; it goes on at the step that was reached. What this run sets to other
-    values than the one that saved is reported, a line each.
-    """
-    console, plan = run.console, run.plan
+def load(run: PreparedRun, checkpoint: Path, state: TrainerState, stream: BatchStream | None) -> Progress:
+    """Bring engine, schedule, counters and the stream of samples to where a checkpoint was saved; all ranks call it."""
     progress = training_state.load(run.engine_state, checkpoint)
     run.engine.schedule.go_to(progress.step - progress.skipped_steps)
+    state.global_step, state.consumed_samples = progress.step, progress.consumed_samples
+    if stream is not None:
+        stream.consumed = progress.consumed_samples
+        state.epoch = stream.epoch
+    return progress
+
+
+def begin_or_resume(run: PreparedRun, state: TrainerState, stream: BatchStream | None) -> None:
+    """Go on from the checkpoint that the run is to resume; without one require that all ranks hold the same model."""
+    if run.plan.checkpoint is not None:
+        resume(run, run.plan.checkpoint, state, stream)
+    else:
+        require_one_model(run.module, run.groups, run.resolved.zero_stage)
+
+
+def resume(run: PreparedRun, checkpoint: Path, state: TrainerState, stream: BatchStream | None) -> None:
+    """Go on from a checkpoint; all ranks call it.
+
+    What this run sets to other values than the one that saved is reported, a line each.
+    """
+    console, plan = run.console, run.plan
+    progress = load(run, checkpoint, state, stream)
+    state.skipped_samples += progress.skipped_samples
     console.say(f"resumed from {checkpoint} at step {progress.step}")
     here = f"{plan.layout}, ZeRO-{plan.resolved.zero_stage}, {plan.resolved.precision}"
     there = f"{progress.layout}, ZeRO-{progress.zero_stage}, {progress.precision}"
@@ -37,4 +58,3 @@ def resume(run: PreparedRun, checkpoint: Path) -> Progress:
             f"{checkpoint} was saved with another seed or other training data: "
             "the order of samples does not continue where it stopped"
         )
-    return progress

@@ -14,6 +14,7 @@ from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFiniteStep
 from harness.training.prepare.run import PreparedRun
 from harness.training.report.recorder import Recorder
+from harness.training.saving.resume import load
 from harness.training.watch.activity import inside
 
 AT_MOST = 3
@@ -68,7 +69,7 @@ class Rollback:
             )
         checkpoint = self._checkpoint(reason)
         state.skipped_samples.append([first, stop])
-        self._load(checkpoint)
+        load(run, checkpoint, state, self.stream)
         recorder.rewind(state.global_step)
         self.count += 1
         run.console.warn(
@@ -85,12 +86,3 @@ class Rollback:
         if found is None:
             raise UserError(f"{reason}: training stops, as there is no checkpoint to go back to")
         return found
-
-    def _load(self, checkpoint: Path) -> None:
-        """Bring engine, schedule, counters and the stream of samples to where the checkpoint was saved."""
-        assert self.stream is not None
-        progress = training_state.load(self.run.engine_state, checkpoint)
-        self.run.engine.schedule.go_to(progress.step - progress.skipped_steps)
-        self.state.global_step = progress.step
-        self.state.consumed_samples = self.stream.consumed = progress.consumed_samples
-        self.state.epoch = self.stream.epoch
