@@ -69,13 +69,23 @@ class OtherHosts:
         return Verdict.load(self._verdict) if self._verdict else None
 
     def claim(self, verdict: Verdict) -> bool:
-        """Tell the other hosts of a verdict; returns whether this one is the first, which reports it."""
-        with suppress(RuntimeError):
-            first = self._store.add("claims", 1) == 1
-            if first:
-                self._store.set("verdict", verdict.dump())
-            return first
-        return True
+        """Tell the other hosts of a verdict; returns whether this one is the first, which reports it.
+
+        A store that does not answer can block for long, whatever its timeout; then this host reports as well.
+        """
+        answers: list[bool] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                first = self._store.add("claims", 1) == 1
+                if first:
+                    self._store.set("verdict", verdict.dump())
+                answers.append(first)
+
+        asking = threading.Thread(target=ask, name="watch-claim", daemon=True)
+        asking.start()
+        asking.join(ANSWER_S)
+        return answers[0] if answers else True
 
     def _run(self) -> None:
         while self._open:
