@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from harness.checkpoint.directories import Progress, finish, partial_name, prune
 from harness.checkpoint.engine_state import EngineState, stored
-from harness.checkpoint.held import Held
 from harness.checkpoint.integrity import newest
-from harness.checkpoint.kept_buffer import KeptBuffer
 from harness.checkpoint.manifest import contents
 from harness.checkpoint.run_lock import lock_directory
-from harness.checkpoint.whole_tensors import PlannedFiles, plan_tensors
+from harness.checkpoint.tensors.held import Held
+from harness.checkpoint.tensors.kept_buffer import KeptBuffer
+from harness.checkpoint.tensors.whole_tensors import PlannedFiles, plan_tensors
 from harness.errors import UserError
 from harness.topology.agreement import all_or_none, values_of_all
 

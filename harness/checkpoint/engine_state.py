@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from harness.checkpoint.directories import Progress
-from harness.checkpoint.held import Held, held_tensors
+from harness.checkpoint.tensors.held import Held, held_tensors
 from harness.deepspeed.engine import loss_scaling
 from harness.deepspeed.flat_tensors import EngineOptimizer, Run, SteppedOn
 from harness.deepspeed.optimizer_states import Template, counted, template, torch_optimizer

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from harness.checkpoint.directories import Progress, read_progress
 from harness.checkpoint.engine_state import EngineState, of_state, stepped, templates
-from harness.checkpoint.held import Held
 from harness.checkpoint.integrity import changed_file, newest_whole
-from harness.checkpoint.whole_tensors import open_whole_tensors, read_tensors, require_stored
+from harness.checkpoint.tensors.held import Held
+from harness.checkpoint.tensors.whole_tensors import open_whole_tensors, read_tensors, require_stored
 from harness.deepspeed.engine import set_counters, set_loss_scaling
 from harness.deepspeed.optimizer_states import make_state, torch_optimizer, use_stepped_on
 from harness.errors import UserError

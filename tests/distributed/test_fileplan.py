@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint.file_plan import Share, dealt_places
-from harness.checkpoint.tensor_writer import Entry, Place
+from harness.checkpoint.tensors.file_plan import Share, dealt_places
+from harness.checkpoint.tensors.tensor_writer import Entry, Place
 from harness.errors import UserError
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout

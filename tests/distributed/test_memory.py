@@ -16,7 +16,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from harness.checkpoint.exporting.weights import export_weights
-from harness.checkpoint.tensor_writer import BLOCK_BYTES
+from harness.checkpoint.tensors.tensor_writer import BLOCK_BYTES
 from harness.hf.causal import assemble
 from harness.hf.skeleton import ModelSource, read_source
 from harness.hf.weights.initialization import PIECE_BYTES

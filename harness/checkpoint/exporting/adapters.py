@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.checkpoint.atomic import UNFINISHED, replaced_files, sync_file, sync_folder
-from harness.checkpoint.held import held_of
-from harness.checkpoint.whole_tensors import write_tensors
+from harness.checkpoint.tensors.held import held_of
+from harness.checkpoint.tensors.whole_tensors import write_tensors
 from harness.topology.groups import Groups
 
 if TYPE_CHECKING:

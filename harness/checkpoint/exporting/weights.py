@@ -20,9 +20,9 @@ from transformers import GenerationConfig
 from harness.checkpoint.atomic import replaced_files
 from harness.checkpoint.exporting.gather import gather_tp, gather_zero3
 from harness.checkpoint.exporting.model_files import replace_model, settle_model, unfinished_name
-from harness.checkpoint.file_plan import Share, dealt_places, plan_files
-from harness.checkpoint.held import held_of, saved_tensors
-from harness.checkpoint.tensor_writer import Entry, OpenFiles, Place, create, index_content, places_in
+from harness.checkpoint.tensors.file_plan import Share, dealt_places, plan_files
+from harness.checkpoint.tensors.held import held_of, saved_tensors
+from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, Place, create, index_content, places_in
 from harness.hf.skeleton import ModelSource
 from harness.hf.weights.conversion import CheckpointFormat, ParameterRef
 from harness.hf.weights.lazy_tensor import Computed, InMemory, LazyTensor, realised

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from harness.checkpoint.directories import Progress
 from harness.checkpoint.engine_state import stored
-from harness.checkpoint.exchange import exchange
-from harness.checkpoint.held import Held
+from harness.checkpoint.tensors.exchange import exchange
+from harness.checkpoint.tensors.held import Held
 from harness.checkpoint.training_state import restore
 from harness.training.engine.build import build_engine
 from harness.training.prepare.run import PreparedRun, release_engine

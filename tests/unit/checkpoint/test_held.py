@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.checkpoint.held import Held
-from harness.checkpoint.tensor_writer import Entry, OpenFiles, create, places_in
+from harness.checkpoint.tensors.held import Held
+from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, create, places_in
 from harness.hf.weights.tensor_files import open_safetensors
 from harness.parallel.tensor.shard import Shard, share_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from harness.checkpoint.kept_buffer import KeptBuffer
+from harness.checkpoint.tensors.kept_buffer import KeptBuffer
 
 
 def tensors() -> list[torch.Tensor]:

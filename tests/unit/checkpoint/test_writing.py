@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from harness.checkpoint.file_plan import Share, plan_files
-from harness.checkpoint.tensor_writer import Entry, OpenFiles, create, places_in, split_by_size
+from harness.checkpoint.tensors.file_plan import Share, plan_files
+from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, create, places_in, split_by_size
 from harness.errors import UserError
 from harness.hf.weights.conversion import CheckpointFormat, ParameterRef
 from harness.hf.weights.lazy_tensor import LazyTensor
@@ -27,7 +27,7 @@ def form(*entries: Entry, **settings: object) -> CheckpointFormat:
 def test_a_file_written_in_pieces_is_the_one_that_safetensors_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.checkpoint.tensor_writer.BLOCK_BYTES", 5000)  # several blocks for the larger ones
+    monkeypatch.setattr("harness.checkpoint.tensors.tensor_writer.BLOCK_BYTES", 5000)  # several blocks each
     tensors = {
         "switches": torch.arange(7) % 2 == 0,
         "cube": torch.randn(5, 50, 20),

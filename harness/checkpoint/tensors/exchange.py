@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.checkpoint.held import Held
+from harness.checkpoint.tensors.held import Held
 from harness.hf.weights.slices import Box
 from harness.topology.agreement import values_of_all
 

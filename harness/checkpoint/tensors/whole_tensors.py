@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from harness.checkpoint.file_plan import Share, dealt_places
-from harness.checkpoint.held import Held
-from harness.checkpoint.tensor_writer import (
+from harness.checkpoint.tensors.file_plan import Share, dealt_places
+from harness.checkpoint.tensors.held import Held
+from harness.checkpoint.tensors.tensor_writer import (
     Entry,
     OpenFiles,
     Place,

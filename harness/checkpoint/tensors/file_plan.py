@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from harness.checkpoint.tensor_writer import Entry, Place, split_by_size
+from harness.checkpoint.tensors.tensor_writer import Entry, Place, split_by_size
 from harness.errors import UserError
 from harness.hf.weights.conversion import CheckpointFormat
 from harness.hf.weights.tensor_files import SINGLE
