@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from harness import Trainer, TrainerCallback
-from harness.checkpoint import tensor_writer
+from harness.checkpoint.tensors import tensor_writer
 from harness.training.process.distributed import all_arrive
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model
