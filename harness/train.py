@@ -18,9 +18,10 @@ from harness.config.diagnostic import ConfigError
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import LoraArguments, TrainingArguments, parse
+from harness.training.arguments.script import ScriptArguments
 from harness.training.console import Console, plain_console, quiet
 from harness.training.prepare.configure import RunConfig
-from harness.training.prepare.preflight import ScriptArguments, check_before_start, limit_trial
+from harness.training.prepare.preflight import check_before_start, limit_trial
 from harness.training.process import records, signals
 from harness.training.watch import activity
 

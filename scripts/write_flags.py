@@ -9,18 +9,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness.training.arguments import LoraArguments, TrainingArguments
-from harness.training.prepare.preflight import ScriptArguments
+from harness.training.arguments.flags import groups
+from harness.training.arguments.script import ScriptArguments
 
 HEAD = """# Every flag
 
-The flags of `scripts/train.py`. Those of the second table are also the fields of `harness.TrainingArguments`. A flag
-that contradicts the DeepSpeed JSON is an error that names both. Written by `python scripts/write_flags.py`.
+The flags of `scripts/train.py`. All but those of "Model and data" and "LoRA" are also the fields of
+`harness.TrainingArguments`. A flag that contradicts the DeepSpeed JSON is an error that names both. Written by
+`python scripts/write_flags.py`.
 """
-TABLES = (
-    ("Model and data", ScriptArguments),
-    ("Training", TrainingArguments),
-    ("LoRA", LoraArguments),
-)
+TABLES = (*groups(ScriptArguments), *groups(TrainingArguments), *groups(LoraArguments))
 
 
 def row(item: Any) -> str:
@@ -34,8 +32,8 @@ def row(item: Any) -> str:
 def page() -> str:
     """Return the page in Markdown."""
     parts = [HEAD]
-    for title, kind in TABLES:
-        parts += [f"## {title}\n", "| flag | default | meaning |\n|---|---|---|", *map(row, fields(kind)), ""]
+    for kind in TABLES:
+        parts += [f"## {kind.TITLE}\n", "| flag | default | meaning |\n|---|---|---|", *map(row, fields(kind)), ""]
     return "\n".join(parts)
 
 

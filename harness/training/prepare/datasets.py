@@ -17,6 +17,7 @@ from harness.hf.skeleton import ModelSource, build_skeleton, position_limit, voc
 from harness.hf.verify.packing import require_documents_apart
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
+from harness.training.arguments.script import ScriptArguments
 from harness.training.batches.collate import MapDataset
 from harness.training.console import Console
 from harness.training.data.blocks import make_blocks
@@ -26,7 +27,6 @@ from harness.training.data.files.sources import hold_out, read_documents
 from harness.training.data.samples import Samples, make_samples
 from harness.training.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from harness.training.prepare.configure import RunConfig
-from harness.training.prepare.preflight import ScriptArguments
 from harness.training.process.distributed import shared_store, start
 from harness.wording import counted
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from harness.checkpoint.directories import require_same_optimizer
@@ -12,30 +11,14 @@ from harness.checkpoint.integrity import find_resume
 from harness.checkpoint.run_lock import lock_directory
 from harness.config.model.families import require_trainable_family
 from harness.errors import UserError
-from harness.hf.locate import DEFAULT_MODEL, model_directory
+from harness.hf.locate import model_directory
 from harness.topology.env import LaunchEnv
-from harness.training.arguments import LoraArguments, TrainingArguments, flag, require_peft
+from harness.training.arguments import LoraArguments, TrainingArguments, require_peft
+from harness.training.arguments.script import ScriptArguments
 from harness.training.data.files.sources import PYTHON_STDLIB, preflight
 from harness.training.prepare.configure import RunConfig, read_run_config
 
 TRIAL_STEPS = 200  # of a run that names neither data nor steps
-
-
-@dataclass(kw_only=True)
-class ScriptArguments:
-    """What to train on what, as in run_clm.py."""
-
-    model_name_or_path: str = flag(DEFAULT_MODEL, "a preset's name, or a directory with HuggingFace's config.json")
-    tokenizer_name: str | None = flag(
-        None, "bytes, or a directory (default: the model directory's tokenizer, else bytes)"
-    )
-    train_file: str = flag(
-        PYTHON_STDLIB,
-        ".txt; .jsonl, .parquet (column text; messages; or prompt and completion); or a directory of them",
-    )
-    validation_file: str | None = flag(
-        None, "the same, for evaluation (default: with eval_steps a part of train_file is held out)"
-    )
 
 
 def check_before_start(

@@ -14,7 +14,8 @@ from harness.config.model.plans import plan_refusal
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
-from harness.training.prepare.preflight import ScriptArguments, check_before_start
+from harness.training.arguments.script import ScriptArguments
+from harness.training.prepare.preflight import check_before_start
 from harness.wording import counted
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}

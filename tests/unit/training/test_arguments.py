@@ -10,8 +10,8 @@ import transformers
 from harness import TrainingArguments, UserError
 from harness.config import ConfigError
 from harness.training.arguments import SCHEDULES, LoraArguments, parse
+from harness.training.arguments.script import ScriptArguments
 from harness.training.prepare.configure import max_steps, read_run_config
-from harness.training.prepare.preflight import ScriptArguments
 
 SAME_AS_HF = (
     *("max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),

@@ -11,9 +11,10 @@ from harness import TrainingArguments
 from harness.config import AutoValues, resolve
 from harness.topology.layout import Layout
 from harness.train import main
+from harness.training.arguments.script import ScriptArguments
 from harness.training.console import Console
 from harness.training.prepare import startup_report
-from harness.training.prepare.preflight import TRIAL_STEPS, ScriptArguments, limit_trial
+from harness.training.prepare.preflight import TRIAL_STEPS, limit_trial
 
 
 @pytest.mark.parametrize("argv", [[], ["--local_rank=0"]])

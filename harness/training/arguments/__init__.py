@@ -1,0 +1,23 @@
+"""The arguments of a run, named and defaulted as in HuggingFace's TrainingArguments and run_clm.py.
+
+The dataclasses are the one list of flags: command line, `--help` and docs/flags.md are made from them. Each theme has
+its file. Neither torch nor transformers is imported, so that a wrong argument is refused at once.
+"""
+
+from harness.training.arguments.command_line import Parser, add_flags, parse
+from harness.training.arguments.flags import Flags, flag
+from harness.training.arguments.lora import LoraArguments, require_peft
+from harness.training.arguments.optimizer import SCHEDULES
+from harness.training.arguments.training_arguments import TrainingArguments
+
+__all__ = [
+    "SCHEDULES",
+    "Flags",
+    "LoraArguments",
+    "Parser",
+    "TrainingArguments",
+    "add_flags",
+    "flag",
+    "parse",
+    "require_peft",
+]

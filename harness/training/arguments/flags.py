@@ -1,0 +1,69 @@
+"""What a flag is: a field of a dataclass, with its help and the values that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, ClassVar, Self
+
+from harness.errors import UserError
+
+
+def flag(default: object, text: str, *, least: float | None = None, choices: Sequence[str] = ()) -> Any:
+    """Return the field of a flag.
+
+    Args:
+        text: what `--help` says.
+        least: the smallest value.
+        choices: the only values.
+    """
+    return field(default=default, metadata={"help": text, "least": least, "choices": tuple(choices)})
+
+
+@dataclass(kw_only=True)
+class Flags:
+    """Flags of one theme, or of several: a class derived from other `Flags` has theirs.
+
+    Attributes:
+        TITLE: the theme, a heading in `--help` and in the docs.
+        given: names of the flags that were passed, whatever their values.
+    """
+
+    TITLE: ClassVar[str] = ""
+    _given: ClassVar[frozenset[str]] = frozenset()  # set on each instance
+
+    def __new__(cls, **given: Any) -> Self:
+        self = super().__new__(cls)
+        # also where the value is the default: it may contradict the JSON, or be without effect
+        object.__setattr__(self, "_given", frozenset(given))
+        return self
+
+    def __post_init__(self) -> None:
+        for group in groups(type(self)):
+            for item in fields(group):
+                _require_allowed(item, getattr(self, item.name))
+            group.check(self)
+
+    def check(self) -> None:
+        """Raise UserError for values that do not fit each other; each theme has its own."""
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the flags that were passed, whatever their values."""
+        return self._given
+
+
+def groups(kind: type[Flags]) -> tuple[type[Flags], ...]:
+    """Return the themes of a class of flags in their order: itself, or what it is derived from."""
+    bases = tuple(base for base in kind.__bases__ if base is not Flags and issubclass(base, Flags))
+    return bases or (kind,)
+
+
+def _require_allowed(item: Field[Any], value: Any) -> None:
+    least, choices = item.metadata["least"], item.metadata["choices"]
+    if value is None:
+        return
+    if least is not None and value < least:
+        raise UserError(f"--{item.name} {value}: must be at least {least}")
+    if choices and value not in choices:
+        raise UserError(f"--{item.name} {value}: not one of {', '.join(choices)}")
