@@ -8,11 +8,11 @@ write to them, all is written before it is hashed, and the manifest and the name
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,6 +31,7 @@ from harness.topology.agreement import all_or_none, values_of_all
 
 Phases: TypeAlias = Generator[Callable[[], Any], Any, None]
 """What the thread of this rank does; each gives back to the generator what it returned."""
+_NUMBERS = itertools.count()
 
 
 class NotSaved(UserError):
@@ -76,13 +77,14 @@ class BackgroundSave:
     """A checkpoint that is being written; all ranks make it together.
 
     Attributes:
+        number: how many saves this process had begun before; the same on all ranks.
         step: its step.
         path: where it will be.
     """
 
     def __init__(self, state: EngineState, target: Target, progress: Progress, writer: Writer) -> None:
         """Copy what this rank holds and begin to write it; raises NotSaved on all ranks if that fails."""
-        self.step = progress.step
+        self.number, self.step = next(_NUMBERS), progress.step
         self.path = target.output_dir / f"checkpoint-{progress.step}"
         self._folder = target.output_dir / partial_name(progress.step)
         self._first, self._writer = state.groups.rank == 0, writer
@@ -126,8 +128,8 @@ class BackgroundSave:
 
     def _write(self, target: Target, progress: Progress) -> Phases:
         """Yield the phases of this rank, in the order in which all ranks go through them."""
-        yield partial(list, map(PlannedFiles.create, self._plans))
-        yield partial(list, map(PlannedFiles.write, self._plans))
+        yield self._create_files
+        yield self._write_values
         share = yield lambda: contents(self._folder, dist.get_rank(), dist.get_world_size())
         files = {name: file for part in values_of_all(share) for name, file in part.items()}
 
@@ -136,6 +138,14 @@ class BackgroundSave:
             prune(target.output_dir, newest(target.output_dir, target.keep, progress.step))
 
         yield end if self._first else lambda: None
+
+    def _create_files(self) -> None:
+        for plan in self._plans:
+            plan.create()
+
+    def _write_values(self) -> None:
+        for plan in self._plans:
+            plan.write()
 
     def _open_folder(self, target: Target) -> None:
         if self._first:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from harness.errors import UserError
 from harness.resilience.agent import Order
@@ -22,6 +23,8 @@ from harness.topology.placement import Host, place
 
 HOSTS_S = 1800.0  # how long to wait for hosts
 LOOK_S = 30.0  # between two looks for hosts
+Device: TypeAlias = tuple[str, int]
+"""Name of its host, and its number there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,7 @@ class Team:
     agents: list[AgentProcess]
     start: Start
 
-    def device(self, rank: int) -> tuple[str, int]:
+    def device(self, rank: int) -> Device:
         """Return host and device of a rank."""
         return [(agent.host.name, device) for agent in self.agents for device in agent.host.devices][rank]
 
@@ -47,7 +50,7 @@ class Gathering:
 
     def __init__(self, options: Options, hosts: Sequence[HostDevices], script: Script) -> None:
         self.options, self.hosts, self.script = options, tuple(hosts), script
-        self.failing: set[tuple[str, int]] = set()
+        self.failing: set[Device] = set()
         self.missing: list[HostDevices] = []
         self._looking: list[AgentProcess] = []
         self._looked = 0.0

@@ -111,10 +111,11 @@ class Script:
 
     def accepts(self, layout: Layout) -> bool:
         """Whether the config can run in a layout, as a run itself would check it."""
+        if self.args is None:
+            return False
         try:
-            assert self.args is not None
             read_run_config(self.args, world_size=layout.world_size, model=self._model())
-        except (UserError, AssertionError):
+        except UserError:
             return False
         return True
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from harness.resilience.attempt import Attempt
 from harness.resilience.cause import Cause, Ended, first_cause, oom_kills
-from harness.resilience.gathering import Gathering, Team, wait
+from harness.resilience.gathering import Device, Gathering, Team, wait
 from harness.resilience.hosts import HostDevices
 from harness.resilience.options import Options
 from harness.resilience.processes import become_subreaper, sweep
@@ -34,7 +34,7 @@ class Supervisor:
 
     Attributes:
         received: signals to this process.
-        faults: what ended the attempts so far.
+        faults: what ended the attempts so far, each with the device of the rank that failed first, where it is known.
     """
 
     def __init__(self, options: Options, hosts: Sequence[HostDevices]) -> None:
@@ -42,9 +42,8 @@ class Supervisor:
         self.script = Script(options.script)
         self.gathering = Gathering(options, hosts, self.script)
         self.received: list[int] = []
-        self.faults: list[Cause] = []
+        self.faults: list[tuple[Cause, Device | None]] = []
         self.is_growing = False  # whether the ranks were asked to stop because a host is back
-        self.devices: list[tuple[str, int] | None] = []  # of the rank that failed first, of each fault
         self.root = _records_root(hosts, self.script.output_dir)
 
     def run(self) -> int:
@@ -117,13 +116,12 @@ class Supervisor:
             _say(cause.text)
         if cause.is_final and restarts == 0:
             return cause.code
-        self.faults.append(cause)
-        self.devices.append(None if cause.rank is None else team.device(cause.rank))
+        self.faults.append((cause, None if cause.rank is None else team.device(cause.rank)))
         self._log(cause, team)
-        same = len(list(itertools.takewhile(lambda fault: fault.step == cause.step, reversed(self.faults))))
+        same = len(list(itertools.takewhile(lambda fault: fault[0].step == cause.step, reversed(self.faults))))
         if most and (restarts == most or same == SAME_STEP):
             why = f"{most} restarts are used up" if restarts == most else f"{same} faults in a row at step {cause.step}"
-            _say("\n  ".join([f"gave up: {why}", *(f"step {fault.step}: {fault.text}" for fault in self.faults)]))
+            _say("\n  ".join([f"gave up: {why}", *(f"step {fault.step}: {fault.text}" for fault, _ in self.faults)]))
         if restarts == most or same == SAME_STEP:
             return cause.code
         self._leave_out_device()
@@ -134,13 +132,9 @@ class Supervisor:
 
     def _leave_out_device(self) -> None:
         """Leave out a device that has failed twice in a row before the first step, if the user allows fewer ranks."""
-        last = list(zip(self.faults, self.devices, strict=True))[-2:]
+        last = [(fault.step, device) for fault, device in self.faults[-2:]]
         device = last[-1][1]
-        if (
-            self.options.min_ranks
-            and device is not None
-            and [(fault.step, where) for fault, where in last] == [(0, device)] * 2
-        ):
+        if self.options.min_ranks and device is not None and last == [(0, device)] * 2:
             self.gathering.failing.add(device)
             _say(f"device {device[1]} of {device[0]} is left out: it failed twice before the first step")
 

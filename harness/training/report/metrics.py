@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
 
 from harness.checkpoint.atomic import replace_text
 from harness.checkpoint.directories import RUN
@@ -26,23 +26,43 @@ class MetricsFile:
 
     def __init__(self, path: Path, first_step: int) -> None:
         self._path = path
-        self._file = _cut(path, first_step)
+        self._waiting = b""  # what could not be written yet
+        self._file = self._cut(first_step)
 
     def write(self, record: StepRecord | JsonObject) -> None:
         """Append one object and hand it to the operating system, so that a killed run keeps it."""
-        self._do(self._reopen)
         content = record.as_dict() if isinstance(record, StepRecord) else record
-        self._file.write(json.dumps(_finite(content)) + "\n")
-        self._do(self._file.flush)
+        self._waiting += (json.dumps(_finite(content)) + "\n").encode()
+        self._attempt(self._reopen)
+        self._attempt(self._flush)
 
     def rewind(self, step: int) -> None:
         """Drop the steps after `step`."""
         self.close()
-        self._do(lambda: setattr(self, "_file", _cut(self._path, step + 1)))
+        self._attempt(lambda: setattr(self, "_file", self._cut(step + 1)))
 
     def close(self) -> None:
-        """Close the file."""
-        self._do(self._file.close)
+        """Write what waits, and close the file."""
+        self._attempt(self._flush)
+        self._file.close()
+
+    def _flush(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+
+    def _cut(self, first_step: int) -> FileIO:
+        """Open the file without the lines of `first_step` and later ones, and without what is no line of ours.
+
+        The file is cut where the first of them begins, which a full disk allows; what is to stay after it waits.
+        """
+        there = self._path.read_bytes() if self._path.is_file() else b""
+        lines = (there + self._waiting).splitlines(keepends=True)
+        stays = [_is_before(line, first_step) for line in lines]
+        size = min(len(there), sum(map(len, itertools.compress(lines, itertools.accumulate(stays, min)))))
+        self._waiting = b"".join(itertools.compress(lines, stays))[size:]
+        file = self._path.open("ab", buffering=0)
+        file.truncate(size)
+        return file
 
     def _reopen(self) -> None:
         """Go on in a new file if somebody has removed this one, or its folder."""
@@ -50,15 +70,15 @@ class MetricsFile:
             if not self._file.closed and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
                 return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        gone, self._file = self._file, self._path.open("a", encoding="utf-8")
+        gone, self._file = self._file, self._path.open("ab", buffering=0)
         gone.close()
         warnings.warn(f"{self._path}: it was removed; metrics go on in a new file", stacklevel=4)
 
-    def _do(self, action: Callable[[], None]) -> None:
-        """Write what is waiting. Where that fails, as on a full disk, training is worth more than its metrics."""
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Warn if an action fails, as on a full disk: training is worth more than its metrics, which wait in memory."""
         try:
             action()
-        except OSError as error:  # the lines wait in memory, for the next one
+        except OSError as error:
             warnings.warn(f"{self._path}: cannot be written: {error.strerror}; training continues", stacklevel=3)
 
 
@@ -87,23 +107,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _cut(path: Path, first_step: int) -> TextIO:
-    """Open a file to append to it, without the lines of `first_step` and later ones."""
-    kept = _steps_before(path, first_step) if path.is_file() else []
-    replace_text(path, "".join(line + "\n" for line in kept))
-    return path.open("a", encoding="utf-8")
-
-
-def _steps_before(path: Path, first_step: int) -> list[str]:
-    """Return the whole lines of steps before `first_step`; a line that was cut off in the middle is left out."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] < first_step:
-                kept.append(line)
-        except (ValueError, KeyError):
-            continue
-    return kept
+def _is_before(line: bytes, first_step: int) -> bool:
+    """Whether this is a whole line of a step before `first_step`."""
+    try:
+        return line.endswith(b"\n") and bool(json.loads(line)["step"] < first_step)
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _finite(content: JsonObject) -> JsonObject:

@@ -115,7 +115,7 @@ class Checkpoints:
 
     def settle(self) -> None:
         """As `finish`, where other ranks may never call it."""
-        if self._pending is not None and all_arrive(f"checkpoint-{self._pending.step}", PATIENCE_S):
+        if self._pending is not None and all_arrive(f"save {self._pending.number}", PATIENCE_S):
             self.finish()
 
     def _begin(self) -> BackgroundSave:

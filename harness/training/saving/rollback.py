@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
+
 from harness.checkpoint import training_state
 from harness.checkpoint.integrity import newest_whole
 from harness.errors import UserError
+from harness.topology.agreement import values_of_all
 from harness.training.batches.stream import BatchStream
 from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFiniteStep
@@ -22,26 +25,21 @@ AT_MOST = 3
 
 
 class Rollback:
-    """Takes a run back.
-
-    Attributes:
-        count: rollbacks so far.
-    """
+    """Takes a run back."""
 
     def __init__(self, run: PreparedRun, state: TrainerState, stream: BatchStream | None) -> None:
         self.run, self.state, self.stream = run, state, stream
-        self.count = 0
         self._in_a_row, self._failed_at = 0, 0
         if stream is not None:
             stream.skipped = state.skipped_samples
 
     def begin(self, save: Callable[[], object]) -> None:
-        """Save what the training begins with, if that is what there would be to go back to."""
-        if self.run.args.nonfinite == "rollback" and newest_whole(self.run.output_dir) is None:
+        """Save what the training begins with, if that is what there would be to go back to; all ranks call it."""
+        if self.run.args.nonfinite == "rollback" and self._newest() is None:
             save()
 
     @contextmanager
-    def guarding(self, recorder: Recorder, settle: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def guarding(self, recorder: Recorder, settle: Callable[[], None]) -> Iterator[None]:
         """Go back if the block finds what is not finite; all ranks do.
 
         `settle` ends a save that goes on beside the training.
@@ -71,7 +69,6 @@ class Rollback:
         state.skipped_samples.append([first, stop])
         load(run, checkpoint, state, self.stream)
         recorder.rewind(state.global_step)
-        self.count += 1
         run.console.warn(
             f"{reason}: back to {checkpoint}, step {state.global_step}; samples {first} to {stop - 1} of the order "
             "are left out from now on"
@@ -79,10 +76,14 @@ class Rollback:
 
     def _checkpoint(self, reason: str) -> Path:
         """Return the newest checkpoint whose files are what was saved; all ranks call it."""
-        newest = newest_whole(self.run.output_dir) or self.run.plan.checkpoint
+        newest = self._newest() or self.run.plan.checkpoint
         found, changed = training_state.first_unchanged(newest, self.run.output_dir, auto=True)
         for line in changed:
             self.run.console.warn(f"{line}: ignored")
         if found is None:
             raise UserError(f"{reason}: training stops, as there is no checkpoint to go back to")
         return found
+
+    def _newest(self) -> Path | None:
+        """Return the newest checkpoint as rank 0 sees it, as a shared folder may look different from each host."""
+        return values_of_all(newest_whole(self.run.output_dir) if dist.get_rank() == 0 else None)[0]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,17 +53,32 @@ def test_a_resumed_file_drops_later_steps_and_a_line_cut_in_the_middle(tmp_path:
     assert rows == [{"step": 1}, {"step": 2}, {"step": 3, "loss": None}]
 
 
-def test_metrics_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*cannot be written")
+def test_metrics_wait_for_room_and_none_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, first_step=1)
+    file.write({"step": 1})
+    with full_disk(path.stat().st_size + 5):
+        for step in range(2, 500):
+            file.write({"step": step})
+        with pytest.warns(UserWarning, match=r"metrics\.jsonl: cannot be written: File too large; training continues"):
+            file.write({"step": 500})
+        file.rewind(450)
+    for step in range(451, 600):
+        file.write({"step": step})
     file.close()
-    path.unlink()
-    path.symlink_to("/dev/full")
-    with path.open("a", encoding="utf-8") as file._file:
-        with pytest.warns(UserWarning, match=r"metrics\.jsonl: cannot be written: No space left on device; training"):
-            file.write({"step": 1})
-        with pytest.warns(UserWarning, match="cannot be written"):
-            file.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(1, 600))
+
+
+@contextmanager
+def full_disk(most: int) -> Iterator[None]:
+    """Let no file grow beyond `most` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_metrics_go_on_in_a_new_file_where_the_folder_was_removed(tmp_path: Path) -> None:

@@ -74,12 +74,12 @@ def test_a_weight_that_is_not_finite_leads_back_too(tmp_path: Path) -> None:
 
     def spoiling() -> object:
         record = step()
-        if ours.state.global_step == 6 and not ours.rollback.count:
+        if ours.state.global_step == 6 and not ours.state.skipped_samples:
             next(ours.run.module.parameters()).data[0] = float("inf")
         return record
 
     ours.training_step = spoiling  # type: ignore[method-assign,assignment]
     ours.train()
     ours.close()
-    assert ours.rollback.count == 1 and ours.state.skipped_samples == [[20, 24]]
+    assert ours.state.skipped_samples == [[20, 24]]
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 7
