@@ -3,208 +3,41 @@
     python scripts/bench/chaos.py [--faults 500] [--seed 1] [--layouts pp2 tp2] [--output FILE]
 
 A fault is a signal to a process of the run (the supervisor, an agent, a rank) at a random moment, in a save, in an
-export or in a restart; or damage to the newest checkpoint after the supervisor was killed. A run passes if it ends with
-exit code 0, with every step once in metrics.jsonl, with the samples and the final loss of the undisturbed run to the
-bit, without a process left. The results file is read again, so a campaign can be made in parts.
+export or in a restart; damage to the newest checkpoint after the supervisor was killed; and as root a full disk and a
+link that is down. A run passes if it ends with exit code 0, with every step once in metrics.jsonl, with the samples and
+the final loss of the undisturbed run to the bit, without a process left. The results file is read again, so a campaign
+can be made in parts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import re
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
-LAYOUTS: dict[str, tuple[int, list[object]]] = {
-    "pp2": (2, ["--deepspeed_config", "pipeline_checkpointing"]),
-    "tp2": (2, ["--deepspeed_config", "tensor_parallel"]),
-    "zero3": (2, ["--deepspeed_config", "zero3"]),
-    "pp2 x tp2": (4, ["--deepspeed_config", "pipeline_3d"]),
-}
-SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGSTOP": signal.SIGSTOP}
-MOMENTS = ("step", "step", "save", "export", "restart")
-DAMAGE = ("truncated", "flipped", "swapped", "stale")
-STEPS, SAVE_STEPS, LIMIT_S, STOPPED_S = 40, 8, 300.0, 3.0
-
-
-class Run:
-    """One run and its faults, in a folder of its own."""
-
-    def __init__(self, layout: str, folder: Path, draw: random.Random) -> None:
-        self.ranks, flags = LAYOUTS[layout]
-        self.layout, self.output, self.log, self.draw = layout, folder / "run", folder / "log", draw
-        (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog; 0123456789. " * 60)
-        data = ["--train_file", folder / "text.txt", "--block_size", 32, "--per_device_train_batch_size", 2]
-        steps = ["--max_steps", STEPS, "--save_steps", SAVE_STEPS, "--save_total_limit", 4]
-        launcher = [
-            sys.executable,
-            "-m",
-            "harness.cli",
-            "launch",
-            "--max_restarts",
-            50,
-            "--num_accelerators",
-            self.ranks,
-        ]
-        words = [*launcher, "scripts/train.py", *flags, *data, *steps, "--output_dir", self.output]
-        self.command = [*map(str, words), "--resume_from_checkpoint", "auto"]
-        self.until = time.monotonic() + LIMIT_S
-        self.start()
-
-    def start(self) -> None:
-        """Start the supervisor."""
-        with self.log.open("a") as log:
-            self.supervisor = subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True)
-
-    def rows(self) -> list[dict[str, float]]:
-        """Return the lines of metrics."""
-        metrics = self.output / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-
-    def processes(self) -> dict[str, int]:
-        """Return the processes of the run by their place in it."""
-        found = {}
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with suppress(OSError):
-                process, text = int(path.parent.name), path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                state, parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state in "ZX":
-                    continue
-                if "harness.resilience.agent" in text and int(parent) == self.supervisor.pid:
-                    found["agent"] = process
-                elif str(self.output) in text:
-                    rank = re.search(r"--local_rank=(\d+)", text)
-                    other = "supervisor" if process == self.supervisor.pid else "other"
-                    found[f"rank {rank[1]}" if rank else other] = process
-        return found
-
-    def wait_for(self, moment: str) -> None:
-        """Wait for the moment of a fault, or for the end of the run."""
-        begun = len(self.rows())
-        step = self.draw.randint(begun + 1, max(begun + 1, STEPS - 2))
-        starts = self.log.read_text().count("preparing ")
-        reached = {
-            "step": lambda: len(self.rows()) >= step,
-            "save": lambda: len(self.rows()) > begun and any(self.output.glob("writing-*")),
-            "export": lambda: len(self.rows()) >= STEPS and any(self.output.glob("unfinished-*")),
-            "restart": lambda: self.log.read_text().count("preparing ") > starts,
-        }[moment]
-        while not reached() and self.supervisor.poll() is None and time.monotonic() < self.until:
-            time.sleep(0.002)
-        time.sleep(self.draw.random() * (8.0 if moment == "restart" else 0.1))
-
-    def fault(self, kinds: list[str]) -> str | None:
-        """Make one fault; return what it was, None if the run had ended before."""
-        moment, kind = self.draw.choice(MOMENTS), self.draw.choice(kinds)
-        if moment == "restart":
-            self.wait_for("step")
-            with suppress(ProcessLookupError, KeyError):
-                os.kill(self.processes()["rank 0"], signal.SIGKILL)
-        self.wait_for(moment)
-        if self.supervisor.poll() is not None or not self.processes():
-            return None
-        if kind == "damage":
-            self.supervisor.kill()
-            self.end()
-            return f"{self.damage()}, {moment}"
-        processes = self.processes()
-        who = self.draw.choice(sorted(processes))
-        with suppress(ProcessLookupError):
-            os.kill(processes[who], SIGNALS[kind])
-        if who == "supervisor" and kind == "SIGSTOP":
-            time.sleep(STOPPED_S)
-            self.supervisor.send_signal(signal.SIGCONT)
-        return f"{kind} to {'a rank' if who.startswith('rank') else who}, {moment}"
-
-    def damage(self) -> str:
-        """Damage the newest checkpoint."""
-        checkpoints = sorted(self.output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-        files = [path for path in checkpoints[-1].rglob("*") if path.is_file()] if checkpoints else []
-        if not files:
-            return "nothing to damage"
-        kind, file = self.draw.choice(DAMAGE), self.draw.choice(sorted(files))
-        content = bytearray(file.read_bytes())
-        older = checkpoints[0] / file.relative_to(checkpoints[-1])
-        if kind == "truncated":
-            file.write_bytes(content[: len(content) // 2])
-        elif kind == "flipped":
-            content[self.draw.randrange(len(content))] ^= 1 << self.draw.randrange(8)
-            file.write_bytes(content)
-        elif kind == "swapped":
-            other = self.draw.choice([path for path in files if path != file])
-            file.write_bytes(other.read_bytes())
-            other.write_bytes(content)
-        elif older.exists():
-            shutil.copy(older, file)
-        return f"a checkpoint's file {kind}"
-
-    def end(self) -> dict[str, int]:
-        """Wait for the end of the supervisor and of all processes; return those that are left."""
-        with suppress(subprocess.TimeoutExpired):
-            self.supervisor.wait(max(1.0, self.until - time.monotonic()))
-        for _ in range(250):
-            if not (left := self.processes()):
-                break
-            time.sleep(0.1)
-        return left
-
-    def wrong(self, loss: float) -> list[str]:
-        """Return what is not as in the undisturbed run."""
-        while True:
-            left = self.end()
-            if self.supervisor.returncode == 0 or time.monotonic() > self.until:
-                break
-            self.start()  # it was killed, or told to stop: the user starts it again
-        rows = self.rows()
-        batch = rows[0]["consumed_samples"] if rows else 0
-        damaged = len(re.findall("is damaged|differs from what was saved", self.log.read_text(errors="replace")))
-        checks = {
-            f"exit code {self.supervisor.returncode}": self.supervisor.returncode == 0,
-            f"left: {left}": not left,
-            f"{len(rows)} rows": [row["step"] for row in rows] == list(range(1, STEPS + 1)),
-            "samples": all(row["consumed_samples"] == batch * row["step"] for row in rows),
-            f"loss {rows[-1]['loss'] if rows else None}, not {loss}": bool(rows) and rows[-1]["loss"] == loss,
-            f"{self.repeated()} steps repeated": self.repeated() <= SAVE_STEPS * (1 + damaged),
-        }
-        return [what for what, holds in checks.items() if not holds]
-
-    def repeated(self) -> int:
-        """Return the most steps that were made once more after a fault that the supervisor has seen."""
-        found, step = 0, 0
-        for line in self.log.read_text(errors="replace").splitlines():
-            if match := re.search(r"ds-harness launch: .* (?:in|after) step (\d+)", line):
-                step = max(step, int(match[1]) - 1)
-            elif match := re.search(r"resumed from .* at step (\d+)", line):
-                found, step = max(found, step - int(match[1])), int(match[1])
-        return found
+from chaos_run import IS_ROOT, LAYOUTS, MACHINE, SIGNALS, Run
+from report import RESULTS, write_report
 
 
 def undisturbed(layout: str) -> float:
     """Return the final loss of a run without faults."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = Run(layout, Path(folder), random.Random(0))
-        run.end()
-        return run.rows()[-1]["loss"]
+    run = Run(layout, Path(tempfile.mkdtemp()), random.Random(0))
+    run.end()
+    loss = run.rows()[-1]["loss"]
+    run.close(keep=False)
+    return loss
 
 
 def disturbed(layout: str, loss: float, seed: int, kinds: list[str]) -> dict[str, object]:
     """Make a run with a few faults; return what they were and what was wrong."""
     draw, folder = random.Random(seed), Path(tempfile.mkdtemp())
     run, faults = Run(layout, folder, draw), []
-    for _ in range(draw.randint(2, 4)):
+    for _ in range(draw.randint(3, 7)):
         if run.supervisor.poll() is not None:
             run.end()
             if run.supervisor.returncode == 0:
@@ -213,10 +46,9 @@ def disturbed(layout: str, loss: float, seed: int, kinds: list[str]) -> dict[str
         if (fault := run.fault(kinds)) is not None:
             faults.append(fault)
     wrong = run.wrong(loss)
+    run.close(keep=bool(wrong))
     if wrong:
         print(f"kept: {folder}")
-    else:
-        shutil.rmtree(folder)
     return {"layout": layout, "seed": seed, "faults": faults, "wrong": wrong}
 
 
@@ -227,24 +59,23 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so many seconds")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
-    parser.add_argument("--kinds", nargs="+", default=[*SIGNALS, *SIGNALS, "damage"], choices=[*SIGNALS, "damage"])
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "chaos.json")
+    kinds = [*SIGNALS, "damage", *(MACHINE if IS_ROOT else ())]
+    parser.add_argument("--kinds", nargs="+", default=[*SIGNALS, *kinds], choices=kinds)
+    parser.add_argument("--output", type=Path, default=RESULTS / "chaos.json")
     args = parser.parse_args()
     begun = time.monotonic()
     result = json.loads(args.output.read_text()) if args.output.exists() else {"losses": {}, "runs": []}
-    result["date"] = date.today().isoformat()
-    result["versions"] = {name: version(name) for name in ("ds-harness", "deepspeed", "torch", "transformers")}
     while sum(len(run["faults"]) for run in result["runs"]) < args.faults and time.monotonic() - begun < args.seconds:
         layout, seed = args.layouts[len(result["runs"]) % len(args.layouts)], args.seed * 10_000 + len(result["runs"])
         if layout not in result["losses"]:
             result["losses"][layout] = undisturbed(layout)
-            args.output.write_text(json.dumps(result, indent=1) + "\n")
+            write_report(args.output, result, what=__doc__)
         run = disturbed(layout, result["losses"][layout], seed, args.kinds)
         print(json.dumps(run), flush=True)
         result["runs"].append(run)
         result["faults"] = dict(Counter(fault for run in result["runs"] for fault in run["faults"]).most_common())
         result["failed_runs"] = sum(bool(run["wrong"]) for run in result["runs"])
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_report(args.output, result, what=__doc__)
     return bool(result["failed_runs"])
 
 

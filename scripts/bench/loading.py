@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,9 @@ from harness.training.engine.build import RunContext  # noqa: E402
 from harness.training.prepare.configure import read_run_config  # noqa: E402
 from harness.training.prepare.stages import choose_boundaries  # noqa: E402
 from harness.training.prepare.trainable import trainable_decoder  # noqa: E402
-from harness.training.report.metrics import versions  # noqa: E402
+from scripts.bench.report import RESULTS, write_report  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results"
 LAYOUTS = {"pp2 x tp2": (2, 2, 1), "tp4": (1, 4, 1), "ZeRO-3 dp4": (1, 1, 3)}
 SHAPE = dict(
     vocab_size=32000,
@@ -85,9 +83,6 @@ def main() -> None:
             runs[name] = summary(results, read_s)
             print(name, json.dumps(runs[name]))
         report = {
-            "what": __doc__.partition("\n")[0],
-            "date": date.today().isoformat(),
-            "versions": versions(),
             "family": flags.family,
             "parameters": parameters,
             "checkpoint": {"dtype": flags.dtype, "bytes": sum(f.stat().st_size for f in model.glob("*.safetensors"))},
@@ -95,7 +90,7 @@ def main() -> None:
             "layouts": runs,
         }
     name = "loading.json" if flags.family == "llama" else f"loading-{flags.family}.json"
-    (RESULTS / name).write_text(json.dumps(report, indent=2) + "\n")
+    write_report(RESULTS / name, report, what=__doc__)
 
 
 def make_checkpoint(family: str, folder: Path, dtype: torch.dtype) -> int:

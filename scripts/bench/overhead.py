@@ -9,21 +9,17 @@ both alike; the figure is the ratio of the medians. Run it under the launcher:
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from report import RESULTS, write_report
 
 from harness import Trainer, TrainingArguments
 from harness.training.batches.evaluation import EvaluationBatch
-from harness.training.report.metrics import versions
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
@@ -81,8 +77,6 @@ def timed(step) -> float:
 def report(flags: argparse.Namespace, trainer: Trainer, ours: list, by_hand: list, ratio: float) -> None:
     """Print the ratio and keep the figures."""
     content = {
-        "date": date.today().isoformat(),
-        "versions": versions(),
         "flags": vars(flags),
         "layout": str(trainer.run.plan.layout),
         "device": trainer.engine.device.type,
@@ -91,9 +85,7 @@ def report(flags: argparse.Namespace, trainer: Trainer, ours: list, by_hand: lis
         "by_hand_s": by_hand,
         "ratio_of_medians": ratio,
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / "overhead.json"
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    path = write_report(RESULTS / "overhead.json", content, what=__doc__)
     print(
         f"a step through the Trainer takes {ratio:.4f} of the step by hand "
         f"({statistics.median(ours):.4f} s and {statistics.median(by_hand):.4f} s, {len(ours)} pairs): {path}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,10 +23,9 @@ import torch  # noqa: E402
 from transformers import LlamaConfig  # noqa: E402
 
 from harness import Trainer, TrainingArguments  # noqa: E402
-from harness.training.report.metrics import versions  # noqa: E402
+from scripts.bench.report import RESULTS, write_report  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
-RESULT = Path(__file__).parent / "results" / "rebalancing.json"
 ROUNDS, STEPS, MOVE_AT, LENGTH = 2, 14, 4, 128
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -64,13 +62,7 @@ def main() -> None:
                 }
             )
             print(json.dumps(rounds[-1]), flush=True)
-    report = {
-        "what": __doc__.partition("\n")[0],
-        "date": date.today().isoformat(),
-        "versions": versions(),
-        "rounds": rounds,
-    }
-    RESULT.write_text(json.dumps(report, indent=2) + "\n")
+    write_report(RESULTS / "rebalancing.json", {"rounds": rounds}, what=__doc__)
 
 
 def train(folder: str, rebalance_steps: int | None) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import argparse
 import json
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from harness import Trainer, TrainingArguments  # noqa: E402
-from harness.training.report.metrics import versions  # noqa: E402
+from scripts.bench.report import RESULTS, write_report  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 from tests.distributed.training import Job, rows, tiny_model  # noqa: E402
 
-RESULT = Path(__file__).parent / "results" / "reshape.json"
+RESULT = RESULTS / "reshape.json"
 LAYOUTS = {
     1: ["z0"],
     2: ["pp2z1", "tp2z0", "dp2z2", "dp2z3"],
@@ -50,14 +49,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             before[family] = summary(*all_pairs(family, Path(folder)))
         print(family, json.dumps({key: before[family][key] for key in ("worst", "own_layout_to_the_bit")}), flush=True)
-        report = {
-            "what": __doc__.partition("\n")[0],
-            "date": date.today().isoformat(),
-            "versions": versions(),
-            "steps": STEPS - SAVED_AT,
-            "families": before,
-        }
-        RESULT.write_text(json.dumps(report, indent=2) + "\n")
+        write_report(RESULT, {"steps": STEPS - SAVED_AT, "families": before}, what=__doc__)
     if any(found["worst"] > MOST or not found["own_layout_to_the_bit"] for found in before.values()):
         raise SystemExit("a layout does not go on as the unbroken run")
 

@@ -17,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
+
+from report import RESULTS, write_report
 
 PARTS = {"noticed": "ds-harness launch: restart", "started": "preparing", "resumed": "resumed from"}
 STEPS, SAVE_STEPS, FAULT_AT = 40, 5, 12
@@ -74,7 +74,7 @@ def main() -> None:
     """Measure, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "restart.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "restart.json")
     args = parser.parse_args()
     runs = []
     for _ in range(args.repeat):
@@ -82,15 +82,13 @@ def main() -> None:
             runs.append(run(Path(folder)))
         print(runs[-1], flush=True)
     result = {
-        "date": date.today().isoformat(),
-        "versions": {name: version(name) for name in ("deepspeed", "torch", "transformers")},
         "cores": os.cpu_count(),
         "ranks": 2,
         "seconds_since_death": {part: statistics.median(run[part] for run in runs) for part in runs[0]},
         "load_average": round(os.getloadavg()[0], 1),
         "runs": runs,
     }
-    args.output.write_text(json.dumps(result, indent=2) + "\n")
+    write_report(args.output, result, what=__doc__)
     print(json.dumps(result["seconds_since_death"]))
 
 

@@ -17,19 +17,17 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
+from report import RESULTS, write_report
 from transformers import LlamaConfig
 
 from harness import Trainer, TrainingArguments
 from harness.checkpoint import training_state
 from harness.checkpoint.integrity import changed_file
 from harness.checkpoint.manifest import read_manifest
-from harness.training.report.metrics import versions
 
-RESULTS = Path(__file__).parent / "results"
 BLOCK_BYTES = 16 << 20
 MODEL = LlamaConfig(
     vocab_size=8000,
@@ -61,9 +59,6 @@ def main() -> None:
     parameters = trainer.run.trainable.size()
     step = statistics.median(alone for alone, _ in pairs)
     report = {
-        "what": __doc__.partition("\n")[0],
-        "date": date.today().isoformat(),
-        "versions": versions(),
         "cores": len(os.sched_getaffinity(0)),
         "parameters": parameters,
         "steps_with_one_save": flags.steps,
@@ -76,7 +71,7 @@ def main() -> None:
     }
     trainer.close()
     shutil.rmtree(flags.folder)
-    (RESULTS / "saving.json").write_text(json.dumps(report, indent=2) + "\n")
+    write_report(RESULTS / "saving.json", report, what=__doc__)
     print(json.dumps(report, indent=2))
 
 

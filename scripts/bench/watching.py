@@ -6,23 +6,20 @@ OMP_NUM_THREADS=1 deepspeed --num_accelerators 2 scripts/bench/watching.py --rou
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import threading
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from report import RESULTS, write_report
 
 from harness import Trainer, TrainingArguments
-from harness.training.report.metrics import versions
 from harness.training.watch.activity import ACTIVITY
 from harness.training.watch.opening import watch_run
 
-RESULTS = Path(__file__).parent / "results"
 STEPS = 4  # of a round with the watch, and of one without
 
 
@@ -76,8 +73,6 @@ def report(flags: argparse.Namespace, trainer: Trainer, watched: list[float], al
     """Print the ratio and keep the figures: the median of the pairs' ratios, as the machine drifts."""
     ratio = statistics.median(a / b for a, b in zip(watched, alone, strict=True))
     content = {
-        "date": date.today().isoformat(),
-        "versions": versions(),
         "flags": vars(flags),
         "layout": str(trainer.run.plan.layout),
         "threads": torch.get_num_threads(),
@@ -87,8 +82,7 @@ def report(flags: argparse.Namespace, trainer: Trainer, watched: list[float], al
         "ratio_of_minima": min(watched) / min(alone),
         "median_of_ratios": ratio,
     }
-    path = RESULTS / "watching.json"
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    path = write_report(RESULTS / "watching.json", content, what=__doc__)
     print(
         f"a watched step takes {ratio:.4f} of one without (median of {len(alone)} pairs), "
         f"the fastest {content['ratio_of_minima']:.4f}; the watch uses {share:.2%} of a processor: {path}"

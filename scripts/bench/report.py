@@ -1,0 +1,21 @@
+"""Write what a benchmark measured: what it was, on which day, with which versions."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from harness.training.report.metrics import versions
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def write_report(path: Path, content: dict[str, Any], *, what: str) -> Path:
+    """Write `content` after date, versions and the first line of `what`; return the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {"what": what.partition("\n")[0], "date": date.today().isoformat(), "versions": versions()}
+    report = {**head, **{key: value for key, value in content.items() if key not in head}}
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return path
