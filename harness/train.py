@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,6 +107,7 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
         processing_class=data.tokenizer,
         peft_config=lora.peft_config(),
         config=config,
+        flags={**asdict(script), **asdict(lora)},
     )
     trainer = Trainer.from_inputs(inputs)
     try:

@@ -13,13 +13,14 @@ from harness.checkpoint.integrity import newest_whole
 from harness.errors import UserError
 from harness.hf.locate import model_directory
 from harness.topology.layout import Layout, divisors
-from harness.training.arguments import LoraArguments, TrainingArguments, parse
+from harness.training.arguments import LoraArguments, TrainingArguments, expanded, parse
 from harness.training.arguments.script import ScriptArguments
 from harness.training.prepare.configure import read_config, read_run_config
 from harness.training.process.launcher import with_resume
 from harness.training.report.metrics import set_aside
 
 ACCUMULATION = "gradient_accumulation_steps"
+KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
 CONFIG = "config-of-restart.json"  # in the output directory
 
 
@@ -44,14 +45,13 @@ class Script:
     """A script and its arguments, as far as they are those of `scripts/train.py`."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        self.words = tuple(words)
+        self.words = self.plain = tuple(words)  # as typed, and with the flags of config files in place
         self.args: TrainingArguments | None = None
         if {"-h", "--help"} & set(words):
             return
         try:
-            given = parse(
-                [ScriptArguments, TrainingArguments, LoraArguments], words[1:], prog="", description="", epilog=""
-            )
+            given = parse(KINDS, words[1:], prog="", description="", epilog="")
+            self.plain = (words[0], *expanded(KINDS, words[1:]))
         except (UserError, SystemExit):
             return  # the ranks say what is wrong, or it is a script with arguments of its own
         self.model, self.args = given[0].model_name_or_path, given[1]
@@ -100,7 +100,7 @@ class Script:
         A config that states one is copied into the output directory without it.
         """
         assert self.args is not None and self.output_dir is not None
-        words = without(self.words, {"--gradient_accumulation_steps"})
+        words = without(self.plain, {"--gradient_accumulation_steps"})
         config = read_config(self.args.deepspeed_config).data
         if config.get(ACCUMULATION, "auto") == "auto":
             return words

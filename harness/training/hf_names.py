@@ -50,18 +50,6 @@ ARGUMENTS = {
     "model_init": "give the model, or a config, which is initialised from the seed",
 }
 
-SETTINGS = {
-    "deepspeed": "give the DeepSpeed JSON as deepspeed_config",
-    "eval_strategy": "set eval_steps",
-    "evaluation_strategy": "set eval_steps",
-    "save_strategy": "set save_steps",
-    "logging_strategy": "set logging_steps",
-    "gradient_checkpointing": "set pipeline.activation_checkpoint_interval in the DeepSpeed JSON",
-    "optim": "name the optimizer in the DeepSpeed JSON",
-    "warmup_ratio": "set warmup_steps, below 1 a fraction of all steps",
-    "compute_loss_func": LOSS,
-}
-
 
 def require_ours(kind: type, base: type, others: Iterable[str]) -> None:
     """UserError for a Trainer of a class `kind` that overrides what our Trainer `base` never calls, or is given keyword

@@ -4,7 +4,7 @@ The dataclasses are the one list of flags: command line, `--help` and docs/flags
 its file. Neither torch nor transformers is imported, so that a wrong argument is refused at once.
 """
 
-from harness.training.arguments.command_line import Parser, add_flags, parse
+from harness.training.arguments.command_line import Parser, add_flags, expanded, parse
 from harness.training.arguments.flags import Flags, flag
 from harness.training.arguments.lora import LoraArguments, require_peft
 from harness.training.arguments.optimizer import SCHEDULES
@@ -17,6 +17,7 @@ __all__ = [
     "Parser",
     "TrainingArguments",
     "add_flags",
+    "expanded",
     "flag",
     "parse",
     "require_peft",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
+from functools import partial
 from typing import Any, NoReturn, get_type_hints
 
 from harness.errors import UserError
 from harness.training.arguments.flags import Flags, groups
+from harness.training.arguments.values import takes, typed
+from harness.training.arguments.words import config_flags, known_flags, own_words
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,13 +34,13 @@ def _add_group(parser: argparse._ArgumentGroup, kind: type[Flags]) -> None:
         default = None if item.default is MISSING else item.default
         text = item.metadata["help"].replace("%", "%%")
         suffix = "" if default is None else f" (default: {default})"
-        convert = _converter(hints[item.name])
-        extra: dict[str, Any] = {"nargs": "?", "const": True} if convert is _boolean else {}
-        if "tuple" in str(hints[item.name]):
+        hint = hints[item.name]
+        extra: dict[str, Any] = {"nargs": "?", "const": True} if takes(hint, "bool") else {}
+        if takes(hint, "tuple"):
             extra = {"nargs": "+", "action": _Names}
         parser.add_argument(
             f"--{item.name}",
-            type=convert,
+            type=str if takes(hint, "tuple") else partial(_typed, hint),
             default=argparse.SUPPRESS,
             help=text + suffix,
             metavar=item.name.upper(),
@@ -57,10 +61,33 @@ def parse(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    parser.add_argument("--config", metavar="FILE", help="flags in a YAML or JSON file, or the run.json of a run")
     for kind in kinds:
         add_flags(parser, kind)
-    given = vars(parser.parse_args(argv))
+    known = known_flags(kinds)
+    in_files, words = config_flags(sys.argv[1:] if argv is None else argv, known)
+    given: dict[str, Any] = {}
+    for item in in_files:
+        try:
+            given |= vars(parser.parse_args(own_words(item.words, known)))
+        except UserError as error:
+            raise UserError(f"{item.where}{error}") from error
+    given |= vars(parser.parse_args(own_words(words, known)))
     return tuple(kind(**{f.name: given[f.name] for f in fields(kind) if f.name in given}) for kind in kinds)
+
+
+def expanded(kinds: Sequence[type[Flags]], words: Sequence[str]) -> list[str]:
+    """Return the words with the flags of `--config FILE` in its place, and with the harness's own names."""
+    known = known_flags(kinds)
+    in_files, rest = config_flags(words, known)
+    return [*(word for item in in_files for word in own_words(item.words, known)), *own_words(rest, known)]
+
+
+def _typed(hint: object, text: str) -> object:
+    try:
+        return typed(hint, text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is {error}") from error
 
 
 class _Names(argparse.Action):
@@ -75,19 +102,3 @@ class _Names(argparse.Action):
     ) -> None:
         names = tuple(name for value in values for name in value.split(",") if name)
         setattr(namespace, self.dest, names)
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() in ("true", "1", "yes"):
-        return True
-    if text.lower() in ("false", "0", "no"):
-        return False
-    raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
-
-
-def _converter(hint: object) -> Callable[[str], object]:
-    names = str(hint)
-    for kind, convert in (("bool", _boolean), ("float", float), ("int", int)):
-        if kind in names or hint is convert:
-            return convert
-    return str

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_type_hints
 
 from harness.errors import UserError
+from harness.training.arguments.values import typed
 
 
 def flag(default: object, text: str, *, least: float | None = None, choices: Sequence[str] = ()) -> Any:
@@ -32,7 +33,7 @@ class Flags:
     TITLE: ClassVar[str] = ""
     _given: ClassVar[frozenset[str]] = frozenset()  # set on each instance
 
-    def __new__(cls, **given: Any) -> Self:
+    def __new__(cls, *_: object, **given: object) -> Self:
         self = super().__new__(cls)
         # also where the value is the default: it may contradict the JSON, or be without effect
         object.__setattr__(self, "_given", frozenset(given))
@@ -40,8 +41,9 @@ class Flags:
 
     def __post_init__(self) -> None:
         for group in groups(type(self)):
+            hints = get_type_hints(group)
             for item in fields(group):
-                _require_allowed(item, getattr(self, item.name))
+                setattr(self, item.name, _allowed(item, hints[item.name], getattr(self, item.name)))
             group.check(self)
 
     def check(self) -> None:
@@ -59,11 +61,17 @@ def groups(kind: type[Flags]) -> tuple[type[Flags], ...]:
     return bases or (kind,)
 
 
-def _require_allowed(item: Field[Any], value: Any) -> None:
-    least, choices = item.metadata["least"], item.metadata["choices"]
+def _allowed(item: Field[Any], hint: object, value: Any) -> Any:
+    """Return a flag's value in its type; None stands for the default. UserError for a value that is not allowed."""
     if value is None:
-        return
+        return item.default
+    least, choices = item.metadata["least"], item.metadata["choices"]
+    try:
+        value = typed(hint, value)
+    except ValueError as error:
+        raise UserError(f"--{item.name} {value!r}: {error}") from error
     if least is not None and value < least:
         raise UserError(f"--{item.name} {value}: must be at least {least}")
     if choices and value not in choices:
         raise UserError(f"--{item.name} {value}: not one of {', '.join(choices)}")
+    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import TYPE_CHECKING
 
 from harness.config import AutoValues
 from harness.training.arguments.batches import BatchArguments
@@ -13,7 +13,7 @@ from harness.training.arguments.model import ModelArguments
 from harness.training.arguments.optimizer import OptimizerArguments
 from harness.training.arguments.reporting import ReportingArguments
 from harness.training.arguments.run import RunArguments
-from harness.training.hf_names import SETTINGS, refuse_arguments
+from harness.training.arguments.words import own_arguments
 
 
 @dataclass(kw_only=True)
@@ -28,10 +28,15 @@ class TrainingArguments(
 ):
     """How to train. Where the DeepSpeed JSON says "auto", or nothing, the value comes from here."""
 
-    def __new__(cls, **given: Any) -> Self:
-        unknown = given.keys() - {item.name for item in fields(cls)}
-        refuse_arguments(sorted(unknown), cls.__init__, SETTINGS, cls.__name__)
-        return super().__new__(cls, **given)
+    if not TYPE_CHECKING:  # a type checker sees the fields alone
+
+        def __init__(self, output_dir: object = None, **given: object) -> None:
+            """Take HuggingFace's other flags too, where they ask for what is done in any case."""
+            given = own_arguments(given if output_dir is None else {"output_dir": output_dir, **given}, fields(self))
+            object.__setattr__(self, "_given", frozenset(given))
+            for item in fields(self):
+                setattr(self, item.name, given.get(item.name, item.default))
+            self.__post_init__()
 
     def auto_values(self, *, world_size: int, max_steps: int, hidden_size: int | None = None) -> AutoValues:
         """Return what the arguments say about the config's "auto"s."""

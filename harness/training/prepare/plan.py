@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,7 @@ class RunInputs:
     data_collator: Collator = collate
     peft_config: LoraConfig | None = None
     config: RunConfig | None = None  # where it has been read already
+    flags: Mapping[str, object] = field(default_factory=dict)  # of the script, besides `args`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,14 +100,12 @@ class Recorder:
 def describe(run: PreparedRun) -> JsonObject:
     """Return what `run.json` holds: resolved config, layout, arguments, model shape, stage boundaries."""
     causal = run.trainable.causal
-    arguments = asdict(run.args)
-    arguments["deepspeed_config"] = str(arguments["deepspeed_config"])
     return {
         "run_id": run.run_id,
         "config": run.resolved.config,
         "filled": [asdict(filled) for filled in run.resolved.filled],
         "layout": {**run.plan.layout.sizes(), "world_size": run.plan.layout.world_size},
-        "arguments": arguments,
+        "arguments": {**run.inputs.flags, **asdict(run.args)},
         "model": causal.source.config.to_dict() if causal is not None else {"layers": run.trainable.names},
         "parameters": run.trainable.size(),
         "trained_parameters": run.trainable.size(trained=True),

@@ -1,0 +1,97 @@
+"""`--config FILE`: flags in YAML or JSON, and the `run.json` of a run, whose `arguments` repeat it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.errors import UserError
+from harness.training.arguments.values import takes
+
+if TYPE_CHECKING:
+    import yaml
+
+ARGUMENTS = "arguments"  # of run.json
+
+
+@dataclass(frozen=True)
+class ConfigFlag:
+    """A flag in a file, as words of a command line; `where` is the file and the line."""
+
+    where: str
+    words: tuple[str, ...]
+
+
+def read_config_file(file: str, known: Mapping[str, Field[Any]]) -> list[ConfigFlag]:
+    """Return the flags in a file; UserError if it cannot be read.
+
+    Of a run.json those are left out that have their default: the run was not given them.
+    """
+    import yaml
+
+    path = Path(file)
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            text = text.replace("\t", " ")  # YAML takes all of JSON but its tabs
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except yaml.MarkedYAMLError as error:
+        line = 0 if error.problem_mark is None else error.problem_mark.line + 1
+        raise UserError(f"{file}:{line}: is neither YAML nor JSON: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"--config {file}: is neither YAML nor JSON: {str(error).splitlines()[0]}") from error
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise UserError(f"--config {file}: give flags and their values, as `max_steps: 100`")
+    arguments = next((value for key, value in root.value if key.value == ARGUMENTS), None)
+    if isinstance(arguments, yaml.MappingNode):
+        return list(_flags(file, arguments, known, of_run=True))
+    return list(_flags(file, root, known))
+
+
+def _flags(
+    file: str, node: yaml.MappingNode, known: Mapping[str, Field[Any]], *, of_run: bool = False
+) -> Iterator[ConfigFlag]:
+    seen: set[str] = set()
+    for key, value in node.value:
+        where, name = f"{file}:{key.start_mark.line + 1}: ", str(key.value).removeprefix("--")
+        if name in seen:
+            raise UserError(f"{where}{name} is given twice")
+        seen.add(name)
+        plain = _plain(value)
+        item = known.get(name.replace("-", "_"))
+        if plain is None or (of_run and item is not None and _same(plain, item.default)):
+            continue
+        yield ConfigFlag(where, _words(name, plain, several=item is None or takes(item.type, "tuple")))
+
+
+def _plain(node: yaml.Node) -> Any:
+    """Return a node's value; scalars as they are written, so that `no`, `1e-5` and `2024-01-01` stay words."""
+    import yaml
+
+    if isinstance(node, yaml.ScalarNode):
+        return None if node.tag.endswith(":null") else node.value
+    return yaml.SafeLoader("").construct_object(node, deep=True)
+
+
+def _words(name: str, value: Any, *, several: bool) -> tuple[str, ...]:
+    if isinstance(value, list) and not any(isinstance(item, dict | list) for item in value):
+        return (f"--{name}", *map(str, value)) if several else (f"--{name}={','.join(map(str, value))}",)
+    return (f"--{name}={value if isinstance(value, str) else json.dumps(value)}",)
+
+
+def _same(value: Any, default: object) -> bool:
+    if isinstance(default, bool):
+        return str(value).lower() == str(default).lower()
+    if isinstance(default, int | float):
+        try:
+            return float(value) == default
+        except (TypeError, ValueError):
+            return False
+    return bool(value == (list(default) if isinstance(default, tuple) else default))

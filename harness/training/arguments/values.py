@@ -1,0 +1,83 @@
+"""The value of a flag in the type of its field, from the command line, a config file or Python."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from enum import Enum
+from numbers import Real
+from typing import Any
+
+TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
+
+
+def takes(hint: object, kind: str) -> bool:
+    """Whether a field's type is of a kind: bool, int, float, tuple, Mapping."""
+    return kind in str(hint)
+
+
+def typed(hint: object, value: Any) -> Any:
+    """Return a value in the type of `hint`. ValueError, in words, if it is not of that type."""
+    if isinstance(value, Enum):
+        value = value.value
+    for kind, convert in (
+        ("tuple", _words),
+        ("Mapping", _mapping),
+        ("bool", _boolean),
+        ("float", _number),
+        ("int", _whole),
+    ):
+        if takes(hint, kind):
+            return convert(value)
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError("not a text")
+    return os.fspath(value)
+
+
+def _words(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str | os.PathLike):
+        return (os.fspath(value),)
+    if not isinstance(value, list | tuple | set):
+        raise ValueError("not a list")
+    return tuple(value)
+
+
+def _mapping(value: Any) -> Any:
+    """Return a mapping as it is, a text that is a JSON object as a dictionary, any other text as a path."""
+    if isinstance(value, Mapping):
+        return value
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError("neither a path nor a dictionary")
+    text = os.fspath(value)
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+
+
+def _boolean(value: Any) -> bool:
+    text = str(value).lower()
+    if text in TRUE + FALSE:
+        return text in TRUE
+    raise ValueError("not true or false")
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, str | Real) or isinstance(value, bool):
+        raise ValueError("not a number")
+    try:
+        return value if isinstance(value, int) else float(value)
+    except ValueError:
+        raise ValueError("not a number") from None
+
+
+def _whole(value: Any) -> int:
+    number = _number(value)
+    if number != number or abs(number) == float("inf") or int(number) != number:
+        raise ValueError("not a whole number")
+    return int(number)

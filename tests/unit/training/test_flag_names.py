@@ -1,0 +1,136 @@
+"""Every name that a newcomer may type: HuggingFace's, other programs', a config file's, a misspelt one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from harness import TrainingArguments, UserError
+from harness.training.arguments import LoraArguments, expanded, parse
+from harness.training.arguments.other_names.huggingface import NOT_TAKEN
+from harness.training.arguments.script import ScriptArguments
+from harness.training.arguments.words import ALIASES, known_flags
+
+KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
+RUN_CLM = (
+    *("model_name_or_path", "model_type", "config_overrides", "config_name", "tokenizer_name", "cache_dir"),
+    *("use_fast_tokenizer", "model_revision", "token", "use_auth_token", "trust_remote_code", "torch_dtype", "dtype"),
+    *("low_cpu_mem_usage", "attn_implementation", "dataset_name", "dataset_config_name", "train_file"),
+    *("validation_file", "max_train_samples", "max_eval_samples", "streaming", "block_size", "overwrite_cache"),
+    *("validation_split_percentage", "preprocessing_num_workers", "keep_linebreaks"),
+)
+OLDER = (
+    *("evaluation_strategy", "no_cuda", "overwrite_output_dir", "warmup_ratio", "group_by_length", "save_safetensors"),
+    *("per_gpu_train_batch_size", "logging_dir", "half_precision_backend", "fp16_backend", "use_mps_device"),
+    *("include_tokens_per_second", "fsdp_min_num_params", "jit_mode_eval", "push_to_hub_model_id", "do_train"),
+)
+PLANNED = {"do_train", "do_eval", "optim", "gradient_checkpointing", "neftune_noise_alpha", "model_revision"}
+PLANNED |= {"activation_checkpointing", "overwrite_output_dir", "warmup_ratio"}
+
+
+def command_line(*flags: str) -> tuple[Any, ...]:
+    return parse(KINDS, flags, prog="t", description="", epilog="")
+
+
+def refused(*flags: str) -> str:
+    with pytest.raises(UserError) as caught:
+        command_line(*flags)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_flag_of_huggingface_is_known() -> None:
+    theirs = {item.name for item in fields(transformers.TrainingArguments)} | {*RUN_CLM, *OLDER}
+    assert theirs - known_flags(KINDS).keys() - ALIASES.keys() - NOT_TAKEN.keys() == PLANNED
+
+
+def test_a_flag_that_asks_for_what_is_done_anyway_may_stand() -> None:
+    idle = ("--ddp_timeout", "1800", "--bf16_full_eval=false", "--fsdp", "", "--no_tf32", "--deepspeed")
+    _, args, _ = command_line("--learning-rate", "1e-3", *idle, "--no_bf16", "--max_steps", "7")
+    assert (args.learning_rate, args.bf16, args.max_steps) == (1e-3, False, 7)
+    quiet = {"ddp_timeout": 1800, "tf32": None, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    args = TrainingArguments("somewhere", deepspeed="zero2", report_to=["csv"], max_steps=7.0, **quiet)
+    assert (args.output_dir, args.deepspeed_config) == (str(Path("somewhere").absolute()), "zero2")
+    assert (args.report_to, args.max_steps) == ("csv", 7)
+    assert args.given == {"output_dir", "deepspeed_config", "report_to", "max_steps"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--fsdp full_shard", "--fsdp is not supported: use --deepspeed_config zero3"),
+        ("--micro_batch_size 4", "use --per_device_train_batch_size (axolotl"),
+        ("--training.seq_len 4", "use --block_size (torchtitan"),
+        ("--parallelism.pipeline_parallel_degree=2", "use --pipeline_parallel_size (torchtitan"),
+        ("--tensor-model-parallel-size 2", "use --tensor_parallel_size (Megatron-LM"),
+        ("--batch-size 2", "use --per_device_train_batch_size"),
+        ("--lerning-rate 2", "did you mean --learning_rate?"),
+        ("--frobnicate 2", "unknown flag --frobnicate: see --help"),
+        ("--max_steps 2.5", "'2.5' is not a whole number"),
+        ("--config", "--config: give a file"),
+        ("--config no.yaml", "--config no.yaml: cannot be read: No such file"),
+    ],
+)
+def test_another_name_is_one_line_that_says_what_to_write(flags: str, words: str) -> None:
+    assert words in refused(*flags.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"micro_batch_size": 4}, "takes no micro_batch_size: use --per_device_train_batch_size"),
+        ({"max_steps": "many"}, "--max_steps 'many': not a number"),
+        ({"bf16": "maybe"}, "--bf16 'maybe': not true or false"),
+        ({"output_dir": 3}, "--output_dir 3: not a text"),
+    ],
+)
+def test_a_wrong_keyword_is_one_line(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        TrainingArguments(**given)
+
+
+def test_a_config_file_holds_flags_and_the_command_line_wins(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "max_steps: 3\nlearning_rate: 1e-5\nbf16: no\nseed:\nreport_to: [csv, tensorboard]\nuse_peft: true\n"
+        "lora_target_modules: [q_proj, v_proj]\ndeepspeed_config:\n  zero_optimization: {stage: 2}\n"
+    )
+    _, args, lora = command_line("--max_steps", "9", "--config", str(file))
+    assert (args.max_steps, args.learning_rate, args.bf16, args.seed) == (9, 1e-5, False, 42)
+    assert args.deepspeed_config == {"zero_optimization": {"stage": 2}}
+    assert args.report_to == "csv,tensorboard" and lora.lora_target_modules == ("q_proj", "v_proj")
+    plain = expanded(KINDS, ["--config", str(file), "--max_steps", "9"])
+    assert not any(word.startswith("--config") for word in plain)
+    assert command_line(*plain)[1] == args
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "max_steps: 3\n\nsequence_len: 4\n", "a.yaml:3: unknown flag --sequence_len: use --block_size"),
+        ("a.json", '{\n\t"max_steps": "many"}', "a.json:2: argument --max_steps: 'many' is not a number"),
+        ("a.yaml", "seed: 1\nseed: 2\n", "a.yaml:2: seed is given twice"),
+        ("a.yaml", "a: [1\n", "a.yaml:2: is neither YAML nor JSON"),
+        ("a.yaml", "- 1\n", "give flags and their values"),
+    ],
+)
+def test_a_wrong_config_file_is_one_line_with_the_place(tmp_path: Path, name: str, text: str, words: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert words in refused("--config", str(tmp_path / name))
+
+
+def test_a_run_json_repeats_the_run_without_its_defaults(tmp_path: Path) -> None:
+    _, args, lora = command_line("--max_steps", "7", "--warmup_steps", "0.5", "--use_peft", "--lora_r", "4")
+    recorded = {"run_id": "x", "arguments": {**vars(args), **vars(lora)}, "config": {}}
+    for flags in (args, lora):
+        recorded["arguments"] |= {item.name: getattr(flags, item.name) for item in fields(flags)}
+    del recorded["arguments"]["_given"]
+    (tmp_path / "run.json").write_text(json.dumps(recorded))
+    _, again, adapters = command_line("--config", str(tmp_path / "run.json"))
+    assert (again, adapters) == (args, lora)
+    assert again.given <= {"max_steps", "warmup_steps", "output_dir"}
