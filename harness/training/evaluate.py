@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import time
 
-from torch.utils.data import Subset
-
 from harness.topology.agreement import require_alike
 from harness.training.batches.collate import Collator, MapDataset
 from harness.training.batches.evaluation import evaluation_batches, evaluation_steps
+from harness.training.batches.padding import at_longest
 from harness.training.batches.same_data import require_same_data
 from harness.training.batches.stream import data_digest, dataset_length
 from harness.training.engine.engine import Engine
@@ -61,21 +60,25 @@ def mean_loss(engine: Engine, dataset: MapDataset, micro_batch: int, collator: C
     """
     n = dataset_length(dataset)
     whole = n - n % micro_batch
+    if engine.has_router_loss:  # it counts padding, so the layout must have no say in it
+        dataset = at_longest(dataset)
     total = counted = 0.0
     # the last samples apart, in a micro-batch of their number: a router loss would see what fills up a larger one
-    for part, size in ((range(whole), micro_batch), (range(whole, n), n - whole)):
-        if part:
-            samples: Subset[object] = Subset(dataset, part)  # type: ignore[arg-type]  # torch names its own class, but only indexes
-            losses, valid = _sums(engine, samples, size, collator)
+    for rows, size in ((range(whole), micro_batch), (range(whole, n), n - whole)):
+        if rows:
+            losses, valid = _sums(engine, dataset, rows, size, collator)
             total, counted = total + losses, counted + valid
     return total / counted if counted else float("nan")
 
 
-def _sums(engine: Engine, dataset: MapDataset, micro_batch: int, collator: Collator) -> tuple[float, float]:
-    """Sum of the losses of all samples, and number of what counts."""
+def _sums(
+    engine: Engine, dataset: MapDataset, rows: range, micro_batch: int, collator: Collator
+) -> tuple[float, float]:
+    """Sum of the losses of these samples, and number of what counts."""
     place, size = engine.groups.coordinate.dp_rank, engine.groups.layout.dp_size
-    steps = evaluation_steps(dataset_length(dataset), micro_batch, size)
-    batches = evaluation_batches(dataset, micro_batch, place, size, data_collator=collator)
+    steps = evaluation_steps(len(rows), micro_batch, size)
+    alike = 0 if engine.has_router_loss else CHUNK if engine.groups.layout.pp_size > 1 else 1
+    batches = evaluation_batches(dataset, micro_batch, place, size, rows=rows, alike=alike, data_collator=collator)
     total = counted = 0.0
     for first in range(0, steps, CHUNK):
         if any_rank(signals.received() != 0, engine.device):

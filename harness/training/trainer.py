@@ -175,13 +175,13 @@ class Trainer:
         start_time = time.perf_counter()
         learning_rate = self.engine.learning_rate
         micro_batches = self.stream.next_step(read=self.engine.reads_data)
-        outcome = self.engine.train_step(micro_batches, self.state.consumed_samples)  # forward, backward, update
+        outcome = self.engine.train_step(micro_batches, self.state.consumed_samples, self.stream.length)
         seconds = time.perf_counter() - start_time
         self.nonfinite.judge(self.state.global_step + 1, outcome, self.engine)
         units = sum(self.run.trainable.loss.units(inputs) for inputs, _ in micro_batches)
         self.state.global_step += 1
         self.state.consumed_samples, self.state.epoch = self.stream.consumed, self.stream.epoch
-        tokens_per_second = units * self.run.plan.layout.dp_size / seconds
+        tokens_per_second = self.stream.tokens(units) / seconds
         return step_record(outcome, self.state, learning_rate, seconds, tokens_per_second)
 
     def _after_step(self, record: StepRecord, recorder: Recorder) -> int:

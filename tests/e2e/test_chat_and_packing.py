@@ -15,9 +15,12 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness import Trainer, TrainingArguments, UserError
+from harness.training.batches.order import batch_indices
+from harness.training.data.files.documents import as_documents
+from harness.training.data.samples import make_samples
 from harness.training.data.tokenizer import ByteTokenizer
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import tiny_model
+from tests.distributed.training import by_torch, tiny_model
 from tests.e2e.launching import launch, metrics
 
 pytestmark = pytest.mark.ranks
@@ -77,27 +80,57 @@ def test_the_loss_is_that_of_the_answers_each_conversation_alone(runs: tuple[Pat
     assert seen == pytest.approx(total / counted, rel=5e-6)
 
 
-def conversations_in_memory(model: str, folder: str) -> dict[str, float]:
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}},
+    "pp2": {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}},
+    "z3": {"zero_optimization": {"stage": 3}},
+}
+Steps = list[tuple[float, float, float]]
+"""Loss, gradient norm and tokens of each step."""
+
+
+def conversations_in_memory(model: str, folder: str) -> tuple[dict[str, float], dict[str, Steps]]:
     """The evaluation loss of conversations handed to the Trainer, padded and packed, by layout; each then trains."""
-    found = {}
+    losses, curves = {}, {}
     for packing in (False, True):
-        for name, section in {"tp2": {"tensor_parallel": {"autotp_size": 2}}, "z3": {}}.items():
-            stage = 1 if section else 3
-            config = {"train_batch_size": 4, "zero_optimization": {"stage": stage}, **section}
-            config["train_micro_batch_size_per_gpu"] = 2
+        for name, section in LAYOUTS.items():
+            config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1 if name == "pp2" else 2, **section}
+            arguments = TrainingArguments(
+                deepspeed_config=config, output_dir=f"{folder}/{name}{packing}", block_size=128, packing=packing,
+                max_steps=3, learning_rate=1e-3, lr_scheduler_type="constant", adam_beta2=0.95, save_steps=0,
+            )  # fmt: skip
             trainer = Trainer(
                 model,
-                TrainingArguments(
-                    deepspeed_config=config, output_dir=f"{folder}/{name}{packing}", block_size=128, packing=packing
-                ),
+                arguments,
                 train_dataset=[{"messages": chat} for chat in CHATS],
                 eval_dataset=Dataset.from_list([{"messages": chat} for chat in CHATS]),
                 processing_class=ByteTokenizer(),
             )
-            found[f"{name} {'packed' if packing else 'padded'}"] = trainer.evaluate()["eval_loss"]
-            assert trainer.training_step().grad_norm
+            key = f"{name} {'packed' if packing else 'padded'}"
+            losses[key] = trainer.evaluate()["eval_loss"]
+            records = [trainer.training_step() for _ in range(1 if packing else 3)]
+            curves[key] = [(r.loss, r.grad_norm or 0.0, r.tokens_per_second * r.step_seconds) for r in records]
             trainer.close()
-    return found
+    return losses, curves
+
+
+def padded_to_the_block(model_dir: str, folder: Path) -> Steps:
+    """The same steps by plain torch, each conversation on as many tokens as a block has."""
+    documents = as_documents([{"messages": chat} for chat in CHATS], "chats")
+    samples = make_samples(documents, ByteTokenizer(), 128, folder)
+    model = AutoModelForCausalLM.from_pretrained(model_dir).train()
+    steps = batch_indices(0, 12, len(samples), seed=42).reshape(3, 4)
+    batches = [[samples[row] for row in rows] for rows in steps.tolist()]
+    coming = iter(batches)
+
+    def loss_of_batch() -> torch.Tensor:
+        batch = next(coming)
+        ids, labels = (torch.stack([sample[name] for sample in batch]) for name in ("input_ids", "labels"))
+        logits: torch.Tensor = model(ids).logits[:, :-1]
+        return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1))
+
+    tokens = [float(samples.lengths(rows).sum()) for rows in steps]
+    return [(*pair, count) for pair, count in zip(by_torch(model, loss_of_batch), tokens, strict=True)]
 
 
 def refusals(model: str, folder: str) -> list[str]:
@@ -111,16 +144,23 @@ def refusals(model: str, folder: str) -> list[str]:
     return said
 
 
-def in_memory(model: str, folder: str) -> tuple[dict[str, float], list[str]]:
-    return conversations_in_memory(model, folder), refusals(model, folder)
+def in_memory(model: str, folder: str) -> tuple[dict[str, float], dict[str, Steps], list[str]]:
+    return *conversations_in_memory(model, folder), refusals(model, folder)
 
 
 def test_padded_and_packed_conversations_have_one_loss_in_other_layouts(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "qwen3", False)
     tiny_model(tmp_path / "model-bloom", "bloom", False)
-    losses, said = run_ranks(2, in_memory, model, str(tmp_path), timeout_s=300)[0]
+    losses, curves, said = run_ranks(2, in_memory, model, str(tmp_path), timeout_s=300)[0]
     assert said[0] == "position_ids reach 503, the model has 128 positions: shorten them"
     assert "'bloom' does not separate packed documents" in said[1]
     first = next(iter(losses.values()))
-    assert len(losses) == 4
+    assert len(losses) == 6
     assert {name: loss for name, loss in losses.items() if loss != pytest.approx(first, rel=5e-6)} == {}
+    wanted = padded_to_the_block(model, tmp_path)
+    for name, curve in curves.items():
+        assert len(curve) == (1 if "packed" in name else 3)
+        if "padded" in name:  # however long the samples of a batch were made
+            assert [step[0] for step in curve] == pytest.approx([step[0] for step in wanted], rel=2e-6), name
+            assert [step[1] for step in curve] == pytest.approx([step[1] for step in wanted], rel=2e-5), name
+            assert [step[2] for step in curve] == pytest.approx([step[2] for step in wanted]), name

@@ -62,6 +62,13 @@ def as_micro_batch(collated: Any) -> MicroBatch:
     raise UserError(f"the data_collator gave {type(collated).__name__}: it must give a dict or a pair (inputs, labels)")
 
 
+def hidden_tokens(sample: object) -> int:
+    """Return how many tokens the attention_mask of a sample, or of a collated batch, hides: its padding."""
+    if not isinstance(sample, Mapping) or sample.get("attention_mask") is None:
+        return 0
+    return int((torch.as_tensor(sample["attention_mask"]) == 0).sum())
+
+
 def _language(samples: Sequence[Mapping[str, object]]) -> MicroBatch:
     if "input_ids" not in samples[0]:
         raise UserError(f"a sample has no input_ids (it has: {', '.join(map(str, samples[0]))})")

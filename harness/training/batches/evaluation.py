@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from harness.errors import UserError
 from harness.parallel.generators import seed_of
 from harness.parallel.values import Value
 from harness.training.batches.collate import IGNORED, Collator, MapDataset, collate
+from harness.training.batches.padding import Padding, at_length, padding_of
 from harness.training.batches.stream import dataset_length, read_micro_batch
 
 
@@ -34,10 +36,9 @@ class EvaluationBatch:
     rows: int
 
 
-def evaluation_steps(n: int, micro_batch: int, data_size: int = 1, multiple_of: int = 1) -> int:
-    """Micro-batches on each data rank for `n` samples: enough for all, rounded up to `multiple_of`."""
-    on_one_rank = -(-n // (micro_batch * data_size))
-    return -(-on_one_rank // multiple_of) * multiple_of
+def evaluation_steps(n: int, micro_batch: int, data_size: int = 1) -> int:
+    """Micro-batches on each data rank for `n` samples: enough for all."""
+    return -(-n // (micro_batch * data_size))
 
 
 def evaluation_batches(
@@ -46,40 +47,50 @@ def evaluation_batches(
     data_rank: int = 0,
     data_size: int = 1,
     *,
-    multiple_of: int = 1,
+    rows: range | None = None,
+    alike: int = 1,
     data_collator: Collator = collate,
 ) -> Iterator[EvaluationBatch]:
     """Each sample once over all data ranks, in the order of the data set; `evaluation_steps` batches a rank.
 
     Micro-batch k goes to data rank k % data_size. Each call starts anew and leaves nothing behind, so it can
-    be abandoned and repeated. `multiple_of`: a pipeline runs its micro-batches in groups of this size. Raises
-    UserError if the data set is empty.
+    be abandoned and repeated. Raises UserError if there are no samples.
+
+    Args:
+        rows: the samples; by default all.
+        alike: how many micro-batches of a rank, as they follow each other, are padded to one length; 0: each sample
+            keeps the length that the data set gives it.
     """
-    n = dataset_length(dataset)
-    if n == 0:
+    rows = range(dataset_length(dataset)) if rows is None else rows
+    if not rows:
         raise UserError("the evaluation data set is empty")
-    return _batches(dataset, n, micro_batch, data_rank, data_size, multiple_of, data_collator)
+    return _batches(dataset, rows, micro_batch, data_rank, data_size, alike, data_collator)
 
 
 def _batches(
     dataset: MapDataset,
-    n: int,
+    rows: range,
     micro_batch: int,
     data_rank: int,
     data_size: int,
-    multiple_of: int,
+    alike: int,
     collator: Collator,
 ) -> Iterator[EvaluationBatch]:
-    for step in range(evaluation_steps(n, micro_batch, data_size, multiple_of)):
-        start = (step * data_size + data_rank) * micro_batch
-        rows = min(max(n - start, 0), micro_batch)
-        # Filled from the front of the data set: rows that exist, and the same ones on every rank.
-        indices = [start + i if i < rows else i % n for i in range(micro_batch)]
-        inputs, labels = read_micro_batch(dataset, indices, collator, seed_of("evaluation", start))
-        if rows < micro_batch and isinstance(labels, torch.Tensor) and _are_token_labels(inputs, labels):
-            labels = labels.clone()
-            labels[rows:] = IGNORED
-        yield EvaluationBatch(inputs=inputs, labels=labels, rows=rows)
+    n, stride = len(rows), micro_batch * data_size
+    starts = range(data_rank * micro_batch, evaluation_steps(n, micro_batch, data_size) * stride, stride)
+    # Filled from the front of the data set: rows that exist, and the same ones on every rank.
+    batches = [[rows[k if k < n else (k - start) % n] for k in range(start, start + micro_batch)] for start in starts]
+    for first in range(0, len(batches), max(alike, 1)):
+        group = slice(first, first + max(alike, 1))
+        found = padding_of(dataset, np.array(batches[group]), one_length=True) if alike else Padding()
+        padded = at_length(dataset, None if found.lengths is None else int(found.lengths[0]))
+        for start, chosen in zip(starts[group], batches[group], strict=True):
+            counted = min(max(n - start, 0), micro_batch)
+            (inputs, labels), _ = read_micro_batch(padded, chosen, collator, seed_of("evaluation", start))
+            if counted < micro_batch and isinstance(labels, torch.Tensor) and _are_token_labels(inputs, labels):
+                labels = labels.clone()
+                labels[counted:] = IGNORED
+            yield EvaluationBatch(inputs=inputs, labels=labels, rows=counted)
 
 
 def _are_token_labels(inputs: Value, labels: torch.Tensor) -> bool:

@@ -9,15 +9,45 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from harness.errors import UserError
 from harness.parallel.generators import own_generators, seed_of
-from harness.training.batches.collate import Collator, MapDataset, MicroBatch, as_micro_batch, collate
+from harness.training.batches.collate import (
+    Collator,
+    MapDataset,
+    MicroBatch,
+    as_micro_batch,
+    collate,
+    hidden_tokens,
+)
 from harness.training.batches.order import batch_indices
+from harness.training.batches.padding import at_length, padding_of
 from harness.training.watch.activity import beat
 from harness.wording import counted
+
+_STEPS_MEASURED = 16  # to learn how much of the data is padding
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """What one data rank reads in a step.
+
+    Attributes:
+        rows: of each of its micro-batches.
+        lengths: that they are padded to; None where the data set pads nothing.
+        seeds: of what data set and collator draw.
+        length: the one of all micro-batches of the step, where they have to have one.
+        tokens: of the step, of all data ranks, without padding; None where the data set does not know them.
+    """
+
+    rows: list[list[int]]
+    lengths: list[int | None]
+    seeds: list[int]
+    length: int | None
+    tokens: int | None
 
 
 class BatchStream:
@@ -28,6 +58,8 @@ class BatchStream:
 
     Attributes:
         before: what had been consumed before the last step.
+        length: that the last step's samples were padded to, the same on every rank; None where they were not, or
+            each micro-batch was to its own longest.
         skipped: places in the order of samples, each the first and past the last, that no batch is made of.
     """
 
@@ -42,6 +74,7 @@ class BatchStream:
         data_size: int = 1,
         consumed: int = 0,
         data_collator: Collator = collate,
+        one_length: bool = False,
     ) -> None:
         self.dataset = dataset
         self.n = dataset_length(dataset)
@@ -53,6 +86,10 @@ class BatchStream:
         self.consumed = self.before = consumed
         self.skipped: list[list[int]] = []
         self.collator = data_collator
+        self.one_length = one_length  # all micro-batches of a step are padded alike
+        self.length: int | None = None
+        self._tokens: int | None = None
+        self._masked = 0
         if self.n < self.global_batch:
             raise UserError(
                 f"the data set has {counted(self.n, 'sample')}, fewer than one global batch of {self.global_batch} "
@@ -80,14 +117,53 @@ class BatchStream:
         for first, stop in sorted(self.skipped):
             if first < self.consumed + self.global_batch and self.consumed < stop:
                 self.consumed = stop
-        indices = batch_indices(self.consumed, self.global_batch, self.n, self.seed)
-        mine = indices.reshape(self.accumulation, self.data_size, self.micro_batch)[:, self.data_rank]
-        places = range(self.consumed + self.data_rank * self.micro_batch, 2**63, self.data_size * self.micro_batch)
+        plan = self._planned()
         self.consumed += self.global_batch
-        return [
-            read_micro_batch(self.dataset, rows, self.collator, seed_of("samples", self.seed, place))
-            for rows, place in zip(mine.tolist() if read else [], places, strict=False)
-        ]
+        micro_batches, masked = read_step(self.dataset, self.collator, plan) if read else ([], 0)
+        self.length, self._tokens, self._masked = plan.length, plan.tokens, masked
+        return micro_batches
+
+    def tokens(self, units: int) -> int:
+        """Return the tokens of the last step on all data ranks, without padding; `units`: on this one, with padding.
+
+        They are counted where the data set knows its lengths. Else they are those of this rank, as far as no
+        attention_mask hides them, times the data ranks.
+        """
+        if self._tokens is not None:
+            return self._tokens
+        counts_samples = units <= self.micro_batch * self.accumulation
+        return (units if counts_samples else units - self._masked) * self.data_size
+
+    def padding_share(self) -> float:
+        """Return which part of the tokens of the first steps is padding."""
+        rows = batch_indices(0, self.global_batch * _STEPS_MEASURED, self.n, self.seed)
+        steps = rows.reshape(_STEPS_MEASURED, -1, self.micro_batch)
+        found = [padding_of(self.dataset, batches, one_length=self.one_length) for batches in steps]
+        return sum(each.padding for each in found) / max(sum(each.tokens for each in found), 1)
+
+    def _planned(self) -> StepPlan:
+        """Return what this rank reads in the step after `consumed` samples."""
+        indices = batch_indices(self.consumed, self.global_batch, self.n, self.seed)
+        batches, mine = indices.reshape(-1, self.micro_batch), slice(self.data_rank, None, self.data_size)
+        found = padding_of(self.dataset, batches, one_length=self.one_length)
+        lengths = [None] * len(batches) if found.lengths is None else found.lengths.tolist()
+        places = range(self.consumed, self.consumed + self.global_batch, self.micro_batch)
+        return StepPlan(
+            rows=batches[mine].tolist(),
+            lengths=lengths[mine],
+            seeds=[seed_of("samples", self.seed, place) for place in places[mine]],
+            length=lengths[0] if self.one_length else None,
+            tokens=None if found.lengths is None else found.tokens - found.padding,
+        )
+
+
+def read_step(dataset: MapDataset, collator: Collator, plan: StepPlan) -> tuple[list[MicroBatch], int]:
+    """Read the micro-batches of a step; also returns how many of their tokens an attention_mask hides."""
+    read = [
+        read_micro_batch(at_length(dataset, length), rows, collator, seed)
+        for rows, length, seed in zip(plan.rows, plan.lengths, plan.seeds, strict=True)
+    ]
+    return [micro_batch for micro_batch, _ in read], sum(masked for _, masked in read)
 
 
 def dataset_length(dataset: MapDataset | None) -> int:
@@ -113,8 +189,12 @@ def data_digest(dataset: MapDataset, looked_at: int = 16) -> str:
     return digest.hexdigest()[:16]
 
 
-def read_micro_batch(dataset: MapDataset, rows: Sequence[int], collator: Collator, seed: int = 0) -> MicroBatch:
+def read_micro_batch(
+    dataset: MapDataset, rows: Sequence[int], collator: Collator, seed: int = 0
+) -> tuple[MicroBatch, int]:
     """Read these rows, in one call where the data set offers it, and collate them into (inputs, labels).
+
+    Also returns how many tokens an attention_mask hides, of the samples or of what the collator makes of them.
 
     What data set and collator draw from the global generators depends on `seed` alone: every rank that reads these
     rows gets the same.
@@ -122,4 +202,6 @@ def read_micro_batch(dataset: MapDataset, rows: Sequence[int], collator: Collato
     read = getattr(dataset, "__getitems__", None)
     with own_generators(seed):
         samples = read(list(rows)) if read is not None else [dataset[i] for i in rows]
-        return as_micro_batch(collator(samples))
+        collated = collator(samples)
+    masked = sum(map(hidden_tokens, [collated] if isinstance(collated, Mapping) else samples))
+    return as_micro_batch(collated), masked

@@ -92,9 +92,18 @@ class EncodedConversations:
         span = slice(ends[row - 1] if row else 0, ends[row])
         return Encoded(ids=self._ids[shard][span].astype(np.int64), answers=np.asarray(self._answers[shard][span]))
 
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """Return how many ids each conversation has."""
-        return np.concatenate([np.diff(ends, prepend=0).astype(np.int32) for ends in self._ends])
+    def lengths(self, rows: npt.ArrayLike | None = None) -> npt.NDArray[np.int32]:
+        """Return how many ids each of these conversations has, by default of all."""
+        if rows is None:
+            return np.concatenate([np.diff(ends, prepend=0).astype(np.int32) for ends in self._ends])
+        asked = np.asarray(rows)
+        shards = np.searchsorted(self._last, asked, side="right")
+        found = np.empty(len(asked), dtype=np.int32)
+        for shard in np.unique(shards):
+            here, ends = shards == shard, self._ends[shard]
+            row = asked[here] - (self._last[shard] - len(ends))
+            found[here] = ends[row] - np.where(row > 0, ends[row - 1], 0)
+        return found
 
     def tokens(self) -> int:
         """Return how many ids all conversations have."""

@@ -1,19 +1,22 @@
 """Conversations -> samples of one length: ids, labels of the answers alone, and position ids where they are packed.
 
 Each conversation is encoded once and kept on disk at its own length. Only when a sample is read is it laid out
-on `block_size` tokens: alone and padded on the right, or packed with others, none cut, position ids beginning at 0
-with each. Padding is never looked at by what counts and predicts nothing, so any id serves for it. Which conversations
-are packed together is kept on disk too: a process maps it, as it maps the ids, and holds nothing for each sample.
+on `block_size` tokens, or fewer where its batch needs fewer: alone and padded on the right, or packed with others, none
+cut, position ids beginning at 0 with each. Padding is never looked at by what counts and predicts nothing, so any id
+serves for it. Which conversations are packed together is kept on disk too: a process maps it, as it maps the ids, and
+holds nothing for each sample.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -38,6 +41,8 @@ _FORMAT = 2
 class Samples:
     """A map-style data set of dicts `input_ids`, `labels` and, if packed, `position_ids`: int64 of `block_size`.
 
+    Batches of it are padded to their longest sample, as `batches/padding.py` says.
+
     Args:
         conversations: each at its own length.
         bins: the conversations of each sample; None: one a sample, not packed.
@@ -51,11 +56,24 @@ class Samples:
         self.conversations = conversations
         self.bins = bins
         self.block_size = block_size
+        self.packing = bins is not None
         self.pad = pad
         self.summary = summary
 
     def __len__(self) -> int:
         return len(self.conversations if self.bins is None else self.bins)
+
+    def lengths(self, rows: npt.ArrayLike | None = None) -> npt.NDArray[np.integer]:
+        """Return the tokens of these samples, by default of all, without padding."""
+        if self.bins is None:
+            return self.conversations.lengths(rows)
+        members = [self.bins[row] for row in (range(len(self)) if rows is None else np.asarray(rows).tolist())]
+        starts = np.cumsum([0, *map(len, members[:-1])])
+        return np.add.reduceat(self.conversations.lengths(list(chain(*members))), starts)
+
+    def padded_to(self, length: int) -> Samples:
+        """Return these samples at another length, to read those that are not longer."""
+        return Samples(self.conversations, self.bins, length, pad=self.pad, summary=self.summary)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not -len(self) <= index < len(self):
@@ -132,9 +150,10 @@ def _packed(conversations: EncodedConversations, folder: Path, size: int) -> Bin
 def _summary(total: int, conversations: EncodedConversations, bins: Bins | None, size: int) -> str:
     """Return what became of the conversations, in one line."""
     tokens, blocks = conversations.tokens(), len(conversations if bins is None else bins)
-    laid_out = f"padded to {size}" if bins is None else f"packed into {counted(blocks, 'block')} of {size}"
-    padding = f"{1 - tokens / (blocks * size):.0%} padding"
-    said = [f"{counted(total, 'conversation')} of {counted(tokens, 'token')}, {laid_out}, {padding}"]
+    said = [f"{counted(total, 'conversation')} of {counted(tokens, 'token')}"]
+    if bins is not None:
+        padding = f"{1 - tokens / (blocks * size):.0%} padding"
+        said[0] += f", packed into {counted(blocks, 'block')} of {size}, {padding}"
     cut, lost = conversations.lost()
     if cut:
         said.append(f"{counted(cut, 'longer one')} lost {counted(lost, 'token')}")

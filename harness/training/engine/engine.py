@@ -28,7 +28,7 @@ from harness.training.batches.collate import MicroBatch
 from harness.training.batches.evaluation import EvaluationBatch
 from harness.training.batches.same_data import require_same_data
 from harness.training.engine.evidence import Evidence, GuardedLoss
-from harness.training.engine.losses import Targets, targets
+from harness.training.engine.losses import RouterLoss, Targets, targets
 from harness.training.engine.profiling import flops_profile
 from harness.training.engine.schedule_position import SchedulePosition
 from harness.training.watch.activity import beat, begin_step
@@ -85,6 +85,7 @@ class Engine(ABC):
         self.seed = seed
         self.keys = keys
         self.schedule = SchedulePosition(deepspeed)
+        self._length: int | None = None  # of the samples of the last step
         self._compared = False  # whether the ranks are known to read the same data
 
     @property
@@ -93,17 +94,31 @@ class Engine(ABC):
         return self.groups.is_first_stage or self.groups.is_last_stage
 
     @property
+    def has_router_loss(self) -> bool:
+        """Whether the loss counts padding too."""
+        return isinstance(self.loss.loss, RouterLoss)
+
+    @property
+    def needs_one_length(self) -> bool:
+        """Whether all samples of a step are padded to one length; see `batches/padding.py`."""
+        return self.groups.layout.pp_size > 1 or self.keys is not None or self.has_router_loss
+
+    @property
     def learning_rate(self) -> float:
         """The rate that the next step will use."""
         return float(self.deepspeed.get_lr()[0])
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], consumed_samples: int) -> StepOutcome:
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], consumed_samples: int, length: int | None = None
+    ) -> StepOutcome:
         """Forward, backward and update over one global batch; `micro_batches` is empty where no data is read.
 
-        `consumed_samples`: by all ranks in the steps before. UserError on all ranks if, in the first step, ranks that
-        must read the same data do not.
+        `consumed_samples`: by all ranks in the steps before. `length`: that all samples of the step are padded to,
+        None if it does not change. UserError on all ranks if, in the first step, ranks that must read the same data do
+        not.
         """
         begin_step()
+        self._expect_length(length)
         if not self._compared:
             require_same_data(micro_batches, self.groups)
             self._compared = True
@@ -138,6 +153,10 @@ class Engine(ABC):
     def _forget(self) -> None:
         """Begin a step of which nothing is known."""
         self.loss.reset()
+
+    def _expect_length(self, length: int | None) -> None:
+        """Prepare for a step whose samples have this length."""
+        self._length = length
 
     def evaluate(self, micro_batches: Sequence[EvaluationBatch], steps: int) -> tuple[float, float]:
         """Sum of the losses, and number of what counts, in `steps` micro-batches a data rank; equal on all ranks.
@@ -197,6 +216,13 @@ class PipelineStages(Engine):
 
     deepspeed: PipelineEngine
     _shape: tuple[int, ...] | None = None
+
+    def _expect_length(self, length: int | None) -> None:
+        """Let the stages exchange the shape of their activations anew; each of them knows the length."""
+        if length != self._length and self.groups.layout.pp_size > 1:
+            self.deepspeed.reset_activation_shape()
+            self._shape = None
+        super()._expect_length(length)
 
     def evidence(self) -> Evidence:
         """Return what this rank has seen of the last step that was not finite, in its stage too. Waits for the

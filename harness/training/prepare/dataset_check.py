@@ -35,7 +35,7 @@ class DatasetCheck:
         """
         if dataset is None or not dataset_length(dataset):
             return None
-        batch = read_micro_batch(dataset, range(min(size, dataset_length(dataset))), self.collator)
+        batch, _ = read_micro_batch(dataset, range(min(size, dataset_length(dataset))), self.collator)
         if self.source is not None and (tokens := Tokens.of(batch[0])).positions is not None:
             self._require_apart(self.source, tokens.ids, tokens.positions)
         return batch

@@ -207,7 +207,7 @@ def training_stream(run: PreparedRun) -> BatchStream | None:
     """Return the training samples of this rank's data-parallel coordinate, from the first one on; None without data."""
     if run.plan.data.train is None:
         return None
-    return BatchStream(
+    stream = BatchStream(
         run.plan.data.train,
         seed=run.args.seed,
         micro_batch=run.resolved.micro_batch,
@@ -215,7 +215,10 @@ def training_stream(run: PreparedRun) -> BatchStream | None:
         data_rank=run.groups.coordinate.dp_rank,
         data_size=run.plan.layout.dp_size,
         data_collator=run.inputs.data_collator,
+        one_length=run.engine.needs_one_length,
     )
+    startup_report.padding(run.console, stream.padding_share(), packed=run.args.packing)
+    return stream
 
 
 def release(run: PreparedRun) -> None:

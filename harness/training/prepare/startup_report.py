@@ -111,3 +111,9 @@ def adapters(console: Console, adaptation: Adaptation | None, trainable: Trainab
             f"  adapters of rank {adaptation.config.r}: {trainable.size(trained=True):,} of {trainable.size():,} "
             "parameters are trained"
         )
+
+
+def padding(console: Console, share: float, *, packed: bool) -> None:
+    """Point out packing where most of what the first batches compute is padding."""
+    if share > 0.5 and not packed:
+        console.say(f"{share:.0%} of the tokens of a batch are padding: --packing joins short conversations instead")

@@ -209,8 +209,7 @@ def test_samples_are_padded_on_the_right_cut_at_the_end_and_counted(tmp_path):
     assert padded["labels"].tolist() == [IGNORED] * 26 + [97, 256] + [IGNORED] * 4
     assert cut["labels"].tolist() == [IGNORED] * 26 + [98] * 6
     assert samples.summary == (
-        "3 conversations of 61 tokens, padded to 32, 5% padding; 1 longer one lost 26 tokens; "
-        "1 dropped: no answer within 32 tokens"
+        "3 conversations of 61 tokens; 1 longer one lost 26 tokens; 1 dropped: no answer within 32 tokens"
     )
     with pytest.raises(UserError, match="none of 3 conversations has an answer within the first 20 tokens"):
         make_samples(documents, ByteTokenizer(), 20, tmp_path)
