@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from harness.config.resolving.resolution import Resolution
 from harness.config.resolving.resolved import Filled
+from harness.config.values.arguments import OPTIMIZERS
 from harness.config.values.batch import ACCUMULATION, MICRO, TRAIN, complete, stated_sizes
 from harness.config.values.json_object import JsonObject
 from harness.config.values.pointers import AUTO, bf16_section, put
@@ -48,6 +49,24 @@ def fill_from_arguments(run: Resolution) -> None:
         run.fill("/scheduler/params/warmup_num_steps", 1, "DeepSpeed refuses 0; 1 step has the same effect")
     if run.get("/scheduler/params/warmup_min_lr") == AUTO:
         run.fill("/scheduler/params/warmup_min_lr", 0, "default, as in HF")
+
+
+def fill_optimizer(run: Resolution) -> None:
+    """Write the optimizer that --optim names where the file names none; an absent AdamW is the harness's own."""
+    stated, (kind, parameters) = run.get("/optimizer/type"), OPTIMIZERS[run.values.optim]
+    if stated != AUTO and (run.get("/optimizer") is not None or kind == "AdamW"):
+        return
+    run.fill("/optimizer/type", kind, run.values.source("optim"))
+    for name in parameters:
+        if run.get(f"/optimizer/params/{name}") is None:
+            put(run.config, f"/optimizer/params/{name}", AUTO)
+
+
+def fill_checkpointing(run: Resolution) -> None:
+    """Write what --gradient_checkpointing says; where it is on, an interval of the file stands."""
+    wanted, interval = run.values.gradient_checkpointing, run.get("/pipeline/activation_checkpoint_interval")
+    if wanted is not None and bool(interval) != wanted:
+        run.fill("/pipeline/activation_checkpoint_interval", int(wanted), "--gradient_checkpointing")
 
 
 def fill_from_model(run: Resolution) -> None:

@@ -48,6 +48,8 @@ def resolve(
     run = Resolution(as_read(view.data), values)
     filling.fill_batch(run, view.data_parallel or 1)
     filling.fill_precision(run)
+    filling.fill_optimizer(run)
+    filling.fill_checkpointing(run)
     filling.fill_from_arguments(run)
     filling.fill_from_model(run)
     view = replace(view, filled=copy.deepcopy(run.config))

@@ -7,6 +7,16 @@ from dataclasses import dataclass, field
 # DeepSpeed's schedules, by the names of HuggingFace's
 SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
+# optimizers of the DeepSpeed JSON and their parameters, by the names of HuggingFace's --optim
+OPTIMIZERS = {
+    "adamw_torch_fused": ("AdamW", ("lr", "betas", "eps", "weight_decay")),
+    "adamw_torch": ("AdamW", ("lr", "betas", "eps", "weight_decay")),
+    "adagrad": ("Adagrad", ("lr", "weight_decay")),
+    "lion_32bit": ("Lion", ("lr", "betas", "weight_decay")),
+    "rmsprop": ("RMSprop", ("lr", "weight_decay")),
+    "sgd": ("SGD", ("lr", "weight_decay")),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class AutoValues:
@@ -20,7 +30,9 @@ class AutoValues:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
+    optim: str = "adamw_torch_fused"
     max_grad_norm: float = 1.0
+    gradient_checkpointing: bool | None = None
     global_batch_size: int | None = None
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1

@@ -23,6 +23,11 @@ class ModelArguments(Flags):
         "eager, sdpa, flash_attention_2 or flash_attention_3; default: the config.json's, else sdpa or eager",
         choices=ATTENTION,
     )
+    gradient_checkpointing: bool | None = flag(
+        None,
+        "compute the activations of decoder layers again in the backward pass; default: as "
+        "pipeline.activation_checkpoint_interval says, which it overrides",
+    )
     output_router_logits: bool | None = flag(
         None, "add the model's router loss (mixture of experts) to the loss; default: as its config says"
     )

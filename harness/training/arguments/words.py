@@ -16,7 +16,7 @@ from harness.training.arguments.flags import Flags
 from harness.training.arguments.other_names.advice import advice, is_idle, refusal
 from harness.training.arguments.values import takes
 
-ALIASES = {"deepspeed": "deepspeed_config"}
+ALIASES = {"deepspeed": "deepspeed_config", "activation_checkpointing": "gradient_checkpointing"}
 LAUNCHER = {"local_rank", "help", "h", "config"}  # local_rank: DeepSpeed's launcher adds it
 
 Known = Mapping[str, Field[Any]]

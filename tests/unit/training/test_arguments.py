@@ -155,3 +155,40 @@ def test_a_missing_peft_is_one_line_with_the_remedy(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"--use_peft: peft is not installed: pip install 'ds-harness\[peft\]'"):
         adapter_flags("--use_peft").peft_config()
+
+
+AUTO_BATCH = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+
+
+def resolved_with(config: dict[str, Any] | str, **given: Any) -> Any:
+    return read_run_config(TrainingArguments(deepspeed_config=config, **given), world_size=4).resolved
+
+
+@pytest.mark.parametrize("preset", ["zero2", "zero3", "tensor_parallel", "pipeline_3d"])
+def test_gradient_checkpointing_acts_in_every_preset_and_an_interval_of_the_file_stands(preset: str) -> None:
+    assert resolved_with(preset, gradient_checkpointing=True).activation_checkpoint_interval == 1
+    assert resolved_with(preset, gradient_checkpointing=False).activation_checkpoint_interval == 0
+    config = {**AUTO_BATCH, "pipeline": {"activation_checkpoint_interval": 3}}
+    assert resolved_with(config, gradient_checkpointing=True).activation_checkpoint_interval == 3
+
+
+def test_optim_names_the_optimizer_where_the_file_leaves_it_open() -> None:
+    assert "optimizer" not in resolved_with(AUTO_BATCH, optim="adamw_torch").config
+    sgd = {"type": "SGD", "params": {"lr": 0.5, "weight_decay": 0.1}}
+    for config in (AUTO_BATCH, {**AUTO_BATCH, "optimizer": {"type": "auto"}}):
+        assert resolved_with(config, optim="sgd", learning_rate=0.5, weight_decay=0.1).config["optimizer"] == sgd
+    adam = {**AUTO_BATCH, "optimizer": {"type": "Adam"}}
+    assert resolved_with(adam, optim="adamw_torch").config["optimizer"]["type"] == "Adam"
+    with pytest.raises(ConfigError, match=r"--optim is sgd and optimizer.type is Adam"):
+        resolved_with(adam, optim="sgd")
+    with pytest.raises(UserError, match=r"--optim adamw_bnb_8bit: give .* optimizer\.type"):
+        TrainingArguments(optim="adamw_bnb_8bit")
+
+
+def test_a_fraction_of_warm_up_is_huggingfaces() -> None:
+    for steps in (7, 10, 100):
+        theirs = transformers.TrainingArguments(warmup_steps=0.15, use_cpu=True).get_warmup_steps(steps)
+        assert TrainingArguments(warmup_ratio=0.15).warmup(steps) == theirs
+        assert TrainingArguments(warmup_steps=0.15).warmup(steps) == theirs
+    with pytest.raises(UserError, match="both given"):
+        TrainingArguments(warmup_ratio=0.1, warmup_steps=5)

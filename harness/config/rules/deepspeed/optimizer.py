@@ -31,7 +31,7 @@ _ZERO_TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
 def kind(view: RunView) -> str | None:
     """DeepSpeed's own optimizer in lower case, or the name of a torch class as it is written."""
     name = view.get(TYPE)
-    if not isinstance(name, str):
+    if not isinstance(name, str) or (name == AUTO and view.target == "harness"):
         return None
     return name.lower() if name.lower() in (own.lower() for own in OWN) else name
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
-from harness.config.values.arguments import SCHEDULERS
+from harness.config.values.arguments import OPTIMIZERS, SCHEDULERS
 from harness.config.values.batch import ARGUMENTS
 from harness.config.values.pointers import AUTO, name_of
 from harness.config.view import RunView
@@ -39,10 +39,18 @@ def argument_in_conflict(view: RunView) -> Iterator[Finding]:
             in_file = in_file or None  # 0 is the same as 1
         if name in values.given and in_file not in (None, AUTO, wanted):
             yield _conflict(pointer, name, wanted, in_file)
+    kind, wanted = view.get("/optimizer/type"), OPTIMIZERS[values.optim][0]
+    if "optim" in values.given and isinstance(kind, str) and kind.lower() not in (AUTO, *_same_as(wanted)):
+        yield _conflict("/optimizer/type", "optim", values.optim, kind)
     kind = view.get("/scheduler/type")
     same = SCHEDULERS.get(kind) if isinstance(kind, str) else None
     if "lr_scheduler_type" in values.given and same not in (None, values.lr_scheduler_type):
         yield _conflict("/scheduler/type", "lr_scheduler_type", values.lr_scheduler_type, kind)
+
+
+def _same_as(optimizer: str) -> tuple[str, ...]:
+    """Return the names that an optimizer has in a file; DeepSpeed's Adam decays weights as AdamW does."""
+    return ("adam", "adamw") if optimizer == "AdamW" else (optimizer.lower(),)
 
 
 def _conflict(pointer: str, name: str, wanted: object, in_file: object) -> Finding:
