@@ -23,6 +23,10 @@ __all__ = ["Trainer", "TrainerCallback", "TrainingArguments", "UserError"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("ds-harness")
     if name not in _HOMES:
         raise AttributeError(f"module 'harness' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

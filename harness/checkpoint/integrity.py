@@ -66,12 +66,17 @@ def find_resume(output_dir: Path, wanted: str | None) -> Path | None:
             raise UserError(f"--resume_from_checkpoint {wanted}: no whole checkpoint there ({reason})")
         if Path(wanted).resolve().parent == output_dir.resolve():
             return Path(wanted)
+    require_unused(output_dir)
+    return None if wanted is None else Path(wanted)
+
+
+def require_unused(output_dir: Path) -> None:
+    """Raise UserError if the directory holds a run, which another one would overwrite."""
     if (output_dir / METRICS).exists() or numbered(output_dir):
         raise UserError(
             f"--output_dir {output_dir} already holds a run: give another directory, "
             "or --resume_from_checkpoint auto to continue it"
         )
-    return None if wanted is None else Path(wanted)
 
 
 def newest(output_dir: Path, count: int | None, last_step: int) -> list[Path] | None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from harness.config.values.json_object import JsonObject
+from harness.errors import UserError
 from harness.training.arguments import TrainingArguments
 from harness.training.process import signals
 from harness.training.watch.activity import Phase, inside
@@ -115,6 +116,11 @@ class TrainerCallback:
     ) -> None:
         """After an evaluation; `metrics` holds eval_loss and more."""
 
+    def on_predict(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """After a prediction; `metrics` holds test_loss and more."""
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """After a checkpoint was written; `checkpoint` is its directory."""
 
@@ -124,9 +130,37 @@ class TrainerCallback:
         """After the last step."""
 
 
+AnyCallback: TypeAlias = TrainerCallback | type[TrainerCallback]
+"""A callback, or the class of one."""
+MOMENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+
+
 def call(callbacks: Sequence[TrainerCallback], moment: str, trainer: Any, **kwargs: object) -> None:
     """Call the method `moment` of every callback, in order; an evaluation that a signal interrupts ends that call."""
     phase = Phase.STEP if moment in EACH_STEP else Phase.SLOW
-    for callback in callbacks:
+    for callback in tuple(callbacks):  # one may remove itself
         with suppress(signals.Interrupted), inside(moment, phase):
             getattr(callback, moment)(trainer.args, trainer.state, trainer.control, trainer=trainer, **kwargs)
+
+
+def instance(callback: AnyCallback) -> TrainerCallback:
+    """Return the callback itself, or one of the class; UserError for what is no callback, ours or transformers'."""
+    made = callback() if isinstance(callback, type) else callback
+    if missing := [name for name in MOMENTS if not callable(getattr(made, name, None))]:
+        raise UserError(f"callback {made!r} has no {missing[0]}: derive its class from harness.TrainerCallback")
+    return made
+
+
+def instances(callbacks: Sequence[AnyCallback]) -> list[TrainerCallback]:
+    """Return the callbacks of a list that may name classes; UserError for anything else."""
+    if not isinstance(callbacks, Sequence):
+        raise UserError("callbacks is no list: give [callback]")
+    return [instance(callback) for callback in callbacks]
+
+
+def take_out(callbacks: list[TrainerCallback], wanted: AnyCallback) -> TrainerCallback | None:
+    """Remove a callback, or the first of a class, from the list and return it; None if it is not there."""
+    for index, callback in enumerate(callbacks):
+        if callback is wanted or (isinstance(wanted, type) and type(callback) is wanted):
+            return callbacks.pop(index)
+    return None

@@ -1,9 +1,11 @@
-"""The mean loss over a data set, in parts, so that any number of samples can be read."""
+"""Evaluation and prediction over a data set, in parts, so that any number of samples can be read."""
 
 from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from harness.topology.agreement import require_alike
 from harness.training.batches.collate import Collator, MapDataset
@@ -12,11 +14,16 @@ from harness.training.batches.padding import at_longest
 from harness.training.batches.same_data import require_same_data
 from harness.training.batches.stream import data_digest, dataset_length
 from harness.training.engine.engine import Engine
+from harness.training.engine.kept_outputs import KeptOutputs
 from harness.training.engine.losses import Loss, RouterLoss
+from harness.training.metrics import OwnMetrics
 from harness.training.prepare.run import PreparedRun
 from harness.training.process import signals
 from harness.training.process.distributed import any_rank
 from harness.training.watch.activity import beat
+
+if TYPE_CHECKING:
+    from transformers.trainer_utils import PredictionOutput
 
 ROUTER_BATCH = 8
 """Samples of an evaluation micro-batch of a model with a router loss; transformers' default for every model."""
@@ -32,28 +39,56 @@ def default_batch(loss: Loss, micro_batch: int) -> int:
     return ROUTER_BATCH if isinstance(loss, RouterLoss) else micro_batch
 
 
-def evaluation_metrics(run: PreparedRun, dataset: MapDataset, *, is_new: bool) -> dict[str, float]:
-    """Return eval_loss, perplexity, eval_samples and eval_seconds; all ranks call it. See `mean_loss`.
+def evaluation_metrics(
+    run: PreparedRun, dataset: MapDataset, own: OwnMetrics, prefix: str = "eval", *, is_new: bool
+) -> dict[str, Any]:
+    """Return eval_loss, perplexity, eval_samples, eval_seconds and the user's own metrics; all ranks call it.
 
-    `is_new`: not the run's own data set, which was looked at when the run began. UserError if it cannot be used, or
-    differs between ranks.
+    Args:
+        prefix: of the names, in place of `eval`.
+        is_new: not the run's own data set, which was looked at when the run began. UserError if it cannot be used, or
+            differs between ranks.
     """
+    kept = KeptOutputs(run.engine, own.preprocess) if own.compute is not None else None
+    return _evaluated(run, dataset, own, prefix, kept, is_new=is_new)
+
+
+def predict(run: PreparedRun, dataset: MapDataset, own: OwnMetrics, prefix: str) -> PredictionOutput:
+    """Return the predictions and labels of all samples, and their metrics; all ranks call it and get them."""
+    from transformers.trainer_utils import PredictionOutput
+
+    kept = KeptOutputs(run.engine, own.preprocess, everywhere=True)
+    metrics = _evaluated(run, dataset, own, prefix, kept, is_new=True)
+    predictions, labels = kept.joined()
+    return PredictionOutput(predictions=predictions, label_ids=labels, metrics=metrics)
+
+
+def _evaluated(
+    run: PreparedRun, dataset: MapDataset, own: OwnMetrics, prefix: str, kept: KeptOutputs | None, *, is_new: bool
+) -> dict[str, Any]:
     micro_batch = run.args.per_device_eval_batch_size or default_batch(run.trainable.loss, run.resolved.micro_batch)
     if is_new:
         require_alike({"evaluation data": data_digest(dataset)}, run.engine.device)
         run.data_check.first_batch(dataset, micro_batch)
     start_time = time.perf_counter()
-    loss = mean_loss(run.engine, dataset, micro_batch, run.inputs.data_collator)
+    with kept or nullcontext():
+        loss = mean_loss(run.engine, dataset, micro_batch, run.data_check.collator, kept)
+    found = {} if kept is None else own.of(*kept.joined(), prefix)
     return {
-        "eval_loss": loss,
-        "perplexity": math.exp(min(loss, 700.0)),
-        "eval_samples": dataset_length(dataset),
-        "eval_seconds": time.perf_counter() - start_time,
+        f"{prefix}_loss": loss,
+        "perplexity" if prefix == "eval" else f"{prefix}_perplexity": math.exp(min(loss, 700.0)),
+        **found,
+        f"{prefix}_samples": dataset_length(dataset),
+        f"{prefix}_seconds": time.perf_counter() - start_time,
     }
 
 
-def mean_loss(engine: Engine, dataset: MapDataset, micro_batch: int, collator: Collator) -> float:
+def mean_loss(
+    engine: Engine, dataset: MapDataset, micro_batch: int, collator: Collator, kept: KeptOutputs | None = None
+) -> float:
     """Return the mean over what counts in all samples, each seen once; all ranks call it and get the same.
+
+    `kept`: gathers the outputs, in the order of the samples.
 
     Every rank runs the same number of micro-batches of one shape, so no rank waits for another. Raises
     `signals.Interrupted`, on all ranks alike, when a signal to any of them asks for the end of the training.
@@ -66,13 +101,13 @@ def mean_loss(engine: Engine, dataset: MapDataset, micro_batch: int, collator: C
     # the last samples apart, in a micro-batch of their number: a router loss would see what fills up a larger one
     for rows, size in ((range(whole), micro_batch), (range(whole, n), n - whole)):
         if rows:
-            losses, valid = _sums(engine, dataset, rows, size, collator)
+            losses, valid = _sums(engine, dataset, rows, size, collator, kept)
             total, counted = total + losses, counted + valid
     return total / counted if counted else float("nan")
 
 
 def _sums(
-    engine: Engine, dataset: MapDataset, rows: range, micro_batch: int, collator: Collator
+    engine: Engine, dataset: MapDataset, rows: range, micro_batch: int, collator: Collator, kept: KeptOutputs | None
 ) -> tuple[float, float]:
     """Sum of the losses of these samples, and number of what counts."""
     place, size = engine.groups.coordinate.dp_rank, engine.groups.layout.dp_size
@@ -90,4 +125,6 @@ def _sums(
             require_same_data([(batch.inputs, batch.labels) for batch in chunk], engine.groups)
         losses, valid = engine.evaluate(chunk, count)
         total, counted = total + losses, counted + valid
+        if kept is not None:
+            kept.gather()
     return total, counted

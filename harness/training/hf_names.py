@@ -23,7 +23,6 @@ METHODS = {
     "training_step": f"here it takes no batch: {LOSS}, or {LOOP}",
     "prediction_step": EVALUATION,
     "evaluation_loop": EVALUATION,
-    "predict": EVALUATION,
     "create_optimizer": OPTIMIZER,
     "create_scheduler": OPTIMIZER,
     "create_optimizer_and_scheduler": OPTIMIZER,
@@ -43,8 +42,6 @@ METHODS = {
 
 ARGUMENTS = {
     "tokenizer": "give it as processing_class",
-    "compute_metrics": EVALUATION,
-    "preprocess_logits_for_metrics": EVALUATION,
     "optimizers": OPTIMIZER,
     "optimizer_cls_and_kwargs": OPTIMIZER,
     "model_init": "give the model, or a config, which is initialised from the seed",

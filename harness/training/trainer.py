@@ -10,11 +10,10 @@ Started by the deepspeed launcher every process makes one; started by plain `pyt
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from transformers import PreTrainedModel
 
@@ -22,18 +21,30 @@ from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
 from harness.training.batches.collate import Collator, MapDataset, collate
-from harness.training.cadence import agree_on_control, due_after, step_record
-from harness.training.callbacks import StepRecord, TrainerCallback, TrainerControl, TrainerState, call
+from harness.training.callbacks import (
+    AnyCallback,
+    StepRecord,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    call,
+    instance,
+    instances,
+    take_out,
+)
 from harness.training.console import Console, plain_console
 from harness.training.data.tokenizer import Tokenizer
+from harness.training.engine.kept_outputs import Preprocess
 from harness.training.engine.losses import LossFunction
 from harness.training.engine.profiling import communication_summary
-from harness.training.evaluate import evaluation_metrics
+from harness.training.evaluate import evaluation_metrics, predict
 from harness.training.hf_names import require_ours
+from harness.training.metrics import OwnMetrics
 from harness.training.nonfinite import NonFinite
 from harness.training.prepare import startup_report
+from harness.training.prepare.datasets import own_tokenizer
 from harness.training.prepare.plan import RunInputs
-from harness.training.prepare.run import prepare_run, release, training_stream
+from harness.training.prepare.run import PreparedRun, prepare_run, release, training_stream
 from harness.training.prepare.trainable import Model
 from harness.training.process import records, signals
 from harness.training.rebalancing.rebalancer import Rebalancer
@@ -41,17 +52,19 @@ from harness.training.report.progress import ProgressCallback
 from harness.training.report.recorder import Recorder
 from harness.training.saving.checkpoints import Checkpoints
 from harness.training.saving.gathered_model import gather_model
-from harness.training.saving.resume import begin_or_resume
+from harness.training.saving.resume import begin_or_resume, resume_named
 from harness.training.saving.rollback import Rollback
 from harness.training.saving.writing import write_model
+from harness.training.step import after_step, one_step
 from harness.training.watch.activity import Phase, inside
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers.trainer_utils import EvalPrediction, PredictionOutput
 
 
 class Trainer:
-    """Trains, evaluates, saves.
+    """Trains, evaluates, predicts, saves.
 
     Args:
         model: a preset's name or a HuggingFace directory, a config, a model in memory; or a list of layers
@@ -62,9 +75,12 @@ class Trainer:
         loss_fn: `loss_fn(outputs, labels)`, the mean over the samples it is given: needed for a list of layers; of a
             HuggingFace model it takes the logits, in the place of the cross entropy (see `LogitsLoss`).
         compute_loss_func: the same of a HuggingFace model with HuggingFace's signature.
-        processing_class: the tokenizer, for text and messages; saved beside the model.
+        processing_class: the tokenizer, for text and messages; saved beside the model. By default the one in the
+            model's directory.
         data_collator: makes a micro-batch of a list of items.
-        callbacks: called at the usual moments, on every rank.
+        callbacks: called at the usual moments, on every rank; instances or classes.
+        compute_metrics: makes metrics of an EvalPrediction, the logits and labels of all samples; called on rank 0.
+        preprocess_logits_for_metrics: of logits and labels of a micro-batch, makes what is kept of the logits.
         console: where to print; by default standard output on rank 0.
         peft_config: peft's LoraConfig, to train adapters in the place of the model's weights.
 
@@ -87,10 +103,12 @@ class Trainer:
         loss_fn: LossFunction | None = None,
         processing_class: Tokenizer | None = None,
         data_collator: Collator = collate,
-        callbacks: Sequence[TrainerCallback] = (),
+        callbacks: Sequence[AnyCallback] = (),
         console: Console | None = None,
         peft_config: LoraConfig | None = None,
         compute_loss_func: LossFunction | None = None,
+        compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Preprocess | None = None,
         **others: object,
     ) -> None:
         require_ours(type(self), Trainer, others)
@@ -98,28 +116,30 @@ class Trainer:
         inputs = RunInputs(
             model=model, args=args, console=console or plain_console(env.rank), env=env,
             train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator,
-            loss_fn=loss_fn, compute_loss_func=compute_loss_func,
-            processing_class=processing_class, peft_config=peft_config,
+            loss_fn=loss_fn, compute_loss_func=compute_loss_func, peft_config=peft_config,
+            processing_class=processing_class or own_tokenizer(model), names_checkpoint_later=True,
+            metrics=OwnMetrics(compute=compute_metrics, preprocess=preprocess_logits_for_metrics),
         )  # fmt: skip
         self._begin(inputs, callbacks)
 
     @classmethod
-    def from_inputs(cls, inputs: RunInputs, callbacks: Sequence[TrainerCallback] = ()) -> Self:
+    def from_inputs(cls, inputs: RunInputs, callbacks: Sequence[AnyCallback] = ()) -> Self:
         """Return a Trainer of what `harness.train` has read and checked already."""
         trainer = cls.__new__(cls)
         cls._begin(trainer, inputs, callbacks)
         return trainer
 
     @inside("preparing")
-    def _begin(self, inputs: RunInputs, callbacks: Sequence[TrainerCallback]) -> None:
+    def _begin(self, inputs: RunInputs, callbacks: Sequence[AnyCallback]) -> None:
         """Prepare the run, and resume it where there is a checkpoint to resume."""
+        given = instances(callbacks)
         self.run = run = prepare_run(inputs)
         data, steps, first = run.plan.data, run.plan.max_steps, run.groups.rank == 0
         self.args, self.engine = run.args, run.engine
         self.train_dataset, self.eval_dataset, self.processing_class = data.train, data.evaluation, data.tokenizer
         self.state, self.control = TrainerState(max_steps=steps, is_world_process_zero=first), TrainerControl()
         self.nonfinite = NonFinite(run.args.nonfinite, run.console)
-        self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console), *callbacks]
+        self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console), *given]
         overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint
         saved = partial(call, self.callbacks, "on_save", self)
         self.checkpoints = Checkpoints(run, self.state, self.nonfinite, saved, overridden)
@@ -134,14 +154,22 @@ class Trainer:
         release(self.run)
 
     @inside("training", Phase.STEP)
-    def train(self) -> TrainerState:
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> TrainerState:
         """Train to the last step; returns the final state.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's path, or True for the newest whole one in `output_dir`, which must
+                have one; by default what the arguments say.
 
         A signal that asks for the end (SIGTERM, SIGINT, SIGUSR1, SIGHUP; of any rank) raises `signals.Stopped`, a
         SystemExit, after the step and a checkpoint.
         """
         if self.stream is None:
             raise UserError("train() needs a train_dataset")
+        if resume_from_checkpoint:
+            self._go_on_with(resume_named(self.run, resume_from_checkpoint, self.state, self.stream))
+            self.checkpoints.resumed(self.run.plan.checkpoint)
+        self.checkpoints.require_own_directory()
         run, stop = self.run, 0
         rebalancer = Rebalancer(run) if run.args.rebalance_steps else None
         watching = signals.at_the_end_of_a_step(run.console.say, run.inputs.env.parent)
@@ -153,11 +181,10 @@ class Trainer:
                 with self.rollback.guarding(recorder, self.checkpoints.finish):
                     record = self.training_step()
                     recorder.step(record)
-                    stop = self._after_step(record, recorder)
+                    stop = after_step(self, record, recorder)
                     if rebalancer is not None and not stop and rebalancer.after_step(record, self.state):
-                        self.run = self.checkpoints.run = self.rollback.run = recorder.run = rebalancer.run
-                        self.engine = self.run.engine
-                        recorder.describe()
+                        self._go_on_with(rebalancer.run)
+                        recorder.describe(rebalancer.run)
             self.checkpoints.finish()
             self.nonfinite.summary(self.state.global_step)
             call(self.callbacks, "on_train_end", self)
@@ -166,58 +193,54 @@ class Trainer:
         communication_summary(run.resolved.config)
         return self.state
 
+    def _go_on_with(self, run: PreparedRun) -> None:
+        self.run = self.checkpoints.run = self.rollback.run = run
+        self.engine = run.engine
+
     @inside("training", Phase.STEP)
     def training_step(self) -> StepRecord:
         """One optimizer step over one global batch, the same in every layout."""
         records.begin_step(self.state.global_step + 1)
         call(self.callbacks, "on_step_begin", self)
         assert self.stream is not None
-        start_time = time.perf_counter()
-        learning_rate = self.engine.learning_rate
-        micro_batches = self.stream.next_step(read=self.engine.reads_data)
-        outcome = self.engine.train_step(micro_batches, self.state.consumed_samples, self.stream.length)
-        seconds = time.perf_counter() - start_time
-        self.nonfinite.judge(self.state.global_step + 1, outcome, self.engine)
-        units = sum(self.run.trainable.loss.units(inputs) for inputs, _ in micro_batches)
-        self.state.global_step += 1
-        self.state.consumed_samples, self.state.epoch = self.stream.consumed, self.stream.epoch
-        tokens_per_second = self.stream.tokens(units) / seconds
-        return step_record(outcome, self.state, learning_rate, seconds, tokens_per_second)
-
-    def _after_step(self, record: StepRecord, recorder: Recorder) -> int:
-        """Do what is due after a step: callbacks, log, evaluation, checkpoint; return the signal that ends the run."""
-        control, device = self.control, self.engine.device
-        self.checkpoints.wait_a_moment()
-        due = due_after(record, self.run, self.state, self.stream.before if self.stream else 0)
-        call(self.callbacks, "on_step_end", self, record=record)
-        for event in due.epoch_events:
-            call(self.callbacks, event, self)
-        if due.log:
-            call(self.callbacks, "on_log", self, logs=recorder.log(record))
-        stop = agree_on_control(control, device, self.checkpoints)
-        if not stop and (control.should_evaluate or due.evaluate):
-            control.should_evaluate = False
-            recorder.evaluation(self.evaluate)
-            stop = agree_on_control(control, device, self.checkpoints)
-        if stop or control.should_save or due.save:
-            control.should_save = False
-            self.checkpoints.begin()
-            stop = agree_on_control(control, device, self.checkpoints)
-        return stop
+        return one_step(self.run, self.stream, self.state, self.nonfinite)
 
     @inside("evaluating", Phase.STEP)
-    def evaluate(self, eval_dataset: MapDataset | None = None) -> dict[str, float]:
-        """Mean loss over the evaluation data, each sample once: eval_loss, perplexity, eval_samples, eval_seconds.
+    def evaluate(self, eval_dataset: MapDataset | None = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
+        """Mean loss over the evaluation data: eval_loss, perplexity, eval_samples, eval_seconds; and `compute_metrics`.
 
-        Any number of samples, any number of times. A signal during training raises `signals.Interrupted` on all ranks.
+        Any number of samples, each once. A signal during training raises `signals.Interrupted` on all ranks.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise UserError("evaluate() needs an eval_dataset")
-        metrics = evaluation_metrics(self.run, dataset, is_new=eval_dataset is not None)
-        self.nonfinite.judge_evaluation(metrics["eval_loss"])
+        own = self.run.inputs.metrics
+        metrics = evaluation_metrics(self.run, dataset, own, metric_key_prefix, is_new=eval_dataset is not None)
+        self.nonfinite.judge_evaluation(metrics[f"{metric_key_prefix}_loss"])
         call(self.callbacks, "on_evaluate", self, metrics=metrics)
         return metrics
+
+    @inside("predicting", Phase.STEP)
+    def predict(self, test_dataset: MapDataset, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Return predictions, label_ids and metrics as HuggingFace's, on every rank; all ranks call it.
+
+        Predictions are the logits [samples, sequence, vocabulary], or what `preprocess_logits_for_metrics` keeps.
+        """
+        found = predict(self.run, test_dataset, self.run.inputs.metrics, metric_key_prefix)
+        call(self.callbacks, "on_predict", self, metrics=found.metrics)
+        return found
+
+    def add_callback(self, callback: AnyCallback) -> None:
+        """Call this one too, after the others."""
+        self.callbacks.append(instance(callback))
+
+    def pop_callback(self, callback: AnyCallback) -> TrainerCallback | None:
+        """Remove a callback, or the first of a class, and return it; None if there is none."""
+        return take_out(self.callbacks, callback)
+
+    def remove_callback(self, callback: AnyCallback) -> None:
+        """Remove a callback, or the first of a class."""
+        self.pop_callback(callback)
 
     @inside("saving")
     def save_checkpoint(self) -> Path:
@@ -232,6 +255,8 @@ class Trainer:
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Write a HuggingFace directory, adapters as peft's, of a list of layers the tensors; all ranks call it."""
         directory = Path(output_dir or self.args.output_dir)
+        if output_dir is None:
+            self.checkpoints.require_own_directory()
         self.checkpoints.finish()
         self.nonfinite.judge_weights(self.engine, str(directory))
         write_model(self.run, directory)
@@ -247,6 +272,9 @@ class Trainer:
         return gather_model(self.run)
 
     @property
-    def model(self) -> PreTrainedModel:
-        """Not there: each rank holds its own part of the model."""
-        raise AttributeError("a Trainer has no .model, because each rank holds a part of it: call trained_model()")
+    def model(self) -> Any:
+        """This rank's layers, and the config; `trained_model()` gathers the whole model."""
+        module: Any = self.run.module
+        if self.run.trainable.causal is not None:
+            module.config = self.run.trainable.causal.source.config
+        return module

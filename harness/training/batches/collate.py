@@ -79,7 +79,7 @@ def _language(samples: Sequence[Mapping[str, object]]) -> MicroBatch:
 
 
 def _stack(name: str, rows: list[object]) -> torch.Tensor:
-    tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
+    tensors = [_integers(name, row) for row in rows]
     shapes = sorted({tuple(tensor.shape) for tensor in tensors})
     if len(shapes) > 1:
         raise UserError(
@@ -87,6 +87,16 @@ def _stack(name: str, rows: list[object]) -> torch.Tensor:
             "or join and cut them with make_blocks"
         )
     return torch.stack(tensors)
+
+
+def _integers(name: str, row: object) -> torch.Tensor:
+    try:
+        tensor = torch.as_tensor(row)
+    except (TypeError, ValueError, RuntimeError):
+        tensor = None
+    if tensor is None or (tensor.is_floating_point() and tensor.numel()):
+        raise UserError(f"a sample's {name} is {str(row)[:60]}: it must be a list of integers")
+    return tensor.long()
 
 
 def _with_labels(batch: Mapping[str, torch.Tensor]) -> MicroBatch:

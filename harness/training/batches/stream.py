@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from torch.utils.data import IterableDataset
 
 from harness.errors import UserError
 from harness.parallel.generators import own_generators, seed_of
@@ -25,6 +27,7 @@ from harness.training.batches.collate import (
 )
 from harness.training.batches.order import batch_indices
 from harness.training.batches.padding import at_length, padding_of
+from harness.training.batches.tokens_only import TokenCollator
 from harness.training.watch.activity import beat
 from harness.wording import counted
 
@@ -168,9 +171,14 @@ def read_step(dataset: MapDataset, collator: Collator, plan: StepPlan) -> tuple[
 
 def dataset_length(dataset: MapDataset | None) -> int:
     """Return the number of samples. UserError for a data set without a length or an index: it has no order."""
-    if dataset is not None and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+    # torch's IterableDataset has an index that raises, and may have a length
+    map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if dataset is not None and map_style and not isinstance(dataset, IterableDataset):
         return len(dataset)
-    raise UserError(f"{type(dataset).__name__} is not map-style: the data set needs len(dataset) and dataset[i]")
+    raise UserError(
+        f"{type(dataset).__name__} is not map-style: the data set needs len(dataset) and dataset[i]; a list of its "
+        "samples has both"
+    )
 
 
 def data_digest(dataset: MapDataset, looked_at: int = 16) -> str:
@@ -185,7 +193,8 @@ def data_digest(dataset: MapDataset, looked_at: int = 16) -> str:
             sample = dataset[i]
         for name in ("input_ids", "labels", "position_ids"):
             if isinstance(sample, Mapping) and name in sample:
-                digest.update(repr(torch.as_tensor(sample[name]).tolist()).encode())
+                with suppress(TypeError, ValueError, RuntimeError):  # refused where it is collated
+                    digest.update(repr(torch.as_tensor(sample[name]).tolist()).encode())
     return digest.hexdigest()[:16]
 
 
@@ -204,4 +213,7 @@ def read_micro_batch(
         samples = read(list(rows)) if read is not None else [dataset[i] for i in rows]
         collated = collator(samples)
     masked = sum(map(hidden_tokens, [collated] if isinstance(collated, Mapping) else samples))
-    return as_micro_batch(collated), masked
+    micro_batch = as_micro_batch(collated)
+    if isinstance(collator, TokenCollator):
+        collator.check(micro_batch, rows)
+    return micro_batch, masked

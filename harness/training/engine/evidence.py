@@ -6,7 +6,7 @@ the gradient's norm finite? Every optimizer here answers it before it updates, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +17,18 @@ from harness.training.engine.losses import Loss, Outputs, Targets
 
 
 class GuardedLoss:
-    """A loss that remembers whether it was finite; with `spoils` its gradient is NaN where it was not."""
+    """A loss that remembers whether it was finite; with `spoils` its gradient is NaN where it was not.
+
+    Attributes:
+        observer: called with the outputs and targets of each micro-batch, if set.
+    """
 
     def __init__(self, loss: Loss, *, spoils: bool) -> None:
         self.loss = loss
         self.spoils = spoils
         self.reports = loss.reports
         self.count, self.units, self.parts = loss.count, loss.units, loss.parts
+        self.observer: Callable[[Outputs, Targets], None] | None = None
         self._finite: Tensor | None = None
 
     def reset(self) -> None:
@@ -37,6 +42,8 @@ class GuardedLoss:
 
     def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
         """Return the loss unchanged, and keep whether it is finite."""
+        if self.observer is not None:
+            self.observer(outputs, targets)
         value = self.loss(outputs, targets)
         if value.requires_grad:
             finite = value.detach().isfinite()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from harness.errors import UserError
@@ -25,7 +26,7 @@ from harness.training.data.cache import once_per_host
 from harness.training.data.files.documents import as_documents, holds_tokens
 from harness.training.data.files.sources import hold_out, read_documents
 from harness.training.data.samples import Samples, make_samples
-from harness.training.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from harness.training.data.tokenizer import Tokenizer, check_vocabulary, has_tokenizer, load_tokenizer
 from harness.training.prepare.configure import RunConfig
 from harness.training.process.distributed import shared_store, start
 from harness.wording import counted
@@ -99,6 +100,14 @@ def user_datasets(
         return prepared(train, "train_dataset"), prepared(evaluation, "eval_dataset")
 
     return _on_each_host(build, tokenizer, env, console)
+
+
+def own_tokenizer(model: object) -> Tokenizer | None:
+    """Return the tokenizer in a model's directory; None if there is none, or the model is not named by a directory."""
+    if not isinstance(model, str | Path):
+        return None
+    directory = model_directory(str(model))
+    return load_tokenizer(None, directory) if has_tokenizer(directory) else None
 
 
 def _require_packed(source: ModelSource | None, *datasets: MapDataset | None) -> None:

@@ -28,9 +28,11 @@ from harness.training.batches.stream import data_digest, dataset_length
 from harness.training.console import Console
 from harness.training.data.tokenizer import Tokenizer
 from harness.training.engine.losses import LossFunction
+from harness.training.metrics import OwnMetrics
 from harness.training.prepare import startup_report
 from harness.training.prepare.configure import RunConfig, read_run_config
 from harness.training.prepare.datasets import Datasets, user_datasets
+from harness.training.prepare.input_types import require_types
 from harness.training.prepare.trainable import Model, adapted
 
 if TYPE_CHECKING:
@@ -39,7 +41,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """What a program hands to the Trainer, by the Trainer's names; and the launch that this process is a part of."""
+    """What a program hands to the Trainer, by the Trainer's names; and the launch that this process is a part of.
+
+    Attributes:
+        flags: of the script, besides `args`.
+        config: where it has been read already.
+        names_checkpoint_later: whether `train()` may name the checkpoint to resume.
+    """
 
     model: Model
     args: TrainingArguments
@@ -52,8 +60,15 @@ class RunInputs:
     processing_class: Tokenizer | None = None
     data_collator: Collator = collate
     peft_config: LoraConfig | None = None
-    config: RunConfig | None = None  # where it has been read already
-    flags: Mapping[str, object] = field(default_factory=dict)  # of the script, besides `args`
+    flags: Mapping[str, object] = field(default_factory=dict)
+    config: RunConfig | None = None
+    metrics: OwnMetrics = field(default_factory=OwnMetrics)
+    names_checkpoint_later: bool = False
+
+    @property
+    def may_hold_a_run(self) -> bool:
+        """Whether `output_dir` may hold a run for now, as `train()` may be told to go on with it."""
+        return self.names_checkpoint_later and self.args.resume_from_checkpoint is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +96,18 @@ class RunPlan:
 def plan_run(inputs: RunInputs) -> RunPlan:
     """Resolve model, data, config and layout; nothing is built yet. Raises UserError for what does not fit."""
     args, env = inputs.args, inputs.env
+    require_types(
+        args,
+        {
+            "data_collator": inputs.data_collator,
+            "loss_fn": inputs.loss_fn,
+            "compute_loss_func": inputs.compute_loss_func,
+            "compute_metrics": inputs.metrics.compute,
+            "preprocess_logits_for_metrics": inputs.metrics.preprocess,
+        },
+        {"train_dataset": inputs.train_dataset, "eval_dataset": inputs.eval_dataset},
+        inputs.processing_class,
+    )
     source, adaptation = adapted(inputs.model, inputs.peft_config)
     model = inputs.model if isinstance(inputs.model, str) else None
     config = inputs.config or read_run_config(args, world_size=env.world_size, model=model)
@@ -101,7 +128,7 @@ def plan_run(inputs: RunInputs) -> RunPlan:
     resolved, max_steps = config.for_data(samples, getattr(text_config, "hidden_size", None))
     sizes = {"pp_size": resolved.pp_size, "tp_size": resolved.tp_size, "ep_size": resolved.ep_size}
     adapters = fingerprint(adaptation, args.seed if source and source.weights is None else None)
-    checkpoint = find_resume(Path(args.output_dir), args.resume_from_checkpoint)
+    checkpoint = None if inputs.may_hold_a_run else find_resume(Path(args.output_dir), args.resume_from_checkpoint)
     if checkpoint is not None:
         require_same_optimizer(checkpoint, resolved)
         require_same_adapters(checkpoint, adapters)

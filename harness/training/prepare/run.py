@@ -28,6 +28,7 @@ from harness.topology.groups import Groups, build_groups
 from harness.training.arguments import TrainingArguments
 from harness.training.batches.collate import MicroBatch
 from harness.training.batches.stream import BatchStream, data_digest
+from harness.training.batches.tokens_only import TokenCollator
 from harness.training.console import Console
 from harness.training.engine.build import RunContext, build_engine
 from harness.training.engine.engine import Engine
@@ -122,9 +123,15 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
     plan = replace(plan, checkpoint=intact_checkpoint(plan, inputs))
     startup_report.placement(console, plan.layout, inputs.env)
     take_first_ranks(tensors_in_memory(inputs.model, plan.source, plan.adaptation), context.device, console)
-    data_check = DatasetCheck(source=plan.source, context=context, collator=inputs.data_collator)
+    collator = inputs.data_collator if plan.source is None else TokenCollator(inputs.data_collator)
+    data_check = DatasetCheck(source=plan.source, context=context, collator=collator)
     sample = _first_samples(data_check, plan, inputs.args)
     trainable = _trainable(inputs, plan, context, sample)
+    if trainable.causal is not None:  # the vocabulary is known now
+        own_labels = inputs.loss_fn is not None or inputs.compute_loss_func is not None
+        collator = TokenCollator(inputs.data_collator, trainable.causal.vocab_size, checks_labels=not own_labels)
+        data_check = replace(data_check, collator=collator)
+        _first_samples(data_check, plan, inputs.args)
     boundaries = choose_boundaries(trainable, context, sample)
     expect_costs(trainable.costs, boundaries)
     startup_report.compilation(console, plan.resolved, context.device)
@@ -214,7 +221,7 @@ def training_stream(run: PreparedRun) -> BatchStream | None:
         accumulation=run.resolved.accumulation,
         data_rank=run.groups.coordinate.dp_rank,
         data_size=run.plan.layout.dp_size,
-        data_collator=run.inputs.data_collator,
+        data_collator=run.data_check.collator,
         one_length=run.engine.needs_one_length,
     )
     startup_report.padding(run.console, stream.padding_share(), packed=run.args.packing)

@@ -60,8 +60,9 @@ class Recorder:
             self.run.console.warn(f"{path} is of an earlier run: kept as {kept.name}")
         return MetricsFile(path, first_step)
 
-    def describe(self) -> None:
+    def describe(self, run: PreparedRun) -> None:
         """Write `run.json` once more, for a run whose layers have moved."""
+        self.run = run
         if self.writes:
             write_run(self.run.output_dir, describe(self.run))
 

@@ -13,7 +13,9 @@ from types import TracebackType
 from typing import Self
 
 from harness.checkpoint.background_save import BackgroundSave, NotSaved, Writer
+from harness.checkpoint.integrity import require_unused
 from harness.errors import UserError
+from harness.topology.agreement import all_or_none
 from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFinite
 from harness.training.prepare.run import PreparedRun
@@ -47,6 +49,7 @@ class Checkpoints:
         self._pending: BackgroundSave | None = None
         self._begun = time.monotonic()
         self._state_of: tuple[int, int] | None = None  # step and samples that are saved, or being saved
+        self._owns_directory = not run.inputs.may_hold_a_run
         self.newest: int | None = None
 
     def __enter__(self) -> Self:
@@ -62,6 +65,13 @@ class Checkpoints:
         """Note that the run has gone on from a checkpoint; one of a run elsewhere is not its own."""
         if checkpoint is not None and checkpoint.resolve().parent == self.run.output_dir.resolve():
             self.newest = self._state.global_step
+            self._owns_directory = True
+
+    def require_own_directory(self) -> None:
+        """Raise UserError, on all ranks, if `output_dir` holds another run, which this one would overwrite."""
+        if not self._owns_directory:
+            all_or_none(lambda: require_unused(self.run.output_dir))
+            self._owns_directory = True
 
     @property
     def is_ready(self) -> bool:
@@ -121,6 +131,7 @@ class Checkpoints:
     def _begin(self) -> BackgroundSave:
         step = self._state.global_step
         self._begun = time.monotonic()
+        self.require_own_directory()
         self._nonfinite.judge_weights(self.run.engine, f"checkpoint-{step}")
         self._pending = begin_checkpoint(self.run, self._state, self._writer)
         self._state_of = step, self._state.consumed_samples

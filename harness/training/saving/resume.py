@@ -6,14 +6,25 @@ to and the schedule are those of the arguments and the JSON of the run that resu
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 
 from harness.checkpoint import training_state
-from harness.checkpoint.directories import Progress
+from harness.checkpoint.directories import (
+    Progress,
+    require_same_adapters,
+    require_same_model,
+    require_same_optimizer,
+)
+from harness.checkpoint.integrity import find_resume, run_id
+from harness.errors import UserError
+from harness.topology.agreement import all_or_none, values_of_all
 from harness.training.batches.stream import BatchStream
 from harness.training.callbacks import TrainerState
 from harness.training.prepare.hyperparameters import changes
 from harness.training.prepare.one_model import require_one_model
+from harness.training.prepare.plan import intact_checkpoint
 from harness.training.prepare.run import PreparedRun
 
 
@@ -34,6 +45,29 @@ def begin_or_resume(run: PreparedRun, state: TrainerState, stream: BatchStream |
         resume(run, run.plan.checkpoint, state, stream)
     else:
         require_one_model(run.module, run.groups, run.resolved.zero_stage)
+
+
+def resume_named(
+    run: PreparedRun, name: str | Path | bool, state: TrainerState, stream: BatchStream | None
+) -> PreparedRun:
+    """Go on from the checkpoint of this path, or for True from the newest whole one; all ranks call it.
+
+    Return the run with its id. UserError, on all ranks alike, if there is none or it does not fit the run.
+    """
+    args = copy.copy(run.args)
+    args.resume_from_checkpoint = "auto" if name is True or name == "auto" else str(Path(str(name)).absolute())
+    found = all_or_none(lambda: find_resume(run.output_dir, args.resume_from_checkpoint))
+    plan = replace(run.plan, checkpoint=found)
+    chosen = intact_checkpoint(plan, replace(run.inputs, args=args))
+    if chosen is None and name is True:
+        raise UserError(f"train(resume_from_checkpoint=True): no whole checkpoint in {run.output_dir}")
+    if chosen is None:
+        return run
+    require_same_optimizer(chosen, plan.resolved)
+    require_same_adapters(chosen, plan.adapters)
+    require_same_model(chosen, run.trainable.summary, run.trainable.shaping_config)
+    resume(run, chosen, state, stream)
+    return replace(run, plan=replace(plan, checkpoint=chosen), run_id=values_of_all(run_id(chosen))[0])
 
 
 def resume(run: PreparedRun, checkpoint: Path, state: TrainerState, stream: BatchStream | None) -> None:

@@ -50,7 +50,7 @@ def test_a_training_step_that_wants_a_batch_is_refused_and_one_that_does_not_is_
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("compute_metrics", "on_evaluate"), ("tokenizer", "processing_class"), ("train_datasets", "train_dataset")],
+    [("optimizers", "DeepSpeed JSON"), ("tokenizer", "processing_class"), ("train_datasets", "train_dataset")],
 )
 def test_an_argument_that_is_not_taken_is_one_line(name: str, remedy: str) -> None:
     with pytest.raises(UserError, match=f"takes no {name}: .*{remedy}"):

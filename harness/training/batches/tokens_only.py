@@ -1,0 +1,65 @@
+"""Micro-batches of a language model: integer ids of its vocabulary. Others would fail somewhere in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.errors import UserError
+from harness.training.batches.collate import IGNORED, Collator, MicroBatch
+
+
+@dataclass(frozen=True)
+class TokenCollator:
+    """A collator whose micro-batches are checked.
+
+    Attributes:
+        collator: what makes them.
+        vocabulary: number of ids that the model knows; None where that is not known yet.
+        checks_labels: whether the labels are ids, too.
+    """
+
+    collator: Collator
+    vocabulary: int | None = None
+    checks_labels: bool = True
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return what the collator makes of the samples."""
+        return self.collator(samples)
+
+    def check(self, micro_batch: MicroBatch, rows: Sequence[int]) -> None:
+        """Raise UserError for what the model cannot take; `rows`: the numbers of the samples."""
+        inputs, labels = micro_batch
+        ids = inputs[0] if isinstance(inputs, tuple | list) and len(inputs) == 2 else inputs
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+            raise UserError(
+                f"a sample of a language model has input_ids, a list of integers, but these are {_form(ids)}: give "
+                "dicts with input_ids, or with text and a processing_class"
+            )
+        if ids.shape[1] == 0:
+            raise UserError(f"sample {rows[0]} has no tokens: remove empty ones from the data set")
+        if self.vocabulary is not None:
+            _require_known("input_ids", ids, self.vocabulary, rows)
+            if self.checks_labels and isinstance(labels, Tensor):
+                _require_known("labels", labels.masked_fill(labels == IGNORED, 0), self.vocabulary, rows)
+
+
+def _require_known(name: str, ids: Tensor, vocabulary: int, rows: Sequence[int]) -> None:
+    if int(ids.min()) >= 0 and int(ids.max()) < vocabulary:
+        return
+    row, place = torch.nonzero((ids < 0) | (ids >= vocabulary))[0].tolist()
+    except_for = f" or {IGNORED}" if name == "labels" else ""
+    raise UserError(
+        f"sample {rows[row]}: {name}[{place}] is {int(ids[row, place])}, but the model's ids are 0 to "
+        f"{vocabulary - 1}{except_for}: use the model's own tokenizer, or correct the data"
+    )
+
+
+def _form(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} and shape {tuple(value.shape)} for a micro-batch"
+    return f"a {type(value).__name__}"

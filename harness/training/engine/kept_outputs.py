@@ -1,0 +1,112 @@
+"""The outputs of an evaluation, whole and in the order of the data set, from the ranks that make them.
+
+An engine hands its outputs to nobody: the last stage turns them into a loss. So the loss is watched, and what it is
+given is kept there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
+
+from harness.config.model.shares import stretch
+from harness.parallel.comm import gather_from_group, group_size
+from harness.topology.agreement import values_of_all
+from harness.training.batches.collate import IGNORED
+from harness.training.engine.engine import Engine
+from harness.training.engine.losses import CausalLoss, Loss, Outputs, RouterLoss, Targets
+
+Preprocess: TypeAlias = Callable[[Any, Any], Any]
+"""HuggingFace's `preprocess_logits_for_metrics`: of logits and labels, what is kept of the logits."""
+
+
+def whole_outputs(loss: Loss, outputs: Outputs) -> Outputs:
+    """Return the logits of the whole vocabulary, or what the user's own layers give.
+
+    The ranks of the last stage's tensor-parallel group call it together.
+    """
+    if isinstance(loss, RouterLoss):
+        loss, outputs = loss.causal, outputs[0]
+    if not isinstance(loss, CausalLoss) or loss.group is None:
+        return outputs
+    size = group_size(loss.group)
+    widths = [stop - first for first, stop in (stretch(loss.vocab_size, rank, size) for rank in range(size))]
+    return gather_from_group(outputs, loss.group, widths)
+
+
+class KeptOutputs:
+    """Keeps what an engine gives while this is entered; all ranks use it alike.
+
+    Args:
+        preprocess: of outputs and labels of a micro-batch, makes what is kept in place of the outputs.
+        everywhere: whether all ranks get the outputs, or rank 0 alone.
+    """
+
+    def __init__(self, engine: Engine, preprocess: Preprocess | None = None, *, everywhere: bool = False) -> None:
+        self._engine, self._preprocess, self._everywhere = engine, preprocess, everywhere
+        self._fresh: list[Any] = []
+        self._gathered: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._engine.loss.observer = self._keep
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._engine.loss.observer = None
+
+    def _keep(self, outputs: Outputs, targets: Targets) -> None:
+        outputs = whole_outputs(self._engine.loss.loss, outputs)
+        if self._engine.groups.coordinate.tp_rank > 0:
+            return
+        _, rows, _, *several = targets
+        labels = several[0] if len(several) == 1 else tuple(several)
+        if self._preprocess is not None:
+            outputs = self._preprocess(outputs, labels)
+        count = int(rows)
+        self._fresh.append(tree_map(lambda value: _as_array(value, count), (outputs, labels)))
+
+    def gather(self) -> None:
+        """Gather what was kept since the last time, of equally many micro-batches on each data rank."""
+        groups, fresh = self._engine.groups, self._fresh
+        self._fresh = []
+        if self._everywhere or groups.layout.world_size == 1:
+            parts = values_of_all(fresh)
+        else:
+            parts = [[]] * groups.layout.world_size
+            dist.gather_object(fresh, parts if groups.rank == 0 else None, dst=0)
+        last = groups.layout.pp_size - 1
+        ranks = [groups.layout.rank(stage=last, dp_rank=i, tp_rank=0) for i in range(groups.layout.dp_size)]
+        for step in zip(*(parts[rank] for rank in ranks), strict=True):
+            self._gathered += step
+
+    def joined(self) -> tuple[Any, Any]:
+        """Return outputs and labels of all samples; micro-batches of shorter samples are filled with -100."""
+        if not self._gathered:
+            return None, None
+        joined: tuple[Any, Any] = tree_map(lambda *arrays: _join(arrays), *self._gathered)
+        return joined
+
+
+def _as_array(value: Any, rows: int) -> npt.NDArray[Any]:
+    tensor = torch.as_tensor(value).detach()
+    tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor[:rows]
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
+
+
+def _join(arrays: tuple[npt.NDArray[Any], ...]) -> npt.NDArray[Any]:
+    shape = np.max([array.shape[1:] for array in arrays], axis=0).astype(int)
+    whole = np.full((sum(len(array) for array in arrays), *shape), IGNORED, dtype=arrays[0].dtype)
+    start = 0
+    for array in arrays:
+        whole[(slice(start, start + len(array)), *map(slice, array.shape[1:]))] = array
+        start += len(array)
+    return whole

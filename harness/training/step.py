@@ -1,0 +1,49 @@
+"""One step of training, and what is due after it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from harness.training.batches.stream import BatchStream
+from harness.training.cadence import agree_on_control, due_after, step_record
+from harness.training.callbacks import StepRecord, TrainerState, call
+from harness.training.nonfinite import NonFinite
+from harness.training.prepare.run import PreparedRun
+from harness.training.report.recorder import Recorder
+
+
+def one_step(run: PreparedRun, stream: BatchStream, state: TrainerState, nonfinite: NonFinite) -> StepRecord:
+    """Train on the next global batch and count it in `state`; all ranks call it."""
+    start_time = time.perf_counter()
+    learning_rate = run.engine.learning_rate
+    micro_batches = stream.next_step(read=run.engine.reads_data)
+    outcome = run.engine.train_step(micro_batches, state.consumed_samples, stream.length)
+    seconds = time.perf_counter() - start_time
+    nonfinite.judge(state.global_step + 1, outcome, run.engine)
+    units = sum(run.trainable.loss.units(inputs) for inputs, _ in micro_batches)
+    state.global_step += 1
+    state.consumed_samples, state.epoch = stream.consumed, stream.epoch
+    return step_record(outcome, state, learning_rate, seconds, stream.tokens(units) / seconds)
+
+
+def after_step(trainer: Any, record: StepRecord, recorder: Recorder) -> int:
+    """Do what is due after a step: callbacks, log, evaluation, checkpoint; return the signal that ends the run."""
+    control, device, checkpoints = trainer.control, trainer.engine.device, trainer.checkpoints
+    checkpoints.wait_a_moment()
+    due = due_after(record, trainer.run, trainer.state, trainer.stream.before if trainer.stream else 0)
+    call(trainer.callbacks, "on_step_end", trainer, record=record)
+    for event in due.epoch_events:
+        call(trainer.callbacks, event, trainer)
+    if due.log:
+        call(trainer.callbacks, "on_log", trainer, logs=recorder.log(record))
+    stop = agree_on_control(control, device, checkpoints)
+    if not stop and (control.should_evaluate or due.evaluate):
+        control.should_evaluate = False
+        recorder.evaluation(trainer.evaluate)
+        stop = agree_on_control(control, device, checkpoints)
+    if stop or control.should_save or due.save:
+        control.should_save = False
+        checkpoints.begin()
+        stop = agree_on_control(control, device, checkpoints)
+    return stop

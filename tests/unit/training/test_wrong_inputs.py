@@ -1,0 +1,95 @@
+"""What is of the wrong kind is one line that names it, before a model is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import harness
+from harness import TrainerCallback, TrainingArguments, UserError
+from harness.cli import main
+from harness.training.batches.collate import collate
+from harness.training.batches.stream import read_micro_batch
+from harness.training.batches.tokens_only import TokenCollator
+from harness.training.callbacks import instances, take_out
+from harness.training.prepare.input_types import require_types
+
+ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6]}]
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        yield from ROWS
+
+    def __len__(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (Endless(), "train_dataset: Endless is not map-style"),
+        ((row for row in ROWS), "train_dataset: generator is not map-style"),
+        ("rows.jsonl", "train_dataset is the text 'rows.jsonl'"),
+        ({"train": ROWS}, "train_dataset is a dict of train: give one data set"),
+    ],
+)
+def test_a_data_set_that_cannot_be_indexed_is_refused(dataset: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        require_types(TrainingArguments(), {}, {"train_dataset": dataset}, None)
+
+
+def test_other_kinds_are_refused() -> None:
+    require_types(TrainingArguments(), {"loss_fn": None, "data_collator": len}, {"train_dataset": ROWS}, None)
+    with pytest.raises(UserError, match=r"args is a dict: give harness.TrainingArguments"):
+        require_types({"max_steps": 3}, {}, {}, None)
+    with pytest.raises(UserError, match="compute_metrics is a int: give a function"):
+        require_types(TrainingArguments(), {"compute_metrics": 3}, {}, None)
+    with pytest.raises(UserError, match="processing_class is the text 'bytes'"):
+        require_types(TrainingArguments(), {}, {}, "bytes")
+
+
+@pytest.mark.parametrize(
+    ("sample", "words"),
+    [
+        ({"input_ids": [1, 9, 300]}, r"sample 1: input_ids\[2\] is 300, but the model's ids are 0 to 299"),
+        ({"input_ids": [1, -1, 3]}, r"sample 1: input_ids\[1\] is -1"),
+        ({"input_ids": [1, 2, 3], "labels": [-100, 1, -5]}, r"sample 1: labels\[2\] is -5, .* 0 to 299 or -100"),
+        ({"input_ids": [1.5, 2.0, 3.0]}, r"input_ids is \[1.5, 2.0, 3.0\]: it must be a list of integers"),
+        ({"input_ids": None}, "input_ids is None: it must be a list of integers"),
+    ],
+)
+def test_a_sample_that_the_model_cannot_take_is_named(sample: Any, words: str) -> None:
+    good = {"labels": [1, 2, 3], **ROWS[0]} if "labels" in sample else ROWS[0]
+    with pytest.raises(UserError, match=words):
+        read_micro_batch([good, sample], [0, 1], TokenCollator(collate, 300))
+    (inputs, _), _ = read_micro_batch(ROWS, [1], TokenCollator(collate, 300))
+    assert isinstance(inputs, torch.Tensor) and inputs.tolist() == [[4, 5, 6]]
+
+
+def test_pairs_are_no_samples_of_a_language_model() -> None:
+    with pytest.raises(UserError, match="a sample of a language model has input_ids"):
+        read_micro_batch([([1, 2, 3], [1, 2, 3])], [0], TokenCollator(collate))
+
+
+def test_callbacks_are_taken_as_instances_and_as_classes() -> None:
+    class Mine(TrainerCallback):
+        pass
+
+    mine = Mine()
+    callbacks = instances([Mine, mine])
+    assert [type(callback) for callback in callbacks] == [Mine, Mine]
+    assert take_out(callbacks, mine) is mine
+    assert isinstance(take_out(callbacks, Mine), Mine)
+    assert take_out(callbacks, Mine) is None and callbacks == []
+    with pytest.raises(UserError, match="callback 3 has no on_train_begin"):
+        instances([3])  # type: ignore[list-item]
+    with pytest.raises(UserError, match=r"give \[callback\]"):
+        instances(mine)  # type: ignore[arg-type]
+
+
+def test_the_package_states_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ds-harness {harness.__version__}\n"
