@@ -2,14 +2,14 @@
 
 import argparse
 import sys
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness.training.arguments import LoraArguments, TrainingArguments
-from harness.training.arguments.flags import groups
+from harness.training.arguments.flags import groups, shown_default
 from harness.training.arguments.script import ScriptArguments
 
 HEAD = """# Every flag
@@ -29,8 +29,8 @@ TABLES = (*groups(ScriptArguments), *groups(TrainingArguments), *groups(LoraArgu
 
 def row(item: Any) -> str:
     """Return the table row of a field: flag, default, meaning."""
-    default = None if item.default is MISSING else item.default
-    shown = "" if default is None else f"`{default}`"
+    default = shown_default(item)
+    shown = f"`{default}`" if default else ""
     text = item.metadata["help"].replace("|", "\\|")
     return f"| `--{item.name}` | {shown} | {text} |"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from functools import partial
 from typing import Any, NoReturn, get_type_hints
 
 from harness.errors import UserError
-from harness.training.arguments.flags import Flags, groups
+from harness.training.arguments.flags import Flags, groups, shown_default
 from harness.training.arguments.values import takes, typed
 from harness.training.arguments.words import config_flags, known_flags, own_words
 
@@ -31,13 +31,12 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Flags]) -> None:
 def _add_group(parser: argparse._ArgumentGroup, kind: type[Flags]) -> None:
     hints = get_type_hints(kind)
     for item in fields(kind):
-        default = None if item.default is MISSING else item.default
-        text = item.metadata["help"].replace("%", "%%")
-        suffix = "" if default is None else f" (default: {default})"
+        text, default = item.metadata["help"].replace("%", "%%"), shown_default(item)
+        suffix = f" (default: {default})" if default else ""
         hint = hints[item.name]
         extra: dict[str, Any] = {"nargs": "?", "const": True} if takes(hint, "bool") else {}
         if takes(hint, "tuple"):
-            extra = {"nargs": "+", "action": _Names}
+            extra = {"nargs": "+", "action": "store" if item.metadata["paths"] else _Names}
         parser.add_argument(
             f"--{item.name}",
             type=str if takes(hint, "tuple") else partial(_typed, hint),

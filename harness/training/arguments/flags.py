@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, Self, get_type_hints
 
 from harness.errors import UserError
 from harness.training.arguments.values import typed
 
 
-def flag(default: object, text: str, *, least: float | None = None, choices: Sequence[str] = ()) -> Any:
+def flag(
+    default: object, text: str, *, least: float | None = None, choices: Sequence[str] = (), paths: bool = False
+) -> Any:
     """Return the field of a flag.
 
     Args:
         text: what `--help` says.
         least: the smallest value.
         choices: the only values.
+        paths: of several words, that they are paths: a comma in one is a part of it.
     """
-    return field(default=default, metadata={"help": text, "least": least, "choices": tuple(choices)})
+    about = {"help": text, "least": least, "choices": tuple(choices), "paths": paths}
+    return field(default=default, metadata=about)
+
+
+def shown_default(item: Field[Any]) -> str:
+    """Return a flag's default for the user; empty without one."""
+    default = None if item.default is MISSING else item.default
+    if isinstance(default, tuple):
+        return " ".join(map(str, default))
+    return "" if default is None else str(default)
 
 
 @dataclass(kw_only=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar
 
+from harness.errors import UserError
 from harness.hf.locate import DEFAULT_MODEL
 from harness.training.arguments.flags import Flags, flag
 from harness.training.data.files.sources import PYTHON_STDLIB
@@ -20,10 +22,32 @@ class ScriptArguments(Flags):
     tokenizer_name: str | None = flag(
         None, "bytes, or a directory (default: the model directory's tokenizer, else bytes)"
     )
-    train_file: str = flag(
-        PYTHON_STDLIB,
-        ".txt; .jsonl, .parquet (column text; messages; or prompt and completion); or a directory of them",
+    train_file: tuple[str, ...] = flag(
+        (PYTHON_STDLIB,),
+        ".txt; .jsonl, .json, .csv, .parquet (text; messages; prompt and completion; ShareGPT; Alpaca); directories or "
+        "globs of them; several with weights as a.jsonl:0.7 b/:0.3",
+        paths=True,
     )
-    validation_file: str | None = flag(
-        None, "the same, for evaluation (default: with eval_steps a part of train_file is held out)"
+    validation_file: tuple[str, ...] | None = flag(
+        None, "the same, for evaluation (default: with eval_steps a part of train_file is held out)", paths=True
     )
+    validation_split_percentage: float | None = flag(
+        None,
+        "percentage of train_file to hold out for evaluation; below 1: a fraction (default: 5 with eval_steps)",
+    )
+
+    def check(self) -> None:
+        """Refuse a split that leaves nothing, or that another flag makes useless."""
+        percentage = self.validation_split_percentage
+        if percentage is None:
+            return
+        if not 0 < percentage < 100:
+            raise UserError(f"--validation_split_percentage {percentage}: must be above 0 and below 100")
+        if self.validation_file is not None:
+            raise UserError("--validation_split_percentage and --validation_file are both given: give only one")
+
+    @property
+    def held_out(self) -> Fraction:
+        """The part of train_file that is held out where some of it is."""
+        given = Fraction(str(self.validation_split_percentage or 5))
+        return given if given < 1 else given / 100

@@ -25,7 +25,7 @@ from harness.training.batches.collate import (
     collate,
     hidden_tokens,
 )
-from harness.training.batches.order import batch_indices
+from harness.training.batches.order import Indices, batch_indices
 from harness.training.batches.padding import at_length, padding_of
 from harness.training.batches.tokens_only import TokenCollator
 from harness.training.watch.activity import beat
@@ -139,15 +139,23 @@ class BatchStream:
 
     def padding_share(self) -> float:
         """Return which part of the tokens of the first steps is padding."""
-        rows = batch_indices(0, self.global_batch * _STEPS_MEASURED, self.n, self.seed)
+        rows = self._order(0, self.global_batch * _STEPS_MEASURED)
         steps = rows.reshape(_STEPS_MEASURED, -1, self.micro_batch)
         found = [padding_of(self.dataset, batches, one_length=self.one_length) for batches in steps]
         return sum(each.padding for each in found) / max(sum(each.tokens for each in found), 1)
 
+    def _order(self, consumed: int, count: int) -> Indices:
+        """Return the `count` samples that follow the first `consumed`: a mixture has an order of its own."""
+        own = getattr(self.dataset, "order", None)
+        found: Indices = (
+            batch_indices(consumed, count, self.n, self.seed) if own is None else own(consumed, count, self.seed)
+        )
+        return found
+
     def _planned(self) -> StepPlan:
         """Return what this rank reads in the step after `consumed` samples."""
-        indices = batch_indices(self.consumed, self.global_batch, self.n, self.seed)
-        batches, mine = indices.reshape(-1, self.micro_batch), slice(self.data_rank, None, self.data_size)
+        batches = self._order(self.consumed, self.global_batch).reshape(-1, self.micro_batch)
+        mine = slice(self.data_rank, None, self.data_size)
         found = padding_of(self.dataset, batches, one_length=self.one_length)
         lengths = [None] * len(batches) if found.lengths is None else found.lengths.tolist()
         places = range(self.consumed, self.consumed + self.global_batch, self.micro_batch)
@@ -187,7 +195,7 @@ def data_digest(dataset: MapDataset, looked_at: int = 16) -> str:
     Other samples are not looked at: a data set may well draw them anew each time.
     """
     n = dataset_length(dataset)
-    digest = hashlib.sha256(str(n).encode())
+    digest = hashlib.sha256(f"{n}{getattr(dataset, 'shares', '')}".encode())
     for i in sorted({k * (n - 1) // max(looked_at - 1, 1) for k in range(looked_at)} if n else ()):
         with own_generators(seed_of("digest", i)):
             sample = dataset[i]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,6 +43,14 @@ class Blocks:
 
     def __len__(self) -> int:
         return len(self.ids) // self.block_size
+
+    def lengths(self, rows: npt.ArrayLike | None = None) -> npt.NDArray[np.integer]:
+        """Return the tokens of these blocks, by default of all: each is full."""
+        return np.full(len(self) if rows is None else np.asarray(rows).size, self.block_size)
+
+    def padded_to(self, _length: int) -> Blocks:
+        """Return these blocks: they are never padded."""
+        return self
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not -len(self) <= index < len(self):

@@ -25,7 +25,9 @@ from harness.training.data.blocks import make_blocks
 from harness.training.data.cache import once_per_host
 from harness.training.data.files.documents import as_documents, holds_tokens
 from harness.training.data.files.sources import hold_out, read_documents
-from harness.training.data.samples import Samples, make_samples
+from harness.training.data.files.specs import require_unweighted, source_groups
+from harness.training.data.mixture import Source, described, joined
+from harness.training.data.samples import make_samples
 from harness.training.data.tokenizer import Tokenizer, check_vocabulary, has_tokenizer, load_tokenizer
 from harness.training.prepare.configure import RunConfig
 from harness.training.process.distributed import shared_store, start
@@ -58,13 +60,17 @@ def script_datasets(
     lay_out = _layer_out(tokenizer, source, args, console.say)
 
     def build() -> Pair:
-        documents, evaluation = read_documents(script.train_file, say=console.say), None
+        groups = source_groups(script.train_file)
+        held_out: list[Dataset] = []
+        documents = [read_documents(group.paths, say=console.say) for group in groups]
         if script.validation_file is not None:
-            evaluation = lay_out(read_documents(script.validation_file, say=console.say))
-        elif args.eval_steps:
-            documents, held_out = hold_out(documents)
-            evaluation = lay_out(held_out)
-        return lay_out(documents), evaluation
+            held_out = [read_documents(require_unweighted(script.validation_file), say=console.say)]
+        elif args.eval_steps or script.validation_split_percentage is not None:
+            split = [hold_out(each, script.held_out) for each in documents]
+            documents, held_out = [kept for kept, _ in split], [held for _, held in split]
+        weights, names = [g.weight for g in groups if g.weight is not None], [g.paths[0] for g in groups]
+        evaluation = joined([lay_out(each) for each in held_out]) if held_out else None
+        return joined([lay_out(each) for each in documents], weights, names), evaluation
 
     return _on_each_host(build, tokenizer, env, console)
 
@@ -130,7 +136,7 @@ def _require_cut(source: ModelSource, config: RunConfig) -> None:
 
 def _layer_out(
     tokenizer: Tokenizer, source: ModelSource, args: TrainingArguments, say: Callable[[str], None] = lambda _: None
-) -> Callable[[Dataset], MapDataset]:
+) -> Callable[[Dataset], Source]:
     """Return what makes samples of documents, for this model; UserError if its tokenizer or block size do not fit
     it."""
     check_vocabulary(tokenizer, vocabulary_size(build_skeleton(source.config)))
@@ -138,7 +144,7 @@ def _layer_out(
         require_documents_apart(with_attention(source.config, args.attn_implementation))
     block_size = _block_size(args, position_limit(source.config))
 
-    def lay_out(documents: Dataset) -> MapDataset:
+    def lay_out(documents: Dataset) -> Source:
         if "conversation" in documents.column_names:
             return make_samples(documents, tokenizer, block_size, packing=args.packing, say=say)
         return make_blocks(documents, tokenizer, block_size, packing=args.packing, say=say)
@@ -150,8 +156,8 @@ def _on_each_host(build: Callable[[], Pair], tokenizer: Tokenizer, env: LaunchEn
     start(env)
     train, evaluation = once_per_host(build, env=env, store=shared_store())
     for name, data in (("training", train), ("evaluation", evaluation)):
-        if isinstance(data, Samples):
-            console.say(f"{name}: {data.summary}")
+        for line in described(data):
+            console.say(f"{name}: {line}")
     return Datasets(train=train, evaluation=evaluation, tokenizer=tokenizer)
 
 

@@ -15,7 +15,8 @@ from harness.hf.locate import model_directory
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import LoraArguments, TrainingArguments, require_peft
 from harness.training.arguments.script import ScriptArguments
-from harness.training.data.files.sources import PYTHON_STDLIB, preflight
+from harness.training.data.files.sources import PYTHON_STDLIB
+from harness.training.data.files.specs import require_unweighted, source_groups
 from harness.training.prepare.configure import RunConfig, read_run_config
 
 TRIAL_STEPS = 200  # of a run that names neither data nor steps
@@ -33,9 +34,9 @@ def check_before_start(
     model = model_directory(script.model_name_or_path)
     require_trainable_family(str(model))
     config = read_run_config(args, world_size=env.world_size, model=str(model))
-    preflight(script.train_file)
+    source_groups(script.train_file)
     if script.validation_file is not None:
-        preflight(script.validation_file)
+        require_unweighted(script.validation_file)
     output_dir = Path(args.output_dir)
     if env.rank == 0:
         lock_directory(output_dir)
@@ -48,7 +49,7 @@ def check_before_start(
 
 def limit_trial(script: ScriptArguments, args: TrainingArguments) -> str | None:
     """Cut a run that names neither data nor steps to TRIAL_STEPS; returns what to say of it, None for other runs."""
-    if script.train_file != PYTHON_STDLIB or args.max_steps > 0 or "num_train_epochs" in args.given:
+    if script.train_file != (PYTHON_STDLIB,) or args.max_steps > 0 or "num_train_epochs" in args.given:
         return None
     args.max_steps = TRIAL_STEPS
     return f"no --train_file, --max_steps or --num_train_epochs: a trial of {TRIAL_STEPS} steps on the standard library"

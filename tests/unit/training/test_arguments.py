@@ -50,7 +50,7 @@ def test_a_default_that_was_given_contradicts_the_json_all_the_same() -> None:
 
 def test_the_launchers_own_flag_is_taken_and_booleans_need_no_value() -> None:
     script, args = command_line("--local_rank=1", "--bf16", "--train_file", "x.txt", "--warmup_steps", "0.1")
-    assert args.bf16 and script.train_file == "x.txt"
+    assert args.bf16 and script.train_file == ("x.txt",)
     assert args.warmup(200) == 20
 
 

@@ -111,7 +111,6 @@ NOT_TAKEN = {
     "streaming": NotTaken("use files: text is tokenised once, into a cache on disk", OFF),
     "max_train_samples": NotTaken("give a shorter --train_file, or set --max_steps"),
     "max_eval_samples": NotTaken("give a shorter --validation_file"),
-    "validation_split_percentage": NotTaken("give --validation_file; without it --eval_steps holds out a part"),
     "overwrite_cache": NotTaken("the cache of tokens follows the content of the files", OFF),
     "preprocessing_num_workers": NotTaken("all cores of the ranks tokenise"),
     "keep_linebreaks": NotTaken("text is kept as it is", (True,)),

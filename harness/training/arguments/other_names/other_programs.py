@@ -5,7 +5,7 @@ from __future__ import annotations
 LAYOUT = "--pipeline_parallel_size and --tensor_parallel_size; the data-parallel size is what ranks are left"
 PRECISION = "--bf16 or --fp16; without them the run is in float32"
 CHECKPOINTING = "--gradient_checkpointing"
-DATA = "--train_file (.txt, .jsonl, .parquet, or a directory)"
+DATA = "--train_file (.txt, .jsonl, .json, .csv, .parquet or a directory; several as a.jsonl:0.7 b/:0.3)"
 ZERO = "--deepspeed_config zero2 or zero3"
 ADAPTER = "--use_peft (LoRA)"
 
@@ -16,7 +16,7 @@ AXOLOTL = {
     "revision_of_model": "--model_revision",
     "datasets": DATA,
     "test_datasets": "--validation_file",
-    "val_set_size": "--validation_file",
+    "val_set_size": "--validation_split_percentage (below 1: a fraction)",
     "dataset_prepared_path": "nothing: tokens are cached by the content of the files",
     "dataset_processes": "nothing: all cores of the ranks tokenise",
     "sequence_len": "--block_size",

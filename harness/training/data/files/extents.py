@@ -1,8 +1,9 @@
 """Parts of source files that can be read by themselves: by these the reading is shared out, and what is done is kept.
 
 An extent of a .jsonl file is the lines that begin in a range of its bytes, of a .parquet file some of its row groups,
-of any other file, which is one text, the pieces that begin in a range of its bytes. The plan is a function of the files
-alone. Lines are numbered in messages, so those of a long file are counted once, and the plan is kept.
+of a .txt file, which is one text, the pieces that begin in a range of its bytes. A .csv file, and a .json file that is
+one array, is read as a whole. The plan is a function of the files alone. Lines are numbered in messages, so those of a
+long file are counted once, and the plan is kept.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from harness.errors import UserError
+from harness.training.data.files.json_rows import is_whole
 from harness.training.data.pieces import PIECE_CHARACTERS
 from harness.training.data.shards import make_shards, shard_bytes
 
@@ -71,7 +73,10 @@ def _extents(file: Path, size: int) -> Iterator[Extent]:
             yield from _row_groups(file)
             return
         total = file.stat().st_size
-        if file.suffix == ".jsonl":
+        if file.suffix == ".csv" or (file.suffix == ".json" and is_whole(file)):
+            yield Extent(str(file), 0, total, 0, total)
+            return
+        if file.suffix in (".jsonl", ".json"):
             starts = range(0, total, size)
             with file.open("rb") as stream:
                 before = list(_lines_before(stream, starts)) if len(starts) > 1 else [0] * len(starts)

@@ -6,20 +6,23 @@ the caller. What a row means is `rows.py`'s to say.
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeAlias
 
-from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.training.data.files.extents import Extent
+from harness.training.data.files.json_rows import is_whole, json_rows
 from harness.training.data.files.rows import BESIDE, COLUMNS, TEXT, document, kind_of_row
 from harness.training.data.pieces import PIECE_CHARACTERS, in_pieces
 
-SUFFIXES = (".txt", ".jsonl", ".parquet")
+SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 
-Row: TypeAlias = tuple[str, Mapping[str, object]]
+Row: TypeAlias = tuple[str, object]
 """A place as the user would name it, and what stands there."""
 
 _ROWS_AT_ONCE = 64
@@ -28,21 +31,23 @@ _LONGEST_REST = 3  # bytes of a character in UTF-8 after its first
 
 def read_documents_of(extent: Extent, kind: str) -> Iterator[dict[str, str | int]]:
     """Read the documents of a part of a file whose rows are of this kind, text in pieces. Any other file is one."""
-    reader = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}.get(Path(extent.file).suffix)
+    reader = _READERS.get(Path(extent.file).suffix)
     if reader is None:
         yield from _txt_pieces(extent)
         return
     for place, row in reader(extent):
-        yield from in_pieces(document(row, kind, place))
+        yield from in_pieces(document(_object(row, place), kind, place))
 
 
 def kind_of_file(file: Path) -> str | None:
     """Return what the rows of a file are, by its first row or its schema, which is looked at; None if it has no row."""
     if file.suffix == ".parquet":
         return kind_of_row(_parquet_columns(file), str(file))
-    if file.suffix != ".jsonl":
+    reader = _READERS.get(file.suffix)
+    if reader is None:
         return TEXT
-    for place, row in _jsonl_rows(Extent(str(file), 0, file.stat().st_size)):
+    for place, found in reader(Extent(str(file), 0, file.stat().st_size)):
+        row = _object(found, place)
         kind = kind_of_row(row, place)
         document(row, kind, place)
         return kind
@@ -97,7 +102,30 @@ def _jsonl_rows(extent: Extent) -> Iterator[Row]:
             at += len(line)
             if line.strip():
                 place = f"{extent.file}:{number}"
-                yield place, _object_of_line(line, place)
+                yield place, _of_line(line, place)
+
+
+def _json_rows(extent: Extent) -> Iterator[Row]:
+    """One row an element of an array, or one a line."""
+    file = Path(extent.file)
+    return json_rows(file) if is_whole(file) else _jsonl_rows(extent)
+
+
+def _csv_rows(extent: Extent) -> Iterator[Row]:
+    """One row a record below the header; an empty field is none."""
+    csv.field_size_limit(sys.maxsize)
+    with Path(extent.file).open(encoding="utf-8-sig", newline="") as stream:
+        records = csv.DictReader(stream, strict=True)
+        try:
+            for record in records:
+                place = f"{extent.file}:{records.line_num}"
+                if None in record or None in record.values():
+                    raise UserError(f"{place} has not as many fields as the header: quote fields that contain a comma")
+                yield place, record
+        except csv.Error as error:
+            raise UserError(f"{extent.file}:{records.line_num} is not CSV ({error})") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{extent.file} is not UTF-8 after line {records.line_num}: convert it") from error
 
 
 def _parquet_rows(extent: Extent) -> Iterator[Row]:
@@ -120,17 +148,25 @@ def _parquet_rows(extent: Extent) -> Iterator[Row]:
         raise UserError(f"{file} is damaged after row {number}: {_one_line(error)}") from error
 
 
-def _object_of_line(line: bytes, place: str) -> JsonObject:
+_READERS: Mapping[str, Callable[[Extent], Iterator[Row]]] = MappingProxyType(
+    {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
+)
+
+
+def _of_line(line: bytes, place: str) -> object:
     try:
-        row = json.loads(line)
+        return json.loads(line)
     except UnicodeDecodeError as error:
         raise UserError(f"{place} is not UTF-8 (byte {error.start} of the line): convert the file") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{place} is not JSON ({error.msg}, column {error.colno}): one object a line") from error
     except RecursionError as error:
         raise UserError(f"{place} is nested too deeply to be read as JSON") from error
-    if not isinstance(row, dict):
-        raise UserError(f'{place} is not an object: each line is {{"text": "..."}} or {{"messages": [...]}}')
+
+
+def _object(row: object, place: str) -> Mapping[str, object]:
+    if not isinstance(row, Mapping):
+        raise UserError(f'{place} is not an object: each row is {{"text": "..."}} or {{"messages": [...]}}')
     return row
 
 

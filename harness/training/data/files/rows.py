@@ -1,9 +1,10 @@
 """What one row of a data file or data set is: text, a conversation, or a prompt with its completion.
 
-The columns decide, in this order: `messages` (a list of {role, content}), `prompt` and `completion` (two texts, or
-two lists of messages), `text`. Each row becomes a document: {"text": ...}, or {"conversation": ..., "place": ...}
-with the conversation as JSON, so that tool calls and whatever else a chat template reads travel as they are.
-Everything wrong with a row is a UserError that names its place. Importing this needs neither torch nor datasets.
+The columns decide, in this order: `messages` (a list of {role, content}), `conversations` (ShareGPT's), `prompt` and
+`completion` (two texts, or two lists of messages), `instruction` and `output` (Alpaca's), `text`. Each row becomes a
+document: {"text": ...}, or {"conversation": ..., "place": ...} with the conversation as JSON, so that tool calls and
+whatever else a chat template reads travel as they are. Everything wrong with a row is a UserError that names its place.
+Importing this needs neither torch nor datasets.
 """
 
 from __future__ import annotations
@@ -14,19 +15,39 @@ from types import MappingProxyType
 
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
+from harness.training.data.files.forms import from_alpaca, from_sharegpt
 
-TEXT, MESSAGES, COMPLETION = "text", "messages", "completion"
+TEXT, MESSAGES, COMPLETION, SHAREGPT, ALPACA = "text", "messages", "completion", "sharegpt", "alpaca"
 
 COLUMNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {MESSAGES: ("messages",), COMPLETION: ("prompt", "completion"), TEXT: ("text",)}
+    {
+        MESSAGES: ("messages",),
+        SHAREGPT: ("conversations",),
+        COMPLETION: ("prompt", "completion"),
+        ALPACA: ("instruction", "output"),
+        TEXT: ("text",),
+    }
 )
 """Kind of a row -> the columns that make it one."""
 
-BESIDE: Mapping[str, tuple[str, ...]] = MappingProxyType({MESSAGES: ("tools",), COMPLETION: ("tools",), TEXT: ()})
+BESIDE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        MESSAGES: ("tools",),
+        SHAREGPT: ("system", "tools"),
+        COMPLETION: ("tools",),
+        ALPACA: ("input", "system", "tools"),
+        TEXT: (),
+    }
+)
 """Kind of a row -> columns that are read where they are there."""
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython")
+
+
+def columns_of(kind: str) -> str:
+    """Return the columns that make a row of this kind, for a message."""
+    return " and ".join(f"`{name}`" for name in COLUMNS[kind])
 
 
 def kind_of_row(columns: Iterable[str], place: str) -> str:
@@ -36,8 +57,8 @@ def kind_of_row(columns: Iterable[str], place: str) -> str:
         if set(needed) <= set(names):
             return kind
     raise UserError(
-        f"{place} has no column `text`, `messages`, or `prompt` and `completion` "
-        f"(it has: {', '.join(names) or 'none'}): rename one"
+        f"{place} has no column `text`, `messages`, `conversations`, `prompt` and `completion`, or `instruction` and "
+        f"`output` (it has: {', '.join(names) or 'none'}): rename one"
     )
 
 
@@ -51,7 +72,7 @@ def document(row: Mapping[str, object], kind: str, place: str) -> dict[str, str]
         )
     if kind == TEXT:
         return {"text": checked_text(row["text"], f"{place}: `text`")}
-    conversation = _messages(row, place) if kind == MESSAGES else _completion(row, place)
+    conversation = _completion(row, place) if kind == COMPLETION else _messages(row, kind, place)
     if row.get("tools"):
         conversation["tools"] = row["tools"]
     try:
@@ -72,9 +93,15 @@ def checked_text(text: object, place: str) -> str:
     return text
 
 
-def _messages(row: Mapping[str, object], place: str) -> JsonObject:
-    messages = _checked_messages(row["messages"], f"{place}: `messages`")
-    _require_answer(messages, f"{place}: `messages`")
+def _messages(row: Mapping[str, object], kind: str, place: str) -> JsonObject:
+    given = row.get("messages")
+    if kind == SHAREGPT:
+        given = from_sharegpt(row["conversations"], row.get("system"))
+    elif kind == ALPACA:
+        given = from_alpaca(row)
+    place = f"{place}: `{COLUMNS[kind][0]}`"
+    messages = _checked_messages(given, place)
+    _require_answer(messages, place)
     return {"messages": messages, "answers_from": 0}
 
 

@@ -1,16 +1,19 @@
 """Where data lies and whether it can be read: the files behind `--train_file`, and documents out of them.
 
-A source is a .txt file (one document), a .jsonl or .parquet file (one document a row: text or a conversation,
-see `rows.py`), a directory of such files, all of one kind (searched recursively, links followed, sorted by path,
-hidden ones left out) or "python-stdlib": the running Python's standard library. `preflight` needs neither torch
-nor datasets, so a wrong path is reported before anything is built.
+A source is a .txt file (one document), a .jsonl, .json, .csv or .parquet file (one document a row: text or a
+conversation, see `rows.py`), a directory of such files, all of one kind (searched recursively, links followed, sorted
+by path, hidden ones left out), a glob of both, or "python-stdlib": the running Python's standard library. In a
+directory, .json and .csv files count only where nothing else does: beside data they describe it. `preflight` needs
+neither torch nor datasets, so a wrong path is reported before anything is built.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +25,7 @@ from harness.training.data.cache import cache_error, fingerprint, prepared_folde
 from harness.training.data.files.copies import copied
 from harness.training.data.files.extents import Extent, planned
 from harness.training.data.files.readers import SUFFIXES, decodes, kind_of_file, read_documents_of
-from harness.training.data.files.rows import COLUMNS, TEXT
+from harness.training.data.files.rows import TEXT, columns_of
 from harness.training.data.pieces import parts_of
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ PYTHON_STDLIB = "python-stdlib"
 
 # Not the library itself: what is installed beside it, its tests (two thirds of the bytes) and its programs.
 _BESIDE_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+
+_DESCRIBE_DATA = (".json", ".csv")
 
 # Part of the cache key: raise it when the documents made from the same files change.
 _FORMAT = 4
@@ -59,12 +64,8 @@ def preflight(source: str | os.PathLike[str]) -> str:
         raise UserError(f"{source} is empty: give text to train on")
     if len(kinds) > 1:
         (first, a), (second, b), *_ = kinds.items()
-        raise UserError(f"{a} has {_columns(first)}, {b} has {_columns(second)}: train on one kind at a time")
+        raise UserError(f"{a} has {columns_of(first)}, {b} has {columns_of(second)}: train on one kind at a time")
     return next(iter(kinds))
-
-
-def _columns(kind: str) -> str:
-    return " and ".join(f"`{name}`" for name in COLUMNS[kind])
 
 
 def find_files(source: str | os.PathLike[str]) -> list[Path]:
@@ -73,11 +74,16 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
         return _stdlib_files()
     path = Path(source)
     suffixes = ", ".join(SUFFIXES)
+    if not path.exists() and glob.has_magic(os.fspath(source)):
+        matches = map(Path, sorted(glob.glob(os.fspath(source), recursive=True)))  # noqa: PTH207  # may be absolute
+        files = [file for match in matches for file in (_in_directory(match) if match.is_dir() else [match])]
+        if files := [file for file in files if file.suffix in SUFFIXES]:
+            return files
+        raise UserError(f"{source} matches no {suffixes} file: correct the pattern")
     if path.is_dir():
-        files = [file for file in _walk(path) if file.suffix in SUFFIXES]
-        if not files:
-            raise UserError(f"{path} contains no file with one of the suffixes {suffixes}")
-        return files
+        if files := _in_directory(path):
+            return files
+        raise UserError(f"{path} contains no file with one of the suffixes {suffixes}")
     if not path.exists():
         raise UserError(f"{path} does not exist: give a {suffixes} file, a directory of them, or {PYTHON_STDLIB}")
     if path.suffix not in SUFFIXES:
@@ -85,14 +91,19 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     return [path]
 
 
+def _in_directory(top: Path) -> list[Path]:
+    files = [file for file in _walk(top) if file.suffix in SUFFIXES]
+    return [file for file in files if file.suffix not in _DESCRIBE_DATA] or files
+
+
 def read_documents(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Sequence[str],
     cache_dir: str | os.PathLike[str] | None = None,
     *,
     say: Callable[[str], None] = lambda _: None,
     workers: int | None = None,
 ) -> Dataset:
-    """Return the documents of a source: a `datasets.Dataset` mapped from disk.
+    """Return the documents of a source, or of several of one kind in order: a `datasets.Dataset` mapped from disk.
 
     Its columns are `text` and `part`: a long text comes in several rows, its parts, numbered from 0. Of conversations
     they are `conversation` and `place`. A .txt file's text is its bytes decoded as UTF-8 and nothing else: no newline
@@ -103,8 +114,9 @@ def read_documents(
     """
     from datasets import Features, Value
 
-    kind = preflight(source)
-    files = [file.absolute() for file in find_files(source)]
+    sources = [source] if isinstance(source, str | os.PathLike) else source
+    (kind,) = {preflight(source) for source in sources}
+    files = [file.absolute() for source in sources for file in find_files(source)]
     stamps = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
     text = Value("large_string")
     features = {"text": text, "part": Value("int32")} if kind == TEXT else {"conversation": text, "place": text}
@@ -116,8 +128,8 @@ def read_documents(
         raise cache_error(error, cache_dir) from error
 
 
-def hold_out(documents: Dataset, every: int = 20) -> tuple[Dataset, Dataset]:
-    """Return documents for training and for evaluation: every `every`-th one, from the first, is held out.
+def hold_out(documents: Dataset, part: Fraction = Fraction(1, 20)) -> tuple[Dataset, Dataset]:
+    """Return documents for training and for evaluation: this part of them, evenly from the first on, is held out.
 
     UserError if there are not two documents to share between them.
     """
@@ -125,7 +137,7 @@ def hold_out(documents: Dataset, every: int = 20) -> tuple[Dataset, Dataset]:
     total = int(number[-1]) + 1 if len(number) else 0
     if total < 2:
         raise UserError(f"{total} document cannot be split for evaluation: give a --validation_file")
-    held_out = number % every == 0
+    held_out = number * part.numerator // part.denominator != (number - 1) * part.numerator // part.denominator
     return documents.select(np.flatnonzero(~held_out)), documents.select(np.flatnonzero(held_out))
 
 

@@ -80,7 +80,7 @@ def test_a_copy_that_was_interrupted_goes_on_where_it_was(tmp_path, monkeypatch)
     small_shards(monkeypatch, 100)
     file, cache = tmp_path / "a.jsonl", tmp_path / "cache"
     file.write_text("".join(json.dumps({"text": f"text {index}"}) + "\n" for index in range(100)))
-    read, seen = readers._object_of_line, []
+    read, seen = readers._of_line, []
 
     def stop_at(limit):
         def object_of_line(line, place):
@@ -89,7 +89,7 @@ def test_a_copy_that_was_interrupted_goes_on_where_it_was(tmp_path, monkeypatch)
             seen.append(place)
             return read(line, place)
 
-        monkeypatch.setattr(readers, "_object_of_line", object_of_line)
+        monkeypatch.setattr(readers, "_of_line", object_of_line)
 
     stop_at(60)
     with pytest.raises(KeyboardInterrupt):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ def test_a_long_document_comes_in_rows_and_is_held_out_as_one(tmp_path, cache):
     starts = np.flatnonzero(parts_of(documents) == 0).tolist()
     joined = ["".join(documents[a:b]["text"]) for a, b in itertools.pairwise([*starts, len(documents)])]
     assert joined == [long, "short", long, long]
-    training, held_out = hold_out(documents, every=2)
+    training, held_out = hold_out(documents, Fraction(1, 2))
     assert "".join(held_out["text"]) == long + long and "".join(training["text"]) == "short" + long
 
 
@@ -125,14 +126,14 @@ def test_every_twentieth_document_is_held_out(tmp_path, cache):
 
 BAD = {
     "missing": ("gone.txt", None, "gone.txt does not exist"),
-    "suffix": ("a.csv", b"text\nx\n", r"a\.csv is not one of \.txt, \.jsonl, \.parquet"),
+    "suffix": ("a.tsv", b"text\nx\n", r"a\.tsv is not one of \.txt, \.jsonl, \.json, \.csv, \.parquet"),
     "empty": ("a.txt", b"", "a.txt is empty"),
     "deep line": ("a.jsonl", b"[" * 100_000, "a.jsonl:1 is nested too deeply"),
     "no line is JSON": ("a.jsonl", b"{text: 1}\n", r"a.jsonl:1 is not JSON \(.*column 2\)"),
     "no column": (
         "a.jsonl",
         b'{"content": "x"}\n',
-        r"a.jsonl:1 has no column `text`, `messages`, or `prompt` and `completion` \(it has: content\)",
+        r"a.jsonl:1 has no column `text`, `messages`, .* \(it has: content\)",
     ),
     "no object": ("a.jsonl", b'["x"]\n', "a.jsonl:1 is not an object"),
     "no string": ("a.jsonl", b'{"text": 3}\n', "a.jsonl:1: `text` is int, not a string"),

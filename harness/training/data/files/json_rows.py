@@ -1,0 +1,89 @@
+"""The rows of a .json file: an array of objects, an object with such an array under "data", or one object a line.
+
+The elements of an array are parsed one at a time, so that of a long one only the text is held, and each is known by its
+line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.errors import UserError
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_DECODER = json.JSONDecoder()
+DATA = "data"
+
+
+def is_whole(file: Path) -> bool:
+    """Whether a .json file is one array or object, and not one object a line."""
+    with file.open("rb") as stream:
+        first = next((line for line in stream if line.strip()), b"")
+    if first.lstrip().startswith(b"["):
+        return True
+    try:
+        row = json.loads(first)
+    except ValueError:
+        return True
+    return isinstance(row, dict) and isinstance(row.get(DATA), list)
+
+
+def json_rows(file: Path) -> Iterator[tuple[str, object]]:
+    """Give the elements of a file's array, each with its place; UserError where the file is not JSON or has none."""
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 (byte {error.start}): convert it") from error
+    try:
+        yield from _elements(file, text, _begin_of_array(file, text))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}:{error.lineno} is not JSON ({error.msg}, column {error.colno})") from error
+    except RecursionError as error:
+        raise UserError(f"{file} is nested too deeply to be read as JSON") from error
+
+
+def _begin_of_array(file: Path, text: str) -> int:
+    """Return where the array of rows begins in the text, behind its bracket."""
+    at = _behind_space(text, 0)
+    if text[at : at + 1] == "[":
+        return at + 1
+    if text[at : at + 1] == "{":
+        at = _behind_space(text, at + 1)
+        while text[at : at + 1] == '"':
+            name, at = _DECODER.raw_decode(text, at)
+            at = _behind_space(text, _behind(text, _behind_space(text, at), ":"))
+            if name == DATA and text[at : at + 1] == "[":
+                return at + 1
+            _, at = _DECODER.raw_decode(text, at)
+            at = _behind_space(text, at)
+            at = _behind_space(text, at + 1) if text[at : at + 1] == "," else at
+        _behind(text, at, "}")
+    else:
+        _DECODER.raw_decode(text, at)
+    raise UserError(f'{file}: give an array of objects, an object with an array under "{DATA}", or one object a line')
+
+
+def _elements(file: Path, text: str, at: int) -> Iterator[tuple[str, object]]:
+    line, counted = 1, 0
+    at = _behind_space(text, at)
+    while text[at : at + 1] != "]":
+        row, end = _DECODER.raw_decode(text, at)
+        line, counted = line + text.count("\n", counted, at), at
+        yield f"{file}:{line}", row
+        at = _behind_space(text, end)
+        if text[at : at + 1] != "]":
+            at = _behind_space(text, _behind(text, at, ","))
+
+
+def _behind_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def _behind(text: str, at: int, character: str) -> int:
+    if text[at : at + 1] != character:
+        raise json.JSONDecodeError(f"Expecting '{character}'", text, at)
+    return at + 1
