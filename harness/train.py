@@ -92,10 +92,10 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
     from harness.training.prepare.plan import RunInputs
     from harness.training.trainer import Trainer
 
-    console.say(f"preparing {script.model_name_or_path} and {' '.join(script.train_file)}")
+    console.say(f"preparing {script.model} and {' '.join(script.train_file)}")
     if note := limit_trial(script, config.args):
         console.say(note)
-    source = read_source(script.model_name_or_path)
+    source = read_source(script.model)
     data = script_datasets(script, source, config, env, console)
     inputs = RunInputs(
         model=source,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from harness.config.model.hub import MODEL, fetch
 from harness.errors import UserError
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
@@ -20,8 +21,13 @@ def presets() -> list[str]:
 
 
 def model_directory(name: str) -> Path:
-    """Return the directory of a preset's name or of a path; UserError if there is no readable config.json in it."""
+    """Return the directory of a preset's name, of a path, or of a hub id, whose files are downloaded if need be.
+
+    UserError if there is no readable config.json in it.
+    """
     directory = PRESETS / name if name in presets() else Path(name)
+    if not directory.exists():
+        directory = fetch(name, MODEL) or directory
     config = directory / "config.json"
     if not config.is_file() and (directory / ADAPTERS).is_file():
         raise UserError(
@@ -31,7 +37,8 @@ def model_directory(name: str) -> Path:
     if not config.is_file():
         raise UserError(
             f"--model_name_or_path {name}: no config.json in a directory of that name: "
-            f"give a HuggingFace model directory or a preset: {', '.join(presets())}"
+            f"give a HuggingFace model directory, an id of the hub as organisation/name, or a preset: "
+            f"{', '.join(presets())}"
         )
     try:
         content = json.loads(config.read_text(encoding="utf-8"))

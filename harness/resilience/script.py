@@ -54,7 +54,7 @@ class Script:
             self.plain = (words[0], *expanded(KINDS, words[1:]))
         except (UserError, SystemExit):
             return  # the ranks say what is wrong, or it is a script with arguments of its own
-        self.model, self.args = given[0].model_name_or_path, given[1]
+        self.model, self.args = given[0].model, given[1]
 
     @property
     def output_dir(self) -> Path | None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.config.model.hub import cached
 from harness.config.model.plans import MODELS, families_of_matrix, plan_refusal
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
@@ -53,13 +54,14 @@ def read_model_config(source: str) -> JsonObject:
     Raises UserError if there is none.
     """
     preset = PRESETS / source / "config.json"
-    path = preset if preset.is_file() else Path(source)
+    path = preset if preset.is_file() else (cached(source) or Path(source))
     path = path / "config.json" if path.is_dir() else path
     try:
         config = {"model_type": source} if is_model_type(source) else json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         names = ", ".join(sorted(p.parent.name for p in PRESETS.glob("*/config.json"))) or "none"
-        hint = f"name a directory with config.json, a model type, or one of the presets: {names}"
+        hint = f"name a directory with config.json, a model type, a preset ({names}), or an id of the hub after "
+        hint += "`hf download ID config.json`"
         raise UserError(f"--model {source}: no readable config.json; {hint}") from None
     if not isinstance(config, dict):
         raise UserError(f"--model {source}: config.json is not an object")

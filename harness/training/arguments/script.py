@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import ClassVar
 
 from harness.errors import UserError
@@ -18,9 +19,13 @@ class ScriptArguments(Flags):
 
     TITLE: ClassVar[str] = "Model and data"
 
-    model_name_or_path: str = flag(DEFAULT_MODEL, "a preset's name, or a directory with HuggingFace's config.json")
+    model_name_or_path: str = flag(
+        DEFAULT_MODEL,
+        "a preset's name, a directory with HuggingFace's config.json, or an id of the hub",
+    )
+    model_revision: str | None = flag(None, "branch, tag or commit of a model of the hub (default: main)")
     tokenizer_name: str | None = flag(
-        None, "bytes, or a directory (default: the model directory's tokenizer, else bytes)"
+        None, "bytes, a directory, or an id of the hub (default: the model directory's tokenizer, else bytes)"
     )
     train_file: tuple[str, ...] = flag(
         (PYTHON_STDLIB,),
@@ -37,7 +42,12 @@ class ScriptArguments(Flags):
     )
 
     def check(self) -> None:
-        """Refuse a split that leaves nothing, or that another flag makes useless."""
+        """Refuse a revision of what has none, and a split that leaves nothing or that another flag makes useless."""
+        if self.model_revision and (Path(self.model_name_or_path).exists() or "/" not in self.model_name_or_path):
+            raise UserError(
+                f"--model_revision {self.model_revision}: only models of the hub have revisions, but "
+                f"--model_name_or_path is {self.model_name_or_path}"
+            )
         percentage = self.validation_split_percentage
         if percentage is None:
             return
@@ -51,3 +61,8 @@ class ScriptArguments(Flags):
         """The part of train_file that is held out where some of it is."""
         given = Fraction(str(self.validation_split_percentage or 5))
         return given if given < 1 else given / 100
+
+    @property
+    def model(self) -> str:
+        """The model as the Trainer takes it: an id of the hub with its revision."""
+        return self.model_name_or_path + (f"@{self.model_revision}" if self.model_revision else "")

@@ -3,7 +3,7 @@
 The bytes tokenizer needs no file and no training, takes any text and gives it back exactly. When it is saved
 it becomes a `tokenizer.json` that does the same, so that `AutoTokenizer` reads an exported model's directory,
 and a mark in `tokenizer_config.json` by which `load_tokenizer` knows it again. It has a chat template of its own.
-No hub is ever asked.
+A hub id names the directory of the local cache to which it is downloaded.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from harness.config.model.hub import TEXTS, Wanted, fetch
 from harness.errors import UserError
 
 if TYPE_CHECKING:
@@ -115,8 +116,21 @@ def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
     return any(Path(directory, name).is_file() for name in _FILES)
 
 
+_WANTED = Wanted(flag="--tokenizer_name", files=TEXTS, is_whole=has_tokenizer, lacking="no tokenizer")
+
+
+def tokenizer_directory(name: str) -> str:
+    """Return the directory of a tokenizer given by a path or a hub id; UserError if there is none."""
+    found = name if Path(name).is_dir() else fetch(name, _WANTED)
+    if found is None:
+        raise UserError(f'tokenizer {name} is not a directory: give one, an id of the hub, or "{BYTES}"')
+    if not has_tokenizer(found):
+        raise UserError(f'{name} contains no tokenizer ({", ".join(_FILES)}): give another directory, or "{BYTES}"')
+    return os.fspath(found)
+
+
 def load_tokenizer(name: str | None = None, model_dir: str | os.PathLike[str] | None = None) -> Tokenizer:
-    """Return the tokenizer called `name`: "bytes" or a directory; by default the model directory's own, else bytes.
+    """Return the tokenizer called `name`: "bytes", a directory or a hub id; by default the model's own, else bytes.
 
     Raises UserError if the directory is missing, holds no tokenizer, or one that cannot be read or that has
     no end-of-sequence token to close a document with.
@@ -125,11 +139,8 @@ def load_tokenizer(name: str | None = None, model_dir: str | os.PathLike[str] | 
         name = os.fspath(model_dir) if model_dir is not None and has_tokenizer(model_dir) else BYTES
     if name == BYTES:
         return ByteTokenizer()
-    if not Path(name).is_dir():
-        raise UserError(f'tokenizer {name} is not a directory: give one, or "{BYTES}"')
-    if not has_tokenizer(name):
-        raise UserError(f'{name} contains no tokenizer ({", ".join(_FILES)}): give another directory, or "{BYTES}"')
-    return ByteTokenizer() if _is_marked(name) else _from_directory(name)
+    directory = tokenizer_directory(name)
+    return ByteTokenizer() if _is_marked(directory) else _from_directory(directory)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

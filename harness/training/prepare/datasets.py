@@ -54,7 +54,7 @@ def script_datasets(
     script: ScriptArguments, source: ModelSource, config: RunConfig, env: LaunchEnv, console: Console
 ) -> Datasets:
     """Read, tokenise and lay out the script's files."""
-    tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model_name_or_path))
+    tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
     args = config.args
     _require_cut(source, config)
     lay_out = _layer_out(tokenizer, source, args, console.say)

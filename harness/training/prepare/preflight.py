@@ -17,6 +17,7 @@ from harness.training.arguments import LoraArguments, TrainingArguments, require
 from harness.training.arguments.script import ScriptArguments
 from harness.training.data.files.sources import PYTHON_STDLIB
 from harness.training.data.files.specs import require_unweighted, source_groups
+from harness.training.data.tokenizer import BYTES, tokenizer_directory
 from harness.training.prepare.configure import RunConfig, read_run_config
 
 TRIAL_STEPS = 200  # of a run that names neither data nor steps
@@ -31,8 +32,10 @@ def check_before_start(
     """
     if lora is not None and lora.use_peft:
         require_peft()
-    model = model_directory(script.model_name_or_path)
+    model = model_directory(script.model)
     require_trainable_family(str(model))
+    if script.tokenizer_name not in (None, BYTES):
+        tokenizer_directory(script.tokenizer_name)
     config = read_run_config(args, world_size=env.world_size, model=str(model))
     source_groups(script.train_file)
     if script.validation_file is not None:

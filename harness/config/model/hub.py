@@ -1,0 +1,143 @@
+"""Models and tokenizers of the HuggingFace hub, by their id: in the local cache, or downloaded into it.
+
+An id is `organisation/name`, with `@revision` behind it for another revision than `main`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.errors import UserError
+
+ID = re.compile(r"(?P<name>\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(?P<revision>[\w./-]+))?")
+TEXTS = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")  # configs and tokenizers
+NOT_NEEDED = ("*/*", "consolidated*")  # other forms of the same weights
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is looked for on the hub.
+
+    Attributes:
+        flag: where the user names it.
+        files: patterns of the files that are downloaded.
+        is_whole: whether a folder holds all that is needed.
+        lacking: what a folder lacks that is not whole.
+    """
+
+    flag: str
+    files: tuple[str, ...]
+    is_whole: Callable[[Path], bool]
+    lacking: str
+
+
+def cached(source: str) -> Path | None:
+    """Return the folder of the local cache that holds a model's files; None if there is none."""
+    from huggingface_hub import constants
+
+    if (match := ID.fullmatch(source)) is None or Path(source).exists():
+        return None
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{match['name'].replace('/', '--')}"
+    revision = match["revision"] or "main"
+    reference = folder / "refs" / revision
+    try:
+        commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
+    except OSError:
+        return None
+    snapshot = folder / "snapshots" / commit
+    return snapshot if snapshot.is_dir() else None
+
+
+def fetch(source: str, wanted: Wanted) -> Path | None:
+    """Return the folder of the cache that holds what `source` names; download what is not there.
+
+    One process of a host downloads, the others wait for it. None for what can be no id that is downloaded: a path, or
+    a name without an organisation that is not in the cache.
+
+    Raises UserError if it is not in the cache, and cannot be downloaded.
+    """
+    found = cached(source)
+    if found is not None and wanted.is_whole(found):
+        return found
+    match = ID.fullmatch(source)
+    if match is None or "/" not in match["name"] or Path(source).exists():
+        return None
+    with _one_at_a_time(match["name"]):
+        found = cached(source)
+        if found is None or not wanted.is_whole(found):
+            found = _download(match["name"], match["revision"], wanted)
+    if not wanted.is_whole(found):
+        raise UserError(f"{wanted.flag} {source}: on the hub it has {wanted.lacking}")
+    return found
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a folder holds a config.json and all files of its weights."""
+    if not (folder / "config.json").is_file():
+        return False
+    try:
+        files = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return any(folder.glob("*.safetensors"))
+    return all((folder / str(file)).is_file() for file in files)
+
+
+MODEL = Wanted(
+    flag="--model_name_or_path",
+    files=("*.safetensors", *TEXTS),
+    is_whole=holds_model,
+    lacking="no config.json, or no weights in safetensors",
+)
+
+
+def _download(name: str, revision: str | None, wanted: Wanted) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    command = f"`hf download {name}{f' --revision {revision}' if revision else ''}`"
+    missing = f"{wanted.flag} {name}: no such directory, and not in the cache of the hub ({constants.HF_HUB_CACHE})"
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"{missing}; HF_HUB_OFFLINE is set: unset it, run {command}, or give a directory")
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                cache_dir=constants.HF_HUB_CACHE,
+                allow_patterns=list(wanted.files),
+                ignore_patterns=list(NOT_NEEDED),
+            )
+        )
+    except HfHubHTTPError as error:  # not there, private, gated, or the hub itself is in trouble
+        reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        raise UserError(f"{missing}; the hub says: {reason[:300]}") from error
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{missing}; it cannot be downloaded ({reason[:200]}): run {command} where there is a network, or give a "
+            "directory"
+        ) from error
+
+
+@contextmanager
+def _one_at_a_time(name: str) -> Iterator[None]:
+    """Hold the lock of a model's download on this host; without one where the cache cannot be written."""
+    from huggingface_hub import constants
+
+    file = Path(constants.HF_HUB_CACHE) / ".locks" / f"ds-harness--{name.replace('/', '--')}.lock"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = file.open("w")
+    except OSError:
+        yield
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
