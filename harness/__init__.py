@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from harness.errors import UserError as UserError
     from harness.training.arguments import TrainingArguments as TrainingArguments
+    from harness.training.best_model import EarlyStoppingCallback as EarlyStoppingCallback
     from harness.training.callbacks import TrainerCallback as TrainerCallback
     from harness.training.trainer import Trainer as Trainer
 
 _HOMES = {
+    "EarlyStoppingCallback": "harness.training.best_model",
     "Trainer": "harness.training.trainer",
     "TrainerCallback": "harness.training.callbacks",
     "TrainingArguments": "harness.training.arguments",
     "UserError": "harness.errors",
 }
 
-__all__ = ["Trainer", "TrainerCallback", "TrainingArguments", "UserError"]
+__all__ = ["EarlyStoppingCallback", "Trainer", "TrainerCallback", "TrainingArguments", "UserError"]
 
 
 def __getattr__(name: str) -> Any:

@@ -43,12 +43,16 @@ class Target:
     """Where the checkpoints of a run go.
 
     Attributes:
-        keep: how many newest checkpoints remain; None for all.
+        keep: how many newest checkpoints remain, the best one counted; None for all.
+        best: the checkpoint that remains in any case.
+        model_only: leave out what the optimizer keeps.
         write_others: called on rank 0 with the folder of a checkpoint, to add files to it.
     """
 
     output_dir: Path
     keep: int | None
+    best: Path | None = None
+    model_only: bool = False
     write_others: Callable[[Path], None] | None = None
 
 
@@ -89,6 +93,9 @@ class BackgroundSave:
         self._folder = target.output_dir / partial_name(progress.step)
         self._first, self._writer = state.groups.rank == 0, writer
         files, progress = stored(state, progress)
+        if target.model_only:
+            files = [(stem, held) for stem, held in files if stem == state.stem]
+            progress = replace(progress, optimizer_states=[], model_only=True)
         one_file = {state.stem} if state.adapters else set()
         self._plans = [
             plan_tensors(self._folder, stem, held, state.groups, one_file=stem in one_file)
@@ -135,7 +142,10 @@ class BackgroundSave:
 
         def end() -> None:
             finish(target.output_dir, progress, files)
-            prune(target.output_dir, newest(target.output_dir, target.keep, progress.step))
+            kept = newest(target.output_dir, target.keep, progress.step)
+            if kept and target.best is not None and target.best.is_dir() and target.best not in kept:
+                kept = kept[: max(len(kept) - 1, 1)]
+            prune(target.output_dir, kept, target.best)
 
         yield end if self._first else lambda: None
 

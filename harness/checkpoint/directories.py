@@ -49,6 +49,8 @@ class Progress:
         skipped_samples: where in the order of samples batches are left out: the place of the first, and past the last.
         optimizer_states: what the optimizer keeps for each weight, each a file of its name; none before the first step.
         counters: what the optimizer counts, such as its steps.
+        best: which evaluation was the best so far, and by what metric.
+        model_only: whether what the optimizer keeps was left out, so that no run can go on from it.
         loss_scaling: where the scaler of the loss stood (fp16); empty elsewhere.
     """
 
@@ -70,6 +72,8 @@ class Progress:
     optimizer_states: list[str] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
     loss_scaling: dict[str, float] = field(default_factory=dict)
+    best: JsonObject = field(default_factory=dict)
+    model_only: bool = False
 
 
 def partial_name(step: int) -> str:
@@ -117,9 +121,15 @@ def optimizer_name(resolved: Resolved) -> str:
 def require_same_optimizer(checkpoint: Path, resolved: Resolved) -> None:
     """Raise UserError if a checkpoint was saved by another optimizer than the run's, whose state means something else.
 
-    Layout, ZeRO stage and precision may be others.
+    Layout, ZeRO stage and precision may be others. Without any state, too.
     """
-    saved, ours = read_progress(checkpoint).optimizer, optimizer_name(resolved)
+    progress = read_progress(checkpoint)
+    if progress.model_only:
+        raise UserError(
+            f"{checkpoint} contains the model alone (--save_only_model), so no run can go on from it: start a new run "
+            f"with --model_name_or_path {checkpoint}"
+        )
+    saved, ours = progress.optimizer, optimizer_name(resolved)
     adams = {"adam", "adamw"}  # what they keep is the same
     if saved and saved.lower() != ours.lower() and not {saved.lower(), ours.lower()} <= adams:
         raise UserError(f"{checkpoint} contains the state of {saved}, but this run uses {ours}: use the saved one")
@@ -190,12 +200,14 @@ def _renamed(checkpoint: Path, word: str) -> Path:
     return checkpoint.rename(target)
 
 
-def prune(output_dir: Path, kept: Sequence[Path] | None) -> None:
-    """Remove the checkpoints that are older than all of `kept` (None: none), and what unfinished saves have left."""
+def prune(output_dir: Path, kept: Sequence[Path] | None, best: Path | None = None) -> None:
+    """Remove the checkpoints that are older than all of `kept` (None: none) but the best one, and what unfinished
+    saves have left."""
     for _, path in numbered(output_dir) if kept else []:
         if kept and path in kept:
             break
-        shutil.rmtree(path, ignore_errors=True)
+        if path != best:
+            shutil.rmtree(path, ignore_errors=True)
     for path in output_dir.glob("writing-*-*"):
         shutil.rmtree(path, ignore_errors=True)
 

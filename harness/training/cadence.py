@@ -27,7 +27,7 @@ class Due:
 
 
 def due_after(record: StepRecord, run: PreparedRun, state: TrainerState, before: int) -> Due:
-    """Return what is due after the step of `record`. After the last one all is, but a checkpoint without save_steps.
+    """Return what is due after the step of `record`. After the last one all is that is done at all.
 
     `before`: the samples that had been consumed before it.
     """
@@ -36,14 +36,20 @@ def due_after(record: StepRecord, run: PreparedRun, state: TrainerState, before:
     epoch_end = record.consumed_samples // samples > before // samples
     return Due(
         epoch_events=("on_epoch_end", "on_epoch_begin")[: 1 if last else 2] if epoch_end else (),
-        log=last or step % args.logging_steps == 0,
-        evaluate=run.plan.data.evaluation is not None and (last or _every(args.eval_steps, step)),
-        save=args.saves and (last or _every(args.save_steps, step)),
+        log=(last and args.logging_strategy != "no")
+        or _falls_due(args.logging_strategy, args.logging_steps, step, epoch_end),
+        evaluate=run.plan.data.evaluation is not None
+        and args.eval_strategy != "no"
+        and (last or _falls_due(args.evaluation_strategy, args.eval_steps or args.logging_steps, step, epoch_end)),
+        save=args.saves
+        and (
+            (last and args.save_strategy != "best") or _falls_due(args.save_strategy, args.save_steps, step, epoch_end)
+        ),
     )
 
 
-def _every(steps: int | None, step: int) -> bool:
-    return steps is not None and steps > 0 and step % steps == 0
+def _falls_due(strategy: str, steps: int, step: int, epoch_end: bool) -> bool:
+    return epoch_end if strategy == "epoch" else strategy == "steps" and steps > 0 and step % steps == 0
 
 
 def agree_on_control(control: TrainerControl, device: torch.device, checkpoints: Checkpoints) -> int:

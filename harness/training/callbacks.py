@@ -64,6 +64,10 @@ class TrainerState:
 
     global_step: int = 0
     max_steps: int = 0
+    best_metric: float | None = None
+    best_global_step: int = 0
+    best_model_checkpoint: str | None = None
+    evaluations_without_best: int = 0
     epoch: float = 0.0
     consumed_samples: int = 0
     skipped_samples: list[list[int]] = field(default_factory=list)

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from harness.training.batches.stream import BatchStream
+from harness.training.best_model import note_evaluation
 from harness.training.cadence import agree_on_control, due_after, step_record
 from harness.training.callbacks import StepRecord, TrainerState, call
 from harness.training.nonfinite import NonFinite
@@ -40,7 +41,7 @@ def after_step(trainer: Any, record: StepRecord, recorder: Recorder) -> int:
     stop = agree_on_control(control, device, checkpoints)
     if not stop and (control.should_evaluate or due.evaluate):
         control.should_evaluate = False
-        recorder.evaluation(trainer.evaluate)
+        note_evaluation(trainer.args, trainer.state, control, recorder.evaluation(trainer.evaluate))
         stop = agree_on_control(control, device, checkpoints)
     if stop or control.should_save or due.save:
         control.should_save = False

@@ -21,6 +21,7 @@ from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
 from harness.training.batches.collate import Collator, MapDataset, collate
+from harness.training.best_model import EarlyStoppingCallback, load_best
 from harness.training.callbacks import (
     AnyCallback,
     StepRecord,
@@ -140,6 +141,8 @@ class Trainer:
         self.state, self.control = TrainerState(max_steps=steps, is_world_process_zero=first), TrainerControl()
         self.nonfinite = NonFinite(run.args.nonfinite, run.console)
         self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console), *given]
+        if run.args.early_stopping_patience:
+            self.callbacks.append(EarlyStoppingCallback(run.args.early_stopping_patience))
         overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint
         saved = partial(call, self.callbacks, "on_save", self)
         self.checkpoints = Checkpoints(run, self.state, self.nonfinite, saved, overridden)
@@ -187,6 +190,8 @@ class Trainer:
                         recorder.describe(rebalancer.run)
             self.checkpoints.finish()
             self.nonfinite.summary(self.state.global_step)
+            if not stop:
+                load_best(self.run, self.state)
             call(self.callbacks, "on_train_end", self)
             if stop:
                 raise startup_report.stopped(run.console, stop, self.state.global_step, self.checkpoints.newest)

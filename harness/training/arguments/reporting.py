@@ -15,8 +15,14 @@ class ReportingArguments(Flags):
 
     TITLE: ClassVar[str] = "Logs"
 
-    logging_steps: int = flag(500, "steps between log events", least=1)
+    logging_strategy: str = flag(
+        "steps",
+        "log every logging_steps steps, at the end of each epoch, or not at all",
+        choices=("no", "steps", "epoch"),
+    )
+    logging_steps: int = flag(10, "steps between log events", least=1)
     report_to: str = flag("none", "none, or a comma-separated list of tensorboard, wandb, csv")
+    run_name: str | None = flag(None, "name of the run in TensorBoard and W&B (default: run; the output_dir's name)")
 
     def reporters(self) -> list[str]:
         """Return the monitors that `report_to` names."""

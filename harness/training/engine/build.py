@@ -215,7 +215,11 @@ def deepspeed_config(context: RunContext) -> JsonObject:
         params = {"torch_adam": True, **optimizer.get("params", {})}
         config["optimizer"] = {**optimizer, "params": params}
     for name in context.args.reporters():
-        place = {"enabled": True, "output_path": str(Path(context.args.output_dir) / name), "job_name": "run"}
+        place = {
+            "enabled": True,
+            "output_path": str(Path(context.args.output_dir) / name),
+            "job_name": context.args.run_name or "run",
+        }
         if name == "wandb":
             place = {"enabled": True, "project": Path(context.args.output_dir).name}
         config[MONITORS[name]] = {**place, **config.get(MONITORS[name], {}), "enabled": True}

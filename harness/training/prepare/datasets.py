@@ -65,7 +65,7 @@ def script_datasets(
         documents = [read_documents(group.paths, say=console.say) for group in groups]
         if script.validation_file is not None:
             held_out = [read_documents(require_unweighted(script.validation_file), say=console.say)]
-        elif args.eval_steps or script.validation_split_percentage is not None:
+        elif args.evaluates or script.validation_split_percentage is not None:
             split = [hold_out(each, script.held_out) for each in documents]
             documents, held_out = [kept for kept, _ in split], [held for _, held in split]
         weights, names = [g.weight for g in groups if g.weight is not None], [g.paths[0] for g in groups]

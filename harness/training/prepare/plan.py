@@ -96,18 +96,7 @@ class RunPlan:
 def plan_run(inputs: RunInputs) -> RunPlan:
     """Resolve model, data, config and layout; nothing is built yet. Raises UserError for what does not fit."""
     args, env = inputs.args, inputs.env
-    require_types(
-        args,
-        {
-            "data_collator": inputs.data_collator,
-            "loss_fn": inputs.loss_fn,
-            "compute_loss_func": inputs.compute_loss_func,
-            "compute_metrics": inputs.metrics.compute,
-            "preprocess_logits_for_metrics": inputs.metrics.preprocess,
-        },
-        {"train_dataset": inputs.train_dataset, "eval_dataset": inputs.eval_dataset},
-        inputs.processing_class,
-    )
+    _require_types(inputs)
     source, adaptation = adapted(inputs.model, inputs.peft_config)
     model = inputs.model if isinstance(inputs.model, str) else None
     config = inputs.config or read_run_config(args, world_size=env.world_size, model=model)
@@ -120,8 +109,7 @@ def plan_run(inputs: RunInputs) -> RunPlan:
         env,
         inputs.console,
     )
-    if args.eval_steps and data.evaluation is None:
-        raise UserError(f"--eval_steps {args.eval_steps}: there is no eval_dataset: give one")
+    _require_evaluation(args, data)
     text_config = None if source is None else source.config.get_text_config(decoder=True)
     require_every_layer(0.0 if text_config is None else layer_drop(vars(text_config)))
     samples = None if data.train is None else dataset_length(data.train)
@@ -143,6 +131,30 @@ def plan_run(inputs: RunInputs) -> RunPlan:
         max_steps=max_steps,
         checkpoint=checkpoint,
     )
+
+
+def _require_types(inputs: RunInputs) -> None:
+    require_types(
+        inputs.args,
+        {
+            "data_collator": inputs.data_collator,
+            "loss_fn": inputs.loss_fn,
+            "compute_loss_func": inputs.compute_loss_func,
+            "compute_metrics": inputs.metrics.compute,
+            "preprocess_logits_for_metrics": inputs.metrics.preprocess,
+        },
+        {"train_dataset": inputs.train_dataset, "eval_dataset": inputs.eval_dataset},
+        inputs.processing_class,
+    )
+
+
+def _require_evaluation(args: TrainingArguments, data: Datasets) -> None:
+    """Raise UserError for evaluations without data, and for a rollback without what it needs."""
+    if args.evaluates and data.evaluation is None:
+        flags = f"--eval_steps {args.eval_steps}" if args.eval_steps else f"--eval_strategy {args.eval_strategy}"
+        raise UserError(f"{flags}: there is no eval_dataset: give one")
+    if args.save_only_model and args.nonfinite == "rollback":
+        raise UserError("--nonfinite rollback needs whole checkpoints: remove --save_only_model")
 
 
 def intact_checkpoint(plan: RunPlan, inputs: RunInputs) -> Path | None:

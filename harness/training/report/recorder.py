@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from harness.checkpoint.directories import METRICS
 from harness.config.values.json_object import JsonObject
@@ -79,17 +80,18 @@ class Recorder:
         self._monitor({f"train/{name}": logs[name] for name in names if logs.get(name) is not None})
         return logs
 
-    def evaluation(self, evaluate: Callable[[], dict[str, float]]) -> None:
-        """Evaluate, and write one line in evaluations.jsonl; write nothing if a signal interrupts it."""
+    def evaluation(self, evaluate: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """Evaluate, write one line in evaluations.jsonl and return it; nothing, None, if a signal interrupts it."""
         try:
             metrics = evaluate()
         except signals.Interrupted:
-            return
+            return None
         step = self.state.global_step
         self.state.log_history.append({"step": step, **metrics})
         if self._evaluations is not None:
             self._evaluations.write({"step": step, **metrics})
         self._monitor({"eval/loss": metrics["eval_loss"]})
+        return metrics
 
     def _monitor(self, values: dict[str, float]) -> None:
         monitor = self.run.engine.deepspeed.monitor

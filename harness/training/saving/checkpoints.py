@@ -16,6 +16,7 @@ from harness.checkpoint.background_save import BackgroundSave, NotSaved, Writer
 from harness.checkpoint.integrity import require_unused
 from harness.errors import UserError
 from harness.topology.agreement import all_or_none
+from harness.training.best_model import note_checkpoint
 from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFinite
 from harness.training.prepare.run import PreparedRun
@@ -145,6 +146,7 @@ class Checkpoints:
             self._pending = pending
             return False
         self.newest = pending.step
+        note_checkpoint(self._state, pending.path)
         self._on_save(checkpoint=pending.path)
         return True
 

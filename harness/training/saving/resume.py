@@ -21,6 +21,7 @@ from harness.checkpoint.integrity import find_resume, run_id
 from harness.errors import UserError
 from harness.topology.agreement import all_or_none, values_of_all
 from harness.training.batches.stream import BatchStream
+from harness.training.best_model import restore_best
 from harness.training.callbacks import TrainerState
 from harness.training.prepare.hyperparameters import changes
 from harness.training.prepare.one_model import require_one_model
@@ -33,6 +34,7 @@ def load(run: PreparedRun, checkpoint: Path, state: TrainerState, stream: BatchS
     progress = training_state.load(run.engine_state, checkpoint)
     run.engine.schedule.go_to(progress.step - progress.skipped_steps)
     state.global_step, state.consumed_samples = progress.step, progress.consumed_samples
+    restore_best(run.args, state, progress.best, checkpoint.absolute().parent)
     if stream is not None:
         stream.consumed = progress.consumed_samples
         state.epoch = stream.epoch

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from harness.checkpoint.background_save import BackgroundSave, Target, Writer
-from harness.checkpoint.directories import Progress, optimizer_name
+from harness.checkpoint.directories import Progress, finished_name, optimizer_name
 from harness.checkpoint.exporting.adapters import export_adapter_config, export_adapters
 from harness.checkpoint.exporting.weights import export_config, export_weights
 from harness.hf.lora import plain_name, saved_name, sorted_config
+from harness.training.best_model import best_as_saved
 from harness.training.callbacks import TrainerState
 from harness.training.prepare.run import PreparedRun
 
@@ -33,6 +34,8 @@ def begin_checkpoint(run: PreparedRun, state: TrainerState, writer: Writer) -> B
     target = Target(
         output_dir=run.output_dir,
         keep=run.args.save_total_limit,
+        best=run.output_dir / finished_name(state.best_global_step) if state.best_global_step else None,
+        model_only=run.args.save_only_model,
         write_others=lambda folder: _write_configs(run, folder),
     )
     return BackgroundSave(run.engine_state, target, progress_of(run, state), writer)
@@ -56,6 +59,7 @@ def progress_of(run: PreparedRun, state: TrainerState) -> Progress:
         hyperparameters=run.hyperparameters,
         skipped_samples=list(state.skipped_samples),
         run_id=run.run_id,
+        best=best_as_saved(run.args, state),
     )
 
 

@@ -16,7 +16,7 @@ from harness.training.prepare.configure import max_steps, read_run_config
 SAME_AS_HF = (
     *("max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),
     *("lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
-    *("max_grad_norm", "seed", "logging_steps", "save_steps", "save_total_limit", "bf16", "fp16"),
+    *("max_grad_norm", "seed", "save_steps", "save_total_limit", "bf16", "fp16"),
 )
 
 
@@ -192,3 +192,26 @@ def test_a_fraction_of_warm_up_is_huggingfaces() -> None:
         assert TrainingArguments(warmup_steps=0.15).warmup(steps) == theirs
     with pytest.raises(UserError, match="both given"):
         TrainingArguments(warmup_ratio=0.1, warmup_steps=5)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"early_stopping_patience": 2}, "--early_stopping_patience needs evaluations during training"),
+        ({"load_best_model_at_end": True, "eval_steps": 2, "save_steps": 3}, "a multiple of --eval_steps"),
+        ({"load_best_model_at_end": True, "eval_strategy": "epoch"}, "epoch and --save_strategy steps differ"),
+        ({"load_best_model_at_end": True, "eval_steps": 2, "save_steps": 0}, "needs checkpoints"),
+        ({"save_strategy": "best"}, "--save_strategy best needs evaluations"),
+    ],
+)
+def test_what_needs_evaluations_or_their_checkpoints_is_refused_without(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        TrainingArguments(**given)
+
+
+def test_strategies_say_when() -> None:
+    asked = TrainingArguments(load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch")
+    assert (asked.saves, asked.evaluates, asked.higher_is_better) == (True, True, False)
+    assert not TrainingArguments(eval_strategy="no", eval_steps=3).evaluates
+    assert not TrainingArguments(save_strategy="no").saves
+    assert TrainingArguments(metric_for_best_model="eval_accuracy").higher_is_better
