@@ -1,12 +1,13 @@
 """Draw a run, its loss and its stages, as RUN/run.svg: python scripts/draw_run.py runs/demo-... [--out picture.svg].
 
-Reads what the run has left: metrics.jsonl, evaluations.jsonl and run.json.
+Reads what the run has left: metrics.jsonl, evaluations.jsonl, restarts.jsonl and run.json.
 """
 
 import argparse
 import json
 import math
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from svg import COLOURS, GREY, PALE, RULE, Drawing
 WIDTH, LEFT, RIGHT = 720.0, 56.0, 20.0
 TOP, CURVE = 56.0, 200.0
 LAYER, WORDS = 34.0, 20.0
+CAUSE = 110  # characters of a fault's cause
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -22,12 +24,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
-def draw(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], run: dict[str, Any]) -> Drawing:
-    """Return the picture of a run: loss over steps above, layers and parameters of each stage below."""
-    stages = run["stages"]
-    picture = Drawing(
-        WIDTH, TOP + CURVE + 62 + 14 + LAYER + 20 + WORDS * len(stages), "Loss and pipeline stages of a run"
-    )
+def draw(folder: Path) -> Drawing:
+    """Return the picture of a run: loss over steps above, what ended it on its way, layers of each stage below."""
+    metrics = read_lines(folder / "metrics.jsonl")
+    faults = read_lines(folder / "restarts.jsonl")
+    stages = json.loads((folder / "run.json").read_text(encoding="utf-8"))["stages"]
+    below = TOP + CURVE + 62 + (WORDS * len(faults) + 16 if faults else 0)
+    picture = Drawing(WIDTH, below + 14 + LAYER + 20 + WORDS * len(stages), "Loss and pipeline stages of a run")
     last = metrics[-1]
     tokens = sum(row["tokens_per_second"] * row["step_seconds"] for row in metrics)
     seconds = sum(row["step_seconds"] for row in metrics)
@@ -35,12 +38,17 @@ def draw(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], run: 
     picture.words(
         62, 24, f"{last['step']} steps, {tokens:,.0f} tokens, {tokens / seconds:,.0f} tokens/s", size=11, fill=GREY
     )
-    _curve(picture, metrics, evaluations)
-    _stages(picture, stages, TOP + CURVE + 62)
+    _curve(picture, metrics, read_lines(folder / "evaluations.jsonl"), [fault["step"] for fault in faults])
+    for number, fault in enumerate(faults, start=1):
+        y = TOP + CURVE + 38 + WORDS * number
+        picture.words(20, y, f"{number}: {textwrap.shorten(fault['cause'], CAUSE)}", size=11, fill=COLOURS[3])
+    _stages(picture, stages, below)
     return picture
 
 
-def _curve(picture: Drawing, metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
+def _curve(
+    picture: Drawing, metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], faults: list[int]
+) -> None:
     finite = [row for row in metrics if math.isfinite(row["loss"])]
     losses = [row["loss"] for row in finite] or [0.0]
     low, high = math.floor(min(losses)), math.floor(max(losses)) + 1
@@ -61,6 +69,10 @@ def _curve(picture: Drawing, metrics: list[dict[str, Any]], evaluations: list[di
         x, y = place(row["step"], min(max(row["eval_loss"], low), high))
         picture.dot(x, y, 4, COLOURS[1])
         picture.words(x - 2, y - 26, f"{row['eval_loss']:.2f}", size=11, fill=COLOURS[1], anchor="end")
+    for number, step in enumerate(faults, start=1):
+        x = place(max(step, 1), low)[0]
+        picture.line([(x, TOP), (x, TOP + CURVE)], COLOURS[3])
+        picture.words(x + 4, TOP + 10 + 14 * ((number - 1) % 3), str(number), size=11, fill=COLOURS[3], bold=True)
     picture.words(WIDTH - RIGHT, 24, "line: training, dots: evaluation", size=11, fill=GREY, anchor="end")
 
 
@@ -92,9 +104,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="where the picture goes; default: RUN/run.svg")
     args = parser.parse_args()
     try:
-        metrics = read_lines(args.run / "metrics.jsonl")
-        run = json.loads((args.run / "run.json").read_text(encoding="utf-8"))
-        picture = draw(metrics, read_lines(args.run / "evaluations.jsonl"), run)
+        picture = draw(args.run)
     except (OSError, ValueError, LookupError):
         problem = "holds no metrics.jsonl and run.json of a run that has made a step: name its output_dir"
         print(f"draw_run: {args.run} {problem}", file=sys.stderr)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.training.process.records import STOPPED, Failure, Position
+from harness.training.process.records import HANG, STOPPED, Failure, Position
 
 USAGE_ERROR = 2  # Python's and argparse's exit code for a command line that cannot be used
 SAME_TIME_S = 1.0  # a rank's death and what its peers say of it come so close to each other
@@ -93,7 +93,7 @@ def _recorded(failure: Failure) -> Cause:
         return Cause(text=text, step=failure.step, rank=failure.rank, is_stop=True, code=128 + number)
     message = f"{failure.error}: {failure.message}" if failure.message else failure.error
     return Cause(
-        text=f"{who} failed {_when(failure)}: {message}",
+        text=failure.message if failure.error == HANG else f"{who} failed {_when(failure)}: {message}",
         step=failure.step,
         rank=failure.rank,
         is_final=failure.is_user_error and failure.step == 0,

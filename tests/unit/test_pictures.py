@@ -62,6 +62,18 @@ def test_a_loss_that_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
     assert len(curve) == 2 and shapes(tmp_path, "circle") == []
 
 
+def test_faults_stand_at_their_steps_with_their_causes(tmp_path: Path) -> None:
+    causes = ["rank 1 was killed (SIGKILL)", "no answer from the agent on host-b", "rank 0 failed"]
+    faults = [{"step": step, "cause": cause} for step, cause in zip((0, 2, 5), causes, strict=True)]
+    (tmp_path / "restarts.jsonl").write_text("".join(json.dumps(fault) + "\n" for fault in faults))
+    assert draw(tmp_path, [5.0, 4.0, 3.0, 2.5, 2.0], []).returncode == 0
+    lines = [line["points"].split() for line in shapes(tmp_path, "polyline") if line["stroke"] == "#c44e52"]
+    across = [float(points[0].split(",")[0]) for points in lines]
+    assert across == sorted(across) and across[0] == 56 and across[-1] == 700
+    words = {text["text"] for text in shapes(tmp_path, "text")}
+    assert {f"{number}: {cause}" for number, cause in enumerate(causes, start=1)} <= words
+
+
 def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
     for text in (None, "", "not json"):
         if text is not None:

@@ -22,6 +22,7 @@ from harness.topology.env import records_folder
 SUCCESS = "success.json"
 EXPECTED = "expected.json"  # success is to be recorded
 STOPPED = "Stopped"  # the error of a rank that a signal ended after a checkpoint
+HANG = "Hang"  # what ranks report of one that makes no progress; the message says where it is
 LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "ncclremoteerror")
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from harness.topology.agreement import spell_ranks
+from harness.training.process.records import HANG
 from harness.training.watch.activity import Phase
 
 ENDING_S = 10.0  # for a rank that has named its own error: its launcher ends the others meanwhile
@@ -157,13 +158,13 @@ def _hang(sights: Sequence[Sight]) -> Verdict | None:
         step = max(each.step for each in sights)
         places = ", ".join(sorted({f"rank {each.rank} in {each.place}" for each in sights}))
         text = f"all ranks hang in step {step} and wait for each other: {places}"
-        return Verdict(error="Hang", culprit=-1, step=step, message=text)
+        return Verdict(error=HANG, culprit=-1, step=step, message=text)
     first = stuck[0]
     where = "stopped (process state T)" if first.state == "T" else f"at {first.place}"
     others = "".join(f"; {each.name} likewise" for each in stuck[1:2])
     waiting = [each for each in sights if each not in stuck and each.waits]
     text = f"{first.name} hangs in step {first.step}, during: {first.doing}, {where}, for {first.still:.0f} s{others}"
-    return _verdict("Hang", first, text + _waiting(waiting))
+    return _verdict(HANG, first, text + _waiting(waiting))
 
 
 def _waiting(waiting: Sequence[Sight]) -> str:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from harness.training.console import Console
-from harness.training.process.records import HERE, Position, record_failure_of
+from harness.training.process.records import HANG, HERE, Position, record_failure_of
 from harness.training.watch.diagnosis import Sight, Verdict
 from harness.training.watch.stacks import stacks
 
@@ -24,7 +24,7 @@ def announce(verdict: Verdict, sights: Sequence[Sight], path: Path, console: Con
     Of a process that has ended the supervisor knows more itself.
     """
     message = verdict.message
-    if verdict.error == "Hang":
+    if verdict.error == HANG:
         message += f"; the Python stacks of all ranks are in {path}"
         stopped = [each for each in sights if each.state == "T"]
         lines = [verdict.message, "", *map(str, sights)]

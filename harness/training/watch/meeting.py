@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from harness.topology.processes import children_of, parent_of, started_with, status_of
 from harness.training.console import Console
 from harness.training.process import signals
-from harness.training.process.records import HERE, Position, record_failure_of
+from harness.training.process.records import HANG, HERE, Position, record_failure_of
 
 EVERY_S = 0.5
 
@@ -65,7 +65,7 @@ def _end_run(rank: str, late: list[int], console: Console) -> None:
     signals.say_nothing()
     message = f"rank {rank} (host {HERE.host}) is stopped (process state T), and the others wait for it to start"
     console.fail(message)
-    record_failure_of(Position(rank=int(rank), host=HERE.host), late[0], "Hang", message)
+    record_failure_of(Position(rank=int(rank), host=HERE.host), late[0], HANG, message)
     for process in late:
         with suppress(OSError):
             os.kill(process, signal.SIGKILL)

@@ -21,7 +21,7 @@ from pathlib import Path
 from harness.topology.processes import status_of
 from harness.training.console import Console
 from harness.training.process import signals
-from harness.training.process.records import HERE
+from harness.training.process.records import HANG, HERE
 from harness.training.watch.activity import ACTIVITY, Phase
 from harness.training.watch.board import Board
 from harness.training.watch.diagnosis import FRESH_S, Sight, Verdict, diagnose
@@ -266,7 +266,7 @@ class Watcher:
             if self.others is None or self.others.claim(verdict):
                 announce(verdict, self._sights, path, self.console)
             self.board.verdict = verdict.dump()
-        if verdict.error == "Hang":
+        if verdict.error == HANG:
             append_stacks(path)
         self.board.watch(self.me, time.monotonic(), 0.0, False, -1.0, True, b"")
         rows = [row for row in range(len(self.members)) if row != self.me]
