@@ -25,12 +25,13 @@ from harness.checkpoint.tensors.tensor_writer import (
     split_by_size,
 )
 from harness.errors import UserError
-from harness.hf.weights.slices import TensorSource
+from harness.hf.weights.stored_tensor import Stored
 from harness.hf.weights.tensor_files import open_safetensors
 from harness.topology.agreement import all_or_none, values_of_all
 from harness.topology.groups import Groups
 
 FILE_BYTES = 5 * 10**9  # where another file begins, so that many ranks can verify a checkpoint
+AHEAD_BYTES = 64 << 20  # that the disk is asked for before they are read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,29 +98,39 @@ def write_tensors(folder: Path, stem: str, tensors: Sequence[Held], groups: Grou
     all_or_none(planned.write)
 
 
-def open_whole_tensors(folder: Path, stem: str) -> dict[str, TensorSource]:
+def open_whole_tensors(folder: Path, stem: str) -> dict[str, Stored]:
     """Return the tensors of the files `STEM*`, by name; UserError for a file that cannot be read."""
     paths = [folder / f"{stem}.safetensors", *sorted(folder.glob(f"{stem}-*-of-*.safetensors"))]
     opened = [open_safetensors(path) for path in paths if path.is_file()]
-    return {name: next(lazy.leaves()) for tensors in opened for name, lazy in tensors.items()}
+    leaves = [(name, leaf) for tensors in opened for name, lazy in tensors.items() for leaf in lazy.leaves()]
+    return {name: leaf for name, leaf in leaves if isinstance(leaf, Stored)}
 
 
 @torch.no_grad()
-def read_tensors(stored: dict[str, TensorSource], tensors: Sequence[Held]) -> None:
-    """Fill what this rank holds with the stored values; `require_stored` must have found them all."""
-    for held in tensors:
-        for box, values in held.pieces():
-            stored[held.name].read(values, box)
+def read_tensors(stored: dict[str, Stored], tensors: Sequence[Held]) -> None:
+    """Fill what this rank holds with the stored values; `require_stored` must have found them all.
+
+    They are read in the order of the files, and the disk is asked for the next ones meanwhile.
+    """
+    pieces = [(stored[held.name], box, values) for held in tensors for box, values in held.pieces() if values.numel()]
+    pieces.sort(key=lambda piece: (piece[0].position, piece[1]))
+    coming, asked = iter(pieces), 0
+    for source, box, values in pieces:
+        while asked < AHEAD_BYTES and (following := next(coming, None)) is not None:
+            following[0].fetch(following[1])
+            asked += following[2].nbytes
+        source.read(values, box)
+        asked -= values.nbytes
 
 
-def require_stored(folder: Path, stored: dict[str, TensorSource], tensors: Sequence[Held]) -> None:
+def require_stored(folder: Path, stored: dict[str, Stored], tensors: Sequence[Held]) -> None:
     """Raise UserError, on all ranks alike, for the first tensor that is not stored, or in another shape."""
     own = next(filter(None, (_problem(stored, held) for held in tensors)), None)
     if problem := next(filter(None, values_of_all(own)), None):
         raise UserError(f"{folder}: {problem}: resume with the model that was saved")
 
 
-def _problem(stored: dict[str, TensorSource], held: Held) -> str | None:
+def _problem(stored: dict[str, Stored], held: Held) -> str | None:
     if held.name not in stored:
         return f"{held.name} is not in the checkpoint"
     shape = tuple(stored[held.name].shape)

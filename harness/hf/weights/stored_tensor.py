@@ -45,6 +45,11 @@ class OpenFile:
             raise ValueError(f"ends before byte {start + length}")
         return content
 
+    def fetch(self, start: int, stop: int) -> None:
+        """Ask the system to read these bytes from the disk, and wait for nothing."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
+
     def read_into(self, into: Tensor, start: int) -> None:
         """Fill a contiguous tensor in host memory with the bytes from `start`."""
         self._fill(_bytes_of(into), start)
@@ -61,8 +66,7 @@ class OpenFile:
         descriptor = self._file.fileno()
         if page + length > os.fstat(descriptor).st_size:  # touching what is missing would end the process
             raise UserError(f"{self.path}: {TOO_SHORT}")
-        if hasattr(os, "posix_fadvise"):  # this stretch, and the next while this one is copied
-            os.posix_fadvise(descriptor, page, 2 * length, os.POSIX_FADV_WILLNEED)
+        self.fetch(page, page + 2 * length)  # this stretch, and the next while this one is copied
         try:
             mapped = mmap.mmap(descriptor, length, access=mmap.ACCESS_READ, offset=page)
         except OSError as error:
@@ -101,6 +105,14 @@ class Stored:
     def position(self) -> tuple[str, int]:
         """Where it lies, to read in order."""
         return str(self.file.path), self.start
+
+    def fetch(self, box: Box) -> None:
+        """Ask the system for what stands between the first and the last value of `box`."""
+        strides = [prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        first = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
+        last = sum((stop - 1) * stride for (_, stop), stride in zip(box, strides, strict=True))
+        size = self.dtype.itemsize
+        self.file.fetch(self.start + first * size, self.start + (last + 1) * size)
 
     def read(self, into: Tensor, box: Box) -> None:
         """Read what is in `box`, and at most a few more bytes of each row."""
