@@ -111,7 +111,9 @@ class Watcher:
         self._looked_at = self._resumed_at = time.monotonic()
         self._open = True
         self._poll = select.poll()
-        self._ends = list(self._descriptors())
+        self._woken, self._wake = os.pipe()
+        self._poll.register(self._woken, select.POLLIN)
+        self._ends = [self._woken, self._wake, *self._descriptors()]
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
@@ -126,6 +128,7 @@ class Watcher:
         if not self._open:
             return
         self._open = False
+        os.write(self._wake, b"\0")
         if ACTIVITY.publish == self.publish:
             ACTIVITY.publish = ACTIVITY.stop_watching = lambda: None
             ACTIVITY.is_watched = False
@@ -149,8 +152,10 @@ class Watcher:
                     yield descriptor
 
     def _run(self) -> None:
-        while self._open:
+        while True:
             ended = self._poll.poll(POLL_S * 1000)
+            if not self._open:
+                return
             for descriptor, _ in ended:
                 self._poll.unregister(descriptor)
             now = time.monotonic()
