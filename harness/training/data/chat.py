@@ -2,7 +2,7 @@
 
 The tokenizer's chat template writes a conversation as text. What of it is an answer stands in the template itself
 ({% generation %}), or is found by rendering parts of the conversation: an answer begins where the prompt before
-it ends, and ends where the conversation up to it does. Spans of characters become ids by the tokenizer's offsets,
+it ends, and ends with what closes its turn. Spans of characters become ids by the tokenizer's offsets,
 so no boundary of a token has to be guessed.
 """
 
@@ -172,12 +172,13 @@ class _Renderer:
         turn."""
         up_to = self.text(index + 1)
         begin = self._begin(text, index, after)
+        said = str(self.messages[index].get("content", "")).strip()
         if begin is not None and text.startswith(up_to):
-            return begin, len(up_to)
+            return begin, begin + len(_without_line_break(text[begin : len(up_to)], said))
         # An answer may be written differently once more follows it, its thoughts left out: then what was said is
         # looked for together with what closes the turn when it is the last one.
-        said = str(self.messages[index].get("content", "")).strip()
         before, found, closing = up_to.rpartition(said)
+        closing = _without_line_break(said + closing, said)[len(said) :]
         for start in _occurrences(text, said + closing, after) if said and found and before else ():
             return (start if begin is None or begin > start else begin), start + len(said + closing)
         raise UserError(
@@ -196,6 +197,15 @@ class _Renderer:
     def _refused(self, error: Exception) -> UserError:
         reason = " ".join(str(error).split()) or type(error).__name__
         return UserError(f"{self.place}: the chat template rejects it: {reason[:200]}")
+
+
+def _without_line_break(answer: str, said: str) -> str:
+    """Return an answer without the space behind what closes its turn: a model stops before it writes that.
+
+    Where space is all that closes the turn it stays.
+    """
+    kept = answer.rstrip()
+    return answer if kept.endswith(said or answer) else kept
 
 
 def _common(a: str, b: str) -> int:

@@ -74,7 +74,7 @@ def learnt(conversation, template=None, encoder=None):
     ("template", "answers"),
     [
         (None, ["k 日本" + END, "end 🙂" + END]),
-        (CHATML, ["k 日本<|im_end|>\n", "end 🙂<|im_end|>\n"]),
+        (CHATML, ["k 日本<|im_end|>", "end 🙂<|im_end|>"]),
         (INSTRUCT, [" k 日本" + END, " end 🙂" + END]),
         (THOUGHTS_OF_THE_LAST, ["k 日本<end>", "<think></think>end 🙂<end>"]),
         (MADE_TO_THINK, ["k 日本<end>", "end 🙂<end>"]),
@@ -85,6 +85,27 @@ def learnt(conversation, template=None, encoder=None):
 def test_every_answer_is_learnt_and_nothing_else(template, answers):
     assert learnt(chat(TURNS), template) == answers
     assert learnt(chat(TURNS, answers_from=4), template) == answers[1:]
+
+
+CHATML_MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LINES = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}" + (
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+
+def test_the_mask_is_the_same_with_and_without_generation_marks():
+    masks = []
+    for template in (CHATML, CHATML_MARKED):
+        encoder = ConversationEncoder(ByteTokenizer())
+        encoder.tokenizer.chat_template = template
+        encoded = encoder(chat(TURNS), "file:1")
+        masks.append((encoded.ids.tolist(), encoded.answers.tolist()))
+    assert masks[0] == masks[1]
+    assert learnt(chat(TURNS), LINES) == [" k 日本\n", " end 🙂\n"]  # a line break is all that ends these turns
 
 
 def test_the_bytes_tokenizer_chats_as_its_exported_directory_does(tmp_path):
@@ -102,7 +123,7 @@ def test_a_prompt_is_not_learnt_and_its_completion_is_closed():
 
 
 def test_a_conversation_that_begins_with_an_answer_and_one_that_calls_tools():
-    assert learnt(chat(TURNS[2:]), CHATML) == ["k 日本<|im_end|>\n", "end 🙂<|im_end|>\n"]
+    assert learnt(chat(TURNS[2:]), CHATML) == ["k 日本<|im_end|>", "end 🙂<|im_end|>"]
     called = (
         "{% for m in messages %}{{ m.role + ':' + (m.tool_calls | tojson if m.tool_calls else m.content) + ';' }}"
         + ("{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}{% if tools %}{% endif %}")
