@@ -154,6 +154,8 @@ class Trainer:
     def close(self) -> None:
         """Let go of the engine's memory and of its process groups, so that another Trainer may take its place."""
         self.checkpoints.settle()
+        if self.stream is not None:
+            self.stream.close()
         release(self.run)
 
     @inside("training", Phase.STEP)

@@ -30,6 +30,10 @@ class BatchArguments(Flags):
         None, "samples per step over all ranks, in every layout; sets the accumulation", least=1
     )
 
+    dataloader_num_workers: int = flag(
+        0, "processes on each rank that read the next steps' samples ahead; 0: the rank reads them itself", least=0
+    )
+
     def check(self) -> None:
         """Refuse a run without steps."""
         if self.max_steps == 0:

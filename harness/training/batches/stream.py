@@ -8,7 +8,7 @@ The only state is the number of samples consumed by all ranks together.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -27,6 +27,7 @@ from harness.training.batches.collate import (
 )
 from harness.training.batches.order import Indices, batch_indices
 from harness.training.batches.padding import at_length, padding_of
+from harness.training.batches.read_ahead import ReadAhead
 from harness.training.batches.tokens_only import TokenCollator
 from harness.training.watch.activity import beat
 from harness.wording import counted
@@ -39,6 +40,7 @@ class StepPlan:
     """What one data rank reads in a step.
 
     Attributes:
+        consumed: samples before it.
         rows: of each of its micro-batches.
         lengths: that they are padded to; None where the data set pads nothing.
         seeds: of what data set and collator draw.
@@ -46,6 +48,7 @@ class StepPlan:
         tokens: of the step, of all data ranks, without padding; None where the data set does not know them.
     """
 
+    consumed: int
     rows: list[list[int]]
     lengths: list[int | None]
     seeds: list[int]
@@ -78,6 +81,7 @@ class BatchStream:
         consumed: int = 0,
         data_collator: Collator = collate,
         one_length: bool = False,
+        workers: int = 0,
     ) -> None:
         self.dataset = dataset
         self.n = dataset_length(dataset)
@@ -91,6 +95,7 @@ class BatchStream:
         self.collator = data_collator
         self.one_length = one_length  # all micro-batches of a step are padded alike
         self.length: int | None = None
+        self._ahead = ReadAhead(self._read, self._following, workers) if workers else None
         self._tokens: int | None = None
         self._masked = 0
         if self.n < self.global_batch:
@@ -117,12 +122,9 @@ class BatchStream:
         """
         beat("reading data")
         self.before = self.consumed
-        for first, stop in sorted(self.skipped):
-            if first < self.consumed + self.global_batch and self.consumed < stop:
-                self.consumed = stop
-        plan = self._planned()
-        self.consumed += self.global_batch
-        micro_batches, masked = read_step(self.dataset, self.collator, plan) if read else ([], 0)
+        plan = self._planned(self.consumed)
+        self.consumed = plan.consumed + self.global_batch
+        micro_batches, masked = (self._ahead or self._read)(plan) if read else ([], 0)
         self.length, self._tokens, self._masked = plan.length, plan.tokens, masked
         return micro_batches
 
@@ -152,29 +154,43 @@ class BatchStream:
         )
         return found
 
-    def _planned(self) -> StepPlan:
-        """Return what this rank reads in the step after `consumed` samples."""
-        batches = self._order(self.consumed, self.global_batch).reshape(-1, self.micro_batch)
+    def close(self) -> None:
+        """End the workers, if there are any."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _read(self, plan: StepPlan) -> tuple[list[MicroBatch], int]:
+        """Read the micro-batches of a step; also returns how many of their tokens an attention_mask hides."""
+        read = [
+            read_micro_batch(at_length(self.dataset, length), rows, self.collator, seed)
+            for rows, length, seed in zip(plan.rows, plan.lengths, plan.seeds, strict=True)
+        ]
+        return [micro_batch for micro_batch, _ in read], sum(masked for _, masked in read)
+
+    def _following(self, plan: StepPlan) -> Iterator[StepPlan]:
+        """Give a plan and those of the steps after it."""
+        while True:
+            yield plan
+            plan = self._planned(plan.consumed + self.global_batch)
+
+    def _planned(self, consumed: int) -> StepPlan:
+        """Return what this rank reads in the step after `consumed` samples, or after those left out there."""
+        for first, stop in sorted(self.skipped):
+            if first < consumed + self.global_batch and consumed < stop:
+                consumed = stop
+        batches = self._order(consumed, self.global_batch).reshape(-1, self.micro_batch)
         mine = slice(self.data_rank, None, self.data_size)
         found = padding_of(self.dataset, batches, one_length=self.one_length)
         lengths = [None] * len(batches) if found.lengths is None else found.lengths.tolist()
-        places = range(self.consumed, self.consumed + self.global_batch, self.micro_batch)
+        places = range(consumed, consumed + self.global_batch, self.micro_batch)
         return StepPlan(
+            consumed=consumed,
             rows=batches[mine].tolist(),
             lengths=lengths[mine],
             seeds=[seed_of("samples", self.seed, place) for place in places[mine]],
             length=lengths[0] if self.one_length else None,
             tokens=None if found.lengths is None else found.tokens - found.padding,
         )
-
-
-def read_step(dataset: MapDataset, collator: Collator, plan: StepPlan) -> tuple[list[MicroBatch], int]:
-    """Read the micro-batches of a step; also returns how many of their tokens an attention_mask hides."""
-    read = [
-        read_micro_batch(at_length(dataset, length), rows, collator, seed)
-        for rows, length, seed in zip(plan.rows, plan.lengths, plan.seeds, strict=True)
-    ]
-    return [micro_batch for micro_batch, _ in read], sum(masked for _, masked in read)
 
 
 def dataset_length(dataset: MapDataset | None) -> int:

@@ -223,6 +223,7 @@ def training_stream(run: PreparedRun) -> BatchStream | None:
         data_size=run.plan.layout.dp_size,
         data_collator=run.data_check.collator,
         one_length=run.engine.needs_one_length,
+        workers=run.args.dataloader_num_workers if run.engine.reads_data else 0,
     )
     startup_report.padding(run.console, stream.padding_share(), packed=run.args.packing)
     return stream

@@ -91,7 +91,6 @@ NOT_TAKEN = {
     "dataloader_in_order": WORKERS,
     "dataloader_prefetch_factor": WORKERS,
     "dataloader_multiprocessing_context": WORKERS,
-    "dataloader_num_workers": WORKERS,
     "dispatch_batches": WORKERS,
     "split_batches": WORKERS,
     "accelerator_config": NotTaken("there is no accelerate here: the DeepSpeed JSON says it all", ("{}",)),
