@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextvars import ContextVar
 from itertools import pairwise
@@ -24,8 +24,11 @@ import numpy.typing as npt
 
 from harness.errors import UserError
 from harness.topology.env import use_one_core_for_tokenizers
+from harness.training.data.progress import Progress
 
 if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
+
     from datasets import Dataset
 
 Part = TypeVar("Part")
@@ -34,10 +37,12 @@ SHARD_BYTES = 16 << 20  # of text in a shard: seconds of work, lost if it is int
 MOST_SHARDS = 1024  # beyond, shards grow
 _BYTES_AT_ONCE = 1 << 20  # of text that a process encodes at once: a tokenizer takes some 50 times as much
 _ROWS_AT_ONCE = 1024
-_REPORT_EVERY_S = 15.0
+_POLL_S = 0.5
 
 _MAKE: ContextVar[Callable[[int], None]] = ContextVar("make")
 """In a worker: makes the shard of a number. It comes with the fork, not through a pickle."""
+_PART: ContextVar[_Part | None] = ContextVar("part", default=None)
+"""The part that this process works on."""
 
 
 def shard_bytes(total: int) -> int:
@@ -56,11 +61,14 @@ def rows_of_shards(lengths: npt.NDArray[np.integer]) -> list[tuple[int, int]]:
 
 def batches(lengths: npt.NDArray[np.integer], first: int, stop: int) -> Iterator[tuple[int, int]]:
     """Give runs of the rows `first` to `stop` - 1, of about as many bytes as a process encodes at once."""
+    part, total = _PART.get(), max(int(lengths[first:stop].sum(dtype=np.int64)), 1)
     while first < stop:
         ends = np.cumsum(lengths[first : min(first + _ROWS_AT_ONCE, stop)], dtype=np.int64)
         rows = max(int(np.searchsorted(ends, _BYTES_AT_ONCE, side="right")), 1)
         yield first, first + rows
         first += rows
+        if part is not None:
+            part.advance(int(ends[rows - 1]) / total)
 
 
 def bytes_of_rows(documents: Dataset, column: str) -> npt.NDArray[np.integer]:
@@ -102,22 +110,43 @@ def make_shards(
     if missing and len(missing) < len(parts):
         say(f"{doing}: {len(parts) - len(missing)} of {len(parts)} shards were made before")
     workers = min(workers or len(os.sched_getaffinity(0)), len(missing))
-    progress = _Progress(len(missing), doing, say)
+    progress = Progress(len(missing), doing, say)
+    done: Synchronized[float] = get_context("fork").Value("d", 0.0)
 
     def make(index: int) -> None:
-        _write_whole(folders[index], parts[index], write)
+        part = _Part(done, progress.show if workers <= 1 else _nothing)
+        token = _PART.set(part)
+        try:
+            _write_whole(folders[index], parts[index], write)
+        finally:
+            _PART.reset(token)
+        part.finish()
 
-    if workers <= 1:
-        for index in missing:
-            make(index)
-            progress.one_more()
-        return folders
-    # Forked, so that a user's own tokenizer and script need neither be pickled nor imported once more.
+    try:
+        if workers <= 1:
+            for index in missing:
+                make(index)
+        else:
+            _in_processes(workers, make, missing, doing, lambda: progress.show(done.value))
+    finally:
+        progress.close()
+    return folders
+
+
+def _in_processes(
+    workers: int, make: Callable[[int], None], missing: Sequence[int], doing: str, show: Callable[[], None]
+) -> None:
+    """Call `make` on these numbers in processes; `show` is called now and then.
+
+    They are forked, so that a user's own tokenizer and script need neither be pickled nor imported once more.
+    """
     with ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, (make, os.getpid())) as pool:
         try:
-            for done in [pool.submit(_make_in_worker, index) for index in missing]:
-                done.result()
-                progress.one_more()
+            for future in [pool.submit(_make_in_worker, index) for index in missing]:
+                while not wait([future], timeout=_POLL_S).done:
+                    show()
+                future.result()
+            show()
         except BrokenProcessPool as error:
             raise UserError(
                 f"a process was killed while {doing}, perhaps for want of memory: start again, and what is done is kept"
@@ -125,7 +154,10 @@ def make_shards(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return folders
+
+
+def _nothing(_done: float) -> None:
+    """Show nothing: the process that waits does."""
 
 
 def _write_whole(folder: Path, part: Part, write: Callable[[Path, Part], None]) -> None:
@@ -140,20 +172,23 @@ def _write_whole(folder: Path, part: Part, write: Callable[[Path, Part], None]) 
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-class _Progress:
-    def __init__(self, total: int, doing: str, say: Callable[[str], None]) -> None:
-        self.total, self.doing, self.say = total, doing, say
-        self.done = 0
-        self.started = self.reported = time.monotonic()
+class _Part:
+    """How much of one part is done, as a fraction, added to what is done of all."""
 
-    def one_more(self) -> None:
-        """Count a shard; say how far it is, if it was not said just now."""
-        self.done += 1
-        now = time.monotonic()
-        if now - self.reported >= _REPORT_EVERY_S and self.done < self.total:
-            self.reported = now
-            left = (now - self.started) / self.done * (self.total - self.done)
-            self.say(f"{self.doing}: {self.done} of {self.total} shards, about {max(left / 60, 1):.0f} min left")
+    def __init__(self, of_all: Synchronized[float], shown: Callable[[float], None]) -> None:
+        self._of_all, self._shown = of_all, shown
+        self._done = 0.0
+
+    def advance(self, fraction: float) -> None:
+        """Count this fraction of the part."""
+        self._done += fraction
+        with self._of_all.get_lock():
+            self._of_all.value += fraction
+        self._shown(self._of_all.value)
+
+    def finish(self) -> None:
+        """Count what is left of the part."""
+        self.advance(1.0 - self._done)
 
 
 def _begin_worker(make: Callable[[int], None], parent: int) -> None:

@@ -27,6 +27,7 @@ from harness.training.data.files.documents import as_documents, holds_tokens
 from harness.training.data.files.sources import hold_out, read_documents
 from harness.training.data.files.specs import require_unweighted, source_groups
 from harness.training.data.mixture import Source, described, joined
+from harness.training.data.progress import Speaker
 from harness.training.data.samples import make_samples
 from harness.training.data.tokenizer import Tokenizer, check_vocabulary, has_tokenizer, load_tokenizer
 from harness.training.prepare.configure import RunConfig
@@ -57,14 +58,15 @@ def script_datasets(
     tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
     args = config.args
     _require_cut(source, config)
-    lay_out = _layer_out(tokenizer, source, args, console.say)
+    say = Speaker(console.say, console.out if console.speaks and console.is_terminal else None)
+    lay_out = _layer_out(tokenizer, source, args, say)
 
     def build() -> Pair:
         groups = source_groups(script.train_file)
         held_out: list[Dataset] = []
-        documents = [read_documents(group.paths, say=console.say) for group in groups]
+        documents = [read_documents(group.paths, say=say) for group in groups]
         if script.validation_file is not None:
-            held_out = [read_documents(require_unweighted(script.validation_file), say=console.say)]
+            held_out = [read_documents(require_unweighted(script.validation_file), say=say)]
         elif args.evaluates or script.validation_split_percentage is not None:
             split = [hold_out(each, script.held_out) for each in documents]
             documents, held_out = [kept for kept, _ in split], [held for _, held in split]
@@ -97,10 +99,11 @@ def user_datasets(
     if tokenizer is None:
         raise UserError("a data set of text or conversations needs processing_class, the tokenizer")
     _require_cut(source, config)
-    lay_out = _layer_out(tokenizer, source, args, console.say)
+    say = Speaker(console.say, console.out if console.speaks and console.is_terminal else None)
+    lay_out = _layer_out(tokenizer, source, args, say)
 
     def prepared(data: MapDataset | None, name: str) -> MapDataset | None:
-        return data if data is None or holds_tokens(data) else lay_out(as_documents(data, name, console.say))
+        return data if data is None or holds_tokens(data) else lay_out(as_documents(data, name, say))
 
     def build() -> Pair:
         return prepared(train, "train_dataset"), prepared(evaluation, "eval_dataset")
