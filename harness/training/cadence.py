@@ -67,7 +67,12 @@ def agree_on_control(control: TrainerControl, device: torch.device, checkpoints:
 
 
 def step_record(
-    outcome: StepOutcome, state: TrainerState, learning_rate: float, seconds: float, tokens_per_second: float
+    outcome: StepOutcome,
+    state: TrainerState,
+    learning_rate: float,
+    seconds: float,
+    tokens_per_second: float,
+    memory_gib: tuple[float | None, float | None] = (None, None),
 ) -> StepRecord:
     """Return the record of the step that `state` has just counted."""
     return StepRecord(
@@ -80,5 +85,7 @@ def step_record(
         consumed_samples=state.consumed_samples,
         epoch=state.epoch,
         aux_loss=outcome.parts.get(AUX_LOSS),
+        device_memory_gib=memory_gib[0],
+        host_memory_gib=memory_gib[1],
         skipped=not outcome.applied,
     )

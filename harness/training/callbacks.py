@@ -32,6 +32,7 @@ class StepRecord:
         tokens_per_second: of the whole run, all ranks together (samples for a model without tokens).
         consumed_samples: all samples the run has seen, this step's included.
         epoch: consumed samples as passes through the data.
+        device_memory_gib, host_memory_gib: peak so far of the rank that needs most; None without a device.
         skipped: whether the step changed no weight, as its loss or gradient was not finite.
     """
 
@@ -44,12 +45,15 @@ class StepRecord:
     consumed_samples: int
     epoch: float
     aux_loss: float | None = None
+    device_memory_gib: float | None = None
+    host_memory_gib: float | None = None
     skipped: bool = False
 
     def as_dict(self) -> JsonObject:
-        """Return the record as it is written: a router loss only where there is one, `skipped` only where it is
-        true."""
-        optional = {"aux_loss": self.aux_loss is not None, "skipped": self.skipped}
+        """Return the record as it is written: router loss and memory only where there is one, `skipped` only where it
+        is true."""
+        names = ("aux_loss", "device_memory_gib", "host_memory_gib")
+        optional = {"skipped": self.skipped, **{name: getattr(self, name) is not None for name in names}}
         return {name: value for name, value in asdict(self).items() if optional.get(name, True)}
 
 

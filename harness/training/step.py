@@ -9,6 +9,7 @@ from harness.training.batches.stream import BatchStream
 from harness.training.best_model import note_evaluation
 from harness.training.cadence import agree_on_control, due_after, step_record
 from harness.training.callbacks import StepRecord, TrainerState, call
+from harness.training.memory import peak_memory_gib
 from harness.training.nonfinite import NonFinite
 from harness.training.prepare.run import PreparedRun
 from harness.training.report.recorder import Recorder
@@ -25,7 +26,8 @@ def one_step(run: PreparedRun, stream: BatchStream, state: TrainerState, nonfini
     units = sum(run.trainable.loss.units(inputs) for inputs, _ in micro_batches)
     state.global_step += 1
     state.consumed_samples, state.epoch = stream.consumed, stream.epoch
-    return step_record(outcome, state, learning_rate, seconds, stream.tokens(units) / seconds)
+    memory = peak_memory_gib(run.engine.device)
+    return step_record(outcome, state, learning_rate, seconds, stream.tokens(units) / seconds, memory)
 
 
 def after_step(trainer: Any, record: StepRecord, recorder: Recorder) -> int:

@@ -44,7 +44,7 @@ FLAGS = (
 
 def test_the_user_sees_stages_loss_evaluation_and_where_the_results_lie(finished: Any) -> None:
     folder, done = finished
-    for words in ("stage 0 on rank 0", "stage 1 on rank 1", "parameters a rank", "loss", "tokens/s", "s left"):
+    for words in ("stage 0 on rank 0", "stage 1 on rank 1", "parameters a rank", "loss", "tokens/s", " left"):
         assert words in done.stdout, words
     assert "evaluation loss" in done.stdout
     assert f"the model is in {folder}" in done.stdout

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.training.arguments.flags import Flags, flag
+
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv": "csv_monitor", "comet": "comet"}
+"""Section of the DeepSpeed JSON for each name of `--report_to`."""
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+"""What must be installed for a section."""
+FILES = ("tensorboard", "csv")
 
 
 @dataclass(kw_only=True)
@@ -21,7 +31,7 @@ class ReportingArguments(Flags):
         choices=("no", "steps", "epoch"),
     )
     logging_steps: int = flag(10, "steps between log events", least=1)
-    report_to: str = flag("none", "none, or a comma-separated list of tensorboard, wandb, csv")
+    report_to: str = flag("none", "none, or a comma-separated list of tensorboard, wandb, comet, csv")
     run_name: str | None = flag(None, "name of the run in TensorBoard and W&B (default: run; the output_dir's name)")
 
     def reporters(self) -> list[str]:
@@ -30,8 +40,32 @@ class ReportingArguments(Flags):
 
     def check(self) -> None:
         """Refuse a monitor that there is not."""
-        unknown = set(self.reporters()) - {"tensorboard", "wandb", "csv"}
+        unknown = set(self.reporters()) - MONITORS.keys()
         if unknown:
             raise UserError(
-                f"--report_to {self.report_to}: {sorted(unknown)[0]} is not one of tensorboard, wandb, csv, none"
+                f"--report_to {self.report_to}: {sorted(unknown)[0]} is not one of {', '.join(MONITORS)}, none"
             )
+
+
+def monitor_sections(args: ReportingArguments, output_dir: str, config: JsonObject) -> dict[str, JsonObject]:
+    """Return what is enabled, in the DeepSpeed JSON or by `--report_to`, by the name of its section."""
+    job = args.run_name or "run"
+    found = {}
+    for name, section in MONITORS.items():
+        stated = config.get(section, {})
+        if name not in args.reporters() and not stated.get("enabled"):
+            continue
+        place = {"output_path": str(Path(output_dir) / name), "job_name": job}
+        if name == "wandb":
+            place = {"project": Path(output_dir).name, "name": args.run_name or Path(output_dir).name}
+        asked = place if name in args.reporters() and name != "comet" else {}
+        found[section] = {**asked, **stated, **({"job_name": job} if args.run_name and name in FILES else {})}
+    return found
+
+
+def require_packages(sections: Iterable[str]) -> None:
+    """Raise UserError where the package of an enabled section of the DeepSpeed JSON is not installed."""
+    for section in sections:
+        package = PACKAGES.get(section)
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise UserError(f"--report_to {section}: {package} is not installed: pip install {package}")

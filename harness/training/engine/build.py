@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
@@ -31,6 +30,7 @@ from harness.parallel.values import Value
 from harness.parallel.zero.in_place_inputs import copy_hooked_inputs
 from harness.topology.groups import Groups
 from harness.training.arguments import TrainingArguments
+from harness.training.arguments.reporting import MONITORS
 from harness.training.engine.clipping import correct_clipping
 from harness.training.engine.engine import Engine, PipelineStages, WholeModel
 from harness.training.engine.evidence import GuardedLoss
@@ -42,7 +42,6 @@ from harness.training.watch.activity import beat
 from harness.training.watch.layers import announce_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv": "csv_monitor"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,13 +213,6 @@ def deepspeed_config(context: RunContext) -> JsonObject:
     if context.device.type == "cpu" and optimizer.get("type", "").lower() in ("adam", "adamw"):
         params = {"torch_adam": True, **optimizer.get("params", {})}
         config["optimizer"] = {**optimizer, "params": params}
-    for name in context.args.reporters():
-        place = {
-            "enabled": True,
-            "output_path": str(Path(context.args.output_dir) / name),
-            "job_name": context.args.run_name or "run",
-        }
-        if name == "wandb":
-            place = {"enabled": True, "project": Path(context.args.output_dir).name}
-        config[MONITORS[name]] = {**place, **config.get(MONITORS[name], {}), "enabled": True}
+    for section in MONITORS.values():  # the harness writes to them
+        config.pop(section, None)
     return config

@@ -10,6 +10,7 @@ from harness.config import AutoValues, Document, Resolved, load, resolve
 from harness.config.text.document import from_values
 from harness.errors import UserError
 from harness.training.arguments import TrainingArguments
+from harness.training.arguments.reporting import monitor_sections, require_packages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ def read_run_config(args: TrainingArguments, *, world_size: int, model: str | No
     document = read_config(args.deepspeed_config)
     values = args.auto_values(world_size=world_size, max_steps=max(1, args.max_steps), hidden_size=None)
     resolved = resolve(document, values, model=model, allow_ignored_keys=args.allow_ignored_keys)
+    require_packages(monitor_sections(args, args.output_dir, resolved.config))
     return RunConfig(args=args, document=document, values=values, resolved=resolved)
 
 

@@ -12,38 +12,45 @@ from harness.training.callbacks import StepRecord, TrainerCallback, TrainerContr
 from harness.training.console import Console
 
 SECONDS_BETWEEN_LINES = 5.0
+NEWEST = 0.2  # weight of the last step in the time left
+BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 class ProgressCallback(TrainerCallback):
-    """Loss, tokens per second and time left, on rank 0."""
+    """Figures of the step and the time left, on rank 0."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.bar: tqdm[Any] | None = None
         self._last_line = 0.0
+        self._last_step = time.monotonic()
+        self._seconds: float | None = None  # of a step with all that follows it, smoothed
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self._last_line = time.monotonic()
+        self._last_line = self._last_step = time.monotonic()
         if self.console.speaks and self.console.is_terminal:
             self.bar = tqdm(
-                total=state.max_steps, initial=state.global_step, file=self.console.out, unit="step", dynamic_ncols=True
+                total=state.max_steps,
+                initial=state.global_step,
+                file=self.console.out,
+                dynamic_ncols=True,
+                bar_format=BAR,
             )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         record: StepRecord = kwargs["record"]
+        now = time.monotonic()
+        self._seconds = smoothed(self._seconds, now - self._last_step)
+        self._last_step = now
+        left = f"{clock((state.max_steps - record.step) * self._seconds)} left"
         if self.bar is not None:
-            losses = _losses(record, ", ")
-            self.bar.set_postfix_str(f"{losses}, {record.tokens_per_second:,.0f} tokens/s", refresh=False)
+            self.bar.set_postfix_str(", ".join([*_figures(record), left]), refresh=False)
             self.bar.update()
-        elif time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES or record.step in (1, state.max_steps):
-            self._last_line = time.monotonic()
-            left = (state.max_steps - record.step) * record.step_seconds
-            self.console.say(
-                f"step {record.step}/{state.max_steps}  {_losses(record, '  ')}  "
-                f"{record.tokens_per_second:,.0f} tokens/s  {left:.0f} s left"
-            )
+        elif now - self._last_line > SECONDS_BETWEEN_LINES or record.step in (1, state.max_steps):
+            self._last_line = now
+            self.console.say("  ".join([f"step {record.step}/{state.max_steps}", *_figures(record), left]))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         loss: float = kwargs["metrics"]["eval_loss"]
@@ -66,6 +73,26 @@ class ProgressCallback(TrainerCallback):
             self.console.say(text)
 
 
-def _losses(record: StepRecord, between: str) -> str:
-    router = "" if record.aux_loss is None else f"{between}aux_loss {record.aux_loss:.4f}"
-    return f"loss {record.loss:.4f}{router}"
+def smoothed(before: float | None, seconds: float) -> float:
+    """Return the mean of the seconds of steps, in which a step counts less the longer ago it was."""
+    return seconds if before is None else (1 - NEWEST) * before + NEWEST * seconds
+
+
+def clock(seconds: float) -> str:
+    """Return a time as h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _figures(record: StepRecord) -> list[str]:
+    memory = record.host_memory_gib if record.device_memory_gib is None else record.device_memory_gib
+    named = {
+        "loss": f"{record.loss:.4f}",
+        "aux_loss": None if record.aux_loss is None else f"{record.aux_loss:.4f}",
+        "grad_norm": None if record.grad_norm is None else f"{record.grad_norm:.3g}",
+        "lr": f"{record.learning_rate:.3g}",
+        "epoch": f"{record.epoch:.2f}",
+    }
+    figures = [f"{name} {value}" for name, value in named.items() if value is not None]
+    peak = [] if memory is None else [f"{memory:.1f} GiB"]
+    return [*figures, f"{record.tokens_per_second:,.0f} tokens/s", *peak]

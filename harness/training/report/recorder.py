@@ -1,9 +1,10 @@
-"""Writes what a run leaves behind, on rank 0: metrics, evaluations, `run.json`, and DeepSpeed's monitors."""
+"""Writes what a run leaves behind, on rank 0: metrics, evaluations, `run.json`, and what monitors show."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -11,12 +12,21 @@ from typing import Any
 
 from harness.checkpoint.directories import METRICS
 from harness.config.values.json_object import JsonObject
+from harness.topology.agreement import values_of_all
+from harness.training.arguments.reporting import monitor_sections
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.prepare.run import PreparedRun
 from harness.training.process import signals
 from harness.training.report.metrics import MetricsFile, set_aside, write_run
+from harness.training.report.monitors import Monitors
+from harness.training.report.origin import origin
 
 EVALUATIONS = "evaluations.jsonl"
+SHOWN = (
+    *("loss", "aux_loss", "grad_norm", "learning_rate", "epoch"),
+    *("tokens_per_second", "device_memory_gib", "host_memory_gib"),
+)
+"""What monitors show of a step."""
 
 
 class Recorder:
@@ -28,12 +38,18 @@ class Recorder:
         self.writes = state.is_world_process_zero
         self._metrics: MetricsFile | None = None
         self._evaluations: MetricsFile | None = None
+        self._monitors: Monitors | None = None
+        self._origin: JsonObject = {}
 
     def __enter__(self) -> Recorder:
+        hosts = values_of_all(socket.gethostname())
         if self.writes:
-            directory = self.run.output_dir
+            run, directory = self.run, self.run.output_dir
             directory.mkdir(parents=True, exist_ok=True)
-            write_run(directory, describe(self.run))
+            self._origin = origin(run, hosts)
+            write_run(directory, {**self._origin, **describe(run)})
+            sections = monitor_sections(run.args, run.args.output_dir, run.resolved.config)
+            self._monitors = Monitors(sections, run.run_id, self.state.global_step + 1)
             self._metrics = self._open(directory / METRICS)
             self._evaluations = self._open(directory / EVALUATIONS)
         return self
@@ -41,14 +57,14 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in (self._metrics, self._evaluations):
+        for file in (self._metrics, self._evaluations, self._monitors):
             if file is not None:
                 file.close()
 
     def rewind(self, step: int) -> None:
         """Drop what was written of the steps after `step`, which are made once more."""
         self.state.log_history[:] = [logs for logs in self.state.log_history if logs["step"] <= step]
-        for file in (self._metrics, self._evaluations):
+        for file in (self._metrics, self._evaluations, self._monitors):
             if file is not None:
                 file.rewind(step)
 
@@ -65,7 +81,7 @@ class Recorder:
         """Write `run.json` once more, for a run whose layers have moved."""
         self.run = run
         if self.writes:
-            write_run(self.run.output_dir, describe(self.run))
+            write_run(self.run.output_dir, {**self._origin, **describe(self.run)})
 
     def step(self, record: StepRecord) -> None:
         """One line in metrics.jsonl."""
@@ -76,8 +92,9 @@ class Recorder:
         """Hand the step's figures to the monitors, keep them in the trainer's history, and return them."""
         logs = record.as_dict()
         self.state.log_history.append(logs)
-        names = ("loss", "aux_loss", "grad_norm", "learning_rate", "tokens_per_second")
-        self._monitor({f"train/{name}": logs[name] for name in names if logs.get(name) is not None})
+        if self._monitors is not None:
+            shown = {f"train/{name}": logs[name] for name in SHOWN if logs.get(name) is not None}
+            self._monitors.write(shown, self.state.global_step)
         return logs
 
     def evaluation(self, evaluate: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
@@ -90,14 +107,16 @@ class Recorder:
         self.state.log_history.append({"step": step, **metrics})
         if self._evaluations is not None:
             self._evaluations.write({"step": step, **metrics})
-        self._monitor({"eval/loss": metrics["eval_loss"]})
+        if self._monitors is not None:
+            self._monitors.write(_shown(metrics), step)
         return metrics
 
-    def _monitor(self, values: dict[str, float]) -> None:
-        monitor = self.run.engine.deepspeed.monitor
-        if self.writes and monitor.enabled:
-            step = self.state.global_step
-            monitor.write_events([(name, value, step) for name, value in values.items()])
+
+def _shown(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of an evaluation that monitors show, by their names there; perplexity is the loss again."""
+    left_out = ("eval_samples", "eval_seconds")
+    named = {name: value for name, value in metrics.items() if name.startswith("eval_") and name not in left_out}
+    return {f"eval/{n.removeprefix('eval_')}": v for n, v in named.items() if isinstance(v, int | float)}
 
 
 def describe(run: PreparedRun) -> JsonObject:

@@ -1,0 +1,80 @@
+"""What a run shows: the time left, monitors without doubles, where it comes from."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import TrainingArguments, UserError
+from harness.training.arguments.reporting import monitor_sections, require_packages
+from harness.training.prepare.configure import read_run_config
+from harness.training.report.monitors import Monitors
+from harness.training.report.origin import data_files, git_state
+from harness.training.report.progress import clock, smoothed
+
+
+def test_the_time_left_is_smoothed_and_in_hours() -> None:
+    assert [clock(seconds) for seconds in (0.4, 61, 3600 * 30 + 5)] == ["0:00:00", "0:01:01", "30:00:05"]
+    assert smoothed(None, 9.0) == 9.0
+    assert 1.0 < smoothed(1.0, 9.0) < 5.0
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_a_resumed_run_and_one_that_goes_back_log_each_step_once(tmp_path: Path) -> None:
+    args = TrainingArguments(report_to="tensorboard,csv", output_dir=str(tmp_path), run_name="mine")
+    sections = monitor_sections(args, args.output_dir, {})
+    for first, last in ((1, 6), (4, 5)):
+        monitors = Monitors(sections, "id", first)
+        for step in range(first, last + 1):
+            monitors.write({"train/loss": float(10 * first + step)}, step)
+        monitors.rewind(last - 1)
+        monitors.write({"train/loss": 0.5}, last)
+        monitors.close()
+    assert scalars(tmp_path / "tensorboard/mine") == {
+        "train/loss": [(1, 11.0), (2, 12.0), (3, 13.0), (4, 44.0), (5, 0.5)]
+    }
+    table = (tmp_path / "csv/mine/train_loss.csv").read_text().split()
+    assert table == ["step,loss", "1,11.0", "2,12.0", "3,13.0", "4,44.0", "5,0.5"]
+
+
+@pytest.mark.parametrize("config", [None, {"train_batch_size": 1, "wandb": {"enabled": True}}])
+def test_a_monitor_whose_package_is_missing_is_refused_at_once(config: Any) -> None:
+    if importlib.util.find_spec("wandb") is not None:
+        pytest.skip("wandb is installed")
+    args = TrainingArguments(deepspeed_config=config, report_to="none" if config else "wandb")
+    with pytest.raises(UserError, match="wandb is not installed: pip install wandb"):
+        read_run_config(args, world_size=1)
+    require_packages(["csv_monitor"])
+
+
+def test_data_files_are_listed_with_their_sizes(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    (tmp_path / "b.txt").write_text("more")
+    found = data_files({"train_file": (str(tmp_path),), "validation_file": None})
+    assert found == {
+        "train_file": {"files": 2, "bytes": 9, "sizes": {str(tmp_path / "a.txt"): 5, str(tmp_path / "b.txt"): 4}}
+    }
+    assert "unreadable" in data_files({"train_file": (str(tmp_path / "gone.txt"),)})["train_file"]
+
+
+def test_the_git_state_says_whether_files_are_changed(tmp_path: Path) -> None:
+    assert git_state(tmp_path) is None
+    command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    (tmp_path / "x").write_text("1")
+    for words in (["init", "-q"], ["add", "x"], ["commit", "-qm", "first"]):
+        subprocess.run([*command, *words], check=True, capture_output=True)
+    state = git_state(tmp_path)
+    assert state is not None and len(state["commit"]) == 40 and state["changed"] is False
+    (tmp_path / "x").write_text("2")
+    assert (git_state(tmp_path) or {})["changed"] is True
