@@ -30,7 +30,7 @@ class ScriptArguments(Flags):
     train_file: tuple[str, ...] = flag(
         (PYTHON_STDLIB,),
         ".txt; .jsonl, .json, .csv, .parquet (text; messages; prompt and completion; ShareGPT; Alpaca); directories or "
-        "globs of them; several with weights as a.jsonl:0.7 b/:0.3",
+        "globs of them; Megatron's .bin, nanotron's .ds; several with weights as a.jsonl:0.7 b/:0.3",
         paths=True,
     )
     validation_file: tuple[str, ...] | None = flag(

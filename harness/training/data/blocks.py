@@ -10,7 +10,8 @@ pages; blocks of any size are cut out of the same ids when they are read.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from harness.errors import UserError
 from harness.training.data.cache import cache_error, fingerprint, fingerprint_of, identity, prepared_folder
+from harness.training.data.files.token_files import open_tokens
 from harness.training.data.pieces import PieceEncoder
 from harness.training.data.shards import make_shards
 from harness.training.data.tokenizer import Tokenizer, largest_id
@@ -90,13 +92,31 @@ def make_blocks(
     try:
         corpus = Corpus.of(documents, PieceEncoder(tokenizer), dtype)
         folders = make_shards(folder, corpus.shards(), corpus.write, doing="tokenising", say=say, workers=workers)
-        ids = TokenIds(folders, dtype)
+        ids = TokenIds.of_shards(folders, dtype)
     except OSError as error:
         raise cache_error(error, cache_dir) from error
+    return blocks_of(ids, block_size, packing=packing)
+
+
+def blocks_of(ids: TokenIds, block_size: int, *, packing: bool) -> Blocks:
+    """Return ids in blocks. UserError if they do not fill one."""
+    require_block_size(block_size)
     if len(ids) < block_size:
         total = counted(len(ids), "token")
         raise UserError(f"the text makes {total}, less than one block of {block_size}: lower --block_size")
     return Blocks(ids, block_size, packing=packing)
+
+
+def token_blocks(paths: Sequence[Path], block_size: int, vocabulary: int, *, packing: bool) -> Blocks:
+    """Return the ids of token files in blocks, mapped from there. UserError if one cannot be used.
+
+    With `packing` documents are kept apart, so each file has to say where they begin.
+    """
+    files = [open_tokens(path, vocabulary) for path in paths]
+    for file in files:
+        if packing and not len(file.starts):
+            raise UserError(f"{file.path} does not say where its documents begin: remove --packing")
+    return blocks_of(TokenIds([f.ids for f in files], [f.starts for f in files]), block_size, packing=packing)
 
 
 def require_block_size(block_size: int) -> None:

@@ -7,7 +7,7 @@ them where documents begin. Each process takes memory for some MB of text, howev
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,14 +73,18 @@ class Corpus:
 
 
 class TokenIds:
-    """All ids of a corpus, one after the other, mapped from its shards."""
+    """All ids of several arrays, one after the other, and where documents begin in each of them."""
 
-    def __init__(self, folders: list[Path], dtype: np.dtype[np.integer]) -> None:
-        sizes = [(folder / "ids").stat().st_size // dtype.itemsize for folder in folders]
-        self._folders = [folder for folder, size in zip(folders, sizes, strict=True) if size]
-        self._ids = [np.memmap(folder / "ids", dtype=dtype, mode="r") for folder in self._folders]
-        self._starts = [np.load(folder / "starts.npy", mmap_mode="r") for folder in self._folders]
-        self._ends = np.cumsum([size for size in sizes if size], dtype=np.int64).tolist()
+    def __init__(self, ids: Sequence[npt.NDArray[np.integer]], starts: Sequence[npt.NDArray[np.int64]]) -> None:
+        self._ids, self._starts = ids, starts
+        self._ends = np.cumsum([len(part) for part in ids], dtype=np.int64).tolist()
+
+    @classmethod
+    def of_shards(cls, folders: list[Path], dtype: np.dtype[np.integer]) -> TokenIds:
+        """Map a corpus from its shards."""
+        filled = [folder for folder in folders if (folder / "ids").stat().st_size]
+        ids = [np.memmap(folder / "ids", dtype=dtype, mode="r") for folder in filled]
+        return cls(ids, [np.load(folder / "starts.npy", mmap_mode="r") for folder in filled])
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0

@@ -21,11 +21,11 @@ from harness.training.arguments import TrainingArguments
 from harness.training.arguments.script import ScriptArguments
 from harness.training.batches.collate import MapDataset
 from harness.training.console import Console
-from harness.training.data.blocks import make_blocks
+from harness.training.data.blocks import make_blocks, token_blocks
 from harness.training.data.cache import once_per_host
 from harness.training.data.files.documents import as_documents, holds_tokens
 from harness.training.data.files.sources import hold_out, read_documents
-from harness.training.data.files.specs import require_unweighted, source_groups
+from harness.training.data.files.specs import TOKENS, SourceGroup, find_tokens, source_groups, validation_group
 from harness.training.data.mixture import Source, described, joined
 from harness.training.data.progress import Speaker
 from harness.training.data.samples import make_samples
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 Pair: TypeAlias = tuple[MapDataset | None, MapDataset | None]
 """Training and evaluation data."""
+Documents: TypeAlias = "Dataset | list[Path]"
+"""Documents to be tokenised, or files of tokens."""
 LONGEST_DEFAULT = 1024  # as run_clm.py
 
 
@@ -63,18 +65,25 @@ def script_datasets(
 
     def build() -> Pair:
         groups = source_groups(script.train_file)
-        held_out: list[Dataset] = []
-        documents = [read_documents(group.paths, say=say) for group in groups]
+        held_out: list[Documents] = []
+        documents = [_read(group, say) for group in groups]
         if script.validation_file is not None:
-            held_out = [read_documents(require_unweighted(script.validation_file), say=say)]
+            held_out = [_read(validation_group(script.validation_file), say)]
         elif args.evaluates or script.validation_split_percentage is not None:
-            split = [hold_out(each, script.held_out) for each in documents]
+            split = [hold_out(each, script.held_out) for each in documents if not isinstance(each, list)]
             documents, held_out = [kept for kept, _ in split], [held for _, held in split]
         weights, names = [g.weight for g in groups if g.weight is not None], [g.paths[0] for g in groups]
         evaluation = joined([lay_out(each) for each in held_out]) if held_out else None
         return joined([lay_out(each) for each in documents], weights, names), evaluation
 
     return _on_each_host(build, tokenizer, env, console)
+
+
+def _read(group: SourceGroup, say: Callable[[str], None]) -> Documents:
+    """Return the documents of a source, of token files their paths."""
+    if group.kind == TOKENS:
+        return [file for path in group.paths for file in find_tokens(path)]
+    return read_documents(group.paths, say=say)
 
 
 def user_datasets(
@@ -139,15 +148,18 @@ def _require_cut(source: ModelSource, config: RunConfig) -> None:
 
 def _layer_out(
     tokenizer: Tokenizer, source: ModelSource, args: TrainingArguments, say: Callable[[str], None] = lambda _: None
-) -> Callable[[Dataset], Source]:
+) -> Callable[[Documents], Source]:
     """Return what makes samples of documents, for this model; UserError if its tokenizer or block size do not fit
     it."""
-    check_vocabulary(tokenizer, vocabulary_size(build_skeleton(source.config)))
+    vocabulary = vocabulary_size(build_skeleton(source.config))
+    check_vocabulary(tokenizer, vocabulary)
     if args.packing:  # refused before anything is tokenised
         require_documents_apart(with_attention(source.config, args.attn_implementation))
     block_size = _block_size(args, position_limit(source.config))
 
-    def lay_out(documents: Dataset) -> Source:
+    def lay_out(documents: Documents) -> Source:
+        if isinstance(documents, list):
+            return token_blocks(documents, block_size, vocabulary, packing=args.packing)
         if "conversation" in documents.column_names:
             return make_samples(documents, tokenizer, block_size, packing=args.packing, say=say)
         return make_blocks(documents, tokenizer, block_size, packing=args.packing, say=say)

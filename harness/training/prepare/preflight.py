@@ -16,7 +16,7 @@ from harness.topology.env import LaunchEnv
 from harness.training.arguments import LoraArguments, TrainingArguments, require_peft
 from harness.training.arguments.script import ScriptArguments
 from harness.training.data.files.sources import PYTHON_STDLIB
-from harness.training.data.files.specs import require_unweighted, source_groups
+from harness.training.data.files.specs import TOKENS, source_groups, validation_group
 from harness.training.data.tokenizer import BYTES, tokenizer_directory
 from harness.training.prepare.configure import RunConfig, read_run_config
 
@@ -37,9 +37,13 @@ def check_before_start(
     if script.tokenizer_name not in (None, BYTES):
         tokenizer_directory(script.tokenizer_name)
     config = read_run_config(args, world_size=env.world_size, model=str(model))
-    source_groups(script.train_file)
+    groups = source_groups(script.train_file)
     if script.validation_file is not None:
-        require_unweighted(script.validation_file)
+        validation_group(script.validation_file)
+    elif args.evaluates or script.validation_split_percentage is not None:
+        for group in groups:
+            if group.kind == TOKENS:
+                raise UserError(f"{group.paths[0]}: no part of token files is held out: give a --validation_file")
     output_dir = Path(args.output_dir)
     if env.rank == 0:
         lock_directory(output_dir)

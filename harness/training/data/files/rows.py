@@ -47,7 +47,7 @@ ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython"
 
 def columns_of(kind: str) -> str:
     """Return the columns that make a row of this kind, for a message."""
-    return " and ".join(f"`{name}`" for name in COLUMNS[kind])
+    return " and ".join(f"`{name}`" for name in COLUMNS[kind]) if kind in COLUMNS else kind
 
 
 def kind_of_row(columns: Iterable[str], place: str) -> str:

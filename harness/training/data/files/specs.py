@@ -13,8 +13,13 @@ from math import isfinite
 from pathlib import Path
 
 from harness.errors import UserError
+from harness.training.data.files.readers import SUFFIXES
 from harness.training.data.files.rows import columns_of
 from harness.training.data.files.sources import PYTHON_STDLIB, preflight
+from harness.training.data.files.token_files import require_token_files, token_paths
+
+TOKENS = "tokens"
+"""The kind of files that hold token ids; see `token_files.py`."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ def source_groups(words: Sequence[str], flag: str = "--train_file") -> list[Sour
     if weighted and len(weighted) < len(split):
         plain = next(path for path, weight in split if weight is None)
         raise UserError(f"{flag}: {weighted[0]} has a weight, {plain} has none: give each a weight, or none")
-    kinds = [preflight(path) for path, _ in split]
+    kinds = [_kind(path) for path, _ in split]
     if weighted:
         return [SourceGroup((path,), kind, weight) for (path, weight), kind in zip(split, kinds, strict=True)]
     for (path, _), kind in zip(split, kinds, strict=True):
@@ -45,12 +50,12 @@ def source_groups(words: Sequence[str], flag: str = "--train_file") -> list[Sour
     return [SourceGroup(tuple(path for path, _ in split), kinds[0], None)]
 
 
-def require_unweighted(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths of `--validation_file`, looked at. UserError for weights: every sample counts once."""
+def validation_group(words: Sequence[str]) -> SourceGroup:
+    """Return what `--validation_file` names, looked at. UserError for weights: every sample counts once."""
     groups = source_groups(words, "--validation_file")
     if groups[0].weight is not None:
         raise UserError(f"--validation_file {words[0]}: weights are for --train_file: every sample here counts once")
-    return groups[0].paths
+    return groups[0]
 
 
 def _split(word: str) -> tuple[str, float | None]:
@@ -67,5 +72,27 @@ def _split(word: str) -> tuple[str, float | None]:
     return path, weight
 
 
+def _kind(path: str) -> str:
+    """Return what a source's rows are, or TOKENS; UserError if it cannot be used."""
+    if files := find_tokens(path):
+        require_token_files(files)
+        return TOKENS
+    return preflight(path)
+
+
+def find_tokens(path: str) -> list[Path]:
+    """Return the token files that a path names: a file, Megatron's prefix, or those in a directory or glob without
+    text."""
+    if glob.has_magic(path) and not Path(path).exists():
+        files = [Path(name) for name in sorted(glob.glob(path, recursive=True))]  # noqa: PTH207  # may be absolute
+    elif Path(path).is_dir():
+        files = sorted(Path(path).rglob("*"))
+    else:
+        return token_paths(path)
+    if any(file.suffix in SUFFIXES for file in files):
+        return []
+    return [file for file in files if file.suffix in (".bin", ".ds")]
+
+
 def _names_something(path: str) -> bool:
-    return path == PYTHON_STDLIB or Path(path).exists() or glob.has_magic(path)
+    return path == PYTHON_STDLIB or Path(path).exists() or glob.has_magic(path) or bool(token_paths(path))

@@ -11,7 +11,7 @@ from harness.training.batches.stream import BatchStream, data_digest
 from harness.training.data.blocks import make_blocks
 from harness.training.data.files.documents import as_documents
 from harness.training.data.files.sources import find_files, hold_out, preflight, read_documents
-from harness.training.data.files.specs import require_unweighted, source_groups
+from harness.training.data.files.specs import source_groups, validation_group
 from harness.training.data.mixture import PERIOD, Joined, Mixture, described
 from harness.training.data.samples import make_samples
 from harness.training.data.tokenizer import ByteTokenizer
@@ -113,7 +113,7 @@ def test_weights_stand_behind_a_colon(tmp_path):
         with pytest.raises(UserError, match=message):
             source_groups(words)
     with pytest.raises(UserError, match="weights are for --train_file"):
-        require_unweighted([f"{a}:1"])
+        validation_group([f"{a}:1"])
 
 
 @pytest.mark.parametrize(("percentage", "held_out"), [(None, [0, 20, 40]), (10, [0, 10, 20, 30, 40]), (0.5, [0, 2, 4])])

@@ -1,0 +1,130 @@
+"""Files of token ids that another program has made: Megatron's .bin with its .idx, and datatrove's .ds, which nanotron
+reads.
+
+They are mapped as they are: nothing is tokenised, copied or read beforehand but the header. A Megatron pair is named by
+its .bin, its .idx or its prefix; a directory or glob may hold several files.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents
+_DTYPES = MappingProxyType({1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16})
+
+Ids = npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A mapped file of ids.
+
+    Attributes:
+        starts: where documents begin among the ids; empty where the file does not say.
+    """
+
+    path: Path
+    ids: Ids
+    starts: npt.NDArray[np.int64]
+
+
+def token_paths(source: str | os.PathLike[str]) -> list[Path]:
+    """Return the .bin and .ds files that a path names; none if it names something else."""
+    path = Path(source)
+    if path.suffix == ".idx":
+        path = path.with_suffix(".bin")
+    if path.suffix in (".bin", ".ds"):
+        return [path]
+    pair = path.with_name(path.name + ".bin")
+    return [pair] if not path.exists() and pair.is_file() else []
+
+
+def open_tokens(path: Path, vocabulary: int) -> TokenFile:
+    """Map a file of ids. UserError if it is not what its header says; `vocabulary`: ids of the model.
+
+    A .ds file without .metadata and .index has 2 bytes a token up to a vocabulary of 65,536 ids, as nanotron reads it.
+    """
+    file = _mapped_file(path, vocabulary)
+    for start in np.linspace(0, max(len(file.ids) - 4096, 0), 64).astype(np.int64):
+        part = file.ids[start : start + 4096]
+        if int(part.max()) >= vocabulary or int(part.min()) < 0:
+            worst = int(part.min()) if int(part.min()) < 0 else int(part.max())
+            raise UserError(
+                f"{path} has the id {worst} near token {start:,}, but the model's ids are 0 to {vocabulary - 1}: use "
+                "the model whose tokenizer made the file"
+            )
+    return file
+
+
+def require_token_files(paths: Sequence[Path]) -> None:
+    """Raise UserError for a file that is not there, or whose header is wrong; the ids are not looked at."""
+    for path in paths:
+        _mapped_file(path, 2**16)
+
+
+def _mapped_file(path: Path, vocabulary: int) -> TokenFile:
+    try:
+        file = _megatron(path) if path.suffix == ".bin" else _datatrove(path, vocabulary)
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
+    if not len(file.ids):
+        raise UserError(f"{path} is empty: give tokens to train on")
+    return file
+
+
+def _megatron(path: Path) -> TokenFile:
+    index = path.with_suffix(".idx")
+    if not index.is_file():
+        raise UserError(f"{path} has no {index.name} beside it: Megatron's files come in pairs")
+    head = index.open("rb").read(HEADER.size)
+    if len(head) < HEADER.size or not head.startswith(MAGIC):
+        raise UserError(f"{index} is not a Megatron index: it does not begin with MMIDIDX")
+    _, version, code, sequences, documents = HEADER.unpack(head)
+    if version != 1:
+        raise UserError(f"{index} has version {version}: only version 1 is known")
+    if code not in _DTYPES:
+        raise UserError(f"{index} has the dtype code {code}, which is no integer: give a file of token ids")
+    if index.stat().st_size < HEADER.size + 12 * sequences + 8 * documents:
+        raise UserError(f"{index} is cut off: it has fewer than {sequences:,} sequences and {documents:,} documents")
+    lengths = np.memmap(index, np.int32, "r", HEADER.size, (sequences,)) if sequences else np.empty(0, np.int32)
+    at = HEADER.size + 4 * sequences
+    pointers = np.memmap(index, np.int64, "r", at, (sequences,)) if sequences else np.empty(0, np.int64)
+    ends = np.memmap(index, np.int64, "r", at + 8 * sequences, (documents,)) if documents else np.empty(0, np.int64)
+    ids = _mapped(path, np.dtype(_DTYPES[code]))
+    if sequences and int(pointers[-1]) // ids.itemsize + int(lengths[-1]) != len(ids):
+        raise UserError(f"{path} has {len(ids):,} tokens, unlike what {index.name} says: one of them is of another run")
+    return TokenFile(path, ids, np.asarray(pointers)[ends[ends < sequences]] // ids.itemsize)
+
+
+def _datatrove(path: Path, vocabulary: int) -> TokenFile:
+    metadata, index = Path(f"{path}.metadata"), Path(f"{path}.index")
+    ends = np.fromfile(index, np.uint64).astype(np.int64) if index.is_file() else np.empty(0, np.int64)
+    size = 2 if vocabulary <= 2**16 else 4
+    if len(ends) and path.stat().st_size in (2 * ends[-1], 4 * ends[-1]):
+        size = path.stat().st_size // int(ends[-1])
+    if metadata.is_file():
+        first = metadata.read_text(encoding="utf-8").partition("\n")[0]
+        size = {"2": 2, "4": 4}.get(first.rpartition("|")[2].strip(), size)
+    ids = _mapped(path, np.dtype(np.uint16 if size == 2 else np.uint32))
+    if len(ends) and int(ends[-1]) != len(ids):
+        raise UserError(f"{path} has {len(ids):,} tokens of {size} bytes, {index.name} says {int(ends[-1]):,}")
+    return TokenFile(path, ids, np.concatenate([[0], ends[:-1]]).astype(np.int64) if len(ends) else ends)
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> Ids:
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise UserError(f"{path} has {size:,} bytes, no multiple of the {dtype.itemsize} of a token: it is cut off")
+    return np.memmap(path, dtype, "r") if size else np.empty(0, dtype)
