@@ -18,6 +18,7 @@ from harness.errors import UserError
 from harness.hf.attention import on_any_device
 from harness.hf.costs import layer_costs
 from harness.hf.decoder import Blueprint, decoder_layers, unequal_shares
+from harness.hf.embedding_noise import embedding_noise
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.router_loss import RouterCapture, router_capture
 from harness.hf.kept_in_fp32 import kept_in_fp32
@@ -123,6 +124,7 @@ def assemble(
     part: Zero3Partition | None = None,
     whole_logits: bool = False,
     keep_fp32: bool = False,
+    noise_alpha: float | None = None,
 ) -> CausalModel:
     """Prepare the model that `source` names for this rank; UserError for one that cannot be cut as asked.
 
@@ -136,18 +138,22 @@ def assemble(
         part: what `finish` will keep of every parameter, so that no more of a checkpoint has to be read.
         whole_logits: whether every tensor-parallel rank has the logits of the whole vocabulary.
         keep_fp32: whether parameters that the family keeps in float32 stay so where `dtype` has 16 bits.
+        noise_alpha: of the noise on token embeddings in training.
     """
     model = source.skeleton()
     plan = _plan(source, model, whole_experts) if tensor.size > 1 else None
     weights, form = _weight_source(source, model, seed, part)
     vocab_size = _vocab_size(model)
     weights = _adapt(model, weights, adaptation, source, seed)
-    in_fp32 = kept_in_fp32(model, dtype)
+    in_fp32, noise = kept_in_fp32(model, dtype), embedding_noise(model, noise_alpha)
     outer, router = _run_outside(source, model, device, router_loss)
+    outer.draws |= noise is not None
     _require_all_held(outer, form, adapted=adaptation is not None)
     local_logits = not whole_logits and _logits_may_be_local(outer, plan, vocab_size, tensor.size)
     cut_layer = partial(_cut, plan=plan, tensor=tensor, config=source.config, local_logits=local_logits, dtype=dtype)
-    options: Any = dict(dtype=dtype, finish=finish, capture=router, kept=in_fp32 if keep_fp32 else frozenset())
+    options: Any = dict(
+        dtype=dtype, finish=finish, capture=router, noise=noise, kept=in_fp32 if keep_fp32 else frozenset()
+    )
     return CausalModel(
         layers=decoder_layers(Blueprint(outer=outer, cut=cut_layer, source=weights, device=device, **options)),
         source=source,

@@ -19,6 +19,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from harness.errors import UserError
+from harness.hf.embedding_noise import EmbeddingNoise
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import CarriedTensor, LayerCapture, PayloadSpec, Tokens, captured_name
 from harness.hf.weights.layer_weights import WeightSource, materialise
@@ -41,6 +42,7 @@ class Blueprint:
         finish: called with each layer once its weights are in place (ZeRO-3 partitions them there).
         capture: what is taken out of the layers for the loss; the epilogue then gives (logits, what is made of it).
         kept: names of the parameters that stay in float32 whatever `dtype`.
+        noise: what is added to the token embeddings in training.
     """
 
     outer: OuterForward
@@ -51,6 +53,7 @@ class Blueprint:
     finish: Callable[[nn.Module], None]
     capture: LayerCapture | None = None
     kept: frozenset[str] = frozenset()
+    noise: EmbeddingNoise | None = None
 
     @property
     def schema(self) -> PayloadSpec:
@@ -100,6 +103,8 @@ class Prologue(ModelLayer):
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__(blueprint, blueprint.outer.prologue)
         self.names = list(blueprint.outer.prologue)
+        if blueprint.noise is not None:
+            self.get_submodule(blueprint.noise.module).register_forward_hook(blueprint.noise)
 
     def forward(self, inputs: Value) -> Value:
         modules = {name: self.get_submodule(name) for name in self.names}

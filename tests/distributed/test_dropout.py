@@ -30,7 +30,8 @@ def models(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
         "eager": (gpt2, {"attn_implementation": "eager"}),
         "attention": (llama, {}),
         "jitter": (experts, {"output_router_logits": True}),
-        "lora": (llama, {"lora": LORA}),
+        "lora": (llama, {"lora": LORA, "neftune_noise_alpha": 5.0}),
+        "neftune": (gpt2, {"neftune_noise_alpha": 5.0}),
     }
 
 
@@ -107,6 +108,7 @@ def test_the_layout_changes_no_mask_on_two_ranks(made: Any, alone: Any, tmp_path
         ("jitter", "dp2z3", 1),
         ("lora", "tp2z1", 1),
         ("lora", "dp2z3", 0),
+        ("neftune", "pp2z1", 1),
     ]
     check(made, alone, cases, 2, tmp_path)
 

@@ -28,6 +28,11 @@ class ModelArguments(Flags):
         "compute the activations of decoder layers again in the backward pass; default: as "
         "pipeline.activation_checkpoint_interval says, which it overrides",
     )
+    neftune_noise_alpha: float | None = flag(
+        None,
+        "noise on the token embeddings in training, up to alpha / sqrt(tokens x width) (arXiv 2310.05914)",
+        least=0,
+    )
     output_router_logits: bool | None = flag(
         None, "add the model's router loss (mixture of experts) to the loss; default: as its config says"
     )

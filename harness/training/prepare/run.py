@@ -22,6 +22,7 @@ from harness.checkpoint.run_lock import lock_directory, unlock_directory
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
 from harness.deepspeed.pipeline import Layer
+from harness.errors import UserError
 from harness.hf.lora import saved_name
 from harness.topology.agreement import all_or_none, check_agreement, values_of_all
 from harness.topology.groups import Groups, build_groups
@@ -198,6 +199,8 @@ def _first_samples(check: DatasetCheck, plan: RunPlan, args: TrainingArguments) 
 def _trainable(inputs: RunInputs, plan: RunPlan, context: RunContext, sample: MicroBatch | None) -> TrainableModel:
     """Return the model as pipeline layers, verified on a tiny copy where that is asked for."""
     if plan.source is None:
+        if inputs.args.neftune_noise_alpha:
+            raise UserError("--neftune_noise_alpha needs a HuggingFace model, not a list of layers")
         trainable = trainable_layers(cast("Sequence[Layer]", inputs.model), inputs.loss_fn, sample)
     else:
         startup_report.origin(inputs.console, plan.source, inputs.args.seed)

@@ -163,6 +163,7 @@ def trainable_decoder(
         part=part,
         whole_logits=own_loss is not None,
         keep_fp32=can_keep_fp32(context.resolved),
+        noise_alpha=args.neftune_noise_alpha,
     )
     _require_kept(causal.in_fp32, context)
     _require_gradients(causal, context)

@@ -29,7 +29,7 @@ OLDER = (
     *("per_gpu_train_batch_size", "logging_dir", "half_precision_backend", "fp16_backend", "use_mps_device"),
     *("include_tokens_per_second", "fsdp_min_num_params", "jit_mode_eval", "push_to_hub_model_id", "do_train"),
 )
-PLANNED = {"do_train", "do_eval", "neftune_noise_alpha", "overwrite_output_dir"}
+PLANNED = {"do_train", "do_eval", "overwrite_output_dir"}
 
 
 def command_line(*flags: str) -> tuple[Any, ...]:
