@@ -93,7 +93,7 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
     from harness.training.trainer import Trainer
 
     console.say(f"preparing {script.model} and {' '.join(script.train_file)}")
-    if note := limit_trial(script, config.args):
+    if script.trains and (note := limit_trial(script, config.args)):
         console.say(note)
     source = read_source(script.model)
     data = script_datasets(script, source, config, env, console)
@@ -110,6 +110,11 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
         flags={**asdict(script), **asdict(lora)},
     )
     trainer = Trainer.from_inputs(inputs)
+    if not script.trains:
+        metrics = trainer.evaluate()
+        console.say(", ".join(f"{name} {value:,.4g}" for name, value in metrics.items()))
+        _shut_down(trainer)
+        return
     try:
         trainer.train()
     except signals.Stopped:

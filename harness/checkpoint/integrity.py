@@ -53,11 +53,11 @@ def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:
     return None
 
 
-def find_resume(output_dir: Path, wanted: str | None) -> Path | None:
+def find_resume(output_dir: Path, wanted: str | None, *, overwrites: bool = False) -> Path | None:
     """Return the checkpoint that `--resume_from_checkpoint` means, None for a fresh start.
 
     Raises UserError if a named checkpoint is not whole, or if this run would overwrite another one: by a fresh start,
-    or by going on from a checkpoint of a run elsewhere.
+    or by going on from a checkpoint of a run elsewhere; not if it `overwrites`, as the user asks it to.
     """
     if wanted == "auto":
         return newest_whole(output_dir)
@@ -66,7 +66,8 @@ def find_resume(output_dir: Path, wanted: str | None) -> Path | None:
             raise UserError(f"--resume_from_checkpoint {wanted}: no whole checkpoint there ({reason})")
         if Path(wanted).resolve().parent == output_dir.resolve():
             return Path(wanted)
-    require_unused(output_dir)
+    if not overwrites:
+        require_unused(output_dir)
     return None if wanted is None else Path(wanted)
 
 
@@ -75,7 +76,7 @@ def require_unused(output_dir: Path) -> None:
     if (output_dir / METRICS).exists() or numbered(output_dir):
         raise UserError(
             f"--output_dir {output_dir} already holds a run: give another directory, "
-            "or --resume_from_checkpoint auto to continue it"
+            "--resume_from_checkpoint auto to continue it, or --overwrite_output_dir to begin afresh"
         )
 
 

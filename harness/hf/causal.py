@@ -18,7 +18,7 @@ from harness.errors import UserError
 from harness.hf.attention import on_any_device
 from harness.hf.costs import layer_costs
 from harness.hf.decoder import Blueprint, decoder_layers, unequal_shares
-from harness.hf.embedding_noise import embedding_noise
+from harness.hf.embedding_noise import EmbeddingNoise, embedding_noise
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.router_loss import RouterCapture, router_capture
 from harness.hf.kept_in_fp32 import kept_in_fp32
@@ -133,27 +133,22 @@ def assemble(
         seed: of initial weights, where the source has none.
         finish: called with each layer once its weights are in place.
         whole_experts: whether the tensor-parallel ranks share out experts instead of parts of each.
-        adaptation: adapters that are trained in the place of the weights.
+        adaptation: adapters that are trained in the place of the weights; noise_alpha: of noise on embeddings.
         router_loss: whether the model's own loss of its routers is wanted, where it makes one.
         part: what `finish` will keep of every parameter, so that no more of a checkpoint has to be read.
         whole_logits: whether every tensor-parallel rank has the logits of the whole vocabulary.
         keep_fp32: whether parameters that the family keeps in float32 stay so where `dtype` has 16 bits.
-        noise_alpha: of the noise on token embeddings in training.
     """
     model = source.skeleton()
     plan = _plan(source, model, whole_experts) if tensor.size > 1 else None
-    weights, form = _weight_source(source, model, seed, part)
-    vocab_size = _vocab_size(model)
-    weights = _adapt(model, weights, adaptation, source, seed)
-    in_fp32, noise = kept_in_fp32(model, dtype), embedding_noise(model, noise_alpha)
-    outer, router = _run_outside(source, model, device, router_loss)
-    outer.draws |= noise is not None
+    (weights, form), vocab_size = _weight_source(source, model, seed, part), _vocab_size(model)
+    weights, in_fp32 = _adapt(model, weights, adaptation, source, seed), kept_in_fp32(model, dtype)
+    outer, router, noise = _run_outside(source, model, device, router_loss, noise_alpha)
     _require_all_held(outer, form, adapted=adaptation is not None)
     local_logits = not whole_logits and _logits_may_be_local(outer, plan, vocab_size, tensor.size)
     cut_layer = partial(_cut, plan=plan, tensor=tensor, config=source.config, local_logits=local_logits, dtype=dtype)
-    options: Any = dict(
-        dtype=dtype, finish=finish, capture=router, noise=noise, kept=in_fp32 if keep_fp32 else frozenset()
-    )
+    kept = in_fp32 if keep_fp32 else frozenset()
+    options: Any = dict(dtype=dtype, finish=finish, capture=router, noise=noise, kept=kept)
     return CausalModel(
         layers=decoder_layers(Blueprint(outer=outer, cut=cut_layer, source=weights, device=device, **options)),
         source=source,
@@ -178,13 +173,15 @@ def _adapt(
 
 
 def _run_outside(
-    source: ModelSource, model: PreTrainedModel, device: torch.device, router_loss: bool
-) -> tuple[OuterForward, RouterCapture | None]:
-    """Return the model's forward around its layers, and, with `router_loss`, what takes its routers' logits."""
+    source: ModelSource, model: PreTrainedModel, device: torch.device, router_loss: bool, noise_alpha: float | None
+) -> tuple[OuterForward, RouterCapture | None, EmbeddingNoise | None]:
+    """Return the model's forward around its layers, what takes its routers' logits, and the noise on its embeddings."""
     head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
+    noise = embedding_noise(model, noise_alpha)
     with on_any_device(model):
         outer = OuterForward(model, device, source.weights if isinstance(source.weights, Mapping) else {})
-        return outer, router_capture(outer, head) if router_loss else None
+        outer.draws |= noise is not None
+        return outer, router_capture(outer, head) if router_loss else None, noise
 
 
 def _require_all_held(outer: OuterForward, form: CheckpointFormat, *, adapted: bool) -> None:

@@ -23,6 +23,9 @@ class RunArguments(Flags):
     resume_from_checkpoint: str | None = flag(
         None, "auto: the newest whole checkpoint in output_dir; or a checkpoint's path"
     )
+    overwrite_output_dir: bool = flag(
+        False, "begin afresh in an output_dir that holds a run; its checkpoints get other names"
+    )
     seed: int = flag(42, "seed of initial weights, sample order and dropout")
     nonfinite: str = flag(
         "stop",

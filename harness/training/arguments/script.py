@@ -40,14 +40,25 @@ class ScriptArguments(Flags):
         None,
         "percentage of train_file to hold out for evaluation; below 1: a fraction (default: 5 with eval_steps)",
     )
+    do_train: bool | None = flag(None, "train (default: unless --do_eval stands alone)")
+    do_eval: bool = flag(
+        False, "evaluate, without a validation_file on a held-out part of train_file; alone: without training"
+    )
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run trains, and does not only evaluate."""
+        return not self.do_eval if self.do_train is None else self.do_train
 
     def check(self) -> None:
-        """Refuse a revision of what has none, and a split that leaves nothing or that another flag makes useless."""
+        """Refuse a revision of what has none, a run without work, and a split without effect."""
         if self.model_revision and (Path(self.model_name_or_path).exists() or "/" not in self.model_name_or_path):
             raise UserError(
                 f"--model_revision {self.model_revision}: only models of the hub have revisions, but "
                 f"--model_name_or_path is {self.model_name_or_path}"
             )
+        if not (self.trains or self.do_eval):
+            raise UserError("--do_train false: nothing is to be done without --do_eval")
         percentage = self.validation_split_percentage
         if percentage is None:
             return

@@ -69,7 +69,7 @@ def script_datasets(
         documents = [_read(group, say) for group in groups]
         if script.validation_file is not None:
             held_out = [_read(validation_group(script.validation_file), say)]
-        elif args.evaluates or script.validation_split_percentage is not None:
+        elif args.evaluates or script.do_eval or script.validation_split_percentage is not None:
             split = [hold_out(each, script.held_out) for each in documents if not isinstance(each, list)]
             documents, held_out = [kept for kept, _ in split], [held for _, held in split]
         weights, names = [g.weight for g in groups if g.weight is not None], [g.paths[0] for g in groups]

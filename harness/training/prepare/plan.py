@@ -116,7 +116,10 @@ def plan_run(inputs: RunInputs) -> RunPlan:
     resolved, max_steps = config.for_data(samples, getattr(text_config, "hidden_size", None))
     sizes = {"pp_size": resolved.pp_size, "tp_size": resolved.tp_size, "ep_size": resolved.ep_size}
     adapters = fingerprint(adaptation, args.seed if source and source.weights is None else None)
-    checkpoint = None if inputs.may_hold_a_run else find_resume(Path(args.output_dir), args.resume_from_checkpoint)
+    checkpoint = None
+    if not inputs.may_hold_a_run:
+        named, overwrites = args.resume_from_checkpoint, args.overwrite_output_dir
+        checkpoint = find_resume(Path(args.output_dir), named, overwrites=overwrites)
     if checkpoint is not None:
         require_same_optimizer(checkpoint, resolved)
         require_same_adapters(checkpoint, adapters)

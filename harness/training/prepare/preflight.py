@@ -45,9 +45,10 @@ def check_before_start(
             if group.kind == TOKENS:
                 raise UserError(f"{group.paths[0]}: no part of token files is held out: give a --validation_file")
     output_dir = Path(args.output_dir)
+    args.overwrite_output_dir |= not script.trains  # an evaluation overwrites nothing
     if env.rank == 0:
         lock_directory(output_dir)
-    resume = find_resume(output_dir, args.resume_from_checkpoint)
+    resume = find_resume(output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
     if resume is not None:
         require_same_optimizer(resume, config.resolved)
     require_writable(output_dir)

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from harness.checkpoint.background_save import BackgroundSave, NotSaved, Writer
+from harness.checkpoint.directories import numbered, set_aside_foreign
 from harness.checkpoint.integrity import require_unused
 from harness.errors import UserError
 from harness.topology.agreement import all_or_none
@@ -50,7 +51,7 @@ class Checkpoints:
         self._pending: BackgroundSave | None = None
         self._begun = time.monotonic()
         self._state_of: tuple[int, int] | None = None  # step and samples that are saved, or being saved
-        self._owns_directory = not run.inputs.may_hold_a_run
+        self._owns_directory = not (run.inputs.may_hold_a_run or run.args.overwrite_output_dir)
         self.newest: int | None = None
 
     def __enter__(self) -> Self:
@@ -69,10 +70,19 @@ class Checkpoints:
             self._owns_directory = True
 
     def require_own_directory(self) -> None:
-        """Raise UserError, on all ranks, if `output_dir` holds another run, which this one would overwrite."""
+        """Raise UserError, on all ranks, if `output_dir` holds another run, which this one may not overwrite."""
         if not self._owns_directory:
-            all_or_none(lambda: require_unused(self.run.output_dir))
+            all_or_none(self._set_aside if self.run.args.overwrite_output_dir else self._require_unused)
             self._owns_directory = True
+
+    def _require_unused(self) -> None:
+        require_unused(self.run.output_dir)
+
+    def _set_aside(self) -> None:
+        """Rename the checkpoints of an earlier run, so that none of them counts as this run's."""
+        if self._state.is_world_process_zero:
+            for path, moved in set_aside_foreign([path for _, path in numbered(self.run.output_dir)]):
+                self.run.console.warn(f"{path} is of an earlier run: it is now {moved}")
 
     @property
     def is_ready(self) -> bool:

@@ -58,7 +58,9 @@ def resume_named(
     """
     args = copy.copy(run.args)
     args.resume_from_checkpoint = "auto" if name is True or name == "auto" else str(Path(str(name)).absolute())
-    found = all_or_none(lambda: find_resume(run.output_dir, args.resume_from_checkpoint))
+    found = all_or_none(
+        lambda: find_resume(run.output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
+    )
     plan = replace(run.plan, checkpoint=found)
     chosen = intact_checkpoint(plan, replace(run.inputs, args=args))
     if chosen is None and name is True:

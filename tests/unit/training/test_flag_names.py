@@ -29,7 +29,6 @@ OLDER = (
     *("per_gpu_train_batch_size", "logging_dir", "half_precision_backend", "fp16_backend", "use_mps_device"),
     *("include_tokens_per_second", "fsdp_min_num_params", "jit_mode_eval", "push_to_hub_model_id", "do_train"),
 )
-PLANNED = {"do_train", "do_eval", "overwrite_output_dir"}
 
 
 def command_line(*flags: str) -> tuple[Any, ...]:
@@ -45,7 +44,7 @@ def refused(*flags: str) -> str:
 
 def test_every_flag_of_huggingface_is_known() -> None:
     theirs = {item.name for item in fields(transformers.TrainingArguments)} | {*RUN_CLM, *OLDER}
-    assert theirs - known_flags(KINDS).keys() - ALIASES.keys() - NOT_TAKEN.keys() == PLANNED
+    assert theirs - known_flags(KINDS).keys() - ALIASES.keys() - NOT_TAKEN.keys() == set()
 
 
 def test_a_flag_that_asks_for_what_is_done_anyway_may_stand() -> None:
@@ -133,3 +132,11 @@ def test_a_run_json_repeats_the_run_without_its_defaults(tmp_path: Path) -> None
     _, again, adapters = command_line("--config", str(tmp_path / "run.json"))
     assert (again, adapters) == (args, lora)
     assert again.given <= {"max_steps", "warmup_steps", "output_dir"}
+
+
+def test_do_eval_alone_evaluates_and_training_is_the_default() -> None:
+    assert ScriptArguments().trains and not ScriptArguments(do_eval=True).trains
+    assert ScriptArguments(do_train=True, do_eval=True).trains
+    assert TrainingArguments(do_train=True, do_eval=False, do_predict=False).given == set()
+    with pytest.raises(UserError, match="nothing is to be done"):
+        ScriptArguments(do_train=False)

@@ -125,3 +125,10 @@ def test_metrics_of_an_earlier_run_are_kept_under_a_free_name(tmp_path: Path) ->
         assert set_aside(path) == tmp_path / f"metrics.{number}.jsonl"
     assert (tmp_path / "metrics.1.jsonl").read_text() == "first"
     assert not path.exists()
+
+
+def test_a_run_that_overwrites_begins_afresh_where_another_is(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-5").mkdir()
+    with pytest.raises(UserError, match="or --overwrite_output_dir to begin afresh"):
+        find_resume(tmp_path, None)
+    assert find_resume(tmp_path, None, overwrites=True) is None
