@@ -40,7 +40,7 @@ def check_before_start(
     groups = source_groups(script.train_file)
     if script.validation_file is not None:
         validation_group(script.validation_file)
-    elif args.evaluates or script.validation_split_percentage is not None:
+    elif args.evaluates or script.do_eval or script.validation_split_percentage is not None:
         for group in groups:
             if group.kind == TOKENS:
                 raise UserError(f"{group.paths[0]}: no part of token files is held out: give a --validation_file")
