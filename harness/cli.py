@@ -20,6 +20,7 @@ VERBS = {
     "resolve": ("harness.config.cli.verbs", 'replace every "auto" and show where each value comes from'),
     "models": ("harness.compat.commands", "show which model families work in which layout"),
     "checkpoint": ("harness.checkpoint.commands", "show, verify or export a checkpoint"),
+    "generate": ("harness.hf.generation", "let a trained model continue a prompt"),
     "launch": ("harness.resilience.command", "start a run on its devices and hosts, and keep it going"),
 }
 

@@ -58,7 +58,9 @@ def test_metrics_have_one_object_a_step(finished: Any) -> None:
     rows = metrics(finished[0])
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     wanted = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "consumed_samples"}
-    assert all(set(row) == wanted | {"epoch"} for row in rows)
+    on_device = {"device_memory_gib"} & set(rows[0])  # none on a CPU
+    assert all(set(row) == wanted | {"epoch", "host_memory_gib"} | on_device for row in rows)
+    assert rows[-1]["host_memory_gib"] >= rows[0]["host_memory_gib"] > 0
     assert rows[0]["learning_rate"] == 1e-3  # linear from the first step on, no warm-up
     assert rows[-1]["learning_rate"] == pytest.approx(1e-3 / 6)
     assert rows[-1]["consumed_samples"] == 6 * 2 * 8
@@ -70,6 +72,8 @@ def test_run_json_says_what_was_run(finished: Any) -> None:
     assert run["layout"] == {"pipeline": 2, "tensor": 1, "data": 1, "expert": 1, "world_size": 2}
     assert run["stage_boundaries"][0] == 0 and len(run["stage_boundaries"]) == 3
     assert run["config"]["gradient_accumulation_steps"] == 8
+    assert "train.py" in run["command"] and len(run["hosts"]) == 2
+    assert run["data"]["train_file"]["bytes"] > 0 and run["tokenizer"]["size"] == 258
     assert run["versions"]["deepspeed"].startswith("0.")
     assert run["model"]["hidden_size"] == 128
     assert any(filled["pointer"] == "/gradient_accumulation_steps" for filled in run["filled"])
@@ -80,7 +84,8 @@ def test_evaluations_and_monitors_are_written(finished: Any) -> None:
     rows = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 4, 6]
     assert rows[-1]["eval_loss"] < rows[0]["eval_loss"]
-    assert list(folder.glob("csv/**/*.csv"))
+    assert {path.stem for path in folder.glob("csv/**/*.csv")} >= {"train_loss", "eval_loss"}
+    assert not list(folder.glob("csv/**/Train_*"))  # DeepSpeed's own names for the same values
     assert list(folder.glob("tensorboard/**/events.*"))
 
 

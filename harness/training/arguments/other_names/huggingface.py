@@ -181,6 +181,6 @@ NOT_TAKEN = {
     "ray_scope": NotTaken("there is no search for hyperparameters", ("last",)),
     "do_train": NotTaken("scripts/train.py has it; here call train()", ANY),
     "do_eval": NotTaken("scripts/train.py has it; here call evaluate()", ANY),
-    "do_predict": NotTaken("use `scripts/generate.py` on the trained model", OFF),
+    "do_predict": NotTaken("use `ds-harness generate` on the trained model", OFF),
     "compute_loss_func": NotTaken("give it to the Trainer: Trainer(compute_loss_func=...)"),
 }

@@ -1,0 +1,108 @@
+"""The verb `ds-harness generate`: a trained model continues a prompt, or answers it. Plain transformers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError
+from harness.hf.locate import ADAPTERS, model_directory
+
+EXAMPLE = """example:
+  ds-harness generate runs/demo --prompt "def " --temperature 0"""
+
+
+def generate(argv: Sequence[str]) -> int:
+    """Print the prompt with its continuation, or the answer of a chat model. UserError if nothing loads."""
+    parser = argparse.ArgumentParser(
+        prog="ds-harness generate",
+        description="Let a trained model continue a prompt, or answer it.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL_DIR", help="output_dir of a run, a checkpoint of it, or any model")
+    parser.add_argument("--prompt", default="    def __init__(self, ", help='"-" reads it from standard input')
+    parser.add_argument("--max_new_tokens", type=int, default=300)
+    parser.add_argument("--temperature", type=float, default=0.5, help="0: always the most likely token")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="put the prompt into the chat template as a user's message (default: if the tokenizer brings a template)",
+    )
+    args = parser.parse_args(argv)
+    if args.max_new_tokens < 1 or args.temperature < 0:
+        raise UserError("--max_new_tokens must be at least 1 and --temperature at least 0")
+    tokenizer, model = load(args.model)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    chat = brings_template(tokenizer) if args.chat is None else args.chat
+    ids = prompt_ids(tokenizer, prompt, chat=chat)
+    made = _continued(model, ids, padding_id(tokenizer), args)
+    print(tokenizer.decode(made[len(ids) :] if chat else made, skip_special_tokens=True))
+    return 0
+
+
+def load(name: str) -> tuple[Any, Any]:
+    """Return tokenizer and model of a directory, or of what `model_directory` finds by its name; adapters with their
+    base model."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    directory = Path(name) if (Path(name) / ADAPTERS).is_file() else model_directory(name)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"cannot load {directory}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+    return tokenizer, model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def brings_template(tokenizer: Any) -> bool:
+    """Whether the tokenizer has a chat template; that of the bytes tokenizer, which always has one, does not count."""
+    return bool(tokenizer.chat_template) and "harness_tokenizer" not in getattr(tokenizer, "init_kwargs", {})
+
+
+def padding_id(tokenizer: Any) -> int | None:
+    """Return the id that pads, or else the one that ends a text."""
+    found: int | None = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return found
+
+
+def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
+    """Return the prompt's ids, as a user's message in the chat template where `chat` says so."""
+    if chat:
+        if not tokenizer.chat_template:
+            raise UserError("--chat: the tokenizer has no chat template")
+        message = [{"role": "user", "content": prompt}]
+        text: str = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+    found = tokenizer(prompt)["input_ids"]
+    if not found:
+        raise UserError("--prompt is empty: give some text")
+    return found
+
+
+def _continued(model: Any, ids: list[int], padding: int | None, args: argparse.Namespace) -> list[int]:
+    import torch
+
+    from harness.parallel.generators import own_generators
+
+    inputs = torch.tensor([ids], device=model.device)
+    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature > 0 else {"do_sample": False}
+    with own_generators(args.seed, model.device):
+        made = model.generate(
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=args.max_new_tokens,
+            pad_token_id=padding,
+            **sampling,
+        )[0]
+    whole: list[int] = made.tolist()
+    return whole

@@ -1,0 +1,47 @@
+"""`ds-harness generate`: a prompt is continued, a chat model answers, and what cannot load is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from harness.cli import main
+from harness.hf.generation import brings_template, prompt_ids
+from harness.training.data.tokenizer import ByteTokenizer
+from tests.models import model_of
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    model_of("llama", vocab_size=258, num_hidden_layers=1).save_pretrained(folder)
+    ByteTokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_prompt_is_continued_the_same_way_each_time(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for extra in ([], [], ["--seed", "1"], ["--temperature", "0"], ["--chat"]):
+        assert main(["generate", str(directory), "--prompt", "def ", "--max_new_tokens", "8", *extra]) == 0
+        texts.append(capsys.readouterr().out)
+    same, again, other, greedy, answer = texts
+    assert same == again != other
+    assert greedy.startswith("def ") and not answer.startswith("def ")
+
+
+def test_the_template_is_used_where_a_tokenizer_brings_one(directory: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    assert not brings_template(tokenizer)  # the bytes tokenizer has one for every model
+    tokenizer.init_kwargs.pop("harness_tokenizer")
+    assert brings_template(tokenizer)
+    assert tokenizer.decode(prompt_ids(tokenizer, "hi", chat=True)).startswith("<|user|>\nhi")
+
+
+def test_what_is_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("ds-harness generate:") and error.count("\n") == 1
