@@ -74,9 +74,10 @@ def _evaluated(
     with kept or nullcontext():
         loss = mean_loss(run.engine, dataset, micro_batch, run.data_check.collator, kept)
     found = {} if kept is None else own.of(*kept.joined(), prefix)
+    perplexity = "perplexity" if prefix == "eval" else f"{prefix}_perplexity"
     return {
         f"{prefix}_loss": loss,
-        "perplexity" if prefix == "eval" else f"{prefix}_perplexity": math.exp(min(loss, 700.0)),
+        **({perplexity: math.exp(min(loss, 700.0))} if run.trainable.reads_tokens else {}),
         **found,
         f"{prefix}_samples": dataset_length(dataset),
         f"{prefix}_seconds": time.perf_counter() - start_time,

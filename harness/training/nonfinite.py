@@ -17,6 +17,7 @@ from harness.training.console import Console
 from harness.training.engine.engine import Engine, StepOutcome
 from harness.training.engine.evidence import origin
 from harness.training.process.distributed import any_rank
+from harness.wording import counted
 
 
 class NonFiniteStep(UserError):
@@ -57,7 +58,7 @@ class NonFinite:
     def summary(self, steps: int) -> None:
         """Report at the end how many of the run's steps were skipped."""
         if self.skipped:
-            self.console.warn(f"{self.skipped} of {steps} steps were skipped: loss or gradient was not finite")
+            self.console.warn(f"skipped {self.skipped} of {counted(steps, 'step')}: loss or gradient was not finite")
 
     def judge_evaluation(self, loss: float) -> None:
         """Report an evaluation whose loss is not finite."""

@@ -140,7 +140,7 @@ class Trainer:
         self.train_dataset, self.eval_dataset, self.processing_class = data.train, data.evaluation, data.tokenizer
         self.state, self.control = TrainerState(max_steps=steps, is_world_process_zero=first), TrainerControl()
         self.nonfinite = NonFinite(run.args.nonfinite, run.console)
-        self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console), *given]
+        self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console, run.trainable.speed_unit), *given]
         if run.args.early_stopping_patience:
             self.callbacks.append(EarlyStoppingCallback(run.args.early_stopping_patience))
         overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint

@@ -24,6 +24,7 @@ from harness.config.text.document import MAX_BYTES, Document, from_bytes, from_t
 from harness.config.values.arguments import AutoValues
 from harness.config.view import TARGETS
 from harness.errors import UserError
+from harness.wording import counted
 
 
 def _parser(verb: str, description: str, example: str) -> argparse.ArgumentParser:
@@ -191,7 +192,7 @@ def _print_filled(resolved: Resolved) -> None:
         print(f"# {item.pointer.strip('/').replace('/', '.'):<{width}} {value:<14} {item.source}")
     print(
         f"# pipeline {resolved.pp_size} x tensor {resolved.tp_size} x data {resolved.dp_size}:"
-        f" {resolved.train_batch} samples a step"
+        f" {counted(resolved.train_batch, 'sample')} a step"
     )
     if "train_batch_size" not in resolved.alone:
         print("# without train_batch_size, for which DeepSpeed alone counts every rank as data-parallel")

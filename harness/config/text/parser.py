@@ -21,6 +21,7 @@ _SURROGATES = re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-
 _CHUNK = re.compile(r"[^'\"\\\x00-\x1f]*")
 _ESCAPES = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _LITERALS = {"true": True, "false": False, "null": None}
+_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
 _MULTI_QUOTE = "'''"
 
 
@@ -284,6 +285,19 @@ def _line_end(text: str, at: int) -> int:
 def parse(text: str) -> Parsed:
     """Read `text`; raises TextError where DeepSpeed's reader fails too."""
     reader = _Reader(text)
+    try:
+        return _parse(text, reader)
+    except TextError as error:
+        # the reader failed far behind the cause: a word that swallowed the brackets behind it
+        for oddity in reader.oddities:
+            word = re.match(r"(True|False|None)\b", oddity.detail)
+            if oddity.kind == "bare-word" and word is not None and oddity.end > oddity.start + word.end():
+                message = f"{word[1]} is Python, not JSON: what follows it on the line is read as part of the word"
+                raise TextError(message, oddity.start, f"write {_OF_PYTHON[word[1]]}") from error
+        raise
+
+
+def _parse(text: str, reader: _Reader) -> Parsed:
     at = reader.skip(1 if text.startswith("\ufeff") else 0)
     if at == len(text):
         return Parsed(Node(at, at, members=()), (NonJsonSyntax("bare-root", 0, 0, "empty"),))

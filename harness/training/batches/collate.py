@@ -84,7 +84,7 @@ def _stack(name: str, rows: list[object]) -> torch.Tensor:
     if len(shapes) > 1:
         raise UserError(
             f"{name} of {shapes[0]} and {shapes[-1]} in one micro-batch: pad them to one length, "
-            "or join and cut them with make_blocks"
+            "or give a data set of text, which is joined and cut into blocks"
         )
     return torch.stack(tensors)
 

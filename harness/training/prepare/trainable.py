@@ -78,6 +78,17 @@ class TrainableModel:
         return sum(self.trained if trained else self.parameters)
 
     @property
+    def reads_tokens(self) -> bool:
+        """Whether what goes in are token ids, so that a speed in tokens and a perplexity mean something."""
+        ids = self.example[0] if isinstance(self.example, tuple) else self.example
+        return self.causal is not None or (ids is not None and ids.dim() > 1 and not ids.is_floating_point())
+
+    @property
+    def speed_unit(self) -> str:
+        """What a speed counts."""
+        return "tokens" if self.reads_tokens else "samples"
+
+    @property
     def summary(self) -> str:
         """Its kinds of layers and their size, by which a checkpoint of another model is recognised."""
         kinds = ", ".join(dict.fromkeys(self.names))
@@ -259,7 +270,7 @@ def trainable_layers(
     counted = [_on_meta(layer) for layer in layers]
     return TrainableModel(
         layers=list(layers),
-        names=[type(module).__name__ for module in counted],
+        names=[module_name(layer) for layer in counted],
         parameters=[_parameters(module, 0) for module in counted],
         trained=[_parameters(module, 0, trained=True) for module in counted],
         costs=[
@@ -269,6 +280,11 @@ def trainable_layers(
         loss=MeanLoss(loss_fn),
         example=None if sample is None else sample[0],
     )
+
+
+def module_name(layer: object) -> str:
+    """Return the name of a layer's class, or of the function that it is."""
+    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
 
 
 def _on_meta(layer: Layer) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
@@ -21,6 +22,8 @@ from harness.errors import UserError
 from harness.topology.env import LaunchEnv, run_timeout
 from harness.topology.rendezvous import open_store
 
+DEPRECATED = r"`torch\.distributed\.\w+` is deprecated"  # DeepSpeed calls them, several times a step under ZeRO-3
+
 
 def start(env: LaunchEnv) -> torch.device:
     """Initialise torch.distributed for this process, alone or launched; returns this rank's device."""
@@ -30,6 +33,7 @@ def start(env: LaunchEnv) -> torch.device:
         index = device_index(env.local_rank, accelerator.device_count())
         accelerator.set_device(index)
         device = torch.device(accelerator.device_name(index))
+    warnings.filterwarnings("ignore", DEPRECATED, FutureWarning)
     avoid_compiling()
     import_muon_without_compiler()
     timeout = run_timeout()

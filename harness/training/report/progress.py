@@ -19,8 +19,9 @@ BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 class ProgressCallback(TrainerCallback):
     """Figures of the step and the time left, on rank 0."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, unit: str = "tokens") -> None:
         self.console = console
+        self.unit = unit  # of the speed
         self.bar: tqdm[Any] | None = None
         self._last_line = 0.0
         self._last_step = time.monotonic()
@@ -46,11 +47,11 @@ class ProgressCallback(TrainerCallback):
         self._last_step = now
         left = f"{clock((state.max_steps - record.step) * self._seconds)} left"
         if self.bar is not None:
-            self.bar.set_postfix_str(", ".join([*_figures(record), left]), refresh=False)
+            self.bar.set_postfix_str(", ".join([*_figures(record, self.unit), left]), refresh=False)
             self.bar.update()
         elif now - self._last_line > SECONDS_BETWEEN_LINES or record.step in (1, state.max_steps):
             self._last_line = now
-            self.console.say("  ".join([f"step {record.step}/{state.max_steps}", *_figures(record), left]))
+            self.console.say("  ".join([f"step {record.step}/{state.max_steps}", *_figures(record, self.unit), left]))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         loss: float = kwargs["metrics"]["eval_loss"]
@@ -84,7 +85,7 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-def _figures(record: StepRecord) -> list[str]:
+def _figures(record: StepRecord, unit: str) -> list[str]:
     memory = record.host_memory_gib if record.device_memory_gib is None else record.device_memory_gib
     named = {
         "loss": f"{record.loss:.4f}",
@@ -95,4 +96,4 @@ def _figures(record: StepRecord) -> list[str]:
     }
     figures = [f"{name} {value}" for name, value in named.items() if value is not None]
     peak = [] if memory is None else [f"{memory:.1f} GiB"]
-    return [*figures, f"{record.tokens_per_second:,.0f} tokens/s", *peak]
+    return [*figures, f"{record.tokens_per_second:,.0f} {unit}/s", *peak]

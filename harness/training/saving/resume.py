@@ -27,6 +27,7 @@ from harness.training.prepare.hyperparameters import changes
 from harness.training.prepare.one_model import require_one_model
 from harness.training.prepare.plan import intact_checkpoint
 from harness.training.prepare.run import PreparedRun
+from harness.wording import counted
 
 
 def load(run: PreparedRun, checkpoint: Path, state: TrainerState, stream: BatchStream | None) -> Progress:
@@ -88,7 +89,7 @@ def resume(run: PreparedRun, checkpoint: Path, state: TrainerState, stream: Batc
     if there != here:
         console.say(f"saved with {there}; continuing with {here}")
     if progress.step >= plan.max_steps:
-        console.say(f"all {plan.max_steps} steps are done: nothing left to train")
+        console.say(f"nothing left to train: {counted(plan.max_steps, 'step')} done")
     for line in changes(progress.hyperparameters, run.hyperparameters):
         console.warn(line)
     if plan.data.train is not None and (progress.seed, progress.data) != (run.args.seed, plan.digest):

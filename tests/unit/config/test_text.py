@@ -95,6 +95,19 @@ def test_every_member_knows_its_place():
     assert document.text[slice(*document.span("/a/b", of_value=True))] == "1"
 
 
+@pytest.mark.parametrize(
+    ("text", "place", "literal"),
+    [
+        ("{'train_batch_size': 8,\n 'zero_optimization': {'stage': True}\n}\n", "2:33", "true"),
+        ('{"bf16": {"enabled": False},\n "fp16": {}}', "1:22", "false"),
+        ('{"a": [None, 1]}', "1:8", "null"),
+    ],
+)
+def test_a_literal_of_python_is_named_where_it_stands(text, place, literal):
+    with pytest.raises(ConfigError, match=f"<text>:{place}: DS001 .* is Python, not JSON.*; write {literal}"):
+        from_text(text)
+
+
 def test_duplicate_keys_are_noted_with_the_second_place():
     (odd,) = from_text('{"a": 1,\n "a": 2}').oddities
     assert (odd.kind, odd.detail, odd.start) == ("duplicate-key", "a", 10)

@@ -6,6 +6,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from transformers import CONFIG_MAPPING
 
 from harness import TrainingArguments, UserError
@@ -15,6 +17,7 @@ from harness.training.console import plain_console
 from harness.training.data.tokenizer import ByteTokenizer
 from harness.training.prepare.configure import read_run_config
 from harness.training.prepare.datasets import Datasets, _layer_out, _require_cut, user_datasets
+from harness.training.prepare.trainable import trainable_layers
 
 LAYOUT = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
 TOKENS = [{"input_ids": [1, 2, 3]}]
@@ -77,3 +80,11 @@ def test_a_model_that_cannot_be_cut_is_refused_before_anything_is_tokenised() ->
         with refused:
             _require_cut(source, config)
             assert size == 1
+
+
+def test_a_function_among_layers_has_its_own_name_and_speed_counts_samples() -> None:
+    sample = (torch.zeros(2, 4), torch.zeros(2, 4))
+    layers = trainable_layers([nn.Linear(4, 4), torch.tanh], nn.functional.mse_loss, sample)
+    assert layers.names == ["Linear", "tanh"] and layers.speed_unit == "samples"
+    ids = (torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long))
+    assert trainable_layers([nn.Embedding(4, 4)], nn.functional.mse_loss, ids).speed_unit == "tokens"

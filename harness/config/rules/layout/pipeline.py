@@ -10,6 +10,7 @@ from harness.config.values.batch import bubble, idle, micro_batches_wanted
 from harness.config.values.layout_keys import PARTITION_FORMS, partition_method
 from harness.config.values.pointers import AUTO
 from harness.config.view import RunView
+from harness.wording import counted
 
 
 @rule(
@@ -97,7 +98,7 @@ def pipeline_bubble(view: RunView) -> Iterator[Finding]:
     yield Finding(
         pointer="/gradient_accumulation_steps" if view.has("/gradient_accumulation_steps") else "/pipeline/stages",
         message=idle(view.stages, steps),
-        hint=f"{wanted} micro-batches reduce that to {bubble(view.stages, wanted):.0%}",
+        hint=f"{counted(wanted, 'micro-batch', 'micro-batches')} reduce that to {bubble(view.stages, wanted):.0%}",
         deepspeed="runs; the stages wait for each other",
         on_value=True,
     )
