@@ -20,11 +20,13 @@ from dataclasses import asdict, dataclass
 
 from harness.resilience.processes import become_subreaper, end_with_parent, reap, sweep
 from harness.topology.env import inherited
+from harness.topology.processes import status_of
 
 MARK = "\x1e"  # how a line begins that an agent writes itself; others are what ranks have printed
 BEAT_S = 1.0  # between two signs of life
 SILENT_S = 60.0  # a supervisor on another host that says nothing for so long is gone
 GRACE_S = 60.0  # ranks without a supervisor have so long to save
+STOPPED_S = 30.0  # ranks that are all stopped for so long are ended; of a single one its peers take notice
 NOT_FOUND = 127  # exit code of a command that cannot be started
 
 
@@ -79,6 +81,7 @@ class Agent:
         self.received: list[int] = []  # signals to this process
         self._started: list[subprocess.Popen[bytes]] = []
         self._heard, self._beat = time.monotonic(), 0.0
+        self._went_on = time.monotonic()  # when a rank was seen last that is not stopped
         self._input = LineReader(0)
 
     def run(self) -> None:
@@ -142,7 +145,16 @@ class Agent:
             if process in self.alive:
                 self.report(rank=self.alive.pop(process), code=code)
         if time.monotonic() - self._beat > BEAT_S:
+            self._end_stopped()
             self.report()
+
+    def _end_stopped(self) -> None:
+        """Kill the ranks of this host if all of them have been stopped for long, as none is left to watch them."""
+        if not self.alive or not all(map(_is_stopped, self.alive)):
+            self._went_on = time.monotonic()
+        elif time.monotonic() - self._went_on > STOPPED_S:
+            print(f"error: all ranks here have been stopped for {STOPPED_S:.0f} s: they are ended", file=sys.stderr)
+            self.signal(signal.SIGKILL)
 
     def _is_forgotten(self) -> bool:
         is_remote = self.order is not None and self.order.is_remote
@@ -156,6 +168,14 @@ class Agent:
         while self.alive and time.monotonic() < until:
             time.sleep(0.1)
             self.look()
+
+
+def _is_stopped(process: int) -> bool:
+    try:
+        status = status_of(process)
+    except OSError:  # not to be known here
+        return False
+    return status is not None and status.state == "T"
 
 
 def main() -> None:

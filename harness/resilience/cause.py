@@ -86,14 +86,15 @@ def oom_kills() -> int | None:
 
 
 def _recorded(failure: Failure) -> Cause:
-    who = _who(failure.rank, failure)
     if failure.error == STOPPED:
         number = int(failure.message) - 128 if failure.message.isdigit() else signal.SIGTERM
-        text = f"{who} was stopped by {_name(number)} after step {failure.step}"
+        text = f"the ranks were stopped by {_name(number)} after step {failure.step}"
         return Cause(text=text, step=failure.step, rank=failure.rank, is_stop=True, code=128 + number)
     message = f"{failure.error}: {failure.message}" if failure.message else failure.error
     return Cause(
-        text=failure.message if failure.error == HANG else f"{who} failed {_when(failure)}: {message}",
+        text=failure.message
+        if failure.error == HANG
+        else f"{_who(failure.rank, failure)} failed {_when(failure)}: {message}",
         step=failure.step,
         rank=failure.rank,
         is_final=failure.is_user_error and failure.step == 0,

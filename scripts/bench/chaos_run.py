@@ -112,9 +112,11 @@ class Run:
             self.end()
             return f"{self.damage()}, {moment}"
         processes = self.processes()
-        who = self.draw.choice(sorted(processes))
-        with suppress(ProcessLookupError):
-            os.kill(processes[who], SIGNALS[kind])
+        who = self.draw.choice([*sorted(processes), "all ranks"])
+        for name, process in processes.items():
+            if name == who or (who == "all ranks" and name.startswith("rank")):
+                with suppress(ProcessLookupError):
+                    os.kill(process, SIGNALS[kind])
         if who == "supervisor" and kind == "SIGSTOP":
             time.sleep(STOPPED_S)
             self.supervisor.send_signal(signal.SIGCONT)

@@ -59,7 +59,7 @@ def test_only_what_is_wrong_before_the_first_step_is_final() -> None:
 def test_a_stop_names_the_signal() -> None:
     found = cause([failure(0, 1.0, error="Stopped", message="143")], [end(0, 143)])
     assert found.is_stop and found.code == 128 + signal.SIGTERM
-    assert found.text == "rank 0 (a, stage 0) was stopped by SIGTERM after step 7"
+    assert found.text == "the ranks were stopped by SIGTERM after step 7"
 
 
 def test_an_end_without_a_reason_is_said() -> None:
