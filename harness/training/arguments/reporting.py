@@ -34,6 +34,11 @@ class ReportingArguments(Flags):
     report_to: str = flag("none", "none, or a comma-separated list of tensorboard, wandb, comet, csv")
     run_name: str | None = flag(None, "name of the run in TensorBoard and W&B (default: run; the output_dir's name)")
 
+    sample_prompts: str | None = flag(
+        None, "continue the prompts of this file at each evaluation: a line each, or .jsonl with prompt or messages"
+    )
+    sample_tokens: int = flag(64, "most tokens of a continuation; each costs a forward of all prompts", least=1)
+
     def reporters(self) -> list[str]:
         """Return the monitors that `report_to` names."""
         return [name.strip() for name in self.report_to.split(",") if name.strip() not in ("", "none")]

@@ -19,6 +19,7 @@ from harness.training.data.files.sources import PYTHON_STDLIB
 from harness.training.data.files.specs import TOKENS, source_groups, validation_group
 from harness.training.data.tokenizer import BYTES, tokenizer_directory
 from harness.training.prepare.configure import RunConfig, read_run_config
+from harness.training.prepare.prompt_file import read_prompts
 
 TRIAL_STEPS = 200  # of a run that names neither data nor steps
 
@@ -44,6 +45,8 @@ def check_before_start(
         for group in groups:
             if group.kind == TOKENS:
                 raise UserError(f"{group.paths[0]}: no part of token files is held out: give a --validation_file")
+    if args.sample_prompts is not None:
+        read_prompts(Path(args.sample_prompts))
     output_dir = Path(args.output_dir)
     args.overwrite_output_dir |= not script.trains  # an evaluation overwrites nothing
     if env.rank == 0:

@@ -39,6 +39,7 @@ from harness.training.prepare.dataset_check import DatasetCheck, sample_length
 from harness.training.prepare.hyperparameters import hyperparameters
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
 from harness.training.prepare.plan import RunInputs, RunPlan, intact_checkpoint, plan_run
+from harness.training.prepare.sample_prompts import SamplePrompts, sample_prompts
 from harness.training.prepare.shared_output import require_shared
 from harness.training.prepare.stages import StageLine, choose_boundaries, stage_lines
 from harness.training.prepare.trainable import TrainableModel, trainable_decoder, trainable_layers
@@ -59,6 +60,7 @@ class PreparedRun:
         stages: one line a stage, as reported to the user.
         hyperparameters: what decides about the steps to come, by the names that a user knows.
         foreign_groups: process groups that were open before the run.
+        samples: what the model continues at each evaluation.
         run_id: made when the run began afresh; a run that goes on from a checkpoint has the one of that.
     """
 
@@ -73,6 +75,7 @@ class PreparedRun:
     hyperparameters: JsonObject
     foreign_groups: frozenset[dist.ProcessGroup]
     run_id: str
+    samples: SamplePrompts | None = None
 
     @property
     def args(self) -> TrainingArguments:
@@ -133,6 +136,7 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
         collator = TokenCollator(inputs.data_collator, trainable.causal.vocab_size, checks_labels=not own_labels)
         data_check = replace(data_check, collator=collator)
         _first_samples(data_check, plan, inputs.args)
+    samples = all_or_none(lambda: sample_prompts(inputs.args, plan, trainable))
     boundaries = choose_boundaries(trainable, context, sample)
     expect_costs(trainable.costs, boundaries)
     startup_report.compilation(console, plan.resolved, context.device)
@@ -152,6 +156,7 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
         hyperparameters=hyperparameters(inputs.args, plan.resolved, plan.max_steps),
         foreign_groups=foreign_groups,
         run_id=values_of_all(run_id(plan.checkpoint))[0],
+        samples=samples,
     )
     if inputs.args.saves:
         state = run.engine_state

@@ -15,13 +15,16 @@ from harness.config.values.json_object import JsonObject
 from harness.topology.agreement import values_of_all
 from harness.training.arguments.reporting import monitor_sections
 from harness.training.callbacks import StepRecord, TrainerState
+from harness.training.engine.continuation import continued
 from harness.training.prepare.run import PreparedRun
+from harness.training.prepare.sample_prompts import SamplePrompts
 from harness.training.process import signals
 from harness.training.report.metrics import MetricsFile, set_aside, write_run
 from harness.training.report.monitors import Monitors
 from harness.training.report.origin import origin
 
 EVALUATIONS = "evaluations.jsonl"
+SAMPLES = "samples.jsonl"
 SHOWN = (
     *("loss", "aux_loss", "grad_norm", "learning_rate", "epoch"),
     *("tokens_per_second", "device_memory_gib", "host_memory_gib"),
@@ -38,6 +41,7 @@ class Recorder:
         self.writes = state.is_world_process_zero
         self._metrics: MetricsFile | None = None
         self._evaluations: MetricsFile | None = None
+        self._samples: MetricsFile | None = None
         self._monitors: Monitors | None = None
         self._origin: JsonObject = {}
 
@@ -52,19 +56,21 @@ class Recorder:
             self._monitors = Monitors(sections, run.run_id, self.state.global_step + 1)
             self._metrics = self._open(directory / METRICS)
             self._evaluations = self._open(directory / EVALUATIONS)
+            if run.samples is not None:
+                self._samples = self._open(directory / SAMPLES)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in (self._metrics, self._evaluations, self._monitors):
+        for file in (self._metrics, self._evaluations, self._samples, self._monitors):
             if file is not None:
                 file.close()
 
     def rewind(self, step: int) -> None:
         """Drop what was written of the steps after `step`, which are made once more."""
         self.state.log_history[:] = [logs for logs in self.state.log_history if logs["step"] <= step]
-        for file in (self._metrics, self._evaluations, self._monitors):
+        for file in (self._metrics, self._evaluations, self._samples, self._monitors):
             if file is not None:
                 file.rewind(step)
 
@@ -109,7 +115,21 @@ class Recorder:
             self._evaluations.write({"step": step, **metrics})
         if self._monitors is not None:
             self._monitors.write(_shown(metrics), step)
+        if self.run.samples is not None:
+            self._sample(self.run.samples, step)
         return metrics
+
+    def _sample(self, prompts: SamplePrompts, step: int) -> None:
+        """Write what the model makes of each prompt; all ranks call it."""
+        ends = prompts.tokenizer.eos_token_id
+        made = continued(self.run.engine, prompts.ids, prompts.most, prompts.length, ends)
+        for number, (prompt, ids) in enumerate(zip(prompts.texts, made, strict=True), 1):
+            text = prompts.text(ids)
+            self.run.console.say(f"step {step}: sample {number}: {prompt!r} -> {text!r}")
+            if self._samples is not None:
+                self._samples.write({"step": step, "prompt": prompt, "text": text})
+            if self._monitors is not None:
+                self._monitors.write_text(f"samples/{number}", f"{prompt}\n\n{text}", step)
 
 
 def _shown(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -1,0 +1,39 @@
+"""Read the file of `--sample_prompts`; needs no torch, so that a wrong one is refused at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from harness.errors import UserError
+
+Message = dict[str, str]
+
+
+def read_prompts(path: Path) -> list[str | list[Message]]:
+    """Return the prompts of a file: of .jsonl the column prompt or messages, else each line that is not empty.
+
+    UserError if it cannot be read or has no prompt.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UserError(f"--sample_prompts {path}: cannot be read: {reason}") from error
+    found = [_prompt(path, n, line) for n, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise UserError(f"--sample_prompts {path}: is empty: write a prompt a line")
+    return found
+
+
+def _prompt(path: Path, number: int, line: str) -> str | list[Message]:
+    if path.suffix != ".jsonl":
+        return line
+    try:
+        row = json.loads(line)
+        prompt: str | list[Message] = row["prompt"] if "prompt" in row else row["messages"]
+    except (ValueError, TypeError, KeyError):
+        prompt = []
+    if not prompt or not isinstance(prompt, str | list):
+        raise UserError(f'--sample_prompts {path}:{number}: write {{"prompt": "..."}} or {{"messages": [...]}}')
+    return prompt

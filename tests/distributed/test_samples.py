@@ -1,0 +1,47 @@
+"""Samples of text at evaluations: those of transformers' greedy generation, in every layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from harness import Trainer
+from harness.training.data.tokenizer import ByteTokenizer
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Job, arguments_of, rows, tiny_model
+
+pytestmark = pytest.mark.ranks
+
+PROMPTS = ["Sphinx of black", "0123"]
+
+
+def trained(jobs: list[Job], folder: str, prompts: str) -> None:
+    for job in jobs:
+        settings = arguments_of(
+            job, f"{folder}/{job.layout}", max_steps=1, eval_steps=1, sample_prompts=prompts, sample_tokens=6
+        )
+        trainer = Trainer(job.model, settings, rows(), rows()[:2], processing_class=ByteTokenizer())
+        trainer.train()
+        trainer.save_model()
+        trainer.close()
+
+
+def test_samples_are_those_of_transformers_in_every_layout(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "m", "llama", False, vocab_size=301)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    layouts = ("pp2tp2z1", "tp2dp2z3")
+    run_ranks(4, trained, [Job(model, layout) for layout in layouts], str(tmp_path), str(prompts))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / layouts[0])
+    expected = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([ByteTokenizer().encode(prompt)])
+        made = exported.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=257, eos_token_id=256)
+        expected.append(ByteTokenizer().decode(made[0, ids.shape[1] :].tolist()))
+    for layout in layouts:
+        found = [json.loads(line) for line in (tmp_path / layout / "samples.jsonl").read_text().splitlines()]
+        assert found == [{"step": 1, "prompt": p, "text": t} for p, t in zip(PROMPTS, expected, strict=True)]
