@@ -48,5 +48,7 @@ class RunArguments(Flags):
     def check(self) -> None:
         """Make paths absolute: the run may change its directory."""
         self.output_dir = str(Path(self.output_dir).absolute())
+        if str(self.resume_from_checkpoint).lower() in ("true", "false"):  # as in HuggingFace
+            self.resume_from_checkpoint = "auto" if str(self.resume_from_checkpoint).lower() == "true" else None
         if self.resume_from_checkpoint is not None and self.resume_from_checkpoint != "auto":
             self.resume_from_checkpoint = str(Path(self.resume_from_checkpoint).absolute())

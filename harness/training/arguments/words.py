@@ -16,7 +16,11 @@ from harness.training.arguments.flags import Flags
 from harness.training.arguments.other_names.advice import advice, is_idle, refusal
 from harness.training.arguments.values import takes
 
-ALIASES = {"deepspeed": "deepspeed_config", "activation_checkpointing": "gradient_checkpointing"}
+ALIASES = {
+    "deepspeed": "deepspeed_config",
+    "evaluation_strategy": "eval_strategy",
+    "activation_checkpointing": "gradient_checkpointing",
+}
 LAUNCHER = {"local_rank", "help", "h", "config"}  # local_rank: DeepSpeed's launcher adds it
 
 Known = Mapping[str, Field[Any]]
@@ -72,6 +76,8 @@ def own_arguments(given: Mapping[str, object], items: Iterable[Field[Any]]) -> d
     kept: dict[str, object] = {}
     for name, value in given.items():
         own = ALIASES.get(name, name)
+        if own == "resume_from_checkpoint" and isinstance(value, bool):  # as in HuggingFace
+            value = str(value)
         if (own in known and value is not None) or name in known:
             kept[own] = value
         elif own not in known and not is_idle(name, value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import transformers
 from harness import TrainingArguments, UserError
 from harness.training.arguments import LoraArguments, expanded, parse
 from harness.training.arguments.other_names.huggingface import NOT_TAKEN
+from harness.training.arguments.other_names.other_programs import PROGRAMS
 from harness.training.arguments.script import ScriptArguments
 from harness.training.arguments.words import ALIASES, known_flags
 
@@ -47,6 +49,16 @@ def test_every_flag_of_huggingface_is_known() -> None:
     assert theirs - known_flags(KINDS).keys() - ALIASES.keys() - NOT_TAKEN.keys() == set()
 
 
+def test_every_flag_that_is_advised_exists() -> None:
+    known, of_launcher = known_flags(KINDS).keys(), {"config", "num_gpus", "num_nodes", "hostfile"}
+    texts = [entry.advice for entry in NOT_TAKEN.values()]
+    texts += [text for names in PROGRAMS.values() for text in names.values()]
+    assert {flag for text in texts for flag in re.findall(r"--(\w+)", text)} <= known | of_launcher
+    only_of_the_script = {"do_train", "do_eval"}
+    assert NOT_TAKEN.keys() & known == only_of_the_script
+    assert not [name for names in PROGRAMS.values() for name in names if name in known or name in NOT_TAKEN]
+
+
 def test_a_flag_that_asks_for_what_is_done_anyway_may_stand() -> None:
     idle = ("--ddp_timeout", "1800", "--bf16_full_eval=false", "--fsdp", "", "--no_tf32", "--deepspeed")
     _, args, _ = command_line("--learning-rate", "1e-3", *idle, "--no_bf16", "--max_steps", "7")
@@ -56,6 +68,8 @@ def test_a_flag_that_asks_for_what_is_done_anyway_may_stand() -> None:
     assert (args.output_dir, args.deepspeed_config) == (str(Path("somewhere").absolute()), "zero2")
     assert (args.report_to, args.max_steps) == ("csv", 7)
     assert args.given == {"output_dir", "deepspeed_config", "report_to", "max_steps"}
+    assert TrainingArguments(resume_from_checkpoint=True).resume_from_checkpoint == "auto"
+    assert command_line("--resume_from_checkpoint", "False")[1].resume_from_checkpoint is None
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,9 @@ COMMON = {
     "hostfile": "it before the script: deepspeed --hostfile FILE scripts/train.py ...",
     "lora": ADAPTER,
     "lora_rank": "--lora_r",
+    "patience": "--early_stopping_patience",
+    "num_workers": "--dataloader_num_workers",
+    "ds_config": "--deepspeed_config",
     "use_lora": ADAPTER,
 }
 
