@@ -43,6 +43,14 @@ class Touch:
 
 
 TOUCHES = (
+    # prints
+    Touch("prints: seeds", f"{PIPELINE_MODULE}.__init__", "its `print` is replaced by nothing", uses=("print",)),
+    Touch(
+        "prints: the topology",
+        "deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
+        "its `print` is replaced by nothing",
+        uses=("print",),
+    ),
     # kept_in_fp32
     Touch(
         "kept_in_fp32: the cast of a model",

@@ -33,6 +33,11 @@ class EarlyStoppingCallback(TrainerCallback):
             control.should_training_stop = True
 
 
+def asked_for(args: TrainingArguments) -> list[TrainerCallback]:
+    """Return the callbacks that the arguments ask for."""
+    return [EarlyStoppingCallback(args.early_stopping_patience)] if args.early_stopping_patience else []
+
+
 def metric_of(args: TrainingArguments, metrics: Mapping[str, Any]) -> float:
     """Return the metric that says which model is the best; UserError if the evaluation has none of that name."""
     name = args.best_metric_name

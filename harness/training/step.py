@@ -1,4 +1,4 @@
-"""One step of training, and what is due after it."""
+"""One step of training, what is due after it, and the end."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import time
 from typing import Any
 
 from harness.training.batches.stream import BatchStream
-from harness.training.best_model import note_evaluation
+from harness.training.best_model import load_best, note_evaluation
 from harness.training.cadence import agree_on_control, due_after, step_record
 from harness.training.callbacks import StepRecord, TrainerState, call
 from harness.training.memory import peak_memory_gib
 from harness.training.nonfinite import NonFinite
+from harness.training.prepare import startup_report
 from harness.training.prepare.run import PreparedRun
 from harness.training.report.recorder import Recorder
 
@@ -28,6 +29,18 @@ def one_step(run: PreparedRun, stream: BatchStream, state: TrainerState, nonfini
     state.consumed_samples, state.epoch = stream.consumed, stream.epoch
     memory = peak_memory_gib(run.engine.device)
     return step_record(outcome, state, learning_rate, seconds, stream.tokens(units) / seconds, memory)
+
+
+def end_training(trainer: Any, stop: int) -> None:
+    """Finish what training has begun, and end the process where a signal, `stop`, asks for that."""
+    run, state = trainer.run, trainer.state
+    trainer.checkpoints.finish()
+    trainer.nonfinite.summary(state.global_step)
+    if not stop:
+        load_best(run, state)
+    call(trainer.callbacks, "on_train_end", trainer)
+    if stop:
+        raise startup_report.stopped(run.console, stop, state.global_step, trainer.checkpoints.newest)
 
 
 def after_step(trainer: Any, record: StepRecord, recorder: Recorder) -> int:

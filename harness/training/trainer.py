@@ -21,7 +21,7 @@ from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
 from harness.training.batches.collate import Collator, MapDataset, collate
-from harness.training.best_model import EarlyStoppingCallback, load_best
+from harness.training.best_model import asked_for
 from harness.training.callbacks import (
     AnyCallback,
     StepRecord,
@@ -42,7 +42,6 @@ from harness.training.evaluate import evaluation_metrics, predict
 from harness.training.hf_names import require_ours
 from harness.training.metrics import OwnMetrics
 from harness.training.nonfinite import NonFinite
-from harness.training.prepare import startup_report
 from harness.training.prepare.datasets import own_tokenizer
 from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.run import PreparedRun, prepare_run, release, training_stream
@@ -52,11 +51,11 @@ from harness.training.rebalancing.rebalancer import Rebalancer
 from harness.training.report.progress import ProgressCallback
 from harness.training.report.recorder import Recorder
 from harness.training.saving.checkpoints import Checkpoints
-from harness.training.saving.gathered_model import gather_model
+from harness.training.saving.gathered_model import gather_model, with_config
 from harness.training.saving.resume import begin_or_resume, resume_named
 from harness.training.saving.rollback import Rollback
 from harness.training.saving.writing import write_model
-from harness.training.step import after_step, one_step
+from harness.training.step import after_step, end_training, one_step
 from harness.training.watch.activity import Phase, inside
 
 if TYPE_CHECKING:
@@ -76,8 +75,7 @@ class Trainer:
         loss_fn: `loss_fn(outputs, labels)`, the mean over the samples it is given: needed for a list of layers; of a
             HuggingFace model it takes the logits, in the place of the cross entropy (see `LogitsLoss`).
         compute_loss_func: the same of a HuggingFace model with HuggingFace's signature.
-        processing_class: the tokenizer, for text and messages; saved beside the model. By default the one in the
-            model's directory.
+        processing_class: the tokenizer, saved beside the model; by default the one in the model's directory.
         data_collator: makes a micro-batch of a list of items.
         callbacks: called at the usual moments, on every rank; instances or classes.
         compute_metrics: makes metrics of an EvalPrediction, the logits and labels of all samples; called on rank 0.
@@ -140,9 +138,11 @@ class Trainer:
         self.train_dataset, self.eval_dataset, self.processing_class = data.train, data.evaluation, data.tokenizer
         self.state, self.control = TrainerState(max_steps=steps, is_world_process_zero=first), TrainerControl()
         self.nonfinite = NonFinite(run.args.nonfinite, run.console)
-        self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console, run.trainable.speed_unit), *given]
-        if run.args.early_stopping_patience:
-            self.callbacks.append(EarlyStoppingCallback(run.args.early_stopping_patience))
+        self.callbacks: list[TrainerCallback] = [
+            ProgressCallback(run.console, run.trainable.speed_unit),
+            *given,
+            *asked_for(run.args),
+        ]
         overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint
         saved = partial(call, self.callbacks, "on_save", self)
         self.checkpoints = Checkpoints(run, self.state, self.nonfinite, saved, overridden)
@@ -162,12 +162,9 @@ class Trainer:
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> TrainerState:
         """Train to the last step; returns the final state.
 
-        Args:
-            resume_from_checkpoint: a checkpoint's path, or True for the newest whole one in `output_dir`, which must
-                have one; by default what the arguments say.
-
-        A signal that asks for the end (SIGTERM, SIGINT, SIGUSR1, SIGHUP; of any rank) raises `signals.Stopped`, a
-        SystemExit, after the step and a checkpoint.
+        `resume_from_checkpoint`: a checkpoint's path, or True for the newest whole one in `output_dir`. A signal that
+        asks for the end (SIGTERM, SIGINT, SIGUSR1, SIGHUP; of any rank) raises `signals.Stopped`, a SystemExit, after
+        the step and a checkpoint.
         """
         if self.stream is None:
             raise UserError("train() needs a train_dataset")
@@ -190,13 +187,7 @@ class Trainer:
                     if rebalancer is not None and not stop and rebalancer.after_step(record, self.state):
                         self._go_on_with(rebalancer.run)
                         recorder.describe(rebalancer.run)
-            self.checkpoints.finish()
-            self.nonfinite.summary(self.state.global_step)
-            if not stop:
-                load_best(self.run, self.state)
-            call(self.callbacks, "on_train_end", self)
-            if stop:
-                raise startup_report.stopped(run.console, stop, self.state.global_step, self.checkpoints.newest)
+            end_training(self, stop)
         communication_summary(run.resolved.config)
         return self.state
 
@@ -214,9 +205,9 @@ class Trainer:
 
     @inside("evaluating", Phase.STEP)
     def evaluate(self, eval_dataset: MapDataset | None = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
-        """Mean loss over the evaluation data: eval_loss, perplexity, eval_samples, eval_seconds; and `compute_metrics`.
+        """Return eval_loss, perplexity, eval_samples, eval_seconds, and what `compute_metrics` makes; each sample once.
 
-        Any number of samples, each once. A signal during training raises `signals.Interrupted` on all ranks.
+        A signal during training raises `signals.Interrupted` on all ranks.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
@@ -245,16 +236,13 @@ class Trainer:
         """Remove a callback, or the first of a class, and return it; None if there is none."""
         return take_out(self.callbacks, callback)
 
-    def remove_callback(self, callback: AnyCallback) -> None:
-        """Remove a callback, or the first of a class."""
-        self.pop_callback(callback)
+    remove_callback = pop_callback
 
     @inside("saving")
     def save_checkpoint(self) -> Path:
         """Write `output_dir/checkpoint-STEP`, from which the run can go on, and wait for it; all ranks call it.
 
-        Raises NotSaved, a UserError, if it cannot be written. What `train` saves by itself is written beside its
-        steps, and a warning if it cannot be.
+        Raises NotSaved, a UserError, if it cannot be written; where `train` saves by itself that is a warning.
         """
         return self.checkpoints.save()
 
@@ -281,7 +269,4 @@ class Trainer:
     @property
     def model(self) -> Any:
         """This rank's layers, and the config; `trained_model()` gathers the whole model."""
-        module: Any = self.run.module
-        if self.run.trainable.causal is not None:
-            module.config = self.run.trainable.causal.source.config
-        return module
+        return with_config(self.run)

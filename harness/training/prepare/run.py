@@ -22,6 +22,7 @@ from harness.checkpoint.run_lock import lock_directory, unlock_directory
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
 from harness.deepspeed.pipeline import Layer
+from harness.deepspeed.prints import silence_prints
 from harness.errors import UserError
 from harness.hf.lora import saved_name
 from harness.topology.agreement import all_or_none, check_agreement, values_of_all
@@ -123,6 +124,8 @@ class PreparedRun:
 def prepare_run(inputs: RunInputs) -> PreparedRun:
     """Prepare everything that training needs; all ranks call it. Raises UserError for what the user can correct."""
     console, plan = inputs.console, plan_run(inputs)
+    if console.log is None:  # nothing keeps DeepSpeed's words apart from the program's own
+        silence_prints()
     context, foreign_groups = _join(inputs, plan)
     plan = replace(plan, checkpoint=intact_checkpoint(plan, inputs))
     startup_report.placement(console, plan.layout, inputs.env)

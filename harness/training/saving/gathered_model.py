@@ -19,6 +19,14 @@ from harness.topology.groups import Groups
 from harness.training.prepare.run import PreparedRun
 
 
+def with_config(run: PreparedRun) -> Any:
+    """Return this rank's layers, with the model's `config`."""
+    module: Any = run.module
+    if run.trainable.causal is not None:
+        module.config = run.trainable.causal.source.config
+    return module
+
+
 @torch.no_grad()
 def gather_model(run: PreparedRun) -> PreTrainedModel | None:
     """Return the whole model on the CPU of rank 0, None on the others; all ranks call it. See
