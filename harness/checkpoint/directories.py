@@ -52,6 +52,7 @@ class Progress:
         best: which evaluation was the best so far, and by what metric.
         model_only: whether what the optimizer keeps was left out, so that no run can go on from it.
         loss_scaling: where the scaler of the loss stood (fp16); empty elsewhere.
+        stream: where streamed training data stood; empty for other data.
     """
 
     step: int
@@ -74,6 +75,7 @@ class Progress:
     loss_scaling: dict[str, float] = field(default_factory=dict)
     best: JsonObject = field(default_factory=dict)
     model_only: bool = False
+    stream: JsonObject = field(default_factory=dict)
 
 
 def partial_name(step: int) -> str:

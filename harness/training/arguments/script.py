@@ -50,6 +50,10 @@ class ScriptArguments(Flags):
         """Whether the run trains, and does not only evaluate."""
         return not self.do_eval if self.do_train is None else self.do_train
 
+    streaming: bool = flag(
+        False, "read and tokenise train_file while training, in the order of its files; needs max_steps"
+    )
+
     def check(self) -> None:
         """Refuse a revision of what has none, a run without work, and a split without effect."""
         if self.model_revision and (Path(self.model_name_or_path).exists() or "/" not in self.model_name_or_path):

@@ -16,6 +16,7 @@ every machine computes the same.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from math import isqrt
 
 import numpy as np
@@ -28,6 +29,22 @@ _WORD = 2**64 - 1
 
 # With fewer than 16 some of the permutations of 5 or 6 samples come more often than others.
 _ROUNDS = 24
+
+
+class OwnOrder(ABC):
+    """A data set whose samples have an order of their own.
+
+    Attributes:
+        key: what the order is made of.
+        endless: whether its length means nothing.
+    """
+
+    key: str
+    endless: bool = False
+
+    @abstractmethod
+    def order(self, consumed: int, count: int, seed: int) -> Indices:
+        """Return the `count` samples that follow the first `consumed` of the run."""
 
 
 def sample_order(n: int, seed: int, epoch: int, places: npt.ArrayLike | None = None) -> Indices:

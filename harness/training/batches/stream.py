@@ -25,7 +25,7 @@ from harness.training.batches.collate import (
     collate,
     hidden_tokens,
 )
-from harness.training.batches.order import Indices, batch_indices
+from harness.training.batches.order import Indices, OwnOrder, batch_indices
 from harness.training.batches.padding import at_length, padding_of
 from harness.training.batches.read_ahead import ReadAhead
 from harness.training.batches.tokens_only import TokenCollator
@@ -148,11 +148,9 @@ class BatchStream:
 
     def _order(self, consumed: int, count: int) -> Indices:
         """Return the `count` samples that follow the first `consumed`: a mixture has an order of its own."""
-        own = getattr(self.dataset, "order", None)
-        found: Indices = (
-            batch_indices(consumed, count, self.n, self.seed) if own is None else own(consumed, count, self.seed)
-        )
-        return found
+        if isinstance(self.dataset, OwnOrder):
+            return self.dataset.order(consumed, count, self.seed)
+        return batch_indices(consumed, count, self.n, self.seed)
 
     def close(self) -> None:
         """End the workers, if there are any."""
@@ -211,7 +209,10 @@ def data_digest(dataset: MapDataset, looked_at: int = 16) -> str:
     Other samples are not looked at: a data set may well draw them anew each time.
     """
     n = dataset_length(dataset)
-    digest = hashlib.sha256(f"{n}{getattr(dataset, 'shares', '')}".encode())
+    key = dataset.key if isinstance(dataset, OwnOrder) else ""
+    if isinstance(dataset, OwnOrder) and dataset.endless:  # it is not read beforehand
+        return key[:16]
+    digest = hashlib.sha256(f"{n}{key}".encode())
     for i in sorted({k * (n - 1) // max(looked_at - 1, 1) for k in range(looked_at)} if n else ()):
         with own_generators(seed_of("digest", i)):
             sample = dataset[i]

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from harness.parallel.generators import seed_of
 from harness.training.batches.collate import MapDataset
-from harness.training.batches.order import Indices, sample_order
+from harness.training.batches.order import Indices, OwnOrder, sample_order
 from harness.training.data.blocks import Blocks
 from harness.training.data.samples import Samples
-
-PERIOD = 1 << 16  # samples after which the sources follow each other as before; shares are multiples of its inverse
+from harness.training.data.shares import Shares
 
 Source = Blocks | Samples
 
@@ -63,7 +62,7 @@ class Joined:
         return joined
 
 
-class Mixture(Joined):
+class Mixture(Joined, OwnOrder):
     """Sources of which each gives its share of the samples, whatever its size.
 
     Attributes:
@@ -74,28 +73,20 @@ class Mixture(Joined):
     def __init__(self, sources: Sequence[Source], weights: Sequence[float], names: Sequence[str]) -> None:
         super().__init__(sources)
         self.names = names
-        total = sum(weights)
-        self.shares = [weight / total for weight in weights]
-        self._slots = _slots(self.shares)
-        # spread evenly over the period: the i-th of a source's c slots is due at (i + 1/2) / c of it
-        due = np.concatenate([(np.arange(count) + 0.5) / count for count in self._slots])
-        number = np.repeat(np.arange(len(sources)), self._slots)
-        self._pattern = number[np.lexsort((number, due))]
-        self._rank = np.empty(PERIOD, dtype=np.int64)
-        for source, count in enumerate(self._slots):
-            self._rank[self._pattern == source] = np.arange(count)
+        self._mixed = Shares(weights)
+        self.shares = self._mixed.shares
+        self.key = str(self.shares)
 
     def order(self, consumed: int, count: int, seed: int) -> Indices:
         """Return the `count` samples that follow the first `consumed` of the run."""
-        period, slot = np.divmod(np.arange(consumed, consumed + count, dtype=np.int64), PERIOD)
-        numbers = self._pattern[slot]
+        numbers, places = self._mixed.places(consumed, count)
         found = np.empty(count, dtype=np.int64)
         for number in np.unique(numbers):
             here, size = np.flatnonzero(numbers == number), len(self.sources[number])
-            epochs, places = np.divmod(period[here] * self._slots[number] + self._rank[slot[here]], size)
+            epochs, rows = np.divmod(places[here], size)
             for epoch in np.unique(epochs):
-                rows = sample_order(size, seed_of("mixture", seed, number), int(epoch), places[epochs == epoch])
-                found[here[epochs == epoch]] = rows + self._ends[number] - size
+                drawn = sample_order(size, seed_of("mixture", seed, number), int(epoch), rows[epochs == epoch])
+                found[here[epochs == epoch]] = drawn + self._ends[number] - size
         return found
 
 
@@ -115,14 +106,3 @@ def described(data: MapDataset | None) -> Iterator[str]:
             yield f"{share}: {summary}" if summary else share
         elif summary:
             yield summary
-
-
-def _slots(shares: Sequence[float]) -> list[int]:
-    """Return how many samples of a period each source gives: at least one, by largest remainders."""
-    exact = [share * PERIOD for share in shares]
-    slots = [max(int(each), 1) for each in exact]
-    nearest = sorted(range(len(shares)), key=lambda i: (slots[i] - exact[i], i))
-    for i in nearest[: max(PERIOD - sum(slots), 0)]:
-        slots[i] += 1
-    slots[slots.index(max(slots))] += PERIOD - sum(slots)
-    return slots

@@ -29,6 +29,7 @@ from harness.training.data.files.specs import TOKENS, SourceGroup, find_tokens, 
 from harness.training.data.mixture import Source, described, joined
 from harness.training.data.progress import Speaker
 from harness.training.data.samples import make_samples
+from harness.training.data.streaming import Streamed, streamed
 from harness.training.data.tokenizer import Tokenizer, check_vocabulary, has_tokenizer, load_tokenizer
 from harness.training.prepare.configure import RunConfig
 from harness.training.process.distributed import shared_store, start
@@ -65,15 +66,18 @@ def script_datasets(
 
     def build() -> Pair:
         groups = source_groups(script.train_file)
+        weights, names = [g.weight for g in groups if g.weight is not None], [g.paths[0] for g in groups]
         held_out: list[Documents] = []
-        documents = [_read(group, say) for group in groups]
+        documents = [] if script.streaming else [_read(group, say) for group in groups]
         if script.validation_file is not None:
             held_out = [_read(validation_group(script.validation_file), say)]
         elif args.evaluates or script.do_eval or script.validation_split_percentage is not None:
             split = [hold_out(each, script.held_out) for each in documents if not isinstance(each, list)]
             documents, held_out = [kept for kept, _ in split], [held for _, held in split]
-        weights, names = [g.weight for g in groups if g.weight is not None], [g.paths[0] for g in groups]
         evaluation = joined([lay_out(each) for each in held_out]) if held_out else None
+        if script.streaming:
+            block_size = _block_size(args, position_limit(source.config))
+            return Streamed([streamed(g.paths, g.kind, tokenizer, block_size) for g in groups], weights), evaluation
         return joined([lay_out(each) for each in documents], weights, names), evaluation
 
     return _on_each_host(build, tokenizer, env, console)

@@ -38,13 +38,7 @@ def check_before_start(
     if script.tokenizer_name not in (None, BYTES):
         tokenizer_directory(script.tokenizer_name)
     config = read_run_config(args, world_size=env.world_size, model=str(model))
-    groups = source_groups(script.train_file)
-    if script.validation_file is not None:
-        validation_group(script.validation_file)
-    elif args.evaluates or script.do_eval or script.validation_split_percentage is not None:
-        for group in groups:
-            if group.kind == TOKENS:
-                raise UserError(f"{group.paths[0]}: no part of token files is held out: give a --validation_file")
+    _require_data(script, args)
     if args.sample_prompts is not None:
         read_prompts(Path(args.sample_prompts))
     output_dir = Path(args.output_dir)
@@ -56,6 +50,29 @@ def check_before_start(
         require_same_optimizer(resume, config.resolved)
     require_writable(output_dir)
     return config
+
+
+def _holds_out(script: ScriptArguments, args: TrainingArguments) -> bool:
+    return args.evaluates or script.do_eval or script.validation_split_percentage is not None
+
+
+def _require_data(script: ScriptArguments, args: TrainingArguments) -> None:
+    """Raise UserError for data that cannot be read as the flags ask."""
+    tokens = [group.paths[0] for group in source_groups(script.train_file) if group.kind == TOKENS]
+    if script.validation_file is not None:
+        validation_group(script.validation_file)
+    elif _holds_out(script, args) and (tokens or script.streaming):
+        kind = "a stream" if script.streaming else tokens[0]
+        raise UserError(f"no part of {kind} can be held out for evaluation: give a --validation_file")
+    if not script.streaming:
+        return
+    if tokens:
+        raise UserError(f"--streaming: {tokens[0]} is mapped as it is, never read ahead: leave out --streaming")
+    if args.max_steps < 1:
+        raise UserError("--streaming: a stream has no length: give --max_steps")
+    for name in ("packing", "dataloader_num_workers"):
+        if getattr(args, name):
+            raise UserError(f"--{name} does not work with --streaming: leave out one of them")
 
 
 def limit_trial(script: ScriptArguments, args: TrainingArguments) -> str | None:

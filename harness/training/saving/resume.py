@@ -23,6 +23,7 @@ from harness.topology.agreement import all_or_none, values_of_all
 from harness.training.batches.stream import BatchStream
 from harness.training.best_model import restore_best
 from harness.training.callbacks import TrainerState
+from harness.training.data.streaming import Streamed
 from harness.training.prepare.hyperparameters import changes
 from harness.training.prepare.one_model import require_one_model
 from harness.training.prepare.plan import intact_checkpoint
@@ -38,6 +39,8 @@ def load(run: PreparedRun, checkpoint: Path, state: TrainerState, stream: BatchS
     restore_best(run.args, state, progress.best, checkpoint.absolute().parent)
     if stream is not None:
         stream.consumed = progress.consumed_samples
+        if isinstance(stream.dataset, Streamed) and progress.data == run.plan.digest:
+            stream.dataset.seek(progress.stream)
         state.epoch = stream.epoch
     return progress
 

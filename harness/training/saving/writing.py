@@ -15,9 +15,11 @@ from harness.checkpoint.background_save import BackgroundSave, Target, Writer
 from harness.checkpoint.directories import Progress, finished_name, optimizer_name
 from harness.checkpoint.exporting.adapters import export_adapter_config, export_adapters
 from harness.checkpoint.exporting.weights import export_config, export_weights
+from harness.config.values.json_object import JsonObject
 from harness.hf.lora import plain_name, saved_name, sorted_config
 from harness.training.best_model import best_as_saved
 from harness.training.callbacks import TrainerState
+from harness.training.data.streaming import Streamed
 from harness.training.prepare.run import PreparedRun
 
 if TYPE_CHECKING:
@@ -60,7 +62,14 @@ def progress_of(run: PreparedRun, state: TrainerState) -> Progress:
         skipped_samples=list(state.skipped_samples),
         run_id=run.run_id,
         best=best_as_saved(run.args, state),
+        stream=stream_position(run, state.consumed_samples),
     )
+
+
+def stream_position(run: PreparedRun, consumed: int) -> JsonObject:
+    """Return where streamed training data stands; rank 0, which reads it and writes the state, knows it."""
+    data = run.plan.data.train
+    return data.position(consumed) if isinstance(data, Streamed) and run.groups.rank == 0 else {}
 
 
 def _write_configs(run: PreparedRun, folder: Path) -> None:

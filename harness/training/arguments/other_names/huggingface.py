@@ -107,7 +107,6 @@ NOT_TAKEN = {
     "ignore_data_skip": NotTaken("a resumed run always goes on with the next sample, which costs no time", OFF),
     "dataset_name": HUB_DATA,
     "dataset_config_name": HUB_DATA,
-    "streaming": NotTaken("use files: text is tokenised once, into a cache on disk", OFF),
     "max_train_samples": NotTaken("give a shorter --train_file, or set --max_steps"),
     "max_eval_samples": NotTaken("give a shorter --validation_file"),
     "overwrite_cache": NotTaken("the cache of tokens follows the content of the files", OFF),

@@ -7,13 +7,15 @@ import pytest
 
 from harness.errors import UserError
 from harness.training.arguments.script import ScriptArguments
+from harness.training.batches.order import OwnOrder
 from harness.training.batches.stream import BatchStream, data_digest
 from harness.training.data.blocks import make_blocks
 from harness.training.data.files.documents import as_documents
 from harness.training.data.files.sources import find_files, hold_out, preflight, read_documents
 from harness.training.data.files.specs import source_groups, validation_group
-from harness.training.data.mixture import PERIOD, Joined, Mixture, described
+from harness.training.data.mixture import Joined, Mixture, described
 from harness.training.data.samples import make_samples
+from harness.training.data.shares import PERIOD, Shares
 from harness.training.data.tokenizer import ByteTokenizer
 
 MESSAGES = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -146,8 +148,8 @@ def sources(tmp_path_factory):
 def drawn(data, steps, data_size=1, consumed=0):
     """Rows of each step, of all data ranks in the order in which they are dealt."""
 
-    class Rows:
-        order, shares, sources = data.order, data.shares, data.sources
+    class Rows(OwnOrder):
+        key, order = data.key, data.order
 
         def __len__(self):
             return len(data)
@@ -195,8 +197,9 @@ def test_the_order_of_a_mixture_goes_on_over_the_end_of_its_period(sources):
     mixture = Mixture(sources, [0.3, 0.3, 0.4], "abc")
     over = mixture.order(PERIOD - 50, 100, seed=1)
     assert np.concatenate([mixture.order(PERIOD - 50, 50, 1), mixture.order(PERIOD, 50, 1)]).tolist() == over.tolist()
-    rare = Mixture(sources, [1, 1e-9, 1], "abc")
-    assert sum(rare._slots) == PERIOD and min(rare._slots) == 1
+    rare = Shares([1, 1e-9, 1])
+    assert rare.slots.sum() == PERIOD and rare.slots.min() == 1
+    assert rare.before(PERIOD + 2) == (rare.slots + np.bincount(rare.places(0, 2)[0], minlength=3)).tolist()
 
 
 def test_text_and_conversations_are_one_data_set(sources):
