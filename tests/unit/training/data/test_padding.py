@@ -1,13 +1,17 @@
 """Padding: as much as the longest sample of a batch needs, alike where a layout asks for it, and counted."""
 
+import io
+
 import pytest
 import torch
 
 from harness.training.batches.evaluation import evaluation_batches
 from harness.training.batches.stream import BatchStream
+from harness.training.console import Console
 from harness.training.data.files.documents import as_documents
 from harness.training.data.samples import make_samples
 from harness.training.data.tokenizer import ByteTokenizer
+from harness.training.prepare import startup_report
 
 N, BLOCK = 24, 256
 
@@ -76,3 +80,13 @@ def test_evaluation_pads_as_far_as_it_is_asked_to(samples):
     pairs = [batch.inputs.shape[1] for batch in evaluation_batches(samples, 2, alike=2)]
     assert pairs == [max(each[i - i % 2 : i - i % 2 + 2]) for i in range(len(each))] and len(set(each)) > 3
     assert {batch.inputs.shape[1] for batch in evaluation_batches(samples, 2, alike=0)} == {BLOCK}
+
+
+def test_packing_is_suggested_where_most_is_padding():
+    said = io.StringIO()
+    console = Console(out=said, error=said, speaks=True)
+    for share, packed in ((0.76, False), (0.4, False), (0.9, True)):
+        startup_report.padding(console, share, packed=packed)
+    assert said.getvalue() == (
+        "76% of the tokens of a batch are padding: --packing joins short conversations instead\n"
+    )
