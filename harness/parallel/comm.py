@@ -24,7 +24,9 @@ Context: TypeAlias = Any
 
 # Names of the nodes at which a walk from the output to the inputs enters a stretch of split values, and leaves it.
 INTO_SPLIT = frozenset({"_ReduceFromGroupBackward", "_GatherFromGroupBackward"})
-OUT_OF_SPLIT = frozenset({"_CopyToGroupBackward", "_CopyTailToGroupBackward", "_SplitToGroupBackward"})
+OUT_OF_SPLIT = frozenset(
+    {"_CopyToGroupBackward", "_CopyOnceBackward", "_CopyTailToGroupBackward", "_SplitToGroupBackward"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ sums.
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -162,6 +163,24 @@ def embedding_of_a_subclass(group: dist.ProcessGroup) -> Errors:
     )
 
 
+def one_input_of_three_layers(group: dist.ProcessGroup) -> Errors:
+    """Query, key and value, say: their gradients of the input are summed over the group in one all-reduce."""
+    layers = [nn.Linear(IN, OUT) for _ in range(3)]
+    cut = [ColumnParallelLinear.from_linear(layer, group) for layer in layers]
+    x = torch.randn(*TOKENS, IN, requires_grad=True)
+    own = x.detach().clone().requires_grad_()
+    sum((layer(x).square().sum() for layer in layers), torch.zeros(())).backward()
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
+        sum((layer(own).square().sum() for layer in cut), torch.zeros(())).backward()
+    first, own.grad = own.grad, None
+    sum((layer(own).square().sum() for layer in cut), torch.zeros(())).backward()
+    return {
+        "gradient": difference(first, x.grad),
+        "gradient again": difference(own.grad, x.grad),
+        "all-reduces too many": calls.call_count - 1.0,
+    }
+
+
 def gather_then_split(group: dist.ProcessGroup) -> Errors:
     """Whole in the middle, as between a gathered column-parallel and a splitting row-parallel layer."""
     x = torch.randn(*TOKENS, OUT, requires_grad=True)
@@ -228,6 +247,7 @@ CASES: dict[str, Callable[[dist.ProcessGroup], Errors]] = {
         embedding,
         embedding_of_a_subclass,
         gather_then_split,
+        one_input_of_three_layers,
         copy_then_reduce,
         cross_entropy,
         cross_entropy_in_bfloat16,

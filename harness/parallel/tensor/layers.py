@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from harness.parallel.comm import (
     TensorParallel,
-    copy_to_group,
     gather_from_group,
     group_size,
     reduce_from_group,
     split_to_group,
 )
 from harness.parallel.tensor.shard import Shard, cut_parameter, shard_of, share_of, without_dim
+from harness.parallel.tensor.shared_input import copy_once
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -88,7 +88,7 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.weight_transposed else self.weight
-        y = F.linear(copy_to_group(x, self.group), weight, self.bias)
+        y = F.linear(copy_once(x, self.group), weight, self.bias)
         return gather_from_group(y, self.group, self.widths) if self.gather_output else y
 
     def extra_repr(self) -> str:
@@ -127,7 +127,7 @@ class SharedColumnLinear(nn.Linear):
         weight = self.weight.t() if self.weight_transposed else self.weight
         own = torch.cat([weight[start:stop] for start, stop in self.pieces])
         bias = None if self.bias is None else torch.cat([self.bias[start:stop] for start, stop in self.pieces])
-        return F.linear(copy_to_group(x, self.group), own, bias)
+        return F.linear(copy_once(x, self.group), own, bias)
 
 
 class RowParallelLinear(nn.Linear):
