@@ -32,7 +32,7 @@ class MetricsFile:
     def write(self, record: StepRecord | JsonObject) -> None:
         """Append one object and hand it to the operating system, so that a killed run keeps it."""
         content = record.as_dict() if isinstance(record, StepRecord) else record
-        self._waiting += (json.dumps(_finite(content)) + "\n").encode()
+        self._waiting += (json.dumps(_finite(content), default=str) + "\n").encode()
         self._attempt(self._reopen)
         self._attempt(self._flush)
 
