@@ -220,10 +220,7 @@ class Trainer:
 
     @inside("predicting", Phase.STEP)
     def predict(self, test_dataset: MapDataset, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Return predictions, label_ids and metrics as HuggingFace's, on every rank; all ranks call it.
-
-        Predictions are the logits [samples, sequence, vocabulary], or what `preprocess_logits_for_metrics` keeps.
-        """
+        """Return logits (or what is kept of them), label_ids and metrics, the same on every rank; all ranks call it."""
         found = predict(self.run, test_dataset, self.run.inputs.metrics, metric_key_prefix)
         call(self.callbacks, "on_predict", self, metrics=found.metrics)
         return found
@@ -240,10 +237,7 @@ class Trainer:
 
     @inside("saving")
     def save_checkpoint(self) -> Path:
-        """Write `output_dir/checkpoint-STEP`, from which the run can go on, and wait for it; all ranks call it.
-
-        Raises NotSaved, a UserError, if it cannot be written; where `train` saves by itself that is a warning.
-        """
+        """Write `output_dir/checkpoint-STEP` and wait for it; all ranks call it. Raises NotSaved, a UserError."""
         return self.checkpoints.save()
 
     @inside("exporting")
@@ -259,10 +253,8 @@ class Trainer:
 
     @inside("gathering the model")
     def trained_model(self) -> PreTrainedModel | None:
-        """Return the model with its present weights, on the CPU of rank 0, None elsewhere; all ranks call it.
-
-        A model that was given in memory is filled with them and returned. Rank 0 needs memory for the whole model.
-        Raises UserError for adapters and for a list of layers.
+        """Return the whole model on the CPU of rank 0, None elsewhere; all ranks call it. One that was given in memory
+        is filled and returned. Raises UserError for adapters and for a list of layers.
         """
         return gather_model(self.run)
 
