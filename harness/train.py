@@ -19,7 +19,7 @@ from harness.config.diagnostic import ConfigError
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import LoraArguments, TrainingArguments, parse
-from harness.training.arguments.script import ScriptArguments
+from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.console import Console, plain_console, quiet
 from harness.training.prepare.configure import RunConfig
 from harness.training.prepare.preflight import check_before_start, limit_trial
@@ -88,7 +88,7 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
 def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: LaunchEnv, console: Console) -> None:
     """Read the data, train, evaluate, export."""
     from harness.hf.skeleton import read_source
-    from harness.training.prepare.datasets import script_datasets
+    from harness.training.prepare.inputs.datasets import script_datasets
     from harness.training.prepare.plan import RunInputs
     from harness.training.trainer import Trainer
 

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness.training.arguments import LoraArguments, TrainingArguments
 from harness.training.arguments.flags import groups, shown_default
-from harness.training.arguments.script import ScriptArguments
+from harness.training.arguments.themes.script import ScriptArguments
 
 HEAD = """# Every flag
 

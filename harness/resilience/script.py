@@ -14,7 +14,7 @@ from harness.errors import UserError
 from harness.hf.locate import model_directory
 from harness.topology.layout import Layout, divisors
 from harness.training.arguments import LoraArguments, TrainingArguments, expanded, parse
-from harness.training.arguments.script import ScriptArguments
+from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.prepare.configure import read_config, read_run_config
 from harness.training.process.launcher import with_resume
 from harness.training.report.metrics import set_aside

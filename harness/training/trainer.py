@@ -42,7 +42,7 @@ from harness.training.evaluate import evaluation_metrics, predict
 from harness.training.hf_names import require_ours
 from harness.training.metrics import OwnMetrics
 from harness.training.nonfinite import NonFinite
-from harness.training.prepare.datasets import own_tokenizer
+from harness.training.prepare.inputs.datasets import own_tokenizer
 from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.run import PreparedRun, prepare_run, release, training_stream
 from harness.training.prepare.trainable import Model

@@ -26,7 +26,7 @@ from harness.config.rules.rule import Finding, Rule, rule
 from harness.config.text.document import from_text
 from harness.config.view import RunView
 from harness.training.arguments import LoraArguments, TrainingArguments
-from harness.training.arguments.script import ScriptArguments
+from harness.training.arguments.themes.script import ScriptArguments
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

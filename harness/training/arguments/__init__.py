@@ -6,8 +6,8 @@ its file. Neither torch nor transformers is imported, so that a wrong argument i
 
 from harness.training.arguments.command_line import Parser, add_flags, expanded, parse
 from harness.training.arguments.flags import Flags, flag
-from harness.training.arguments.lora import LoraArguments, require_peft
-from harness.training.arguments.optimizer import SCHEDULES
+from harness.training.arguments.themes.lora import LoraArguments, require_peft
+from harness.training.arguments.themes.optimizer import SCHEDULES
 from harness.training.arguments.training_arguments import TrainingArguments
 
 __all__ = [

@@ -6,13 +6,13 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from harness.config import AutoValues
-from harness.training.arguments.batches import BatchArguments
-from harness.training.arguments.checkpoints import CheckpointArguments
-from harness.training.arguments.layout import LayoutArguments
-from harness.training.arguments.model import ModelArguments
-from harness.training.arguments.optimizer import OptimizerArguments
-from harness.training.arguments.reporting import ReportingArguments
-from harness.training.arguments.run import RunArguments
+from harness.training.arguments.themes.batches import BatchArguments
+from harness.training.arguments.themes.checkpoints import CheckpointArguments
+from harness.training.arguments.themes.layout import LayoutArguments
+from harness.training.arguments.themes.model import ModelArguments
+from harness.training.arguments.themes.optimizer import OptimizerArguments
+from harness.training.arguments.themes.reporting import ReportingArguments
+from harness.training.arguments.themes.run import RunArguments
 from harness.training.arguments.words import own_arguments
 
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.training.data.cache import cache_error, fingerprint, fingerprint_of, identity, prepared_folder
 from harness.training.data.files.token_files import open_tokens
+from harness.training.data.on_disk.cache import cache_error, fingerprint, fingerprint_of, identity, prepared_folder
+from harness.training.data.on_disk.shards import make_shards
 from harness.training.data.pieces import PieceEncoder
-from harness.training.data.shards import make_shards
 from harness.training.data.tokenizer import Tokenizer, largest_id
 from harness.training.data.tokens import Corpus, TokenIds
 from harness.wording import counted

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.training.data.chat import ConversationEncoder, Encoded
-from harness.training.data.shards import batches, bytes_of_rows, rows_of_shards
+from harness.training.data.on_disk.shards import batches, bytes_of_rows, rows_of_shards
 
 if TYPE_CHECKING:
     from datasets import Dataset

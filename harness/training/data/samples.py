@@ -23,11 +23,11 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.training.batches.collate import IGNORED
 from harness.training.data.blocks import require_block_size, smallest_dtype
-from harness.training.data.cache import cache_error, fingerprint, fingerprint_of, identity, prepared_folder
 from harness.training.data.chat import ConversationEncoder
 from harness.training.data.conversations import Conversations, EncodedConversations
+from harness.training.data.on_disk.cache import cache_error, fingerprint, fingerprint_of, identity, prepared_folder
+from harness.training.data.on_disk.shards import make_shards
 from harness.training.data.packing import Bins, best_fit_decreasing
-from harness.training.data.shards import make_shards
 from harness.training.data.tokenizer import Tokenizer, end_of_document_id, largest_id
 from harness.wording import counted
 

@@ -22,14 +22,14 @@ from harness.errors import UserError
 from harness.training.batches.collate import IGNORED
 from harness.training.batches.order import Indices, OwnOrder
 from harness.training.data.blocks import require_block_size
-from harness.training.data.cache import fingerprint, identity
 from harness.training.data.chat import ConversationEncoder
 from harness.training.data.files.extents import Extent
 from harness.training.data.files.readers import read_documents_of
 from harness.training.data.files.rows import TEXT
 from harness.training.data.files.sources import find_files
+from harness.training.data.mixing.shares import Shares
+from harness.training.data.on_disk.cache import fingerprint, identity
 from harness.training.data.pieces import PieceEncoder
-from harness.training.data.shares import Shares
 from harness.training.data.tokenizer import Tokenizer
 
 ENDLESS = 1 << 60

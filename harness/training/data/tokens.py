@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from harness.training.data.on_disk.shards import batches, bytes_of_rows, rows_of_shards
 from harness.training.data.pieces import PieceEncoder, parts_of
-from harness.training.data.shards import batches, bytes_of_rows, rows_of_shards
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -30,7 +30,7 @@ from harness.parallel.values import Value
 from harness.parallel.zero.in_place_inputs import copy_hooked_inputs
 from harness.topology.groups import Groups
 from harness.training.arguments import TrainingArguments
-from harness.training.arguments.reporting import MONITORS
+from harness.training.arguments.themes.reporting import MONITORS
 from harness.training.engine.clipping import correct_clipping
 from harness.training.engine.engine import Engine, PipelineStages, WholeModel
 from harness.training.engine.evidence import GuardedLoss

@@ -10,7 +10,7 @@ from harness.config import AutoValues, Document, Resolved, load, resolve
 from harness.config.text.document import from_values
 from harness.errors import UserError
 from harness.training.arguments import TrainingArguments
-from harness.training.arguments.reporting import monitor_sections, require_packages
+from harness.training.arguments.themes.reporting import monitor_sections, require_packages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,8 +31,8 @@ from harness.training.engine.losses import LossFunction
 from harness.training.metrics import OwnMetrics
 from harness.training.prepare import startup_report
 from harness.training.prepare.configure import RunConfig, read_run_config
-from harness.training.prepare.datasets import Datasets, user_datasets
-from harness.training.prepare.input_types import require_types
+from harness.training.prepare.inputs.datasets import Datasets, user_datasets
+from harness.training.prepare.inputs.input_types import require_types
 from harness.training.prepare.trainable import Model, adapted
 
 if TYPE_CHECKING:

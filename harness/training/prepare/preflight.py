@@ -14,12 +14,12 @@ from harness.errors import UserError
 from harness.hf.locate import model_directory
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import LoraArguments, TrainingArguments, require_peft
-from harness.training.arguments.script import ScriptArguments
+from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.data.files.sources import PYTHON_STDLIB
 from harness.training.data.files.specs import TOKENS, source_groups, validation_group
 from harness.training.data.tokenizer import BYTES, tokenizer_directory
 from harness.training.prepare.configure import RunConfig, read_run_config
-from harness.training.prepare.prompt_file import read_prompts
+from harness.training.prepare.inputs.prompt_file import read_prompts
 
 TRIAL_STEPS = 200  # of a run that names neither data nor steps
 

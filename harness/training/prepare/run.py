@@ -36,11 +36,11 @@ from harness.training.engine.build import RunContext, build_engine
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import logits_loss
 from harness.training.prepare import startup_report
-from harness.training.prepare.dataset_check import DatasetCheck, sample_length
 from harness.training.prepare.hyperparameters import hyperparameters
+from harness.training.prepare.inputs.dataset_check import DatasetCheck, sample_length
+from harness.training.prepare.inputs.sample_prompts import SamplePrompts, sample_prompts
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
 from harness.training.prepare.plan import RunInputs, RunPlan, intact_checkpoint, plan_run
-from harness.training.prepare.sample_prompts import SamplePrompts, sample_prompts
 from harness.training.prepare.shared_output import require_shared
 from harness.training.prepare.stages import StageLine, choose_boundaries, stage_lines
 from harness.training.prepare.trainable import TrainableModel, trainable_decoder, trainable_layers

@@ -13,11 +13,11 @@ from typing import Any
 from harness.checkpoint.directories import METRICS
 from harness.config.values.json_object import JsonObject
 from harness.topology.agreement import values_of_all
-from harness.training.arguments.reporting import monitor_sections
+from harness.training.arguments.themes.reporting import monitor_sections
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.engine.continuation import continued
+from harness.training.prepare.inputs.sample_prompts import SamplePrompts
 from harness.training.prepare.run import PreparedRun
-from harness.training.prepare.sample_prompts import SamplePrompts
 from harness.training.process import signals
 from harness.training.report.metrics import MetricsFile, set_aside, write_run
 from harness.training.report.monitors import Monitors

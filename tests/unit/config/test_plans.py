@@ -14,7 +14,7 @@ from harness.config.model.plans import plan_refusal
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
-from harness.training.arguments.script import ScriptArguments
+from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.prepare.preflight import check_before_start
 from harness.wording import counted
 

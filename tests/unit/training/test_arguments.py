@@ -10,7 +10,7 @@ import transformers
 from harness import TrainingArguments, UserError
 from harness.config import ConfigError
 from harness.training.arguments import SCHEDULES, LoraArguments, parse
-from harness.training.arguments.script import ScriptArguments
+from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.prepare.configure import max_steps, read_run_config
 
 SAME_AS_HF = (

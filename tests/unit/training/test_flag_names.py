@@ -15,7 +15,7 @@ from harness import TrainingArguments, UserError
 from harness.training.arguments import LoraArguments, expanded, parse
 from harness.training.arguments.other_names.huggingface import NOT_TAKEN
 from harness.training.arguments.other_names.other_programs import PROGRAMS
-from harness.training.arguments.script import ScriptArguments
+from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.arguments.words import ALIASES, known_flags
 
 KINDS = (ScriptArguments, TrainingArguments, LoraArguments)

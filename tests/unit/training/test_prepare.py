@@ -16,7 +16,7 @@ from harness.topology.env import LaunchEnv
 from harness.training.console import plain_console
 from harness.training.data.tokenizer import ByteTokenizer
 from harness.training.prepare.configure import read_run_config
-from harness.training.prepare.datasets import Datasets, _layer_out, _require_cut, user_datasets
+from harness.training.prepare.inputs.datasets import Datasets, _layer_out, _require_cut, user_datasets
 from harness.training.prepare.trainable import trainable_layers
 
 LAYOUT = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}

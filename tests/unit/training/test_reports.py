@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness import TrainingArguments, UserError
-from harness.training.arguments.reporting import monitor_sections, require_packages
+from harness.training.arguments.themes.reporting import monitor_sections, require_packages
 from harness.training.prepare.configure import read_run_config
 from harness.training.report.monitors import Monitors
 from harness.training.report.origin import data_files, git_state

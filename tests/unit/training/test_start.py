@@ -11,7 +11,7 @@ from harness import TrainingArguments
 from harness.config import AutoValues, resolve
 from harness.topology.layout import Layout
 from harness.train import main
-from harness.training.arguments.script import ScriptArguments
+from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.console import Console
 from harness.training.prepare import startup_report
 from harness.training.prepare.preflight import TRIAL_STEPS, limit_trial

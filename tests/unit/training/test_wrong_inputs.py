@@ -14,7 +14,7 @@ from harness.training.batches.collate import collate
 from harness.training.batches.stream import read_micro_batch
 from harness.training.batches.tokens_only import TokenCollator
 from harness.training.callbacks import instances, take_out
-from harness.training.prepare.input_types import require_types
+from harness.training.prepare.inputs.input_types import require_types
 
 ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6]}]
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from harness.training.data.cache import set_fingerprint
-from harness.training.data.shards import make_shards
+from harness.training.data.on_disk.cache import set_fingerprint
+from harness.training.data.on_disk.shards import make_shards
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features

@@ -6,11 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from harness.training.batches.collate import MapDataset
-from harness.training.data.cache import cache_error, fingerprint, fingerprint_of, prepared_folder, set_fingerprint
 from harness.training.data.files.copies import copied
 from harness.training.data.files.rows import COLUMNS, document, kind_of_row
+from harness.training.data.on_disk.cache import (
+    cache_error,
+    fingerprint,
+    fingerprint_of,
+    prepared_folder,
+    set_fingerprint,
+)
+from harness.training.data.on_disk.shards import shard_bytes
 from harness.training.data.pieces import in_pieces
-from harness.training.data.shards import shard_bytes
 
 if TYPE_CHECKING:
     from datasets import Dataset

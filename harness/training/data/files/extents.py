@@ -16,8 +16,8 @@ from typing import BinaryIO
 
 from harness.errors import UserError
 from harness.training.data.files.json_rows import is_whole
+from harness.training.data.on_disk.shards import make_shards, shard_bytes
 from harness.training.data.pieces import PIECE_CHARACTERS
-from harness.training.data.shards import make_shards, shard_bytes
 
 _COUNTED_AT_ONCE = 1 << 20
 

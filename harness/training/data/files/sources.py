@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.errors import UserError
-from harness.training.data.cache import cache_error, fingerprint, prepared_folder
 from harness.training.data.files.copies import copied
 from harness.training.data.files.extents import Extent, planned
 from harness.training.data.files.readers import SUFFIXES, decodes, kind_of_file, read_documents_of
 from harness.training.data.files.rows import TEXT, columns_of
+from harness.training.data.on_disk.cache import cache_error, fingerprint, prepared_folder
 from harness.training.data.pieces import parts_of
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from transformers import ByT5Tokenizer
 
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
-from harness.training.data import shards
 from harness.training.data.blocks import make_blocks
-from harness.training.data.cache import once_per_host
 from harness.training.data.files.sources import read_documents
+from harness.training.data.on_disk import shards
+from harness.training.data.on_disk.cache import once_per_host
 from harness.training.data.pieces import PieceEncoder
 from harness.training.data.tokenizer import ByteTokenizer, encode, load_tokenizer
 from tests.unit.training.data.conftest import TEXTS

@@ -8,8 +8,8 @@ import pytest
 from datasets import Dataset
 
 from harness.errors import UserError
-from harness.training.data import shards
 from harness.training.data.chat import ConversationEncoder
+from harness.training.data.on_disk import shards
 from harness.training.data.packing import best_fit_decreasing
 from harness.training.data.samples import make_samples
 from harness.training.data.tokenizer import ByteTokenizer

@@ -10,10 +10,11 @@ import pytest
 from datasets import Dataset, load_from_disk
 
 from harness.errors import UserError
-from harness.training.data import pieces, shards
+from harness.training.data import pieces
 from harness.training.data.files import extents, readers
 from harness.training.data.files.documents import as_documents
 from harness.training.data.files.sources import read_documents
+from harness.training.data.on_disk import shards
 
 PIECE = 64
 

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from harness.errors import UserError
-from harness.training.arguments.script import ScriptArguments
+from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.batches.order import OwnOrder
 from harness.training.batches.stream import BatchStream, data_digest
 from harness.training.data.blocks import make_blocks
 from harness.training.data.files.documents import as_documents
 from harness.training.data.files.sources import find_files, hold_out, preflight, read_documents
 from harness.training.data.files.specs import source_groups, validation_group
-from harness.training.data.mixture import Joined, Mixture, described
+from harness.training.data.mixing.mixture import Joined, Mixture, described
+from harness.training.data.mixing.shares import PERIOD, Shares
 from harness.training.data.samples import make_samples
-from harness.training.data.shares import PERIOD, Shares
 from harness.training.data.tokenizer import ByteTokenizer
 
 MESSAGES = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]

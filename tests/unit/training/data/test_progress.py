@@ -6,9 +6,9 @@ import re
 import pytest
 from datasets import Dataset
 
-from harness.training.data import progress, shards
 from harness.training.data.blocks import make_blocks
-from harness.training.data.progress import Progress, Speaker
+from harness.training.data.on_disk import progress, shards
+from harness.training.data.on_disk.progress import Progress, Speaker
 from harness.training.data.tokenizer import ByteTokenizer
 
 

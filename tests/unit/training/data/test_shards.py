@@ -8,9 +8,9 @@ import pytest
 from datasets import Dataset
 
 from harness.errors import UserError
-from harness.training.data import shards
 from harness.training.data.blocks import make_blocks
 from harness.training.data.files.sources import read_documents
+from harness.training.data.on_disk import shards
 from harness.training.data.pieces import PieceEncoder
 from harness.training.data.tokenizer import ByteTokenizer
 from tests.unit.training.data.test_blocks import corpus

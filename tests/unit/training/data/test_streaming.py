@@ -7,7 +7,7 @@ import torch
 
 from harness.errors import UserError
 from harness.training.arguments import TrainingArguments
-from harness.training.arguments.script import ScriptArguments
+from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.batches.stream import BatchStream, data_digest
 from harness.training.data.blocks import make_blocks
 from harness.training.data.files.sources import read_documents

@@ -18,16 +18,16 @@ from harness.hf.skeleton import ModelSource, build_skeleton, position_limit, voc
 from harness.hf.verify.packing import require_documents_apart
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
-from harness.training.arguments.script import ScriptArguments
+from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.batches.collate import MapDataset
 from harness.training.console import Console
 from harness.training.data.blocks import make_blocks, token_blocks
-from harness.training.data.cache import once_per_host
 from harness.training.data.files.documents import as_documents, holds_tokens
 from harness.training.data.files.sources import hold_out, read_documents
 from harness.training.data.files.specs import TOKENS, SourceGroup, find_tokens, source_groups, validation_group
-from harness.training.data.mixture import Source, described, joined
-from harness.training.data.progress import Speaker
+from harness.training.data.mixing.mixture import Source, described, joined
+from harness.training.data.on_disk.cache import once_per_host
+from harness.training.data.on_disk.progress import Speaker
 from harness.training.data.samples import make_samples
 from harness.training.data.streaming import Streamed, streamed
 from harness.training.data.tokenizer import Tokenizer, check_vocabulary, has_tokenizer, load_tokenizer

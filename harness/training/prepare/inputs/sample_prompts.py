@@ -11,8 +11,8 @@ from harness.errors import UserError
 from harness.hf.skeleton import position_limit
 from harness.training.arguments import TrainingArguments
 from harness.training.data.tokenizer import ByteTokenizer, Tokenizer, encode
+from harness.training.prepare.inputs.prompt_file import read_prompts
 from harness.training.prepare.plan import RunPlan
-from harness.training.prepare.prompt_file import read_prompts
 from harness.training.prepare.trainable import TrainableModel
 from harness.wording import counted
 

@@ -18,8 +18,8 @@ from harness.parallel.generators import seed_of
 from harness.training.batches.collate import MapDataset
 from harness.training.batches.order import Indices, OwnOrder, sample_order
 from harness.training.data.blocks import Blocks
+from harness.training.data.mixing.shares import Shares
 from harness.training.data.samples import Samples
-from harness.training.data.shares import Shares
 
 Source = Blocks | Samples
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from harness.errors import UserError
 from harness.topology.env import use_one_core_for_tokenizers
-from harness.training.data.progress import Progress
+from harness.training.data.on_disk.progress import Progress
 
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized

@@ -1,0 +1,1 @@
+"""Several sources in one run of samples, by their weights."""
