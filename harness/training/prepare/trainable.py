@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from deepspeed.pipe import LayerSpec
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.deepspeed.pipeline import Layer
@@ -80,8 +80,12 @@ class TrainableModel:
     @property
     def reads_tokens(self) -> bool:
         """Whether what goes in are token ids, so that a speed in tokens and a perplexity mean something."""
-        ids = self.example[0] if isinstance(self.example, tuple) else self.example
-        return self.causal is not None or (ids is not None and ids.dim() > 1 and not ids.is_floating_point())
+        if self.causal is not None:
+            return True
+        ids = self.example
+        while isinstance(ids, tuple | list) and ids:  # a collator may give its inputs in lists
+            ids = ids[0]
+        return isinstance(ids, Tensor) and ids.dim() > 1 and not ids.is_floating_point()
 
     @property
     def speed_unit(self) -> str:
