@@ -49,9 +49,17 @@ class ProgressCallback(TrainerCallback):
         if self.bar is not None:
             self.bar.set_postfix_str(", ".join([*_figures(record, self.unit), left]), refresh=False)
             self.bar.update()
-        elif now - self._last_line > SECONDS_BETWEEN_LINES or record.step in (1, state.max_steps):
+        elif self._line_is_due(args, state, now):
             self._last_line = now
             self.console.say("  ".join([f"step {record.step}/{state.max_steps}", *_figures(record, self.unit), left]))
+
+    def _line_is_due(self, args: TrainingArguments, state: TrainerState, now: float) -> bool:
+        """Whether to print a line: when the user asks for it, and at the first and the last step; else now and then."""
+        if state.global_step in (1, state.max_steps):
+            return True
+        if "logging_steps" in args.given:
+            return state.global_step % args.logging_steps == 0
+        return now - self._last_line > SECONDS_BETWEEN_LINES
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         loss: float = kwargs["metrics"]["eval_loss"]

@@ -11,16 +11,42 @@ import pytest
 
 from harness import TrainingArguments, UserError
 from harness.training.arguments.themes.reporting import monitor_sections, require_packages
+from harness.training.callbacks import StepRecord, TrainerControl, TrainerState
+from harness.training.console import plain_console
 from harness.training.prepare.configure import read_run_config
 from harness.training.report.monitors import Monitors
 from harness.training.report.origin import data_files, git_state
-from harness.training.report.progress import clock, smoothed
+from harness.training.report.progress import ProgressCallback, clock, smoothed
 
 
 def test_the_time_left_is_smoothed_and_in_hours() -> None:
     assert [clock(seconds) for seconds in (0.4, 61, 3600 * 30 + 5)] == ["0:00:00", "0:01:01", "30:00:05"]
     assert smoothed(None, 9.0) == 9.0
     assert 1.0 < smoothed(1.0, 9.0) < 5.0
+
+
+@pytest.mark.parametrize(("given", "lines"), [({"logging_steps": 2}, [1, 2, 4, 5]), ({}, [1, 5])])
+def test_output_has_a_line_for_each_log_event_that_is_asked_for(
+    given: dict[str, int], lines: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args, state, control = TrainingArguments(**given), TrainerState(max_steps=5), TrainerControl()
+    progress = ProgressCallback(plain_console(0))
+    progress.on_train_begin(args, state, control)
+    for step in range(1, 6):
+        state.global_step = step
+        record = StepRecord(
+            step=step,
+            loss=1.0,
+            grad_norm=None,
+            learning_rate=0.1,
+            tokens_per_second=1.0,
+            step_seconds=1.0,
+            consumed_samples=step,
+            epoch=0.1,
+        )
+        progress.on_step_end(args, state, control, record=record)
+    said = capsys.readouterr().out.splitlines()
+    assert [int(line.split()[1].split("/")[0]) for line in said] == lines
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

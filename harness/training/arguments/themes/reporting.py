@@ -30,7 +30,9 @@ class ReportingArguments(Flags):
         "log every logging_steps steps, at the end of each epoch, or not at all",
         choices=("no", "steps", "epoch"),
     )
-    logging_steps: int = flag(10, "steps between log events", least=1)
+    logging_steps: int = flag(
+        10, "steps between log events; where it is given, output that is no terminal has a line for each", least=1
+    )
     report_to: str = flag("none", "none, or a comma-separated list of tensorboard, wandb, comet, csv")
     run_name: str | None = flag(None, "name of the run in TensorBoard and W&B (default: run; the output_dir's name)")
 
