@@ -91,12 +91,14 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
     from harness.training.prepare.inputs.datasets import script_datasets
     from harness.training.prepare.plan import RunInputs
     from harness.training.trainer import Trainer
+    from harness.training.watch.meeting import watching_for_stopped_ranks
 
     console.say(f"preparing {script.model} and {' '.join(script.train_file)}")
     if script.trains and (note := limit_trial(script, config.args)):
         console.say(note)
     source = read_source(script.model)
-    data = script_datasets(script, source, config, env, console)
+    with watching_for_stopped_ranks(config.args.hang_seconds, console):
+        data = script_datasets(script, source, config, env, console)
     inputs = RunInputs(
         model=source,
         args=config.args,

@@ -34,6 +34,7 @@ from harness.training.prepare.configure import RunConfig, read_run_config
 from harness.training.prepare.inputs.datasets import Datasets, user_datasets
 from harness.training.prepare.inputs.input_types import require_types
 from harness.training.prepare.trainable import Model, adapted
+from harness.training.watch.meeting import watching_for_stopped_ranks
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -100,15 +101,16 @@ def plan_run(inputs: RunInputs) -> RunPlan:
     source, adaptation = adapted(inputs.model, inputs.peft_config)
     model = inputs.model if isinstance(inputs.model, str) else None
     config = inputs.config or read_run_config(args, world_size=env.world_size, model=model)
-    data = user_datasets(
-        inputs.train_dataset,
-        inputs.eval_dataset,
-        inputs.processing_class,
-        source if inputs.data_collator is collate else None,
-        config,
-        env,
-        inputs.console,
-    )
+    with watching_for_stopped_ranks(args.hang_seconds, inputs.console):
+        data = user_datasets(
+            inputs.train_dataset,
+            inputs.eval_dataset,
+            inputs.processing_class,
+            source if inputs.data_collator is collate else None,
+            config,
+            env,
+            inputs.console,
+        )
     _require_evaluation(args, data)
     text_config = None if source is None else source.config.get_text_config(decoder=True)
     require_every_layer(0.0 if text_config is None else layer_drop(vars(text_config)))

@@ -48,7 +48,7 @@ from harness.training.prepare.verification import verify_plan
 from harness.training.process.distributed import close_groups, open_groups, require_device, require_precision, start
 from harness.training.process.records import HERE
 from harness.training.watch.activity import ACTIVITY, expect_costs
-from harness.training.watch.meeting import waiting_for_ranks
+from harness.training.watch.meeting import watching_for_stopped_ranks
 from harness.training.watch.opening import watch_run
 
 
@@ -170,7 +170,8 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
 def _join(inputs: RunInputs, plan: RunPlan) -> tuple[RunContext, frozenset[dist.ProcessGroup]]:
     """Meet the other ranks, and check that all are about to do the same. Also returns the groups open before."""
     args, data = inputs.args, plan.data
-    with waiting_for_ranks(args.hang_seconds, inputs.console):
+    HERE.doing = "waiting for the other ranks"
+    with watching_for_stopped_ranks(args.hang_seconds, inputs.console):
         device = start(inputs.env)
         require_precision(plan.resolved.precision)
         require_device(plan.resolved.config, device)

@@ -1,4 +1,7 @@
-"""The time before all ranks have met: a rank of this host that is stopped would keep the others waiting for long."""
+"""The time before all ranks have met: a rank of this host that is stopped would keep the others waiting for long.
+
+They may wait for it to join them, or for data that it prepares for all of this host.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,9 @@ EVERY_S = 0.5
 
 
 @contextmanager
-def waiting_for_ranks(hang_seconds: float, console: Console) -> Iterator[None]:
+def watching_for_stopped_ranks(hang_seconds: float, console: Console) -> Iterator[None]:
     """End the run if another process of this launch is stopped for longer than `hang_seconds` (0: never)."""
     met = threading.Event()
-    HERE.doing = "waiting for the other ranks"
     if hang_seconds:
         threading.Thread(target=_look, args=(met, hang_seconds, console), name="meeting", daemon=True).start()
     try:
@@ -63,7 +65,7 @@ def _is_stopped(process: int) -> bool:
 
 def _end_run(rank: str, late: list[int], console: Console) -> None:
     signals.say_nothing()
-    message = f"rank {rank} (host {HERE.host}) is stopped (process state T), and the others wait for it to start"
+    message = f"rank {rank} (host {HERE.host}) is stopped (process state T), and the others wait for it"
     console.fail(message)
     record_failure_of(Position(rank=int(rank), host=HERE.host), late[0], HANG, message)
     for process in late:
