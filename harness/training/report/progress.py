@@ -64,6 +64,7 @@ class ProgressCallback(TrainerCallback):
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         loss: float = kwargs["metrics"]["eval_loss"]
         self._above_the_bar(f"step {state.global_step}: evaluation loss {loss:.4f}")
+        self._last_step = time.monotonic()  # else the next step would seem to take as long as an evaluation
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._above_the_bar(f"checkpoint in {kwargs['checkpoint']}")
