@@ -25,6 +25,7 @@ from harness.training.prepare.configure import RunConfig
 from harness.training.prepare.preflight import check_before_start, limit_trial
 from harness.training.process import records, signals
 from harness.training.watch import activity
+from harness.training.watch.meeting import watching_for_stopped_ranks
 
 if TYPE_CHECKING:
     from harness.training.trainer import Trainer
@@ -75,7 +76,8 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
             description=DESCRIPTION,
             epilog=EXAMPLE,
         )
-        config = check_before_start(script, args, env, lora)
+        with watching_for_stopped_ranks(args.hang_seconds, console):  # one may be downloading for all of its host
+            config = check_before_start(script, args, env, lora)
         log = Path(args.output_dir) / "logs" / f"rank_{env.rank}.log"
         with quiet(log, env.rank) as console, signals.reported_by(console.say):
             return _guarded(script, config, lora, env, console)
@@ -91,13 +93,12 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
     from harness.training.prepare.inputs.datasets import script_datasets
     from harness.training.prepare.plan import RunInputs
     from harness.training.trainer import Trainer
-    from harness.training.watch.meeting import watching_for_stopped_ranks
 
     console.say(f"preparing {script.model} and {' '.join(script.train_file)}")
     if script.trains and (note := limit_trial(script, config.args)):
         console.say(note)
-    source = read_source(script.model)
     with watching_for_stopped_ranks(config.args.hang_seconds, console):
+        source = read_source(script.model)
         data = script_datasets(script, source, config, env, console)
     inputs = RunInputs(
         model=source,

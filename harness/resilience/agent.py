@@ -26,7 +26,7 @@ MARK = "\x1e"  # how a line begins that an agent writes itself; others are what 
 BEAT_S = 1.0  # between two signs of life
 SILENT_S = 60.0  # a supervisor on another host that says nothing for so long is gone
 GRACE_S = 60.0  # ranks without a supervisor have so long to save
-STOPPED_S = 30.0  # ranks that are all stopped for so long are ended; of a single one its peers take notice
+PAUSED_S = 5.0  # between two looks: the agent was stopped itself, as a whole job may be
 NOT_FOUND = 127  # exit code of a command that cannot be started
 
 
@@ -40,6 +40,7 @@ class Order:
         ranks: number, command and further environment of each rank on this host.
         out: file descriptor that the ranks print to; None: the agent's own standard output.
         is_remote: whether the connection may be cut without an end of the input.
+        stopped_s: ranks that are all stopped for so long are ended (0: never); of a single one its peers take notice.
     """
 
     records: str
@@ -48,6 +49,7 @@ class Order:
     ranks: list[tuple[int, list[str], dict[str, str]]]
     out: int | None = None
     is_remote: bool = False
+    stopped_s: float = 0.0
 
     def line(self) -> bytes:
         """Return the order as one line for an agent."""
@@ -150,10 +152,11 @@ class Agent:
 
     def _end_stopped(self) -> None:
         """Kill the ranks of this host if all of them have been stopped for long, as none is left to watch them."""
-        if not self.alive or not all(map(_is_stopped, self.alive)):
-            self._went_on = time.monotonic()
-        elif time.monotonic() - self._went_on > STOPPED_S:
-            print(f"error: all ranks here have been stopped for {STOPPED_S:.0f} s: they are ended", file=sys.stderr)
+        limit, now = self.order.stopped_s if self.order is not None else 0.0, time.monotonic()
+        if not self.alive or not all(map(_is_stopped, self.alive)) or now - self._beat > PAUSED_S:
+            self._went_on = now
+        elif limit and now - self._went_on > limit:
+            print(f"error: all ranks here have been stopped for {limit:g} s: they are ended", file=sys.stderr)
             self.signal(signal.SIGKILL)
 
     def _is_forgotten(self) -> bool:

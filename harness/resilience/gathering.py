@@ -128,6 +128,7 @@ class Gathering:
                     ranks=ranks,
                     out=agent.out,
                     is_remote=agent.out is None,
+                    stopped_s=self.script.hang_seconds,
                 )
             )
 

@@ -22,6 +22,7 @@ from harness.training.report.metrics import set_aside
 ACCUMULATION = "gradient_accumulation_steps"
 KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
 CONFIG = "config-of-restart.json"  # in the output directory
+HANG_S = 30.0  # of a script whose arguments are not those of `scripts/train.py`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,11 @@ class Script:
     def output_dir(self) -> Path | None:
         """Where the run writes; None if that is not known."""
         return None if self.args is None else Path(self.args.output_dir).absolute()
+
+    @property
+    def hang_seconds(self) -> float:
+        """After how long without progress a run is ended; 0: never."""
+        return HANG_S if self.args is None else self.args.hang_seconds
 
     def first(self, ranks: int) -> Start:
         """Return the start that the user asked for."""

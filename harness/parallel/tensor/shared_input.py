@@ -1,8 +1,8 @@
 """One gradient all-reduce for an input that several column-parallel layers take, as query, key and value do.
 
 Each layer alone sums its part of the input's gradient over the group. Here the layers take the same copy of the input,
-so that autograd adds their parts up on each rank, and they are summed over the group once: four all-reduces a step in
-a Llama layer, forward and backward, where there were seven (Megatron-LM has four, as it fuses these layers into one).
+so that autograd adds their parts up on each rank, and they are summed over the group once: a Llama layer has two
+all-reduces in a forward and two in a backward, as in Megatron-LM, which fuses these layers into one.
 """
 
 from __future__ import annotations

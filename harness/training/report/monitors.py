@@ -7,10 +7,14 @@ that goes back to an earlier step drops what was written of the steps after it.
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+import io
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from harness.checkpoint.atomic import replace_text
 from harness.config.values.json_object import JsonObject
 
 
@@ -41,34 +45,50 @@ class Monitors:
             self._comet = _comet(sections["comet"])
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Write numbers by name, such as `train/loss`."""
-        for name, value in values.items():
-            if self._tensorboard is not None:
-                self._tensorboard.add_scalar(name, value, step)
+        """Write numbers by name, such as `train/loss`; warn where that fails, as on a full disk."""
+        with _warning("TensorBoard's events"):
+            for name, value in values.items():
+                if self._tensorboard is not None:
+                    self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None and values:
             self._wandb.log(dict(values), step=step)
         if self._comet is not None:
             self._comet.write_events([(name, value, step) for name, value in values.items()])
-        if self._tables is not None:
-            _append(self._tables, values, step)
+        with _warning("the CSV tables"):
+            if self._tables is not None:
+                _append(self._tables, values, step)
 
     def write_text(self, name: str, text: str, step: int) -> None:
         """Write a text, where one can be shown."""
-        if self._tensorboard is not None:
-            self._tensorboard.add_text(name, text, step)
+        with _warning("TensorBoard's events"):
+            if self._tensorboard is not None:
+                self._tensorboard.add_text(name, text, step)
 
     def rewind(self, step: int) -> None:
         """Drop the steps after `step`."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        self._open(step + 1)
+        self._close_tensorboard()
+        with _warning("TensorBoard's events and the CSV tables"):
+            self._open(step + 1)
 
     def close(self) -> None:
         """Write what is waiting."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        self._close_tensorboard()
         if self._wandb is not None:
             self._wandb.finish()
+
+    def _close_tensorboard(self) -> None:
+        with _warning("TensorBoard's events"):
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+
+
+@contextmanager
+def _warning(what: str) -> Iterator[None]:
+    """Warn if something cannot be written: training is worth more than what shows it."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"{what} cannot be written: {error.strerror or error}; training continues", stacklevel=4)
 
 
 def _folder(section: JsonObject) -> str:
@@ -105,5 +125,6 @@ def _cut_tables(folder: Path, first_step: int) -> None:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.reader(file))
         kept = [row for row in rows if row and not (row[0].isdigit() and int(row[0]) >= first_step)]
-        with path.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file).writerows(kept)
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows(kept)
+        replace_text(path, text.getvalue())

@@ -18,6 +18,7 @@ from harness.training.process import signals
 from harness.training.process.records import HANG, HERE, Position, record_failure_of
 
 EVERY_S = 0.5
+PAUSED_S = 5.0  # between two looks: this process was stopped itself, as a whole job may be
 
 
 @contextmanager
@@ -34,8 +35,10 @@ def watching_for_stopped_ranks(hang_seconds: float, console: Console) -> Iterato
 
 def _look(met: threading.Event, hang_seconds: float, console: Console) -> None:
     since: dict[int, float] = {}
+    looked = time.monotonic()
     while not met.wait(EVERY_S):
         now = time.monotonic()
+        since, looked = since if now - looked < PAUSED_S else {}, now
         ranks = _ranks_here()
         stopped = [process for process in ranks if _is_stopped(process)]
         since = {process: since.get(process, now) for process in stopped}

@@ -11,15 +11,17 @@ from pathlib import Path
 
 from harness.resilience.agent import MARK, Order
 
-AGENT = "from harness.resilience import agent; agent.STOPPED_S = 1.0; agent.main()"
-
 
 def test_ranks_that_are_all_stopped_are_ended_and_reported(tmp_path: Path) -> None:
     write = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
     ranks = [(rank, [sys.executable, "-c", write, str(tmp_path / str(rank))], {}) for rank in range(2)]
-    order = Order(records=str(tmp_path), root=str(tmp_path), folder=str(tmp_path), ranks=ranks, out=2)
+    folder = str(tmp_path)
+    order = Order(records=folder, root=folder, folder=folder, ranks=ranks, out=2, stopped_s=1.0)
     agent = subprocess.Popen(
-        [sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "harness.resilience.agent"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert agent.stdin is not None and agent.stdout is not None
     agent.stdin.write(order.line())

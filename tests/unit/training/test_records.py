@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +28,7 @@ from harness.hf.skeleton import read_source
 from harness.training.console import plain_console, quiet
 from harness.training.prepare import startup_report
 from harness.training.report.metrics import MetricsFile
+from tests.unit.training.full_disk import full_disk
 
 
 def progress(step: int, layout: str = "pp1 x dp1 x tp1") -> Progress:
@@ -68,17 +66,6 @@ def test_metrics_wait_for_room_and_none_is_lost(tmp_path: Path) -> None:
         file.write({"step": step})
     file.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(1, 600))
-
-
-@contextmanager
-def full_disk(most: int) -> Iterator[None]:
-    """Let no file grow beyond `most` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_metrics_go_on_in_a_new_file_where_the_folder_was_removed(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from harness.training.prepare.configure import read_run_config
 from harness.training.report.monitors import Monitors
 from harness.training.report.origin import data_files, git_state
 from harness.training.report.progress import ProgressCallback, clock, smoothed
+from tests.unit.training.full_disk import full_disk
 
 
 def test_the_time_left_is_smoothed_and_in_hours() -> None:
@@ -72,6 +73,23 @@ def test_a_resumed_run_and_one_that_goes_back_log_each_step_once(tmp_path: Path)
     }
     table = (tmp_path / "csv/mine/train_loss.csv").read_text().split()
     assert table == ["step,loss", "1,11.0", "2,12.0", "3,13.0", "4,44.0", "5,0.5"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+def test_monitors_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:
+    args = TrainingArguments(report_to="tensorboard,csv", output_dir=str(tmp_path))
+    monitors = Monitors(monitor_sections(args, args.output_dir, {}), "id", 1)
+    monitors.write({"train/loss": 1.0}, 1)
+    (table,) = tmp_path.rglob("train_loss.csv")
+    with full_disk(table.stat().st_size):
+        for step in range(2, 5):
+            with pytest.warns(UserWarning, match="CSV tables cannot be written: File too large; training continues"):
+                monitors.write({"train/loss": 1.0}, step)
+        with pytest.warns(UserWarning, match="TensorBoard's events"):
+            monitors.rewind(1)
+    monitors.write({"train/loss": 2.0}, 5)
+    monitors.close()
+    assert table.read_text().split()[1:] == ["1,1.0", "5,2.0"]
 
 
 @pytest.mark.parametrize("config", [None, {"train_batch_size": 1, "wandb": {"enabled": True}}])

@@ -35,7 +35,7 @@ CONSTRUCTOR = NotTaken("write the config.json by hand, and give its directory as
 HUB_DATA = NotTaken(
     "save the data set as a file: `datasets.load_dataset(...)['train'].to_json('train.jsonl')`, then use --train_file"
 )
-MEMORY = NotTaken("evaluation keeps no logits", (True, *OFF))
+MEMORY = NotTaken("logits go to host memory after every 16 micro-batches, where metrics need them", (True, *OFF))
 OBSOLETE = NotTaken("it is obsolete: leave it out", (True, "auto", -1, 0, *OFF))
 WORKERS = NotTaken("the harness reads samples itself: leave it out", (True, *OFF))
 LOGIN = NotTaken("use `hf auth login`, or HF_TOKEN in the environment", OFF)

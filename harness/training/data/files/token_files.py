@@ -88,7 +88,8 @@ def _megatron(path: Path) -> TokenFile:
     index = path.with_suffix(".idx")
     if not index.is_file():
         raise UserError(f"{path} has no {index.name} beside it: Megatron's files come in pairs")
-    head = index.open("rb").read(HEADER.size)
+    with index.open("rb") as file:
+        head = file.read(HEADER.size)
     if len(head) < HEADER.size or not head.startswith(MAGIC):
         raise UserError(f"{index} is not a Megatron index: it does not begin with MMIDIDX")
     _, version, code, sequences, documents = HEADER.unpack(head)

@@ -17,6 +17,7 @@ from harness.training.data.mixing.mixture import Joined, Mixture, described
 from harness.training.data.mixing.shares import PERIOD, Shares
 from harness.training.data.samples import make_samples
 from harness.training.data.tokenizer import ByteTokenizer
+from tests.unit.training.data.streams import ranks_of
 
 MESSAGES = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 SHAREGPT = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
@@ -157,18 +158,7 @@ def drawn(data, steps, data_size=1, consumed=0):
         def __getitem__(self, index):
             return {"input_ids": [index, index]}
 
-    ranks = [
-        BatchStream(
-            Rows(),
-            seed=3,
-            micro_batch=2,
-            accumulation=4 // data_size,
-            data_rank=rank,
-            data_size=data_size,
-            consumed=consumed,
-        )
-        for rank in range(data_size)
-    ]
+    ranks = ranks_of(Rows, 3, data_size, consumed)
     found = []
     for _ in range(steps):
         read = [rank.next_step() for rank in ranks]

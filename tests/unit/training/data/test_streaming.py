@@ -8,7 +8,7 @@ import torch
 from harness.errors import UserError
 from harness.training.arguments import TrainingArguments
 from harness.training.arguments.themes.script import ScriptArguments
-from harness.training.batches.stream import BatchStream, data_digest
+from harness.training.batches.stream import data_digest
 from harness.training.data.blocks import make_blocks
 from harness.training.data.files.sources import read_documents
 from harness.training.data.pieces import PIECE_CHARACTERS
@@ -16,6 +16,7 @@ from harness.training.data.samples import make_samples
 from harness.training.data.streaming import Streamed, streamed
 from harness.training.data.tokenizer import ByteTokenizer, load_tokenizer
 from harness.training.prepare import preflight
+from tests.unit.training.data.streams import ranks_of
 
 BLOCK = 64
 
@@ -73,18 +74,7 @@ def mixed(text, chats):
 
 
 def drawn(data, steps, data_size=1, consumed=0):
-    ranks = [
-        BatchStream(
-            data(),
-            seed=1,
-            micro_batch=2,
-            accumulation=4 // data_size,
-            data_rank=r,
-            data_size=data_size,
-            consumed=consumed,
-        )
-        for r in range(data_size)
-    ]
+    ranks = ranks_of(data, 1, data_size, consumed)
     found = []
     for _ in range(steps):
         read = [rank.next_step() for rank in ranks]
