@@ -31,7 +31,7 @@ class Shares:
             self._rank[self._pattern == source] = np.arange(count)
 
     def places(self, consumed: int, count: int) -> tuple[Indices, Indices]:
-        """Return of the `count` samples after the first `consumed` the sources, and the number of each in its source."""
+        """Return source and number in it of each of `count` samples after the first `consumed`."""
         period, slot = np.divmod(np.arange(consumed, consumed + count, dtype=np.int64), PERIOD)
         numbers = self._pattern[slot]
         return numbers, period * self.slots[numbers] + self._rank[slot]
