@@ -8,11 +8,12 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from harness.topology.agreement import require_alike
-from harness.training.batches.collate import Collator, MapDataset
+from harness.training.batches.collate import AnyDataset, Collator, MapDataset
 from harness.training.batches.evaluation import evaluation_batches, evaluation_steps
 from harness.training.batches.padding import at_longest
 from harness.training.batches.same_data import require_same_data
 from harness.training.batches.stream import data_digest, dataset_length
+from harness.training.data.streaming.rows import read_all
 from harness.training.engine.engine import Engine
 from harness.training.engine.kept_outputs import KeptOutputs
 from harness.training.engine.losses import Loss, RouterLoss
@@ -40,7 +41,7 @@ def default_batch(loss: Loss, micro_batch: int) -> int:
 
 
 def evaluation_metrics(
-    run: PreparedRun, dataset: MapDataset, own: OwnMetrics, prefix: str = "eval", *, is_new: bool
+    run: PreparedRun, dataset: AnyDataset, own: OwnMetrics, prefix: str = "eval", *, is_new: bool
 ) -> dict[str, Any]:
     """Return eval_loss, perplexity, eval_samples, eval_seconds and the user's own metrics; all ranks call it.
 
@@ -50,15 +51,15 @@ def evaluation_metrics(
             differs between ranks.
     """
     kept = KeptOutputs(run.engine, own.preprocess) if own.compute is not None else None
-    return _evaluated(run, dataset, own, prefix, kept, is_new=is_new)
+    return _evaluated(run, read_all(dataset, "eval_dataset"), own, prefix, kept, is_new=is_new)
 
 
-def predict(run: PreparedRun, dataset: MapDataset, own: OwnMetrics, prefix: str) -> PredictionOutput:
+def predict(run: PreparedRun, dataset: AnyDataset, own: OwnMetrics, prefix: str) -> PredictionOutput:
     """Return the predictions and labels of all samples, and their metrics; all ranks call it and get them."""
     from transformers.trainer_utils import PredictionOutput
 
     kept = KeptOutputs(run.engine, own.preprocess, everywhere=True)
-    metrics = _evaluated(run, dataset, own, prefix, kept, is_new=True)
+    metrics = _evaluated(run, read_all(dataset, "test_dataset"), own, prefix, kept, is_new=True)
     predictions, labels = kept.joined()
     return PredictionOutput(predictions=predictions, label_ids=labels, metrics=metrics)
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
-from harness.training.batches.collate import Collator, MapDataset, collate
+from harness.training.batches.collate import AnyDataset, Collator, collate
 from harness.training.best_model import asked_for
 from harness.training.callbacks import (
     AnyCallback,
@@ -70,8 +70,8 @@ class Trainer:
         model: a preset's name or a HuggingFace directory, a config, a model in memory; or a list of layers
             (modules, LayerSpecs, functions) with `loss_fn`.
         args: the arguments; `args.deepspeed_config` is the DeepSpeed JSON.
-        train_dataset, eval_dataset: map-style; items are dicts with input_ids (and labels), or with text or messages
-            to be tokenised, or pairs (inputs, labels).
+        train_dataset, eval_dataset: map-style or an IterableDataset; items are dicts with input_ids (and labels), or
+            with text or messages to be tokenised, or pairs (inputs, labels).
         loss_fn: `loss_fn(outputs, labels)`, the mean over the samples it is given: needed for a list of layers; of a
             HuggingFace model it takes the logits, in the place of the cross entropy (see `LogitsLoss`).
         compute_loss_func: the same of a HuggingFace model with HuggingFace's signature.
@@ -96,8 +96,8 @@ class Trainer:
         self,
         model: Model,
         args: TrainingArguments,
-        train_dataset: MapDataset | None = None,
-        eval_dataset: MapDataset | None = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: AnyDataset | None = None,
         *,
         loss_fn: LossFunction | None = None,
         processing_class: Tokenizer | None = None,
@@ -204,7 +204,7 @@ class Trainer:
         return one_step(self.run, self.stream, self.state, self.nonfinite)
 
     @inside("evaluating", Phase.STEP)
-    def evaluate(self, eval_dataset: MapDataset | None = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
+    def evaluate(self, eval_dataset: AnyDataset | None = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
         """Return eval_loss, perplexity, eval_samples, eval_seconds, and what `compute_metrics` makes; each sample once.
 
         A signal during training raises `signals.Interrupted` on all ranks.
@@ -219,7 +219,7 @@ class Trainer:
         return metrics
 
     @inside("predicting", Phase.STEP)
-    def predict(self, test_dataset: MapDataset, metric_key_prefix: str = "test") -> PredictionOutput:
+    def predict(self, test_dataset: AnyDataset, metric_key_prefix: str = "test") -> PredictionOutput:
         """Return logits (or what is kept of them), label_ids and metrics, the same on every rank; all ranks call it."""
         found = predict(self.run, test_dataset, self.run.inputs.metrics, metric_key_prefix)
         call(self.callbacks, "on_predict", self, metrics=found.metrics)

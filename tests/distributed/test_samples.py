@@ -1,12 +1,15 @@
-"""Samples of text at evaluations: those of transformers' greedy generation, in every layout."""
+"""Samples of text at evaluations are those of transformers' greedy generation, after training on an IterableDataset."""
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer
@@ -19,12 +22,20 @@ pytestmark = pytest.mark.ranks
 PROMPTS = ["Sphinx of black", "0123"]
 
 
+class Texts(IterableDataset):  # type: ignore[type-arg]  # torch's has no subscript at run time
+    """Texts without end."""
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        yield from ({"text": f"{number} times {number} is {number * number}. "} for number in itertools.count())
+
+
 def trained(jobs: list[Job], folder: str, prompts: str) -> None:
     for job in jobs:
         settings = arguments_of(
-            job, f"{folder}/{job.layout}", max_steps=1, eval_steps=1, sample_prompts=prompts, sample_tokens=6
-        )
-        trainer = Trainer(job.model, settings, rows(), rows()[:2], processing_class=ByteTokenizer())
+            job, f"{folder}/{job.layout}", max_steps=2, eval_steps=2, sample_prompts=prompts, sample_tokens=6,
+            block_size=32, shuffle_buffer_size=12,
+        )  # fmt: skip
+        trainer = Trainer(job.model, settings, Texts(), rows()[:2], processing_class=ByteTokenizer())
         trainer.train()
         trainer.save_model()
         trainer.close()
@@ -44,4 +55,9 @@ def test_samples_are_those_of_transformers_in_every_layout(tmp_path: Path) -> No
         expected.append(ByteTokenizer().decode(made[0, ids.shape[1] :].tolist()))
     for layout in layouts:
         found = [json.loads(line) for line in (tmp_path / layout / "samples.jsonl").read_text().splitlines()]
-        assert found == [{"step": 1, "prompt": p, "text": t} for p, t in zip(PROMPTS, expected, strict=True)]
+        assert found == [{"step": 2, "prompt": p, "text": t} for p, t in zip(PROMPTS, expected, strict=True)]
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / layout / "metrics.jsonl").read_text().splitlines()]
+        for layout in layouts
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5) and len(losses[0]) == 2

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from harness.errors import UserError
 from harness.parallel.values import Value
@@ -36,6 +36,10 @@ class MapDataset(Protocol):
 
     def __getitem__(self, index: int, /) -> Any:
         """Return a sample: what the collator takes."""
+
+
+AnyDataset: TypeAlias = "MapDataset | IterableDataset[Any]"
+"""What a program may give: a data set with an index, or one that is iterated."""
 
 
 def collate(samples: Sequence[Any]) -> MicroBatch:

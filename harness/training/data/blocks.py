@@ -61,12 +61,15 @@ class Blocks:
         stop = start + self.block_size
         block = {"input_ids": torch.from_numpy(self.ids.ids(start, stop))}
         if self.packing:
-            begins = np.zeros(self.block_size, dtype=np.int64)
-            documents = self.ids.starts(start, stop)
-            begins[documents] = documents
-            positions = np.arange(self.block_size) - np.maximum.accumulate(begins)
-            block["position_ids"] = torch.from_numpy(positions)
+            block["position_ids"] = torch.from_numpy(positions_of(self.ids.starts(start, stop), self.block_size))
         return block
+
+
+def positions_of(starts: npt.NDArray[np.int64], block_size: int) -> npt.NDArray[np.int64]:
+    """Return the position ids of a block in which documents begin at `starts`."""
+    begins = np.zeros(block_size, dtype=np.int64)
+    begins[starts] = starts
+    return np.arange(block_size) - np.maximum.accumulate(begins)
 
 
 def make_blocks(

@@ -10,7 +10,7 @@ holds nothing for each sample.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.training.batches.collate import IGNORED
 from harness.training.data.blocks import require_block_size, smallest_dtype
-from harness.training.data.chat import ConversationEncoder
+from harness.training.data.chat import ConversationEncoder, Encoded
 from harness.training.data.conversations import Conversations, EncodedConversations
 from harness.training.data.on_disk.cache import cache_error, fingerprint, fingerprint_of, identity, prepared_folder
 from harness.training.data.on_disk.shards import make_shards
@@ -79,21 +79,28 @@ class Samples:
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         index %= len(self)
-        ids = np.full(self.block_size, self.pad, dtype=np.int64)
-        labels = np.full(self.block_size, IGNORED, dtype=np.int64)
-        positions = np.empty(self.block_size, dtype=np.int64)
-        start = 0
-        for conversation in map(self.conversations.__getitem__, [index] if self.bins is None else self.bins[index]):
-            stop = start + len(conversation.ids)
-            ids[start:stop] = conversation.ids
-            labels[start:stop] = np.where(conversation.answers, conversation.ids, IGNORED)
-            positions[start:stop] = np.arange(stop - start)
-            start = stop
-        positions[start:] = np.arange(self.block_size - start)
-        columns = {"input_ids": ids, "labels": labels}
-        if self.bins is not None:
-            columns["position_ids"] = positions
-        return {name: torch.from_numpy(values) for name, values in columns.items()}
+        members = map(self.conversations.__getitem__, [index] if self.bins is None else self.bins[index])
+        columns = laid_out(members, self.block_size, self.pad)
+        if self.bins is None:
+            del columns["position_ids"]
+        return columns
+
+
+def laid_out(conversations: Iterable[Encoded], block_size: int, pad: int) -> dict[str, Tensor]:
+    """Return a sample of conversations that fit into it, one behind the other, filled up with the id `pad`."""
+    ids = np.full(block_size, pad, dtype=np.int64)
+    labels = np.full(block_size, IGNORED, dtype=np.int64)
+    positions = np.empty(block_size, dtype=np.int64)
+    start = 0
+    for conversation in conversations:
+        stop = start + len(conversation.ids)
+        ids[start:stop] = conversation.ids
+        labels[start:stop] = np.where(conversation.answers, conversation.ids, IGNORED)
+        positions[start:stop] = np.arange(stop - start)
+        start = stop
+    positions[start:] = np.arange(block_size - start)
+    columns = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    return {name: torch.from_numpy(values) for name, values in columns.items()}
 
 
 def make_samples(

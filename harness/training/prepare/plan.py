@@ -23,7 +23,7 @@ from harness.hf.skeleton import ModelSource
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.training.arguments import TrainingArguments
-from harness.training.batches.collate import Collator, MapDataset, collate
+from harness.training.batches.collate import AnyDataset, Collator, collate
 from harness.training.batches.stream import data_digest, dataset_length
 from harness.training.console import Console
 from harness.training.data.tokenizer import Tokenizer
@@ -54,8 +54,8 @@ class RunInputs:
     args: TrainingArguments
     console: Console
     env: LaunchEnv
-    train_dataset: MapDataset | None = None
-    eval_dataset: MapDataset | None = None
+    train_dataset: AnyDataset | None = None
+    eval_dataset: AnyDataset | None = None
     loss_fn: LossFunction | None = None
     compute_loss_func: LossFunction | None = None
     processing_class: Tokenizer | None = None

@@ -20,6 +20,7 @@ from harness.training.data.files.specs import TOKENS, source_groups, validation_
 from harness.training.data.tokenizer import BYTES, tokenizer_directory
 from harness.training.prepare.configure import RunConfig, read_run_config
 from harness.training.prepare.inputs.prompt_file import read_prompts
+from harness.training.prepare.inputs.stream_flags import refuse_buffer, require_streamable
 
 TRIAL_STEPS = 200  # of a run that names neither data nor steps
 
@@ -65,14 +66,11 @@ def _require_data(script: ScriptArguments, args: TrainingArguments) -> None:
         kind = "a stream" if script.streaming else tokens[0]
         raise UserError(f"no part of {kind} can be held out for evaluation: give a --validation_file")
     if not script.streaming:
+        refuse_buffer(args)
         return
     if tokens:
         raise UserError(f"--streaming: {tokens[0]} is mapped as it is, never read ahead: leave out --streaming")
-    if args.max_steps < 1:
-        raise UserError("--streaming: a stream has no length: give --max_steps")
-    for name in ("packing", "dataloader_num_workers"):
-        if getattr(args, name):
-            raise UserError(f"--{name} does not work with --streaming: leave out one of them")
+    require_streamable(args, "--streaming")
 
 
 def limit_trial(script: ScriptArguments, args: TrainingArguments) -> str | None:

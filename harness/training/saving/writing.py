@@ -19,7 +19,7 @@ from harness.config.values.json_object import JsonObject
 from harness.hf.lora import plain_name, saved_name, sorted_config
 from harness.training.best_model import best_as_saved
 from harness.training.callbacks import TrainerState
-from harness.training.data.streaming import Streamed
+from harness.training.data.streaming.source import Streamed
 from harness.training.prepare.run import PreparedRun
 
 if TYPE_CHECKING:

@@ -19,18 +19,9 @@ from harness.training.prepare.inputs.input_types import require_types
 ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6]}]
 
 
-class Endless(torch.utils.data.IterableDataset):
-    def __iter__(self) -> Any:
-        yield from ROWS
-
-    def __len__(self) -> int:
-        return 2
-
-
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
-        (Endless(), "train_dataset: Endless is not map-style"),
         ((row for row in ROWS), "train_dataset: generator is not map-style"),
         ("rows.jsonl", "train_dataset is the text 'rows.jsonl'"),
         ({"train": ROWS}, "train_dataset is a dict of train: give one data set"),

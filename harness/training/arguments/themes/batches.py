@@ -29,7 +29,9 @@ class BatchArguments(Flags):
     global_batch_size: int | None = flag(
         None, "samples per step over all ranks, in every layout; sets the accumulation", least=1
     )
-
+    shuffle_buffer_size: int = flag(
+        0, "samples of a stream that are read at once and shuffled; 0: they keep the order of the stream", least=0
+    )
     dataloader_num_workers: int = flag(
         0, "processes on each rank that read the next steps' samples ahead; 0: the rank reads them itself", least=0
     )

@@ -51,7 +51,7 @@ class ScriptArguments(Flags):
         return not self.do_eval if self.do_train is None else self.do_train
 
     streaming: bool = flag(
-        False, "read and tokenise train_file while training, in the order of its files; needs max_steps"
+        False, "read and tokenise train_file while training, shuffled by shuffle_buffer_size; needs max_steps"
     )
 
     def check(self) -> None:

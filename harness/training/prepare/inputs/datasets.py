@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from harness.errors import UserError
-from harness.hf.attention import with_attention
 from harness.hf.causal import require_cut
 from harness.hf.locate import model_directory
-from harness.hf.skeleton import ModelSource, build_skeleton, position_limit, vocabulary_size
-from harness.hf.verify.packing import require_documents_apart
+from harness.hf.skeleton import ModelSource
 from harness.topology.env import LaunchEnv
-from harness.training.arguments import TrainingArguments
 from harness.training.arguments.themes.script import ScriptArguments
-from harness.training.batches.collate import MapDataset
+from harness.training.batches.collate import AnyDataset, MapDataset
 from harness.training.console import Console
 from harness.training.data.blocks import make_blocks, token_blocks
 from harness.training.data.files.documents import as_documents, holds_tokens
@@ -29,11 +26,14 @@ from harness.training.data.mixing.mixture import Source, described, joined
 from harness.training.data.on_disk.cache import once_per_host
 from harness.training.data.on_disk.progress import Speaker
 from harness.training.data.samples import make_samples
-from harness.training.data.streaming import Streamed, streamed
-from harness.training.data.tokenizer import Tokenizer, check_vocabulary, has_tokenizer, load_tokenizer
+from harness.training.data.streaming.rows import is_iterable, read_all
+from harness.training.data.streaming.source import Streamed
+from harness.training.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from harness.training.prepare.configure import RunConfig
+from harness.training.prepare.inputs.sample_form import NEEDS_TOKENIZER, SampleForm
+from harness.training.prepare.inputs.stream_flags import refuse_buffer
+from harness.training.prepare.inputs.streams import stream_of_dataset, stream_of_files
 from harness.training.process.distributed import shared_store, start
-from harness.wording import counted
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -42,7 +42,6 @@ Pair: TypeAlias = tuple[MapDataset | None, MapDataset | None]
 """Training and evaluation data."""
 Documents: TypeAlias = "Dataset | list[Path]"
 """Documents to be tokenised, or files of tokens."""
-LONGEST_DEFAULT = 1024  # as run_clm.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +61,8 @@ def script_datasets(
     args = config.args
     _require_cut(source, config)
     say = Speaker(console.say, console.out if console.speaks and console.is_terminal else None)
-    lay_out = _layer_out(tokenizer, source, args, say)
+    form = SampleForm.of(tokenizer, source, args)
+    lay_out = _layer_out(tokenizer, form, say)
 
     def build() -> Pair:
         groups = source_groups(script.train_file)
@@ -76,8 +76,7 @@ def script_datasets(
             documents, held_out = [kept for kept, _ in split], [held for _, held in split]
         evaluation = joined([lay_out(each) for each in held_out]) if held_out else None
         if script.streaming:
-            block_size = _block_size(args, position_limit(source.config))
-            return Streamed([streamed(g.paths, g.kind, tokenizer, block_size) for g in groups], weights), evaluation
+            return stream_of_files(groups, weights, tokenizer, form, args.shuffle_buffer_size), evaluation
         return joined([lay_out(each) for each in documents], weights, names), evaluation
 
     return _on_each_host(build, tokenizer, env, console)
@@ -91,8 +90,8 @@ def _read(group: SourceGroup, say: Callable[[str], None]) -> Documents:
 
 
 def user_datasets(
-    train: MapDataset | None,
-    evaluation: MapDataset | None,
+    given_train: AnyDataset | None,
+    given_evaluation: AnyDataset | None,
     tokenizer: Tokenizer | None,
     source: ModelSource | None,
     config: RunConfig,
@@ -105,15 +104,19 @@ def user_datasets(
     Raises UserError where there is something to prepare and no tokenizer, and for --packing where it could not act.
     """
     args = config.args
+    evaluation = None if given_evaluation is None else read_all(given_evaluation, "eval_dataset")
+    train = stream_of_dataset(given_train, tokenizer, source, args) if is_iterable(given_train) else given_train
+    if not isinstance(train, Streamed):
+        refuse_buffer(args)
     if args.packing:
         _require_packed(source, train, evaluation)
     if source is None or all(holds_tokens(data) for data in (train, evaluation)):
         return Datasets(train=train, evaluation=evaluation, tokenizer=tokenizer)
     if tokenizer is None:
-        raise UserError("a data set of text or conversations needs processing_class, the tokenizer")
+        raise UserError(NEEDS_TOKENIZER)
     _require_cut(source, config)
     say = Speaker(console.say, console.out if console.speaks and console.is_terminal else None)
-    lay_out = _layer_out(tokenizer, source, args, say)
+    lay_out = _layer_out(tokenizer, SampleForm.of(tokenizer, source, args), say)
 
     def prepared(data: MapDataset | None, name: str) -> MapDataset | None:
         return data if data is None or holds_tokens(data) else lay_out(as_documents(data, name, say))
@@ -150,23 +153,16 @@ def _require_cut(source: ModelSource, config: RunConfig) -> None:
     require_cut(source, config.resolved.tp_size, whole_experts=config.resolved.ep_size > 1)
 
 
-def _layer_out(
-    tokenizer: Tokenizer, source: ModelSource, args: TrainingArguments, say: Callable[[str], None] = lambda _: None
-) -> Callable[[Documents], Source]:
-    """Return what makes samples of documents, for this model; UserError if its tokenizer or block size do not fit
-    it."""
-    vocabulary = vocabulary_size(build_skeleton(source.config))
-    check_vocabulary(tokenizer, vocabulary)
-    if args.packing:  # refused before anything is tokenised
-        require_documents_apart(with_attention(source.config, args.attn_implementation))
-    block_size = _block_size(args, position_limit(source.config))
+def _layer_out(tokenizer: Tokenizer, form: SampleForm, say: Callable[[str], None]) -> Callable[[Documents], Source]:
+    """Return what makes samples of documents."""
+    size, packing = form.block_size, form.packing
 
     def lay_out(documents: Documents) -> Source:
         if isinstance(documents, list):
-            return token_blocks(documents, block_size, vocabulary, packing=args.packing)
+            return token_blocks(documents, size, form.vocabulary, packing=packing)
         if "conversation" in documents.column_names:
-            return make_samples(documents, tokenizer, block_size, packing=args.packing, say=say)
-        return make_blocks(documents, tokenizer, block_size, packing=args.packing, say=say)
+            return make_samples(documents, tokenizer, size, packing=packing, say=say)
+        return make_blocks(documents, tokenizer, size, packing=packing, say=say)
 
     return lay_out
 
@@ -178,13 +174,3 @@ def _on_each_host(build: Callable[[], Pair], tokenizer: Tokenizer, env: LaunchEn
         for line in described(data):
             console.say(f"{name}: {line}")
     return Datasets(train=train, evaluation=evaluation, tokenizer=tokenizer)
-
-
-def _block_size(args: TrainingArguments, longest: int | None) -> int:
-    if args.block_size is None:
-        return min(LONGEST_DEFAULT, longest or LONGEST_DEFAULT)
-    if longest is not None and args.block_size > longest:
-        raise UserError(
-            f"--block_size {args.block_size}: the model has {counted(longest, 'position')}: use at most {longest}"
-        )
-    return args.block_size

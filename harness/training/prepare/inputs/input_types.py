@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from harness.errors import UserError
 from harness.training.arguments import TrainingArguments
 from harness.training.batches.stream import dataset_length
+from harness.training.data.streaming.rows import is_iterable
 
 
 def require_types(
@@ -33,6 +34,8 @@ def _require_dataset(name: str, dataset: object) -> None:
         )
     if isinstance(dataset, str):
         raise UserError(f"{name} is the text {dataset!r}: give a data set, such as datasets.load_dataset makes of it")
+    if is_iterable(dataset):
+        return
     try:
         dataset_length(dataset)  # type: ignore[arg-type]  # of whatever kind
     except UserError as error:

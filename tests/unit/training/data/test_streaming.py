@@ -1,19 +1,25 @@
 """Streamed files: the samples of files that are tokenised beforehand, in their order, from any position on."""
 
+import itertools
 import json
+import random
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 from harness.errors import UserError
 from harness.training.arguments import TrainingArguments
 from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.batches.stream import data_digest
 from harness.training.data.blocks import make_blocks
-from harness.training.data.files.sources import read_documents
+from harness.training.data.files.sources import find_files, read_documents
 from harness.training.data.pieces import PIECE_CHARACTERS
 from harness.training.data.samples import make_samples
-from harness.training.data.streaming import Streamed, streamed
+from harness.training.data.streaming.layouts import AsTheyAre, layout_of
+from harness.training.data.streaming.rows import FileRows, IterableRows, read_all
+from harness.training.data.streaming.source import Streamed, StreamedSource
 from harness.training.data.tokenizer import ByteTokenizer, load_tokenizer
 from harness.training.prepare import preflight
 from tests.unit.training.data.streams import ranks_of
@@ -39,6 +45,11 @@ def chats(tmp_path):
     return tmp_path / "chat.jsonl"
 
 
+def streamed(path, kind, tokenizer, block_size, *, packing=False):
+    rows = FileRows(find_files(path), kind)
+    return StreamedSource(rows, layout_of(kind, tokenizer, block_size, packing=packing))
+
+
 def plain(sample):
     return {name: values.tolist() for name, values in sample.items()}
 
@@ -46,7 +57,7 @@ def plain(sample):
 def test_text_is_cut_as_when_it_is_tokenised_beforehand(text, trained_tokenizer, tmp_path):
     tokenizer = load_tokenizer(str(trained_tokenizer))
     blocks = make_blocks(read_documents(text, tmp_path), tokenizer, BLOCK, tmp_path)
-    source = streamed([str(text)], "text", tokenizer, BLOCK)
+    source = streamed(text, "text", tokenizer, BLOCK)
     assert len(blocks) > 500
     assert all(torch.equal(source[k]["input_ids"], blocks[k]["input_ids"]) for k in range(len(blocks)))
     # then the files come once more, behind what was left over
@@ -55,22 +66,22 @@ def test_text_is_cut_as_when_it_is_tokenised_beforehand(text, trained_tokenizer,
 
 def test_conversations_are_those_of_the_file_without_what_cannot_be_learnt(chats, tmp_path):
     samples = make_samples(read_documents(chats, tmp_path), ByteTokenizer(), BLOCK, tmp_path)
-    source = streamed([str(chats)], "messages", ByteTokenizer(), BLOCK)
+    source = streamed(chats, "messages", ByteTokenizer(), BLOCK)
     for k in range(2 * len(samples)):  # twice over
         found = plain(source[k])
         length = int(samples.lengths([k % len(samples)])[0])
         assert found.pop("attention_mask") == [1] * length + [0] * (BLOCK - length)
         assert found == plain(samples[k % len(samples)])
     with pytest.raises(UserError, match=r"no answer within the first 8 tokens: raise --block_size"):
-        streamed([str(chats)], "messages", ByteTokenizer(), 8)[0]
+        streamed(chats, "messages", ByteTokenizer(), 8)[0]
 
 
-def mixed(text, chats):
+def mixed(text, chats, buffer=0, *, packing=False):
     sources = [
-        streamed([str(text)], "text", ByteTokenizer(), BLOCK),
-        streamed([str(chats)], "messages", ByteTokenizer(), BLOCK),
+        streamed(text, "text", ByteTokenizer(), BLOCK, packing=packing),
+        streamed(chats, "messages", ByteTokenizer(), BLOCK, packing=packing),
     ]
-    return Streamed(sources, [3, 1])
+    return Streamed(sources, [3, 1], buffer)
 
 
 def drawn(data, steps, data_size=1, consumed=0):
@@ -78,28 +89,133 @@ def drawn(data, steps, data_size=1, consumed=0):
     found = []
     for _ in range(steps):
         read = [rank.next_step() for rank in ranks]
-        found += [ids.tolist() for turn in zip(*read, strict=True) for ids, _ in turn]
+        found += [
+            (torch.stack(ids, -1) if isinstance(ids, tuple) else ids).tolist()
+            for turn in zip(*read, strict=True)
+            for ids, _ in turn
+        ]
     return found, ranks
 
 
-def test_every_layout_reads_the_same_and_a_position_leads_to_the_same_samples(text, chats):
-    wanted, _ = drawn(lambda: mixed(text, chats), 9)
-    found, ranks = drawn(lambda: mixed(text, chats), 6, data_size=2)
+def steps_and_a_resume(make, samples=None):
+    """Nine steps; the first six of them on two data ranks, the last three resumed from the position of the first of
+    these."""
+    wanted, _ = drawn(make, 9)
+    found, ranks = drawn(make, 6, data_size=2)
     assert found == wanted[:24]
     kept = json.loads(json.dumps(ranks[0].dataset.position(ranks[0].consumed)))
-    assert [place["sample"] for place in kept["sources"]] == [36, 12]
+    if samples is not None:
+        assert [place["sample"] for place in kept["sources"]] == samples
 
     def resumed():
-        data = mixed(text, chats)
+        data = make()
         data[0]  # what is looked at before the run goes on
         data.seek(kept)
         return data
 
     assert drawn(resumed, 3, consumed=48)[0] == wanted[24:]
+    return wanted, resumed
+
+
+def test_every_layout_reads_the_same_and_a_position_leads_to_the_same_samples(text, chats):
+    _, resumed = steps_and_a_resume(lambda: mixed(text, chats), [36, 12])
     again = resumed()
     first = plain(again[48])
     again[60]
     assert plain(again[48]) == first  # as after a rollback
+
+
+def test_a_buffer_is_shuffled_within(text, chats):
+    wanted, _ = steps_and_a_resume(lambda: mixed(text, chats, 20), [30, 10])
+    in_order, _ = drawn(lambda: mixed(text, chats), 10)
+    rows = [[row for ids in found for row in ids] for found in (wanted, in_order)]
+    assert rows[0][:40] != rows[1][:40]
+    for start in (0, 20, 40):  # each buffer holds what comes then, in an order of its own
+        assert sorted(rows[0][start : start + 20]) == sorted(rows[1][start : start + 20])
+    assert Streamed([], buffer=20).order(0, 20, 1).tolist() != Streamed([], buffer=20).order(20, 20, 1).tolist()
+
+
+def test_packed_text_is_that_of_blocks_and_packed_conversations_are_whole(text, chats, tmp_path):
+    steps_and_a_resume(lambda: mixed(text, chats, packing=True))
+    blocks = make_blocks(read_documents(text, tmp_path), ByteTokenizer(), BLOCK, tmp_path, packing=True)
+    source = streamed(text, "text", ByteTokenizer(), BLOCK, packing=True)
+    assert all(plain(source[k]) == plain(blocks[k]) for k in range(len(blocks)))
+    wide = 4 * BLOCK
+    source = streamed(chats, "messages", ByteTokenizer(), wide, packing=True)
+    samples = make_samples(read_documents(chats, tmp_path), ByteTokenizer(), wide, tmp_path)
+    to_learn = sum(int((samples[k]["labels"] != -100).sum()) for k in range(len(samples)))
+    packed = next(k for k in itertools.count(1) if learnt(source, k) >= to_learn)
+    assert packed < 0.6 * len(samples)
+
+
+def learnt(source, count):
+    return sum(int((source[k]["labels"] != -100).sum()) for k in range(count))
+
+
+class Empty(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+class Counting(IterableDataset):
+    """Rows of text, some of them long; a pass draws from the global generators."""
+
+    def __init__(self, make):
+        self.make, self.passes = make, []
+
+    def set_epoch(self, number):
+        self.passes.append(number)
+
+    def __iter__(self):
+        for i in range(7):
+            yield self.make(i)
+
+
+ITERABLES = [
+    lambda i: {"text": f"row {i} {torch.rand(1).item():.9f} {random.random():.9f} {np.random.rand():.9f} " * 9},
+    lambda i: {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": str(i) * (i + 1)}]},
+    lambda i: {"input_ids": [i, 2, int(torch.randint(9, (1,)))], "labels": [1, 2, 3]},
+]
+
+
+@pytest.mark.parametrize("make", ITERABLES)
+def test_an_iterable_data_set_is_a_stream(make):
+    def data():
+        rows = IterableRows(Counting(make), "train_dataset", as_they_are=False)
+        layout = AsTheyAre() if rows.kind is None else layout_of(rows.kind, ByteTokenizer(), BLOCK, packing=False)
+        return Streamed([StreamedSource(rows, layout)], buffer=5)
+
+    steps_and_a_resume(data)
+    assert data_digest(data()) == data_digest(data())
+
+
+def test_an_iterable_of_the_package_datasets_is_shuffled_anew_in_each_pass():
+    from datasets import Dataset
+
+    dataset = Dataset.from_list([{"input_ids": [i]} for i in range(8)]).to_iterable_dataset().shuffle(1, buffer_size=8)
+    source = StreamedSource(IterableRows(dataset, "train_dataset", as_they_are=False), AsTheyAre())
+    first, second = ([source[k]["input_ids"][0] for k in range(start, start + 8)] for start in (0, 8))
+    assert sorted(first) == sorted(second) == list(range(8)) and first != second
+    kept = source.position(16)
+    assert kept["section"] == 2 or (kept["section"], kept["row"]) == (1, 8)
+    assert sorted(row["input_ids"][0] for row in read_all(dataset, "eval_dataset")) == list(range(8))
+
+
+def test_an_iterable_that_gives_nothing_is_refused():
+    class Once(IterableDataset):
+        def __init__(self):
+            self.rows = iter([{"input_ids": [1]}] * 3)
+
+        def __iter__(self):
+            return self.rows
+
+    with pytest.raises(UserError, match="train_dataset is empty"):
+        IterableRows(Empty(), "train_dataset", as_they_are=False)
+    source = StreamedSource(IterableRows(Once(), "train_dataset", as_they_are=False), AsTheyAre())
+    with pytest.raises(UserError, match="train_dataset gives no sample in pass 2: its __iter__ must begin anew"):
+        source[4]
+    with pytest.raises(UserError, match="gives more than 4 samples, too many to be held"):
+        read_all(Counting(lambda i: {"input_ids": [i]}), "eval_dataset", 4)
 
 
 def test_a_stream_is_known_by_its_files_and_never_read_to_its_end(text, chats):
@@ -113,7 +229,7 @@ def test_a_stream_is_known_by_its_files_and_never_read_to_its_end(text, chats):
     ("flags", "words"),
     [
         ({}, "a stream has no length: give --max_steps"),
-        ({"max_steps": 3, "packing": True}, "--packing does not work with --streaming"),
+        ({"max_steps": 3, "save_strategy": "epoch"}, "--save_strategy epoch: a stream has no epochs"),
         ({"max_steps": 3, "dataloader_num_workers": 1}, "--dataloader_num_workers does not work with --streaming"),
         ({"max_steps": 3, "eval_steps": 1}, "no part of a stream can be held out"),
     ],
@@ -122,3 +238,8 @@ def test_what_a_stream_cannot_do_is_refused(flags, words, chats):
     script = ScriptArguments(train_file=str(chats), streaming=True)
     with pytest.raises(UserError, match=words):
         preflight._require_data(script, TrainingArguments(**flags))
+
+
+def test_a_buffer_without_a_stream_is_refused(chats):
+    with pytest.raises(UserError, match="--shuffle_buffer_size 8 needs --streaming or an IterableDataset"):
+        preflight._require_data(ScriptArguments(train_file=str(chats)), TrainingArguments(shuffle_buffer_size=8))
