@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from harness.resilience.agent import MARK, LineReader, Order
 from harness.resilience.cause import Ended
 from harness.resilience.hosts import HostDevices
-from harness.resilience.processes import continue_without_parent
+from harness.resilience.on_host.messages import MARK, LineReader, Order
+from harness.resilience.on_host.processes import continue_without_parent
 from harness.training.process.records import STOPPED, read_failures
 
-HELLO_S = 20.0  # a host that has not answered by then is left out
 SILENT_S = 10.0  # so long after the last sign of life an agent counts as dead
 TOLD_S = 2.0  # the other ranks have so long to record why they fail
 DONE_S = 60.0  # the other ranks have so long to end after one that ended well
@@ -45,6 +44,11 @@ class AgentProcess:
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self.lines = LineReader(self._process.stdout.fileno())
+
+    @property
+    def process(self) -> int:
+        """The agent's process, or that of its ssh or srun."""
+        return self._process.pid
 
     def order(self, order: Order) -> None:
         """Let the agent start ranks."""
@@ -88,18 +92,6 @@ class AgentProcess:
             os.close(self.out)
 
 
-def connect(hosts: Sequence[HostDevices], ssh_port: int | None) -> list[AgentProcess]:
-    """Start an agent on each host; return those that have answered."""
-    agents = [AgentProcess(host, ssh_port) for host in hosts]
-    until = time.monotonic() + HELLO_S
-    while time.monotonic() < until and not all(agent.answered or agent.lines.is_closed for agent in agents):
-        _wait(agents)
-    for agent in agents:
-        if not agent.answered:
-            agent.end()
-    return [agent for agent in agents if agent.answered]
-
-
 class Attempt:
     """All ranks of one start.
 
@@ -122,7 +114,7 @@ class Attempt:
         """
         passed, pinged = 0, 0.0
         while not self._is_over():
-            _wait(self.agents)
+            listen(self.agents)
             for number in received[passed:]:
                 self.signal(number)
             passed = len(received)
@@ -167,7 +159,7 @@ class Attempt:
         return time.monotonic() - self._first_end > (TOLD_S if is_bad else DONE_S)
 
 
-def _wait(agents: Sequence[AgentProcess]) -> None:
+def listen(agents: Sequence[AgentProcess]) -> None:
     """Read what agents write, waiting a moment for it."""
     select.select([agent.lines.descriptor for agent in agents if not agent.lines.is_closed], [], [], 0.1)
     for agent in agents:

@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import TypeAlias
 
 from harness.errors import UserError
-from harness.resilience.agent import Order
-from harness.resilience.attempt import AgentProcess, connect
+from harness.resilience.attempt import AgentProcess, listen
 from harness.resilience.hosts import HostDevices, meeting_address
+from harness.resilience.on_host.messages import Order
 from harness.resilience.options import Options
+from harness.resilience.ready import ReadyAgents
 from harness.resilience.script import Script, Start
 from harness.topology.env import PORTS, RECORDS
 from harness.topology.placement import Host, place
 
+HELLO_S = 20.0  # a host that has not answered by then is left out
 HOSTS_S = 1800.0  # how long to wait for hosts
 LOOK_S = 30.0  # between two looks for hosts
+IS_LINUX = sys.platform == "linux"  # elsewhere nobody else becomes the parent of what a process leaves
 Device: TypeAlias = tuple[str, int]
 """Name of its host, and its number there."""
 
@@ -46,12 +49,15 @@ class Gathering:
         hosts: as the user gave them.
         failing: devices that are left out, by host and number.
         missing: hosts that did not answer the last time.
+        ready: agents for the next attempt.
     """
 
     def __init__(self, options: Options, hosts: Sequence[HostDevices], script: Script) -> None:
         self.options, self.hosts, self.script = options, tuple(hosts), script
         self.failing: set[Device] = set()
         self.missing: list[HostDevices] = []
+        is_wanted = bool(options.max_restarts) and not options.no_standby and script.is_known and IS_LINUX
+        self.ready = ReadyAgents(options.ssh_port, is_wanted=is_wanted)
         self._looking: list[AgentProcess] = []
         self._looked = 0.0
 
@@ -63,7 +69,7 @@ class Gathering:
         until, wanted = time.monotonic() + HOSTS_S, sum(len(host.devices) for host in self.hosts)
         while not received:
             usable = self._usable()
-            agents = connect(usable, self.options.ssh_port)
+            agents = self._connect(usable)
             answering = {agent.host.name for agent in agents}
             self.missing = [host for host in usable if host.name not in answering]
             ranks = sum(len(agent.host.devices) for agent in agents)
@@ -114,23 +120,38 @@ class Gathering:
         for index, agent in enumerate(team.agents):
             size = str(len(agent.host.devices))
             place = {"LOCAL_WORLD_SIZE": size, "LOCAL_SIZE": size, "CROSS_RANK": str(index)}
-            environment = {**agent.host.environment(), **common, **place}
             ranks = []
             for local in range(len(agent.host.devices)):
                 numbers = {"RANK": str(rank), "LOCAL_RANK": str(local)}
-                ranks.append((rank, self._command(team.start, local), {**environment, **numbers}))
+                ranks.append((rank, self._command(team.start, local), {**common, **place, **numbers}))
                 rank += 1
             agent.order(
                 Order(
                     records=str(records),
                     root=str(root),
                     folder=str(Path.cwd()),
+                    environment=agent.host.environment(),
                     ranks=ranks,
                     out=agent.out,
                     is_remote=agent.out is None,
                     stopped_s=self.script.hang_seconds,
                 )
             )
+
+    def _connect(self, hosts: Sequence[HostDevices]) -> list[AgentProcess]:
+        """Start an agent on each host where none is ready; return those that have answered."""
+        ready = self.ready.take()
+        agents = []
+        for host in hosts:
+            agent = ready.pop(host.name, None) or AgentProcess(host, self.options.ssh_port)
+            agent.host = host
+            agents.append(agent)
+        until = time.monotonic() + HELLO_S
+        while time.monotonic() < until and not all(agent.answered or agent.lines.is_closed for agent in agents):
+            listen(agents)
+        for agent in [*ready.values(), *(agent for agent in agents if not agent.answered)]:
+            agent.end()
+        return [agent for agent in agents if agent.answered]
 
     def _command(self, start: Start, local_rank: int) -> list[str]:
         options = self.options

@@ -15,7 +15,7 @@ from harness.topology.env import LOOPBACK, inherited
 from harness.topology.placement import read_hostfile
 from harness.topology.slurm import Allocation
 
-AGENT = (sys.executable, "-P", "-m", "harness.resilience.agent")
+AGENT = (sys.executable, "-P", "-m", "harness.resilience.on_host.agent")
 HERE = "localhost"
 DEVICES = "CUDA_VISIBLE_DEVICES"
 COUNT_DEVICES = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"

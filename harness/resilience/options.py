@@ -58,6 +58,7 @@ class Options:
     module: bool
     no_python: bool
     no_local_rank: bool
+    no_standby: bool
     deepspeed_only: tuple[str, ...]
     slurm: str | None
     slurm_seconds: int
@@ -114,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--module", action="store_true", help="the script is a module, as in `python -m`")
     add("--no_python", action="store_true", help="the script is a command of its own")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
+    add("--no_standby", action="store_true", help="keep no process ready on each host for the next restart")
     add("--slurm", metavar="FILE", help="write a batch file for sbatch instead, for --num_nodes hosts")
     add("--slurm_seconds", type=int, default=120, metavar="S", help="save so long before Slurm's time limit")
     for name, values in DEEPSPEED_ONLY.items():

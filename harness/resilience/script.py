@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import harness
 from harness.checkpoint.atomic import replace_text
 from harness.checkpoint.directories import METRICS
 from harness.checkpoint.integrity import newest_whole
@@ -56,6 +57,12 @@ class Script:
         except (UserError, SystemExit):
             return  # the ranks say what is wrong, or it is a script with arguments of its own
         self.model, self.args = given[0].model, given[1]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is the harness's own, whose imports are known; another may set variables before it imports."""
+        own = Path(harness.__file__).resolve().parents[1] / "scripts" / "train.py"
+        return self.words[0] == "harness.train" or Path(self.words[0]).resolve() == own
 
     @property
     def output_dir(self) -> Path | None:

@@ -17,8 +17,8 @@ from harness.resilience.attempt import Attempt
 from harness.resilience.cause import Cause, Ended, first_cause, oom_kills
 from harness.resilience.gathering import Device, Gathering, Team, wait
 from harness.resilience.hosts import HostDevices
+from harness.resilience.on_host.processes import become_subreaper, sweep
 from harness.resilience.options import Options
-from harness.resilience.processes import become_subreaper, sweep
 from harness.resilience.script import Script
 from harness.training.process.records import read_failures, read_positions, succeeded
 from harness.training.process.signals import SIGNALS
@@ -61,22 +61,23 @@ class Supervisor:
                 if code is not None:
                     return code
         finally:
+            self.gathering.ready.end()
             sweep(str(self.root))
             shutil.rmtree(self.root, ignore_errors=True)
         raise AssertionError("attempts do not run out")
 
     def _attempt(self, number: int, team: Team) -> Cause | None:
         """Start all ranks once; return what ended them, None for success."""
-        records = self.root / f"{number:04d}"
+        records, following = (self.root / f"{index:04d}" for index in (number, number + 1))
         records.mkdir(parents=True)
         attempt, kills, self.is_growing = Attempt(team.agents, team.start.ranks, records), oom_kills(), False
         try:
             self.gathering.order(team, records, self.root)
-            ended = attempt.run(self.received, self._look_for_hosts)
+            ended = attempt.run(self.received, lambda attempt: self._look(attempt, team, following))
         finally:
             attempt.end()
             self.gathering.stop_looking()
-            sweep(str(self.root))
+            sweep(str(self.root), kept=self.gathering.ready.processes)
         is_done = succeeded(records)
         if is_done or (is_done is None and [end.code for end in ended] == [0] * team.start.ranks):
             return None
@@ -93,8 +94,10 @@ class Supervisor:
         step = max((position.step for position in positions.values()), default=0)
         return Cause(text=f"no answer from the agent on {', '.join(lost) or 'this host'}, in step {step}", step=step)
 
-    def _look_for_hosts(self, attempt: Attempt) -> None:
-        """Ask ranks that train to save and stop when a host that was missing is back."""
+    def _look(self, attempt: Attempt, team: Team, following: Path) -> None:
+        """Prepare the next attempt; ask ranks that train to save and stop when a host that was missing is back."""
+        if len(self.faults) < self.options.max_restarts:
+            self.gathering.ready.look([agent.host for agent in team.agents], attempt.records, following)
         if not self.is_growing and self.gathering.missing and read_positions(attempt.records):
             self.is_growing = self.gathering.returned()
             if self.is_growing:

@@ -170,6 +170,12 @@ def inherited(*prefixes: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not prefixes or name.startswith(prefixes)}
 
 
+def replace_environment(environment: Mapping[str, str]) -> None:
+    """Give this process the environment of another."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+
 def _launcher(environ: Mapping[str, str]) -> Names | None:
     """Return the names that this process's rank is to be read by; None for a process alone."""
     if "RANK" in environ:

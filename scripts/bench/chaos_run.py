@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+TITLE = "ds-harness: ready for a restart"  # of the process that stands by
 LAYOUTS: dict[str, tuple[int, list[object]]] = {
     "pp2": (2, ["--deepspeed_config", "pipeline_checkpointing"]),
     "tp2": (2, ["--deepspeed_config", "tensor_parallel"]),
@@ -66,14 +67,16 @@ class Run:
     def processes(self) -> dict[str, int]:
         """Return the processes of the run by their place in it."""
         found = {}
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
+        for path in sorted(Path("/proc").glob("[0-9]*/cmdline"), key=lambda path: int(path.parent.name)):
             with suppress(OSError):
                 process, text = int(path.parent.name), path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 state, parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[:2]
                 if state in "ZX":
                     continue
-                if "harness.resilience.agent" in text and int(parent) == self.supervisor.pid:
-                    found["agent"] = process
+                if "harness.resilience.on_host.agent" in text and int(parent) == self.supervisor.pid:
+                    found["next agent" if "agent" in found else "agent"] = process
+                elif TITLE in text and int(parent) in found.values():
+                    found["standby"] = process
                 elif str(self.output) in text:
                     rank = re.search(r"--local_rank=(\d+)", text)
                     other = "supervisor" if process == self.supervisor.pid else "other"

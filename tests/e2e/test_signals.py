@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.resilience.on_host.standby import TITLE, WITHOUT_DRIVER
+from harness.topology.processes import children_of, command_of, started_with
 from tests.e2e.launching import ROOT, deepspeed, environment
 
 pytestmark = pytest.mark.ranks
@@ -51,6 +53,11 @@ class Run:
         listing = subprocess.run(["ps", "-wweo", "pid,args"], capture_output=True, text=True, check=True).stdout
         ours = [line for line in listing.splitlines() if str(self.folder) in line and f"--local_rank={number}" in line]
         return int(ours[0].split()[0])
+
+    def has_standby(self) -> bool:
+        """Whether a process stands by for the next restart."""
+        below = [process for agent in children_of(self.launcher.pid) for process in children_of(agent)]
+        return any(command_of(process)[:1] == (TITLE,) for process in below)
 
     def end(self) -> int:
         """The launcher's exit code; returns when no process of the run is left."""
@@ -101,9 +108,11 @@ def test_a_run_stops_and_goes_on_whoever_is_signalled(tmp_path: Path) -> None:
     words = shlex.split(goes_on.removeprefix("go on with: "))
     words[:1] = ["ds-harness", "launch", "--max_restarts", "1"]
     again = Run([*words, "--save_total_limit", "1"], folder, steps=begun + 1)
+    wait_until(again, again.has_standby)  # for a restart that need not import
     os.kill(again.rank(1), signal.SIGKILL)
     wait_until(again, lambda: again.said.read_text().count("resumed from") == 2)
     resumed = time.time()
+    assert WITHOUT_DRIVER.items() <= started_with(again.rank(1)).items()  # forked from it
     wait_until(again, lambda: again.steps() > begun and (folder / "metrics.jsonl").stat().st_mtime > resumed)
     assert re.search(r"rank 1 \(.*, stage 1\) was killed by SIGKILL in step \d+", again.said.read_text())
     os.killpg(again.launcher.pid, signal.SIGINT)  # as Ctrl-C

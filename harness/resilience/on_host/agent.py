@@ -1,4 +1,4 @@
-"""The process on each host that starts the ranks there: `python -m harness.resilience.agent`.
+"""The process on each host that starts the ranks there: `python -m harness.resilience.on_host.agent`.
 
 It reads lines from its standard input and writes lines to its standard output; both are a pipe to the supervisor, by
 way of ssh or srun for another host. When the input ends, the supervisor is gone: the ranks get SIGTERM, and SIGKILL if
@@ -16,62 +16,18 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 
-from harness.resilience.processes import become_subreaper, end_with_parent, reap, sweep
+from harness.resilience.on_host.messages import MARK, LineReader, Order, Preparation, read_message
+from harness.resilience.on_host.processes import become_subreaper, end_with_parent, reap, sweep
+from harness.resilience.on_host.standby import Standby
 from harness.topology.env import inherited
 from harness.topology.processes import status_of
 
-MARK = "\x1e"  # how a line begins that an agent writes itself; others are what ranks have printed
 BEAT_S = 1.0  # between two signs of life
 SILENT_S = 60.0  # a supervisor on another host that says nothing for so long is gone
 GRACE_S = 60.0  # ranks without a supervisor have so long to save
 PAUSED_S = 5.0  # between two looks: the agent was stopped itself, as a whole job may be
 NOT_FOUND = 127  # exit code of a command that cannot be started
-
-
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """What an agent starts.
-
-    Attributes:
-        records: folder for the records of this attempt; `root` is that of all attempts of the run.
-        folder: in which the ranks run.
-        ranks: number, command and further environment of each rank on this host.
-        out: file descriptor that the ranks print to; None: the agent's own standard output.
-        is_remote: whether the connection may be cut without an end of the input.
-        stopped_s: ranks that are all stopped for so long are ended (0: never); of a single one its peers take notice.
-    """
-
-    records: str
-    root: str
-    folder: str
-    ranks: list[tuple[int, list[str], dict[str, str]]]
-    out: int | None = None
-    is_remote: bool = False
-    stopped_s: float = 0.0
-
-    def line(self) -> bytes:
-        """Return the order as one line for an agent."""
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-
-class LineReader:
-    """Whole lines from a file descriptor, as they come."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self.is_closed = False
-        self._rest = b""
-
-    def read(self) -> list[str]:
-        """Return the lines that are there now."""
-        while not self.is_closed and select.select([self.descriptor], [], [], 0)[0]:
-            chunk = os.read(self.descriptor, 1 << 16)
-            self._rest += chunk
-            self.is_closed = not chunk
-        *lines, self._rest = self._rest.split(b"\n")
-        return [line.decode(errors="replace") for line in lines]
 
 
 class Agent:
@@ -81,6 +37,10 @@ class Agent:
         self.order: Order | None = None
         self.alive: dict[int, int] = {}  # rank of each process
         self.received: list[int] = []  # signals to this process
+        self._standby: Standby | None = None
+        self._awaited: set[int] = set()  # ranks that the process on standby is to become
+        self._early: dict[int, int] = {}  # exit codes of processes whose rank is not known yet
+        self._passed_on = 0  # the last signal to the ranks
         self._started: list[subprocess.Popen[bytes]] = []
         self._heard, self._beat = time.monotonic(), 0.0
         self._went_on = time.monotonic()  # when a rank was seen last that is not stopped
@@ -94,7 +54,7 @@ class Agent:
             for line in self._input.read():
                 self._heard = time.monotonic()
                 if line.startswith("{"):
-                    self.start(Order(**json.loads(line)))
+                    self.follow(read_message(line))
                 elif line == str(int(signal.SIGKILL)):
                     return
                 elif line != "0":
@@ -113,16 +73,53 @@ class Agent:
         with suppress(OSError):
             os.write(1, f"{MARK}{json.dumps({**what, 'time': time.time()})}\n".encode())
 
-    def start(self, order: Order) -> None:
-        """Start the ranks, after what an earlier attempt may have left on this host has been ended."""
-        sweep(order.root, spared=order.records)
-        self.order = order
+    def follow(self, message: Preparation | Order) -> None:
+        """Make a start ready, or start the ranks, after what an earlier attempt may have left here has been ended."""
+        if not isinstance(message, Order):
+            with suppress(OSError):
+                self._standby = Standby(message)
+            return
+        sweep(message.root, spared=message.records)
+        self.order = message
+        if self._standby is not None and self._standby.start(message):
+            self._awaited = {rank for rank, _, _ in message.ranks}
+        else:
+            self._start(message)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the ranks."""
+        self._passed_on = number
+        for process in self._ranks():
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    def look(self) -> None:
+        """Report ranks that have ended; give a sign of life when it is time."""
+        if self._standby is not None:
+            self._look_at_standby(self._standby)
+        self._early |= dict(reap())
+        for process in self._early.keys() & self.alive.keys():
+            self.report(rank=self.alive.pop(process), code=self._early.pop(process))
+        if not self._awaited:
+            self._early.clear()
+        if time.monotonic() - self._beat > BEAT_S:
+            self._end_stopped()
+            self.report()
+
+    def end(self) -> None:
+        """Leave no process here."""
+        if self._standby is not None:
+            self._standby.end()
+        if self.order is not None:
+            sweep(self.order.records)
+
+    def _start(self, order: Order) -> None:
         for rank, command, environment in order.ranks:
             try:
                 process = subprocess.Popen(
                     command,
                     cwd=order.folder,
-                    env={**inherited(), **environment},
+                    env={**inherited(), **order.environment, **environment},
                     stdin=subprocess.DEVNULL,
                     stdout=order.out,
                     start_new_session=True,
@@ -135,29 +132,30 @@ class Agent:
             self._started.append(process)
             self.alive[process.pid] = rank
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the ranks."""
-        for process in self.alive:
-            with suppress(ProcessLookupError):
-                os.kill(process, number)
+    def _look_at_standby(self, standby: Standby) -> None:
+        """Take over the ranks that it has become; those that it has not, should it have died, have died with it."""
+        has_ended = standby.has_ended()
+        for rank, process in standby.started():
+            self.alive[process] = rank
+            self._awaited.discard(rank)
+        if has_ended and self._awaited:
+            for rank in self._awaited:
+                self.report(rank=rank, code=-(self._passed_on or signal.SIGKILL))
+            self._awaited = set()
 
-    def look(self) -> None:
-        """Report ranks that have ended; give a sign of life when it is time."""
-        for process, code in reap():
-            if process in self.alive:
-                self.report(rank=self.alive.pop(process), code=code)
-        if time.monotonic() - self._beat > BEAT_S:
-            self._end_stopped()
-            self.report()
+    def _ranks(self) -> list[int]:
+        """Return the processes of the ranks, and what is about to become some."""
+        return [*self.alive, *([self._standby.process.pid] if self._standby is not None and self._awaited else [])]
 
     def _end_stopped(self) -> None:
         """Kill the ranks of this host if all of them have been stopped for long, as none is left to watch them."""
         limit, now = self.order.stopped_s if self.order is not None else 0.0, time.monotonic()
-        if not self.alive or not all(map(_is_stopped, self.alive)) or now - self._beat > PAUSED_S:
+        if not (ranks := self._ranks()) or not all(map(_is_stopped, ranks)) or now - self._beat > PAUSED_S:
             self._went_on = now
         elif limit and now - self._went_on > limit:
             print(f"error: all ranks here have been stopped for {limit:g} s: they are ended", file=sys.stderr)
-            self.signal(signal.SIGKILL)
+            for process in ranks:
+                os.kill(process, signal.SIGKILL)
 
     def _is_forgotten(self) -> bool:
         is_remote = self.order is not None and self.order.is_remote
@@ -191,8 +189,7 @@ def main() -> None:
     try:
         agent.run()
     finally:
-        if agent.order is not None:
-            sweep(agent.order.records)
+        agent.end()
 
 
 if __name__ == "__main__":

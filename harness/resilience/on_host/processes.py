@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +26,11 @@ def end_with_parent() -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def die_with_parent() -> None:
+    """Let the system kill this process, stopped or not, when its parent dies."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def continue_without_parent() -> None:
     """Let the system wake this process, should it be stopped, when its parent dies."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
@@ -35,15 +41,16 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def sweep(records: str, spared: str = "") -> list[int]:
+def sweep(records: str, spared: str = "", kept: Collection[int] = ()) -> list[int]:
     """Kill all processes of a run but this one, and wait until they are gone; return those that cannot be killed.
 
     Args:
         records: how the folder for the records of their attempt begins.
         spared: folder of an attempt that is left alone; then only what has no parent here is looked for.
+        kept: processes that are left alone, with what descends from them.
     """
     until = time.monotonic() + SWEEP_S
-    while found := _members(records, spared):
+    while found := _members(records, spared, kept):
         for process in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
@@ -64,7 +71,7 @@ def reap() -> list[tuple[int, int]]:
     return ended
 
 
-def _members(records: str, spared: str) -> list[int]:
+def _members(records: str, spared: str, kept: Collection[int]) -> list[int]:
     """Return the processes of the run: by their environment, and all that descend from this one."""
     parents: dict[int, int] = {}
     marked: set[int] = set()
@@ -81,14 +88,15 @@ def _members(records: str, spared: str) -> list[int]:
             if marker in environment and not (spared and f"\0{RECORDS}={spared}\0".encode() in environment):
                 marked.add(int(folder.name))
     if not spared:
-        marked |= {process for process in parents if _descends(process, parents)}
-    return sorted(marked - {os.getpid()})
+        marked |= {process for process in parents if _descends(process, [os.getpid()], parents)}
+    left_alone = {process for process in marked if process in kept or _descends(process, kept, parents)}
+    return sorted(marked - left_alone - {os.getpid()})
 
 
-def _descends(process: int, parents: dict[int, int]) -> bool:
+def _descends(process: int, ancestors: Collection[int], parents: dict[int, int]) -> bool:
     seen = 0
     while process in parents and seen < len(parents):
         process, seen = parents[process], seen + 1
-        if process == os.getpid():
+        if process in ancestors:
             return True
     return False
