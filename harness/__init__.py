@@ -1,6 +1,7 @@
 """Train any HuggingFace decoder with DeepSpeed: pipeline, tensor and data parallel from one JSON.
 
-Importing this package imports neither torch nor deepspeed; `Trainer` and its companions are loaded on first use.
+Importing this package imports neither torch nor deepspeed; `Trainer` and its companions are loaded on first use. A
+program that uses them shows a UserError that it does not catch as one line.
 """
 
 from importlib import import_module
@@ -31,4 +32,5 @@ def __getattr__(name: str) -> Any:
         return version("ds-harness")
     if name not in _HOMES:
         raise AttributeError(f"module 'harness' has no attribute {name!r}")
+    import_module("harness.training.process.uncaught").show_in_one_line()
     return getattr(import_module(_HOMES[name]), name)

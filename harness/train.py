@@ -15,7 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.config.diagnostic import ConfigError
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import LoraArguments, TrainingArguments, parse
@@ -24,6 +23,7 @@ from harness.training.console import Console, plain_console, quiet
 from harness.training.prepare.configure import RunConfig
 from harness.training.prepare.preflight import check_before_start, limit_trial
 from harness.training.process import records, signals
+from harness.training.process.uncaught import GRACE_S, one_line
 from harness.training.watch import activity
 from harness.training.watch.meeting import watching_for_stopped_ranks
 
@@ -34,7 +34,6 @@ DESCRIPTION = "Train a HuggingFace decoder in the layout of a DeepSpeed JSON con
 EXAMPLE = """example:
   deepspeed --num_accelerators 2 scripts/train.py --deepspeed_config ds_configs/pipeline_checkpointing.json \\
       --max_steps 200 --learning_rate 3e-3 --output_dir runs/first"""
-GRACE_S = 6.0  # longer than the launcher takes to see that a rank has ended and to stop the others
 NOTHING_GIVEN = (
     "no arguments: give at least --max_steps and --output_dir, for instance `deepspeed --num_accelerators 2 "
     "scripts/train.py --deepspeed_config pipeline_checkpointing --max_steps 100 --output_dir runs/first` (see --help)"
@@ -121,8 +120,9 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
     try:
         trainer.train()
     except signals.Stopped:
-        command = signals.resume_command()
-        console.say(f"go on with: {command or 'the same command and --resume_from_checkpoint auto'}")
+        if not config.args.save_only_model:
+            command = signals.resume_command()
+            console.say(f"go on with: {command or 'the same command and --resume_from_checkpoint auto'}")
         _shut_down(trainer)
         raise
     directory = trainer.save_model()
@@ -156,20 +156,13 @@ def _report(console: Console, rank: int, error: BaseException) -> None:
     if rank > 0:  # usually every rank finds the same: rank 0 reports it, and the launcher ends the others
         time.sleep(GRACE_S)
     if isinstance(error, UserError):
-        console.fail(_first_finding(error) if isinstance(error, ConfigError) else str(error))
+        console.fail(one_line(error))
         return
     text = f"{type(error).__name__}: {error}".strip()
     if records.is_lost_peer(error):
         time.sleep(2 * GRACE_S)  # the rank that has failed tells its own
         text = f"lost contact with another rank ({text.splitlines()[0]})"
     console.fail(f"rank {rank}: {text.splitlines()[0]}; the traceback is in {console.log}")
-
-
-def _first_finding(error: ConfigError) -> str:
-    """One line of possibly several findings."""
-    first, *rest = error.diagnostics
-    more = f" (and {len(rest)} more: ds-harness check {first.file})" if rest else ""
-    return f"{first}{more}"
 
 
 def _shut_down(trainer: Trainer) -> None:

@@ -24,7 +24,7 @@ def generate(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL_DIR", help="output_dir of a run, a checkpoint of it, or any model")
-    parser.add_argument("--prompt", default="    def __init__(self, ", help='"-" reads it from standard input')
+    parser.add_argument("--prompt", required=True, help='text to continue or to answer; "-": standard input')
     parser.add_argument("--max_new_tokens", type=int, default=300)
     parser.add_argument("--temperature", type=float, default=0.5, help="0: always the most likely token")
     parser.add_argument("--seed", type=int, default=0)

@@ -74,6 +74,11 @@ class Script:
         """After how long without progress a run is ended; 0: never."""
         return HANG_S if self.args is None else self.args.hang_seconds
 
+    def require_resumable(self) -> None:
+        """Raise UserError if no run can go on from the checkpoints of this one."""
+        if self.args is not None and self.args.save_only_model:
+            raise UserError("--max_restarts: no run can go on from the checkpoints of --save_only_model: remove one")
+
     def first(self, ranks: int) -> Start:
         """Return the start that the user asked for."""
         return Start(words=self.words, ranks=ranks)

@@ -40,6 +40,8 @@ class Supervisor:
     def __init__(self, options: Options, hosts: Sequence[HostDevices]) -> None:
         self.options = options
         self.script = Script(options.script)
+        if options.max_restarts:
+            self.script.require_resumable()
         self.gathering = Gathering(options, hosts, self.script)
         self.received: list[int] = []
         self.faults: list[tuple[Cause, Device | None]] = []

@@ -40,7 +40,8 @@ def end_training(trainer: Any, stop: int) -> None:
         load_best(run, state)
     call(trainer.callbacks, "on_train_end", trainer)
     if stop:
-        raise startup_report.stopped(run.console, stop, state.global_step, trainer.checkpoints.newest)
+        newest, model_only = trainer.checkpoints.newest, run.args.save_only_model
+        raise startup_report.stopped(run.console, stop, state.global_step, newest, model_only=model_only)
 
 
 def after_step(trainer: Any, record: StepRecord, recorder: Recorder) -> int:

@@ -47,11 +47,18 @@ def beginning(console: Console, args: TrainingArguments, resume_from: Path | Non
         console.say(f"no {'whole ' if left_out else ''}checkpoint in {args.output_dir}: starting from scratch")
 
 
-def stopped(console: Console, number: int, step: int, saved: int | None) -> Stopped:
+def stopped(console: Console, number: int, step: int, saved: int | None, *, model_only: bool) -> Stopped:
     """Say that a signal ended the run, and where it can go on: at step `saved`, that of the newest checkpoint; return
-    what ends the process."""
+    what ends the process.
+
+    Args:
+        model_only: no run can go on from the checkpoints.
+    """
     name, resumes = signal.Signals(number).name, 'resume_from_checkpoint "auto" resumes'
-    if saved == step:
+    if model_only:
+        kept = "no model was saved" if saved is None else f"the model of step {saved} is saved"
+        console.say(f"{name}: stopped after step {step}; {kept}, but no run can go on from it (--save_only_model)")
+    elif saved == step:
         console.say(f"{name}: saved and stopped after step {step}; {resumes}")
     else:
         rest = "there is no checkpoint" if saved is None else f"{resumes} at step {saved}"

@@ -42,6 +42,6 @@ def test_the_template_is_used_where_a_tokenizer_brings_one(directory: Path) -> N
 
 
 def test_what_is_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(tmp_path)]) == 1
+    assert main(["generate", str(tmp_path), "--prompt", "hi"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("ds-harness generate:") and error.count("\n") == 1

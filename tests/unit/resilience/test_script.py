@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.errors import UserError
 from harness.resilience.script import Script
 
 
@@ -64,3 +65,9 @@ def test_it_goes_on_from_its_own_checkpoints_once_there_are_some(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.1.jsonl"]  # the run begins once more
     fresh = script("--output_dir", tmp_path)
     assert fresh.again(fresh.first(2)).words[-2:] == ("--resume_from_checkpoint", "auto")
+
+
+def test_checkpoints_of_the_model_alone_serve_no_restart() -> None:
+    script().require_resumable()
+    with pytest.raises(UserError, match="no run can go on from the checkpoints of --save_only_model"):
+        script("--save_only_model").require_resumable()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,8 @@ from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.console import Console
 from harness.training.prepare import startup_report
 from harness.training.prepare.preflight import TRIAL_STEPS, limit_trial
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("argv", [[], ["--local_rank=0"]])
@@ -68,3 +74,40 @@ def test_a_pipeline_that_idles_for_more_than_a_fifth_says_what_to_set(
     text = said(stages, accumulation)
     assert ("warning" in text) == (says is not None)
     assert says is None or says in text
+
+
+def test_a_run_that_saves_the_model_alone_promises_no_resume() -> None:
+    def said_of(saved: int | None, *, model_only: bool) -> str:
+        out = io.StringIO()
+        startup_report.stopped(Console(out=out, error=out, speaks=True), 15, 7, saved, model_only=model_only)
+        return out.getvalue()
+
+    assert "saved and stopped after step 7; resume_from_checkpoint" in said_of(7, model_only=False)
+    assert "the model of step 7 is saved, but no run can go on from it" in said_of(7, model_only=True)
+    assert "resume" not in said_of(7, model_only=True) + said_of(None, model_only=True)
+
+
+PROGRAM = """
+from harness import TrainingArguments, UserError
+try:
+    TrainingArguments(max_steps="many")
+except UserError:
+    print("caught")
+{error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        ("TrainingArguments(max_steps=0)", r"error: --max_steps 0: .* \(.*program.py:7\)\n"),
+        ("import sys; sys.excepthook = lambda *_: print('mine')\nTrainingArguments(max_steps=0)", ""),
+        ("1 / 0", r"Traceback .*ZeroDivisionError: division by zero\n"),
+    ],
+)
+def test_an_error_of_the_user_ends_a_program_with_one_line(error: str, ends: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(error=error))
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout) == (1, "caught\n" + "mine\n" * ("mine" in error))
+    assert re.fullmatch(ends, done.stderr, re.DOTALL), done.stderr
