@@ -19,6 +19,8 @@ VERBS = {
     "schema": ("harness.config.cli.verbs", "print the JSON Schema of DeepSpeed's config"),
     "resolve": ("harness.config.cli.verbs", 'replace every "auto" and show where each value comes from'),
     "models": ("harness.compat.commands", "show which model families work in which layout"),
+    "plan": ("harness.planner.commands", "rank every layout of a number of ranks by its predicted speed"),
+    "estimate": ("harness.planner.commands", "predict memory and speed of one config"),
     "checkpoint": ("harness.checkpoint.commands", "show, verify or export a checkpoint"),
     "generate": ("harness.hf.generation", "let a trained model continue a prompt"),
     "launch": ("harness.resilience.command", "start a run on its devices and hosts, and keep it going"),

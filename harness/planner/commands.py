@@ -1,0 +1,128 @@
+"""The verbs `ds-harness estimate` and `ds-harness plan`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.config import AutoValues, load, resolve
+from harness.config.model.families import require_trainable_family
+from harness.config.model.shape import read_shape
+from harness.errors import UserError
+from harness.planner.estimate import estimate as estimate_layout
+from harness.planner.estimate import of_config, require_precision
+from harness.planner.hardware import Hardware, load_hardware, names
+from harness.planner.model_config import read_decoder
+from harness.planner.preset import write_preset
+from harness.planner.search import Task, require_fit, search
+from harness.planner.sensitivity import more_devices, more_memory
+from harness.planner.table import estimate_lines, plan_lines
+from harness.planner.workload import Workload
+
+BLOCK_SIZE = 1024  # of a run that gives none
+SAMPLES_PER_RANK = 8  # likewise: HF's default micro-batch
+ESTIMATE_EXAMPLE = """example:
+  ds-harness estimate --deepspeed_config zero3 --model llama-1b --world_size 8 --hardware h100 --bf16"""
+PLAN_EXAMPLE = """examples:
+  ds-harness plan --model llama-1b --world_size 8 --hardware h100 --global_batch_size 256 --block_size 4096
+  ds-harness plan --model llama-1b --world_size 8 --hardware h100 --row 2 --write my_layout.json"""
+
+
+def positive(text: str) -> int:
+    """Return a whole number of at least 1, given as an argument."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _parser(verb: str, description: str, example: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"ds-harness {verb}",
+        description=description,
+        epilog=example,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="a preset, a directory with config.json, or a model type")
+    parser.add_argument("--world_size", type=positive, required=True, help="number of ranks")
+    parser.add_argument("--hardware", required=True, help=f"{', '.join(names())}, or the path of a file like theirs")
+    parser.add_argument("--block_size", type=positive, default=BLOCK_SIZE, help="tokens of a sample (default: 1024)")
+    parser.add_argument("--global_batch_size", type=positive, help="samples of a step over all ranks")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    return parser
+
+
+def estimate(argv: Sequence[str]) -> int:
+    """Print what one config needs and does."""
+    description = "Predict memory and speed of one DeepSpeed config, before anything is started."
+    parser = _parser("estimate", description, ESTIMATE_EXAMPLE)
+    parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="a config or a preset")
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        parser.add_argument(f"--{name}", type=positive, help="as in a run")
+    for name in ("pipeline_parallel_size", "tensor_parallel_size", "expert_parallel_size"):
+        parser.add_argument(f"--{name}", type=positive, help="as in a run: overrides the file")
+    for name in ("bf16", "fp16"):
+        parser.add_argument(
+            f"--{name}", action="store_true", default=None, help='as in a run: where the file has "auto"'
+        )
+    args = parser.parse_args(argv)
+    require_trainable_family(args.model)
+    hardware, shape = load_hardware(args.hardware), read_decoder(args.model)
+    taken = set(AutoValues.__dataclass_fields__)
+    stated = {name: value for name, value in vars(args).items() if name in taken and value is not None}
+    values = AutoValues(**stated, hidden_size=shape.hidden, given=frozenset(stated))
+    resolved = resolve(load(args.deepspeed_config), values, model=args.model)
+    require_precision(hardware, resolved.precision)
+    one = estimate_layout(hardware, *of_config(resolved, shape, args.block_size))
+    print(json.dumps([one.row()], indent=2) if args.json else "\n".join(estimate_lines(one)))
+    return 0
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Print all layouts of a number of ranks, best first; write the preset of one."""
+    description = "Rank every layout of a number of ranks by its predicted speed."
+    parser = _parser("plan", description, PLAN_EXAMPLE)
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 where it is faster than fp32"
+    )
+    parser.add_argument("--top", type=positive, default=10, help="rows of the table (default: 10)")
+    parser.add_argument("--row", type=positive, default=1, help="with --write: the row to write (default: 1, the best)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the DeepSpeed JSON of a row")
+    args = parser.parse_args(argv)
+    require_trainable_family(args.model)
+    task = _task(args)
+    found = search(task)
+    require_fit(task, found)
+    if args.row > len(found.fitting):
+        raise UserError(f"--row {args.row}: there are {len(found.fitting)} layouts that fit")
+    if args.write is not None:
+        write_preset(args.write, found.fitting[args.row - 1].strategy, task.workload.precision, args.model)
+    if args.json:
+        print(json.dumps([one.row() for one in found.fitting], indent=2))
+        return 0
+    devices = more_devices(task, found.fitting[0])
+    print("\n".join(plan_lines(found, args.top, devices, more_memory(found))))
+    return 0
+
+
+def _task(args: argparse.Namespace) -> Task:
+    """Return what the arguments ask for."""
+    hardware = load_hardware(args.hardware)
+    precision = args.precision or _usual_precision(hardware)
+    width = 2 if precision == "fp16" else 4
+    workload = Workload(
+        shape=read_decoder(args.model), sequence=args.block_size, precision=precision, gradient_bytes=width
+    )
+    return Task(
+        hardware=hardware,
+        workload=workload,
+        world_size=args.world_size,
+        global_batch=args.global_batch_size or SAMPLES_PER_RANK * args.world_size,
+        no_tensor=read_shape(args.model).plan_refusal,
+    )
+
+
+def _usual_precision(hardware: Hardware) -> str:
+    return "bf16" if hardware.reached_flops("bf16") > hardware.reached_flops("fp32") else "fp32"

@@ -1,0 +1,55 @@
+"""Seconds of a decoder layer on one device: matrix products, attention, and what only moves memory.
+
+A roofline (Williams et al. 2009): a kernel takes the longer of its operations at the rate that its shape reaches
+and its bytes at the memory's rate. The rate of a matrix product falls where its tiles do not fill the device's processors in
+whole waves, and where the inner dimension is short (NVIDIA, Matrix Multiplication Background: tile and wave
+quantization).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from harness.planner.hardware import Hardware
+
+# Rows and columns of a tile, and its rate next to the largest one's: a small tile reads its inputs more often.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
+START_UP = 128  # inner dimension at which the start and the end of a tile cost as much as its products
+PRODUCT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one micro-batch: forward, and backward without any recomputation."""
+
+    forward: float
+    backward: float
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.forward + other.forward, self.backward + other.backward)
+
+
+@lru_cache(maxsize=65536)
+def matmul(hardware: Hardware, precision: str, rows: int, inner: int, columns: int, copies: int = 1) -> float:
+    """Return the seconds of `copies` products of rows x inner by inner x columns in one kernel."""
+    rate = hardware.reached_flops(precision) * inner / (inner + START_UP)
+    work = 2.0 * copies * rows * inner * columns
+    best = min(
+        ceil(copies * ceil(rows / tall) * ceil(columns / wide) / hardware.compute_units)
+        * hardware.compute_units * tall * wide / speed
+        for tall, wide, speed in TILES
+    ) / (copies * rows * columns)  # fmt: skip
+    moved = copies * (PRODUCT_BYTES[precision] * inner * (rows + columns) + 2.0 * rows * columns)
+    return max(work * best / rate, moved / hardware.memory_bytes_per_second) + hardware.kernel_seconds
+
+
+def product(hardware: Hardware, precision: str, rows: int, inner: int, columns: int, copies: int = 1) -> Seconds:
+    """Return the seconds of a layer's product, and of the gradients of its input and its weight."""
+    if not rows * inner * columns * copies:
+        return Seconds(0.0, 0.0)
+    forward = matmul(hardware, precision, rows, inner, columns, copies)
+    of_input = matmul(hardware, precision, rows, columns, inner, copies)
+    of_weight = matmul(hardware, precision, inner, rows, columns, copies)
+    return Seconds(forward, of_input + of_weight)

@@ -1,0 +1,145 @@
+"""What one layout needs and does, as the row that both verbs print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+from harness.config.resolving.resolved import Resolved
+from harness.config.values.json_object import JsonObject
+from harness.config.values.pointers import lookup, whole
+from harness.errors import UserError
+from harness.planner.hardware import GIB, Hardware
+from harness.planner.memory import StageMemory, stage_memory
+from harness.planner.shape import DecoderShape
+from harness.planner.step import StepSeconds, step_seconds, strategy_stages
+from harness.planner.workload import ELEMENT_BYTES, Offload, Strategy, Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """One layout with its prediction."""
+
+    hardware: Hardware
+    workload: Workload
+    strategy: Strategy
+    stages: tuple[StageMemory, ...]
+    seconds: StepSeconds
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the stage that needs most, on the device."""
+        return max(stage.total for stage in self.stages)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device holds every stage, and the host what is offloaded."""
+        on_host = max(stage.host for stage in self.stages)
+        return self.peak_bytes <= self.hardware.limit_bytes and on_host <= self.hardware.host_memory_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.strategy.global_batch * self.workload.sequence / self.seconds.total
+
+    def row(self) -> JsonObject:
+        """Return the row as JSON: a contract."""
+        ranks, strategy = self.strategy.world_size, self.strategy
+        rate = self.tokens_per_second / ranks
+        model_flops = rate * self.workload.shape.flops_per_token(self.workload.sequence)
+        seconds = {**asdict(self.seconds), "total": self.seconds.total}
+        parts = [field.name for field in fields(StageMemory) if field.name != "host"]
+        return {
+            "layout": {"pipeline": strategy.pipeline, "tensor": strategy.tensor, "data": strategy.data},
+            "zero_stage": strategy.zero_stage,
+            "micro_batch": strategy.micro_batch,
+            "gradient_accumulation_steps": strategy.accumulation,
+            "activation_checkpointing": strategy.recompute == "full",
+            "offload": strategy.offload,
+            "memory_gib": {
+                "limit": self.hardware.limit_bytes / GIB,
+                "max": self.peak_bytes / GIB,
+                "stages": [
+                    {part: getattr(stage, part) / GIB for part in parts} | {"total": stage.total / GIB}
+                    for stage in self.stages
+                ],
+            },
+            "step_seconds": seconds,
+            "bubble_fraction": self.seconds.bubble / self.seconds.total,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_gpu": rate,
+            "model_tflops_per_gpu": model_flops / 1e12,
+            "mfu": model_flops / self.hardware.flops[self.workload.precision],
+        }
+
+
+def estimate(hardware: Hardware, workload: Workload, strategy: Strategy) -> Estimate:
+    """Return the prediction for a layout."""
+    return Estimate(
+        hardware=hardware,
+        workload=workload,
+        strategy=strategy,
+        stages=memory_of(workload, strategy),
+        seconds=step_seconds(hardware, workload, strategy),
+    )
+
+
+def memory_of(workload: Workload, strategy: Strategy) -> tuple[StageMemory, ...]:
+    """Return what the ranks of each stage hold."""
+    stages = strategy_stages(workload, strategy)
+    return tuple(stage_memory(workload, strategy, stage, index) for index, stage in enumerate(stages))
+
+
+def of_config(resolved: Resolved, shape: DecoderShape, sequence: int) -> tuple[Workload, Strategy]:
+    """Return what a resolved config trains, and how."""
+    summed = lookup(resolved.config, "/data_types/grad_accum_dtype")
+    width = ELEMENT_BYTES[resolved.precision]
+    workload = Workload(
+        shape=shape,
+        sequence=sequence,
+        precision=resolved.precision,
+        gradient_bytes=ELEMENT_BYTES.get(str(summed), width),
+    )
+    section = resolved.config.get("zero_optimization")
+    zero = section if isinstance(section, Mapping) else {}
+    interval = resolved.activation_checkpoint_interval
+    overlap = zero.get("overlap_comm", resolved.zero_stage == 3)
+    strategy = Strategy(
+        pipeline=resolved.pp_size,
+        tensor=resolved.tp_size,
+        data=resolved.dp_size,
+        expert=resolved.ep_size,
+        micro_batch=resolved.micro_batch,
+        accumulation=resolved.accumulation,
+        zero_stage=resolved.zero_stage,
+        recompute="full" if interval else "none",
+        offload=_offload(zero, resolved.zero_stage),
+        overlap_data=bool(overlap) and resolved.zero_stage >= 2,
+        whole_gradients=sums_whole(resolved.precision, resolved.zero_stage),
+        bucket=whole(zero.get("reduce_bucket_size")) or 5e8,
+        partition=resolved.partition,
+    )
+    return workload, strategy
+
+
+def sums_whole(precision: str, zero_stage: int) -> bool:
+    """Whether DeepSpeed's optimizer gives each rank all summed gradients: for bf16 at stage 1 it does."""
+    return precision == "bf16" and zero_stage <= 1
+
+
+def _offload(zero: Mapping[str, object], stage: int) -> Offload:
+    """Return what a section `zero_optimization` keeps in the memory of the host, or on its disks."""
+
+    def is_off(key: str) -> bool:
+        return lookup(zero, f"/{key}/device") not in (None, "none")
+
+    if stage == 3 and is_off("offload_param"):
+        return "optimizer+parameters"
+    return "optimizer" if stage >= 1 and is_off("offload_optimizer") else "none"
+
+
+def require_precision(hardware: Hardware, precision: str) -> None:
+    """Raise UserError for a precision that the device does not have."""
+    if precision not in hardware.flops:
+        known = ", ".join(hardware.flops)
+        raise UserError(f"{hardware.name} has no {precision}: use one of {known}, or add its tflops to the file")

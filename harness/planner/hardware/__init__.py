@@ -1,0 +1,128 @@
+"""The devices that the planner knows: one JSON for each in this folder, and how they are read.
+
+Every constant stands in its file with its source: a datasheet, or a benchmark of that one thing. No constant is
+adjusted to measured training runs. A user adds a device by writing such a file and naming its path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.errors import UserError
+
+FOLDER = Path(__file__).parent
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A way between devices: bytes a second that a device sends, as collectives reach it, and seconds a hop."""
+
+    bytes_per_second: float
+    hop_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity, as results are kept by device
+class Hardware:
+    """One device, its host and its links.
+
+    Attributes:
+        context_bytes: memory that the driver's context and the communicators take beside what is allocated.
+        flops: peak operations a second by precision.
+        matmul_efficiency: the share of that peak which the largest matrix products reach.
+        compute_units: processors that share out the tiles of a matrix product.
+        attention_efficiency: the share of the peak that a fused attention kernel reaches, forward.
+        kernel_seconds: what starting and ending one kernel costs on the device.
+        dispatch_seconds: what a host needs to issue one operation.
+        node_size: devices that `node` joins; `network` joins the nodes.
+        host_bytes_per_second: between a device and its host's memory.
+        host_memory_bytes: of the host, for each device.
+        host_memory_bytes_per_second: of the host's memory, for each device.
+    """
+
+    name: str
+    memory_bytes: float
+    context_bytes: float
+    memory_bytes_per_second: float
+    flops: Mapping[str, float]
+    matmul_efficiency: Mapping[str, float]
+    compute_units: int
+    attention_efficiency: float
+    kernel_seconds: float
+    dispatch_seconds: float
+    node_size: int
+    node: Link
+    network: Link
+    host_bytes_per_second: float
+    host_memory_bytes: float
+    host_memory_bytes_per_second: float
+
+    @property
+    def limit_bytes(self) -> float:
+        """What a rank may allocate."""
+        return self.memory_bytes - self.context_bytes
+
+    def reached_flops(self, precision: str) -> float:
+        """Return the operations a second that the largest matrix products reach."""
+        return self.flops[precision] * self.matmul_efficiency[precision]
+
+
+def names() -> list[str]:
+    """Return the names of the packaged devices."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def load_hardware(name: str) -> Hardware:
+    """Return a packaged device, or that of a file. UserError where there is none, or where the file is no device."""
+    packaged = FOLDER / f"{name.lower()}.json"
+    is_packaged = name.lower() in names()
+    path = packaged if is_packaged else Path(name)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = ", ".join(names())
+        raise UserError(f"--hardware {name}: unknown: use one of {known}, or the path of a file like those") from None
+    return _read(content, str(path))
+
+
+def _read(content: object, path: str) -> Hardware:
+    """Return the device that a file describes."""
+
+    def value(*keys: str) -> float:
+        found: object = content
+        for key in keys:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        found = found.get("value") if isinstance(found, Mapping) else found
+        if not isinstance(found, (int, float)) or isinstance(found, bool) or not 0 < found < float("inf"):
+            raise UserError(f"{path}: {'.'.join(keys)} is {json.dumps(found)}: write a number above 0")
+        return float(found)
+
+    def link(key: str) -> Link:
+        rate = value(key, "gb_per_second") * value(key, "efficiency") * 1e9
+        return Link(bytes_per_second=rate, hop_seconds=value(key, "hop_seconds"))
+
+    precisions = content.get("tflops") if isinstance(content, Mapping) else None
+    if not isinstance(precisions, Mapping) or not {"fp32", "bf16"} <= set(precisions):
+        raise UserError(f"{path}: no tflops of fp32 and bf16: write them as the packaged files of `--hardware` do")
+    assert isinstance(content, Mapping)
+    return Hardware(
+        name=str(content.get("name", path)),
+        memory_bytes=value("memory_gib") * GIB,
+        context_bytes=value("context_gib") * GIB,
+        memory_bytes_per_second=value("memory_gb_per_second") * value("memory_efficiency") * 1e9,
+        flops={key: value("tflops", key) * 1e12 for key in precisions},
+        matmul_efficiency={key: value("matmul_efficiency", key) for key in precisions},
+        compute_units=int(value("compute_units")),
+        attention_efficiency=value("attention_efficiency"),
+        kernel_seconds=value("kernel_seconds"),
+        dispatch_seconds=value("host", "dispatch_seconds"),
+        node_size=int(value("node", "devices")),
+        node=link("node"),
+        network=link("network"),
+        host_bytes_per_second=value("host", "gb_per_second") * 1e9,
+        host_memory_bytes=value("host", "memory_gib") * GIB,
+        host_memory_bytes_per_second=value("host", "memory_gb_per_second") * 1e9,
+    )

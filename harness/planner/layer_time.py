@@ -1,0 +1,153 @@
+"""Seconds of a decoder layer, of the embedding and of the head, for one micro-batch on one rank."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from harness.planner.compute import PRODUCT_BYTES, Seconds, product
+from harness.planner.hardware import Hardware
+from harness.planner.shape import LayerShape, context
+from harness.planner.traffic import all_reduce, all_to_all, half_ring, tensor_group
+from harness.planner.workload import Strategy, Workload
+
+# Elements that one element of a value is moved to and from memory for, forward; one kernel each, or written out in
+# single operations as a model's Python code does. Backward moves twice as much: it reads inputs and gradients.
+FUSED = {"norm": 2, "residual": 3, "gate": 3, "activation": 2, "rotation": 2, "scores": 6, "cast": 3}
+PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8, "scores": 10, "cast": 3}
+# Operations that a host issues for a layer's forward; backward issues twice as many (one gradient for each input).
+FUSED_OPERATIONS, PLAIN_OPERATIONS = 25, 50
+LOGIT_BYTES = 20.0  # written, read and widened, reduced twice, and read for the loss; the backward as many
+
+
+@lru_cache(maxsize=65536)
+def layer_seconds(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
+    """Return the seconds of a layer's own work; the host's where it is slower to issue it."""
+    tokens = strategy.micro_batch * workload.sequence // strategy.context
+    device = (
+        _projections(hardware, workload, strategy, layer, tokens)
+        + _attention(hardware, workload, strategy, layer)
+        + _elementwise(hardware, workload, strategy, layer, tokens)
+    )
+    operations = FUSED_OPERATIONS if workload.fused_elementwise else PLAIN_OPERATIONS
+    issue = operations * hardware.dispatch_seconds
+    return Seconds(max(device.forward, issue), max(device.backward, 2 * issue))
+
+
+def _share(width: int, ranks: int) -> int:
+    """Return a rank's share of a width, the largest where the shares differ."""
+    return -(-width // ranks)
+
+
+def _projections(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int) -> Seconds:
+    """Return the seconds of all matrix products outside of the core of attention."""
+    tp, precision = strategy.tensor, workload.precision
+    total = Seconds(0.0, 0.0)
+    for inner, columns in layer.attention_matrices:
+        is_cut = columns not in (layer.q_rank, layer.kv_rank + layer.rope)
+        total += product(hardware, precision, tokens, inner, _share(columns, tp) if is_cut else columns)
+    total += product(hardware, precision, tokens, _share(layer.output, tp), layer.hidden)
+    for width, rows, copies in _feed_forward(strategy, layer, tokens):
+        for _ in range(1 if workload.fused_elementwise else layer.into_ffn):
+            columns = width * (layer.into_ffn if workload.fused_elementwise else 1)
+            total += product(hardware, precision, rows, layer.hidden, columns, copies)
+        total += product(hardware, precision, rows, width, layer.hidden, copies)
+    if PRODUCT_BYTES[precision] < 2:  # inputs, weights and gradients are narrowed before each product
+        moved = FUSED["cast"] * tokens * (2 * layer.hidden + layer.output / tp + layer.dense_ffn / tp)
+        moved += FUSED["cast"] * tokens * layer.top_k * (layer.hidden + layer.expert_ffn)
+        cast = moved / hardware.memory_bytes_per_second
+        total += Seconds(cast, 2 * cast)
+    return total
+
+
+def _feed_forward(strategy: Strategy, layer: LayerShape, tokens: int) -> list[tuple[int, int, int]]:
+    """Return width, rows and copies of the feed-forward parts of one rank."""
+    parts = [(_share(layer.dense_ffn, strategy.tensor), tokens, 1)] if layer.dense_ffn else []
+    if layer.experts:
+        held = max(1, layer.experts // strategy.expert)
+        ranks = 1 if strategy.expert > 1 else strategy.tensor
+        routed = tokens * layer.top_k
+        if strategy.expert > 1:  # the tokens of tensor-parallel ranks are the same; experts see each once
+            routed = -(-routed // strategy.tensor)
+        parts.append((_share(layer.expert_ffn, ranks), max(1, routed // held), held))
+    return parts
+
+
+def _attention(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
+    """Return the seconds of scores, softmax and the weighted sum.
+
+    Fused: forward 2 x context x (query + output) operations a token, and 2.5 times that backward, where scores are
+    computed again (Dao 2023). Unfused: all scores, causal or not, written and read in memory.
+    """
+    samples, length, tp = strategy.micro_batch, workload.sequence, strategy.tensor
+    precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
+    tokens = samples * length / strategy.context
+    if workload.fused_attention:
+        work = 2.0 * tokens * context(layer, length) * (layer.query + layer.output) / tp
+        seconds = work / (hardware.flops[precision] * hardware.attention_efficiency) + hardware.kernel_seconds
+        return Seconds(seconds, 2.5 * seconds)
+    heads = _share(layer.heads, tp)
+    size = layer.query // layer.heads
+    scores = product(hardware, precision, length, size, length, samples * heads)
+    values = product(hardware, precision, length, length, size, samples * heads)
+    passes = (FUSED if workload.fused_elementwise else PLAIN)["scores"]
+    moved = passes * samples * heads * float(length) ** 2 * workload.element_bytes / hardware.memory_bytes_per_second
+    return scores + values + Seconds(moved, moved)
+
+
+def _elementwise(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int) -> Seconds:
+    """Return the seconds of norms, residuals, rotations and activations."""
+    passes = FUSED if workload.fused_elementwise else PLAIN
+    tp = strategy.tensor
+    outside = layer.hidden * (layer.norms * passes["norm"] + 2 * passes["residual"])
+    inside = (layer.query + layer.key) * passes["rotation"]
+    widths = layer.dense_ffn / tp + layer.top_k * layer.expert_ffn / (tp if strategy.expert <= 1 else 1)
+    active = widths * passes["gate" if layer.gated else "activation"]
+    routed = 4.0 * layer.top_k * layer.hidden  # tokens are put in the order of experts and back
+    moved = outside / (tp if strategy.sequence_parallel else 1) + inside / tp + active + routed
+    forward = tokens * moved * workload.element_bytes / hardware.memory_bytes_per_second
+    kernels = (8 if workload.fused_elementwise else 30) * hardware.kernel_seconds
+    return Seconds(forward + kernels, 2 * forward + kernels)
+
+
+@lru_cache(maxsize=65536)
+def head_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> Seconds:
+    """Return the seconds of logits and loss."""
+    tokens = strategy.micro_batch * workload.sequence // strategy.context
+    columns = _share(workload.shape.vocab, strategy.tensor)
+    precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
+    moved = LOGIT_BYTES * tokens * columns / hardware.memory_bytes_per_second
+    return product(hardware, precision, tokens, workload.shape.hidden, columns) + Seconds(moved, moved)
+
+
+@lru_cache(maxsize=65536)
+def embedding_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> Seconds:
+    """Return the seconds of the look-up, and of adding up the dense gradient of the table."""
+    tokens = strategy.micro_batch * workload.sequence // strategy.context
+    moved = 3.0 * tokens * workload.shape.hidden * workload.element_bytes
+    table = 2.0 * workload.shape.vocab * workload.shape.hidden * workload.element_bytes / strategy.tensor
+    rate = hardware.memory_bytes_per_second
+    return Seconds(moved / rate, (2 * moved + table) / rate)
+
+
+@lru_cache(maxsize=65536)
+def layer_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
+    """Return the seconds of a layer's tensor-, context- and expert-parallel traffic that nothing hides.
+
+    Tensor parallel: an all-reduce of the hidden state behind attention and one behind the feed-forward part, as many
+    backward (Shoeybi et al. 2019, section 3); with sequence parallelism an all-gather and a reduce-scatter each, and
+    one more all-gather backward (Korthikanti et al. 2022, section 4.2.2). Context parallel: keys and values go round,
+    hidden but for the first hop. Experts: two all-to-alls each way.
+    """
+    tokens = strategy.micro_batch * workload.sequence // strategy.context
+    state = float(tokens * layer.hidden * workload.element_bytes)
+    group = tensor_group(hardware, strategy)
+    forward = 2 * all_reduce(group, state)
+    backward = forward + (2 * half_ring(group, state) if strategy.sequence_parallel else 0.0)
+    shown = 1 - strategy.overlap_tensor
+    total = Seconds(shown * forward, shown * backward)
+    if layer.experts and strategy.expert > 1:
+        routed = state * layer.top_k / strategy.tensor
+        stride = 1 if strategy.expert <= strategy.tensor else strategy.tensor * strategy.context
+        moved = 2 * all_to_all(hardware, strategy.expert, stride, routed)
+        total += Seconds(moved, moved)
+    return total

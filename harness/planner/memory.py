@@ -1,0 +1,184 @@
+"""Bytes that a rank of a stage holds at the peak of a step.
+
+Parameters, gradients and optimizer states are what DeepSpeed's optimizers allocate (bf16_optimizer.py, zero/
+stage_1_and_2.py, zero/stage3.py), shared out as in Rajbhandari et al. 2020. Activations are counted by what autograd
+keeps for the backward, after Korthikanti et al. 2022, section 4, and kept for as many micro-batches as are in flight
+under 1F1B (Narayanan et al. 2021, section 2.2.1): stages - stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from math import ceil
+
+from harness.planner.shape import LayerShape
+from harness.planner.stages import Stage
+from harness.planner.workload import Strategy, Workload
+
+ALLOCATOR_SHARE = 0.04  # of activations: blocks are rounded up, and gaps between them stay unused
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes of one rank of a stage, by what they are for; `host` of its host's memory, where states are offloaded."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """On the device."""
+        return float(sum(value for key, value in asdict(self).items() if key != "host"))
+
+
+def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: int) -> StageMemory:
+    """Return what a rank of stage `index` holds."""
+    held = local_parameters(workload, strategy, stage)
+    parameters, gradients, optimizer, host = _states(workload, strategy, held)
+    width = workload.element_bytes
+    largest = max((layer_parameters(strategy, layer) for layer, _ in stage.layers), default=0.0)
+    buffers = 0.0
+    if strategy.zero_stage >= 2 and strategy.data > 1:
+        buffers += 2 * min(strategy.bucket, held) * width  # one fills while the other is reduced
+        if strategy.zero_stage == 3:
+            buffers += 2 * largest * width  # the layer that computes and the next one, gathered
+        else:
+            buffers += largest * width  # gradients of a layer before they are reduced
+    state = _state_bytes(workload, strategy)
+    if strategy.pipeline > 1:
+        buffers += 2 * min(strategy.pipeline, strategy.accumulation, 2) * state  # what is sent and received
+    activations = stage_activations(workload, strategy, stage, index)
+    logits = _logits(workload, strategy) if stage.is_last else 0.0
+    buffers += ALLOCATOR_SHARE * (activations + logits)
+    return StageMemory(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        logits=logits,
+        buffers=buffers,
+        host=host,
+    )
+
+
+def local_parameters(workload: Workload, strategy: Strategy, stage: Stage) -> float:
+    """Return the parameters of a rank of a stage before ZeRO shares them out.
+
+    A table that is not the head is whole on every tensor-parallel rank; the head, and a tied table, are split.
+    """
+    shape, tp = workload.shape, strategy.tensor
+    total = sum(count * layer_parameters(strategy, layer) for layer, count in stage.layers)
+    table = shape.vocab * shape.hidden / (tp if shape.tied or strategy.sequence_parallel else 1)
+    if stage.is_first:
+        total += table + shape.position_rows * shape.hidden
+    if stage.is_last:
+        total += shape.outer_vectors
+        total += 0 if shape.tied and stage.is_first else shape.vocab * shape.hidden / tp
+    return total
+
+
+def layer_parameters(strategy: Strategy, layer: LayerShape) -> float:
+    """Return a rank's parameters of one decoder layer: matrices split, norms and most biases whole."""
+    share = max(strategy.expert, strategy.tensor)  # experts: whole ones over expert ranks, or parts of each
+    router = layer.hidden * layer.experts
+    dense = layer.matrix_parameters - layer.expert_parameters - router
+    return dense / strategy.tensor + layer.expert_parameters / share + router + layer.vectors
+
+
+def _states(workload: Workload, strategy: Strategy, held: float) -> tuple[float, float, float, float]:
+    """Return bytes of parameters, gradients and optimizer states on the device, and of what lies in the host's memory.
+
+    fp32 without ZeRO: AdamW's two moments beside parameters and gradients. ZeRO holds a master copy in fp32 besides,
+    whatever the precision. bf16 at stage 1 keeps its gradients in bf16 and sums them in fp32, both whole; fp16 only in
+    fp16; from stage 2 on a rank keeps the sums of its part alone.
+    """
+    width, dp, stage = workload.element_bytes, strategy.data * strategy.context, strategy.zero_stage
+    parameters = held * width / (dp if stage == 3 else 1)
+    if stage == 0:
+        gradients, optimizer = held * width, held * 8
+        if width == 2:
+            optimizer += held * 4
+    elif stage == 1:
+        summed = workload.gradient_bytes if workload.precision != "fp16" else 0
+        gradients, optimizer = held * (width + (summed if width == 2 else 0)), held * 12 / dp
+    else:
+        gradients, optimizer = held * max(workload.gradient_bytes, width) / dp, held * 12 / dp
+    host = 0.0
+    if strategy.offload != "none":
+        host, optimizer = optimizer + gradients, 0.0
+        gradients = gradients if stage < 2 else 0.0
+    if strategy.offload == "optimizer+parameters":
+        host, parameters = host + parameters, 0.0
+    return parameters, gradients, optimizer, host
+
+
+def _state_bytes(workload: Workload, strategy: Strategy) -> float:
+    """Return the bytes of a micro-batch's hidden state between two layers."""
+    tokens = strategy.micro_batch * workload.sequence / strategy.context
+    return tokens * workload.shape.hidden * workload.element_bytes
+
+
+def stage_activations(workload: Workload, strategy: Strategy, stage: Stage, index: int) -> float:
+    """Return the bytes that a stage keeps for the backward at most.
+
+    Recomputed layers keep their input, for every micro-batch in flight, and all of one layer while it is computed
+    again.
+    """
+    virtual = strategy.virtual_stages
+    flight: float = min(strategy.pipeline - index, strategy.accumulation)
+    if virtual > 1:  # Narayanan et al. 2021: interleaving keeps (p - 1) / (p v) more
+        flight *= 1 + (strategy.pipeline - 1) / (strategy.pipeline * virtual)
+    if strategy.schedule == "zero-bubble-2p":
+        flight *= 2
+    parallel = strategy.tensor if strategy.sequence_parallel else 1
+    each = {layer: layer_activations(workload, strategy, layer) for layer, _ in stage.layers}
+    if strategy.recompute == "full":
+        kept = stage.depth * _state_bytes(workload, strategy) / parallel
+        return flight * kept + max(each.values(), default=0.0)
+    return flight * sum(count * each[layer] for layer, count in stage.layers)
+
+
+@lru_cache(maxsize=65536)
+def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
+    """Return the bytes that autograd keeps of one layer for one micro-batch."""
+    tp, width = strategy.tensor, workload.element_bytes
+    tokens = strategy.micro_batch * workload.sequence / strategy.context
+    shared = tp if strategy.sequence_parallel else 1
+    outside = layer.hidden * layer.norms * _norm_bytes(workload) / shared
+    repeated = layer.heads // max(layer.kv_heads, 1)
+    keys = (layer.key + layer.value) * (1 if workload.fused_elementwise or repeated == 1 else repeated)
+    attention = (layer.query + keys + 2 * layer.output) * width / tp
+    if not workload.fused_attention and strategy.recompute != "selective":
+        attention += (2 * width + 1) * layer.heads * workload.sequence / tp
+    active = (layer.into_ffn + 2 if layer.gated else 2) * width  # into the activation, out of it, and their product
+    inside = layer.dense_ffn * active / tp
+    if layer.experts:
+        share = 1 if strategy.expert > 1 else tp
+        inside += layer.top_k * (layer.expert_ffn * active / share + 2 * layer.hidden * width)
+        inside += layer.experts * 8
+    return tokens * (outside + attention + inside)
+
+
+def _norm_bytes(workload: Workload) -> float:
+    """Return what a norm keeps of each element: its input and its output, which the next product reads.
+
+    Written out in single operations, as models of transformers do: the input in fp32 and the normalised value too.
+    """
+    width = workload.element_bytes
+    return 2 * width if workload.fused_elementwise else 4 + 2 * width
+
+
+def _logits(workload: Workload, strategy: Strategy) -> float:
+    """Return the bytes of logits and loss: the logits, their copy in fp32, and the gradients of both."""
+    tokens = strategy.micro_batch * workload.sequence / strategy.context
+    columns = ceil(workload.shape.vocab / strategy.tensor)
+    width = workload.element_bytes
+    copies = 2 * width + 8 if width == 2 else 3 * width
+    return float(tokens * columns * copies)

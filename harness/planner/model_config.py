@@ -1,0 +1,178 @@
+"""Reads the shape of a decoder from its config.json alone.
+
+Nothing is built and no model family is named: the usual names of each size are tried in turn. What a config.json leaves
+to its family stands in `families.json`: how the family's layers are made, as counted on models that transformers built,
+and the defaults of its sizes (`scripts/write_families.py` writes the file).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from harness.config.model.shape import read_model_config
+from harness.config.values.json_object import JsonObject
+from harness.errors import UserError
+from harness.planner.shape import DecoderShape, LayerShape
+
+SIZE_NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+    "head_dim": ("head_dim", "attention_head_dim"),
+    "ffn": ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "n_inner"),
+    "vocab": ("vocab_size",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "top_k": ("num_experts_per_tok", "moe_top_k", "moe_topk", "num_experts_per_token", "moe_k"),
+    "expert_ffn": ("moe_intermediate_size",),
+    "shared_ffn": ("shared_expert_intermediate_size",),
+    "shared_experts": ("n_shared_experts", "num_shared_experts"),
+    "dense_layers": ("first_k_dense_replace", "num_dense_layers"),
+    "positions": ("max_position_embeddings", "n_positions"),
+    "q_rank": ("q_lora_rank",),
+    "kv_rank": ("kv_lora_rank",),
+    "rope_dim": ("qk_rope_head_dim",),
+    "nope_dim": ("qk_nope_head_dim",),
+    "value_dim": ("v_head_dim",),
+    "window": ("sliding_window",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """How the layers of a family are made, beyond their sizes.
+
+    Attributes:
+        gated: two matrices lead into the feed-forward part.
+        query_bias, output_bias, ffn_bias: biases of the projections into attention, out of it, and of the feed-forward
+            part.
+        norms: norms over the hidden state in a layer; `norm_bias`: each has a bias too.
+        head_norms: norms over one head's entries; `wide_norms`: over all heads of queries and of keys.
+        positions: rows that the learned table of positions has beyond the longest sequence; None without a table.
+        outer_norms: norms over the hidden state around the layers.
+        head_bias: whether the head has a bias.
+        tied: whether the head is the embedding table, where the config does not say.
+    """
+
+    gated: bool = True
+    query_bias: bool = False
+    output_bias: bool = False
+    ffn_bias: bool = False
+    norms: int = 2
+    norm_bias: bool = False
+    head_norms: int = 0
+    wide_norms: bool = False
+    positions: int | None = None
+    outer_norms: int = 1
+    head_bias: bool = False
+    tied: bool = True
+
+    @classmethod
+    def of(cls, config: Mapping[str, object]) -> Traits:
+        """Return the traits of a family, with what a config.json says otherwise."""
+        traits = cls(**_family(config).get("traits", {}))
+        stated = {key: value for key, value in config.items() if isinstance(value, bool)}
+        changes: dict[str, bool] = {}
+        if (bias := stated.get("attention_bias")) is not None and "output_follows_bias" in _family(config):
+            changes = {"query_bias": bias, "output_bias": bias and _family(config)["output_follows_bias"]}
+        if "mlp_bias" in stated:
+            changes["ffn_bias"] = stated["mlp_bias"]
+        return replace(traits, **changes, tied=stated.get("tie_word_embeddings", traits.tied))
+
+
+@cache
+def families() -> dict[str, JsonObject]:
+    content: dict[str, JsonObject] = json.loads((Path(__file__).parent / "families.json").read_text(encoding="utf-8"))
+    return content
+
+
+def _family(config: Mapping[str, object]) -> JsonObject:
+    return families().get(str(config.get("model_type")), {})
+
+
+def read_decoder(source: str) -> DecoderShape:
+    """Return the shape of a preset, a directory with config.json, or a model type. UserError where it has none."""
+    config = read_model_config(source)
+    text = config.get("text_config")
+    inner = text if isinstance(text, dict) else {}
+    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    return decoder_of({**config, **inner, **tied}, source)
+
+
+def decoder_of(config: Mapping[str, object], source: str) -> DecoderShape:
+    """Return the shape of a config.json; `source` is what the user calls it."""
+    stated = {**_family(config).get("sizes", {}), **{key: value for key, value in config.items() if value is not None}}
+    sizes = {name: _first(stated, keys) for name, keys in SIZE_NAMES.items()}
+    for name in ("layers", "hidden", "heads", "vocab"):
+        if sizes[name] < 1:
+            raise UserError(
+                f"--model {source}: its config.json gives no {SIZE_NAMES[name][0]} above 0: nothing to plan"
+            )
+    traits = Traits.of(config)
+    dense = min(sizes["dense_layers"], sizes["layers"]) if sizes["experts"] else sizes["layers"]
+    kinds = {is_dense: _layer(sizes, traits, is_dense=is_dense) for is_dense in (True, False)}
+    rows = sizes["positions"] + traits.positions if traits.positions is not None else 0
+    outer = traits.outer_norms * sizes["hidden"] * (2 if traits.norm_bias else 1)
+    return DecoderShape(
+        layers=tuple(kinds[index < dense] for index in range(sizes["layers"])),
+        vocab=sizes["vocab"],
+        position_rows=rows,
+        tied=traits.tied,
+        outer_vectors=outer + (sizes["vocab"] if traits.head_bias else 0),
+    )
+
+
+def _layer(sizes: Mapping[str, int], traits: Traits, *, is_dense: bool) -> LayerShape:
+    """Return a layer with the dense feed-forward part, or with the experts."""
+    hidden, heads = sizes["hidden"], sizes["heads"]
+    kv_heads = sizes["kv_heads"] or heads
+    head_dim = sizes["head_dim"] or hidden // heads
+    query, key, value = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
+    if sizes["kv_rank"]:
+        query = key = heads * (sizes["nope_dim"] + sizes["rope_dim"])
+        value = heads * sizes["value_dim"]
+    ffn = sizes["ffn"] or 4 * hidden
+    expert_ffn = sizes["expert_ffn"] or ffn
+    shape = LayerShape(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads if sizes["kv_rank"] else kv_heads,
+        query=query,
+        key=key,
+        value=value,
+        output=value if sizes["kv_rank"] else query,
+        q_rank=sizes["q_rank"] if sizes["kv_rank"] else 0,
+        kv_rank=sizes["kv_rank"],
+        rope=sizes["rope_dim"] if sizes["kv_rank"] else 0,
+        ffn=ffn if is_dense else 0,
+        gated=traits.gated,
+        experts=0 if is_dense else sizes["experts"],
+        top_k=0 if is_dense else max(1, min(sizes["top_k"], sizes["experts"])),
+        expert_ffn=0 if is_dense else expert_ffn,
+        shared_ffn=0 if is_dense else sizes["shared_ffn"] or sizes["shared_experts"] * expert_ffn,
+        window=sizes["window"],
+        norms=traits.norms,
+    )
+    return replace(shape, vectors=_vectors(shape, traits, head_dim))
+
+
+def _vectors(shape: LayerShape, traits: Traits, head_dim: int) -> int:
+    """Return the elements of a layer's norms and biases."""
+    norms = traits.norms * shape.hidden * (2 if traits.norm_bias else 1) + traits.head_norms * head_dim
+    norms += shape.q_rank + shape.kv_rank + (shape.query + shape.key if traits.wide_norms else 0)
+    biases = (shape.query + shape.key + shape.value if traits.query_bias else 0) + (
+        shape.hidden if traits.output_bias else 0
+    )
+    if traits.ffn_bias and shape.ffn:
+        biases += shape.into_ffn * shape.ffn + shape.hidden
+    return norms + biases
+
+
+def _first(config: Mapping[str, object], names: tuple[str, ...]) -> int:
+    """Return the first of the named whole numbers; 0 where there is none."""
+    found = (config.get(name) for name in names)
+    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), 0)

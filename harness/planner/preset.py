@@ -1,0 +1,65 @@
+"""The DeepSpeed JSON of a layout: a preset that passes `ds-harness check` and trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from harness.config.check import check, refusals
+from harness.config.diagnostic import ConfigError
+from harness.config.text.document import from_text
+from harness.config.values.json_object import JsonObject
+from harness.errors import UserError
+from harness.planner.workload import Strategy
+
+
+def preset(strategy: Strategy, precision: str) -> JsonObject:
+    """Return the config of a layout; what it leaves to the arguments of a run is "auto"."""
+    zero: JsonObject = {"stage": strategy.zero_stage, "contiguous_gradients": True, "reduce_bucket_size": "auto"}
+    if strategy.zero_stage >= 2:
+        zero["overlap_comm"] = True
+    if strategy.zero_stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    host = {"device": "cpu", "pin_memory": True}
+    if strategy.offload != "none":
+        zero["offload_optimizer"] = host
+    if strategy.offload == "optimizer+parameters":
+        zero["offload_param"] = host
+    config: JsonObject = {
+        "train_batch_size": strategy.global_batch,
+        "train_micro_batch_size_per_gpu": strategy.micro_batch,
+        "gradient_accumulation_steps": strategy.accumulation,
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": precision == "bf16"},
+        "fp16": {"enabled": precision == "fp16"},
+        "zero_optimization": zero,
+        "pipeline": {"activation_checkpoint_interval": int(strategy.recompute == "full")},
+    }
+    if strategy.offload != "none":
+        config["zero_force_ds_cpu_optimizer"] = False
+    if strategy.pipeline > 1:
+        config["pipeline"] = {
+            "stages": strategy.pipeline,
+            "partition": strategy.partition,
+            **config["pipeline"],
+            "use_reentrant": False,
+        }
+    if strategy.tensor > 1:
+        config["tensor_parallel"] = {"autotp_size": strategy.tensor}
+    return config
+
+
+def write_preset(path: Path, strategy: Strategy, precision: str, model: str) -> None:
+    """Write the preset of a layout. UserError where a check refuses it, or where it cannot be written."""
+    text = json.dumps(preset(strategy, precision), indent=2) + "\n"
+    found = check(from_text(text, str(path)), world_size=strategy.world_size, model=model)
+    if refused := refusals(found):
+        raise ConfigError(refused[:1])
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--write {path}: cannot be written: {(error.strerror or '').lower()}") from None

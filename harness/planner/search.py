@@ -1,0 +1,146 @@
+"""Every layout of a number of ranks, ranked by predicted speed, and why the others fall out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from harness.config.model.shares import Heads
+from harness.errors import UserError
+from harness.planner.estimate import Estimate, memory_of, require_precision, sums_whole
+from harness.planner.hardware import GIB, Hardware
+from harness.planner.step import step_seconds
+from harness.planner.workload import Offload, Recompute, Strategy, Workload
+from harness.topology.layout import divisors
+from harness.wording import counted
+
+LARGEST_MICRO_BATCH = 64
+NO_MEMORY = "needs more memory than a device has"
+NO_HOST_MEMORY = "needs more memory than the host has for each device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is to be laid out: `global_batch` samples a step on `world_size` ranks.
+
+    Attributes:
+        no_tensor: why the model cannot be cut for tensor parallelism; None if it can, or if that is not known.
+    """
+
+    hardware: Hardware
+    workload: Workload
+    world_size: int
+    global_batch: int
+    no_tensor: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The layouts that fit, best first; those that only lack memory; and how many fall out for which reason."""
+
+    fitting: list[Estimate]
+    too_large: list[Estimate]
+    reasons: Counter[str]
+
+    @property
+    def tried(self) -> int:
+        """All layouts that were looked at."""
+        return len(self.fitting) + sum(self.reasons.values())
+
+
+def search(task: Task) -> Found:
+    """Return all layouts of a task. UserError where the device lacks the precision."""
+    require_precision(task.hardware, task.workload.precision)
+    fitting, too_large, reasons = [], [], Counter[str]()
+    for candidate in candidates(task):
+        if isinstance(candidate, str):
+            reasons[candidate] += 1
+            continue
+        one = _scored(task, candidate)
+        if one.fits:
+            fitting.append(one)
+            continue
+        too_large.append(one)
+        reasons[NO_MEMORY if one.peak_bytes > task.hardware.limit_bytes else NO_HOST_MEMORY] += 1
+    fitting.sort(key=lambda one: (-one.tokens_per_second, one.peak_bytes))
+    return Found(fitting=fitting, too_large=too_large, reasons=reasons)
+
+
+def _scored(task: Task, strategy: Strategy) -> Estimate:
+    return Estimate(
+        hardware=task.hardware,
+        workload=task.workload,
+        strategy=strategy,
+        stages=memory_of(task.workload, strategy),
+        seconds=step_seconds(task.hardware, task.workload, strategy),
+    )
+
+
+def candidates(task: Task) -> Iterator[Strategy | str]:
+    """Yield every layout that can run, and a reason for each combination of axes that cannot."""
+    layer = task.workload.shape.layers[0]
+    heads = Heads(query=layer.heads, key_value=layer.kv_heads)
+    for pipeline in divisors(task.world_size):
+        for tensor in divisors(task.world_size // pipeline):
+            data = task.world_size // pipeline // tensor
+            if pipeline > len(task.workload.shape.layers):
+                yield "more pipeline stages than decoder layers"
+            elif tensor > 1 and task.no_tensor is not None:
+                yield task.no_tensor
+            elif not heads.fit(tensor):
+                yield f"tensor-parallel ranks do not fit {counted(layer.heads, 'attention head')}"
+            elif task.global_batch % data:
+                yield f"a global batch of {task.global_batch} is no multiple of the data-parallel ranks"
+            else:
+                base = Strategy(pipeline=pipeline, tensor=tensor, data=data)
+                yield from _variants(task, base)
+
+
+def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
+    """Yield the ways to run a layout: ZeRO stage, offload, checkpointing and micro-batch."""
+    samples = task.global_batch // base.data
+    recompute: tuple[Recompute, ...] = ("none", "full")
+    for stage, offload in _zero(task, base):
+        for again in recompute:
+            for micro in divisors(samples) if samples <= LARGEST_MICRO_BATCH else _small_divisors(samples):
+                yield replace(
+                    base,
+                    micro_batch=micro,
+                    accumulation=samples // micro,
+                    zero_stage=stage,
+                    offload=offload,
+                    recompute=again,
+                    overlap_data=stage >= 2,
+                    whole_gradients=sums_whole(task.workload.precision, stage),
+                    bucket=float(task.workload.shape.hidden**2),
+                )
+
+
+def _small_divisors(samples: int) -> list[int]:
+    return [size for size in range(1, LARGEST_MICRO_BATCH + 1) if samples % size == 0]
+
+
+def _zero(task: Task, base: Strategy) -> list[tuple[int, Offload]]:
+    """Return ZeRO stages with what each may offload: 16 bits begin at stage 1, and pipelines end there."""
+    least = 0 if task.workload.precision == "fp32" else 1
+    plain: list[tuple[int, Offload]] = [(least, "none")]
+    if base.data > 1 and least == 0:
+        plain.append((1, "none"))
+    if base.pipeline > 1 or base.data == 1:
+        return plain
+    return [*plain, (2, "none"), (3, "none"), (2, "optimizer"), (3, "optimizer"), (3, "optimizer+parameters")]
+
+
+def require_fit(task: Task, found: Found) -> None:
+    """Raise UserError where no layout fits."""
+    if found.fitting:
+        return
+    least = min(found.too_large, key=lambda one: one.peak_bytes, default=None)
+    if least is None:
+        reason, _ = found.reasons.most_common(1)[0]
+        raise UserError(f"no layout of {counted(task.world_size, 'rank')} can run: {reason}")
+    raise UserError(
+        f"no layout of {counted(task.world_size, 'rank')} fits: the smallest needs {least.peak_bytes / GIB:,.1f} GiB "
+        f"on each device, which has {task.hardware.limit_bytes / GIB:,.1f}: use more ranks, or devices with more memory"
+    )

@@ -1,0 +1,146 @@
+"""The sizes of a decoder that decide its memory and its speed, as plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """One decoder layer.
+
+    Attributes:
+        hidden: width of the hidden state.
+        query, key, value: widths of the projections, heads x size of a head.
+        low_rank: widths of compressed queries and keys/values, 0 without; `rope` of the shared rotary key.
+        ffn: width of the dense feed-forward part, 0 without; `gated`: two matrices lead into it instead of one.
+        experts, top_k, expert_ffn, shared_ffn: of a mixture of experts; 0 without.
+        window: tokens that a token attends to at most; 0 is all before it.
+        vectors: elements of norms and biases.
+        norms: norms over the hidden state.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    query: int
+    key: int
+    value: int
+    output: int
+    q_rank: int = 0
+    kv_rank: int = 0
+    rope: int = 0
+    ffn: int = 0
+    gated: bool = True
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    window: int = 0
+    vectors: int = 0
+    norms: int = 2
+
+    @property
+    def attention_matrices(self) -> tuple[tuple[int, int], ...]:
+        """Inputs and outputs of the projections that lead into attention; the one out of it is `output` x hidden."""
+        if not self.kv_rank:
+            return ((self.hidden, self.query + self.key + self.value),)
+        queries = (
+            ((self.hidden, self.q_rank), (self.q_rank, self.query)) if self.q_rank else ((self.hidden, self.query),)
+        )
+        up = self.key - self.rope * self.heads + self.value
+        return (*queries, (self.hidden, self.kv_rank + self.rope), (self.kv_rank, up))
+
+    @property
+    def into_ffn(self) -> int:
+        """Matrices that lead into the feed-forward part."""
+        return 2 if self.gated else 1
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of the projections."""
+        return sum(rows * columns for rows, columns in self.attention_matrices) + self.output * self.hidden
+
+    @property
+    def dense_ffn(self) -> int:
+        """Width that every token passes: the dense part and shared experts."""
+        return self.ffn + self.shared_ffn
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all routed experts."""
+        return self.experts * (self.into_ffn + 1) * self.hidden * self.expert_ffn
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Of everything that multiplies matrices, all experts included."""
+        dense = (self.into_ffn + 1) * self.hidden * self.dense_ffn
+        return self.attention_parameters + dense + self.expert_parameters + self.hidden * self.experts
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole layer."""
+        return self.matrix_parameters + self.vectors
+
+    @property
+    def active_parameters(self) -> int:
+        """Of the matrices that one token meets."""
+        unused = self.expert_parameters * (self.experts - self.top_k) // self.experts if self.experts else 0
+        return self.matrix_parameters - unused
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity, as results are kept by shape
+class DecoderShape:
+    """A decoder: its layers, and what stands before and behind them.
+
+    Attributes:
+        position_rows: rows of a learned table of positions, 0 without.
+        tied: whether the head is the embedding table.
+        outer_vectors: elements of the norms and biases around the layers.
+    """
+
+    layers: tuple[LayerShape, ...]
+    vocab: int
+    position_rows: int = 0
+    tied: bool = False
+    outer_vectors: int = 0
+
+    @property
+    def hidden(self) -> int:
+        """Width of the hidden state."""
+        return self.layers[0].hidden
+
+    @property
+    def prologue_parameters(self) -> int:
+        """Of the embedding tables."""
+        return (self.vocab + self.position_rows) * self.hidden
+
+    @property
+    def epilogue_parameters(self) -> int:
+        """Of the last norm and the head, a tied one's too."""
+        return self.vocab * self.hidden + self.outer_vectors
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model, a tied table counted once."""
+        tied = self.vocab * self.hidden if self.tied else 0
+        return (
+            self.prologue_parameters + sum(layer.parameters for layer in self.layers) + self.epilogue_parameters - tied
+        )
+
+    def flops_per_token(self, sequence: int) -> float:
+        """Return the operations of forward and backward for one token, recomputation left out.
+
+        6 a parameter that multiplies (Kaplan et al. 2020, section 2.1), and 6 x context x (query + output) for
+        attention, where each token attends to half of the sequence on average (causal).
+        """
+        matrices = sum(layer.active_parameters for layer in self.layers) + self.vocab * self.hidden
+        attention = sum(context(layer, sequence) * (layer.query + layer.output) for layer in self.layers)
+        return 6.0 * (matrices + attention)
+
+
+def context(layer: LayerShape, sequence: int) -> float:
+    """Return how many tokens a token attends to on average: half of those before it, or the window."""
+    if not 0 < layer.window < sequence:
+        return sequence / 2
+    return layer.window - layer.window**2 / (2 * sequence)

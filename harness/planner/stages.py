@@ -1,0 +1,71 @@
+"""Which layers a stage holds: cut as a run cuts them, from the same costs by the same method."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from harness.parallel.pipeline.costs import LayerCost
+from harness.parallel.pipeline.partition import stage_boundaries
+from harness.planner.shape import DecoderShape, LayerShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The layers of one stage: kinds with their counts, and whether the first and the last pipeline layer are here."""
+
+    layers: tuple[tuple[LayerShape, int], ...]
+    is_first: bool
+    is_last: bool
+
+    @property
+    def depth(self) -> int:
+        """Decoder layers."""
+        return sum(count for _, count in self.layers)
+
+
+@lru_cache(maxsize=1024)
+def stages_of(shape: DecoderShape, count: int, method: str, sequence: int, checkpointed: bool) -> tuple[Stage, ...]:
+    """Return the stages that `pipeline.partition` makes of a decoder. UserError where there are too few layers.
+
+    `measured` is planned as `balanced`: what a run will measure is what these costs predict.
+    """
+    boundaries = [0, len(shape.layers) + 2]
+    if count > 1:
+        boundaries = stage_boundaries(
+            method,
+            count,
+            costs=[cost.flops_per_token() for cost in _costs(shape, sequence, checkpointed)],
+            parameters=[shape.prologue_parameters, *(x.parameters for x in shape.layers), shape.epilogue_parameters],
+            names=["Prologue", *("DecoderLayer" for _ in shape.layers), "Epilogue"],
+        )
+    return tuple(_stage(shape, start, stop) for start, stop in pairwise(boundaries))
+
+
+def _stage(shape: DecoderShape, start: int, stop: int) -> Stage:
+    """Return the stage of pipeline layers start to stop - 1, of which the first is the prologue."""
+    inside = Counter(shape.layers[max(0, start - 1) : min(stop - 1, len(shape.layers))])
+    return Stage(layers=tuple(inside.items()), is_first=start == 0, is_last=stop == len(shape.layers) + 2)
+
+
+def _costs(shape: DecoderShape, sequence: int, checkpointed: bool) -> list[LayerCost]:
+    """Return what the pipeline layers cost, counted as a run counts them."""
+    tables = 2 if shape.position_rows else 1
+    return [
+        LayerCost(lookup_width=tables * shape.hidden),
+        *(
+            LayerCost(
+                matmul_parameters=layer.matrix_parameters,
+                vector_parameters=layer.vectors,
+                attention_width=layer.output,
+                sequence_length=sequence,
+                checkpointed=checkpointed,
+            )
+            for layer in shape.layers
+        ),
+        LayerCost(
+            matmul_parameters=shape.vocab * shape.hidden, vector_parameters=shape.outer_vectors, logits=shape.vocab
+        ),
+    ]

@@ -1,0 +1,152 @@
+"""Seconds of one optimizer step, by what they are spent on.
+
+One micro-batch runs through all stages, and every further one adds the time of the slowest stage (1F1B with a flush,
+Narayanan et al. 2021, section 2.2): with p equal stages and m micro-batches the bubble is (p - 1) / (m + p - 1) of the
+step. Traffic that overlaps with computation counts only where it is longer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from harness.planner.compute import Seconds
+from harness.planner.hardware import Hardware
+from harness.planner.layer_time import embedding_seconds, head_seconds, layer_seconds, layer_traffic
+from harness.planner.memory import local_parameters
+from harness.planner.stages import Stage, stages_of
+from harness.planner.traffic import Group, all_reduce, data_group, half_ring, message
+from harness.planner.workload import Strategy, Workload
+
+ADAM_BYTES = 28.0  # a parameter's master copy, two moments and gradient, read; the first three written
+LEFT_BUBBLE = {"1f1b": 1.0, "zero-bubble": 1 / 3, "zero-bubble-2p": 0.0}  # Qi et al. 2023, table 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSeconds:
+    """Where the time of a step goes; the parts add up to `total`."""
+
+    compute: float
+    bubble: float
+    tensor: float
+    pipeline: float
+    data: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Of the step."""
+        return float(sum(asdict(self).values()))
+
+
+def strategy_stages(workload: Workload, strategy: Strategy) -> tuple[Stage, ...]:
+    """Return the stages of a strategy."""
+    checkpointed = strategy.recompute == "full"
+    return stages_of(workload.shape, strategy.pipeline, strategy.partition, workload.sequence, checkpointed)
+
+
+def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> StepSeconds:
+    """Return the seconds of a step."""
+    stages = strategy_stages(workload, strategy)
+    own = [_stage_compute(hardware, workload, strategy, stage) for stage in stages]
+    traffic = [_stage_traffic(hardware, workload, strategy, stage) for stage in stages]
+    both = [a + b for a, b in zip(own, traffic, strict=True)]
+    slowest = max(range(len(stages)), key=both.__getitem__)
+    times = strategy.accumulation
+    compute, tensor = times * own[slowest], times * traffic[slowest]
+    bubble = (sum(both) - both[slowest]) * LEFT_BUBBLE[strategy.schedule] / strategy.virtual_stages
+    heaviest = max(local_parameters(workload, strategy, stage) for stage in stages)
+    return StepSeconds(
+        compute=compute,
+        bubble=bubble,
+        tensor=tensor,
+        pipeline=_pipeline(hardware, workload, strategy),
+        data=_data(hardware, workload, strategy, heaviest, compute),
+        optimizer=_optimizer(hardware, workload, strategy, heaviest),
+    )
+
+
+def _stage_compute(hardware: Hardware, workload: Workload, strategy: Strategy, stage: Stage) -> float:
+    """Return the seconds of a stage's own work on one micro-batch, forward, backward and recomputation."""
+    total, forward_again = Seconds(0.0, 0.0), 0.0
+    for layer, count in stage.layers:
+        seconds = layer_seconds(hardware, workload, strategy, layer)
+        total += Seconds(count * seconds.forward, count * seconds.backward)
+        if strategy.recompute == "full":
+            forward_again += count * seconds.forward
+    if stage.is_first:
+        total += embedding_seconds(hardware, workload, strategy)
+    if stage.is_last:
+        total += head_seconds(hardware, workload, strategy)
+    return total.forward + total.backward + forward_again
+
+
+def _stage_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, stage: Stage) -> float:
+    """Return the seconds of a stage's traffic within layers on one micro-batch."""
+    total = 0.0
+    for layer, count in stage.layers:
+        seconds = layer_traffic(hardware, workload, strategy, layer)
+        again = seconds.forward if strategy.recompute == "full" else 0.0
+        total += count * (seconds.forward + seconds.backward + again)
+    return total
+
+
+def _pipeline(hardware: Hardware, workload: Workload, strategy: Strategy) -> float:
+    """Return the seconds in which stages send and receive: the cut's traffic, 2 x the hidden state of a micro-batch.
+
+    Each micro-batch is sent on once forward and once backward; interleaving sends it once for each of its parts.
+    """
+    if strategy.pipeline == 1:
+        return 0.0
+    tokens = strategy.micro_batch * workload.sequence / strategy.context
+    state = tokens * workload.shape.hidden * workload.element_bytes
+    state /= strategy.tensor if strategy.sequence_parallel else 1
+    stride = strategy.tensor * strategy.data * strategy.context
+    once = message(hardware, stride, state)
+    return 2 * once * (strategy.accumulation * strategy.virtual_stages + strategy.pipeline - 1)
+
+
+def _data(hardware: Hardware, workload: Workload, strategy: Strategy, held: float, compute: float) -> float:
+    """Return the seconds of data-parallel traffic that nothing hides.
+
+    ZeRO-0 and 1 reduce the gradients once a step; 2 reduces them after every micro-batch; 1 and 2 gather the parameters
+    after the update; 3 gathers them for every forward and every backward (Rajbhandari et al. 2020, section 7).
+    """
+    group = data_group(hardware, strategy)
+    if group.size == 1:
+        return 0.0
+    width, times, stage = workload.element_bytes, strategy.accumulation, strategy.zero_stage
+    gradients, parameters = held * _reduced_bytes(workload, strategy), held * width
+    share = compute / times * 2 / 3  # of the last micro-batch's backward, in which its gradients may travel
+    if stage == 3:
+        gathers = 3 if strategy.recompute == "full" else 2
+        moved = times * (gathers - (gathers == 3)) * half_ring(group, parameters) + times * half_ring(group, gradients)
+        return max(0.0, moved - compute) + moved / max(1.0, times * len(workload.shape.layers))
+    whole = strategy.whole_gradients or not stage
+    reduce = all_reduce(group, gradients) if whole else half_ring(group, gradients)
+    reduce *= times if stage == 2 else 1
+    hidden = (compute * 2 / 3 if stage == 2 else share) if strategy.overlap_data else 0.0
+    gather = half_ring(group, parameters) if stage else 0.0
+    shown = 0.0 if strategy.overlap_parameters and gather < share / 2 else gather
+    return max(0.0, reduce - hidden) + shown + _first_bucket(group)
+
+
+def _first_bucket(group: Group) -> float:
+    return 2 * group.hop_seconds
+
+
+def _reduced_bytes(workload: Workload, strategy: Strategy) -> float:
+    """Return the bytes of one gradient as it travels: the sums at stage 1, what a micro-batch makes above it."""
+    return workload.gradient_bytes if strategy.zero_stage <= 1 else workload.element_bytes
+
+
+def _optimizer(hardware: Hardware, workload: Workload, strategy: Strategy, held: float) -> float:
+    """Return the seconds of the update: a matter of memory, on the device or on the host."""
+    ranks = strategy.data * strategy.context if strategy.zero_stage else 1
+    part = held / ranks
+    moved = part * (ADAM_BYTES + workload.element_bytes) + held * workload.gradient_bytes  # the norm reads them all
+    if strategy.offload == "none":
+        return moved / hardware.memory_bytes_per_second
+    travel = part * (workload.gradient_bytes + workload.element_bytes) / hardware.host_bytes_per_second
+    if strategy.offload == "optimizer+parameters":
+        travel += 2 * strategy.accumulation * part * workload.element_bytes / hardware.host_bytes_per_second
+    return part * ADAM_BYTES / hardware.host_memory_bytes_per_second + travel

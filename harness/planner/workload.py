@@ -1,0 +1,93 @@
+"""What is trained, and how it is laid out: all that a prediction depends on besides the hardware.
+
+Some fields describe what other programs do and this one does not (interleaved stages, sequence parallelism, context
+parallelism, fp8): published measurements of them test the model, and nobody can choose them in a plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from harness.planner.shape import DecoderShape
+
+Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["1f1b", "zero-bubble", "zero-bubble-2p"]
+Offload = Literal["none", "optimizer", "optimizer+parameters"]
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}  # of what is stored; products may use fewer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained.
+
+    Attributes:
+        precision: of the matrix products: fp32, bf16, fp16, fp8 or fp4.
+        gradient_bytes: of one summed gradient.
+        fused_attention: whether scores stay on the chip (Dao et al. 2022, FlashAttention).
+        fused_elementwise: whether norms, rotations and activations are one kernel each.
+        grouped_experts: whether all experts of a rank are one kernel.
+    """
+
+    shape: DecoderShape
+    sequence: int
+    precision: str = "bf16"
+    gradient_bytes: int = 4
+    fused_attention: bool = True
+    fused_elementwise: bool = False
+    grouped_experts: bool = False
+
+    @property
+    def element_bytes(self) -> int:
+        """Of an activation or a parameter in use."""
+        return ELEMENT_BYTES[self.precision]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How it is laid out.
+
+    Attributes:
+        pipeline, tensor, data, context, expert: ranks along each axis; expert ranks are data ranks (or tensor ranks
+            where `expert` is equal to `tensor`).
+        micro_batch: samples; accumulation: micro-batches of a data-parallel rank in a step.
+        zero_stage: what data-parallel ranks share out: 1 optimizer states, 2 gradients too, 3 parameters too.
+        recompute: what the backward computes again: nothing, the core of attention, or whole layers.
+        virtual_stages: parts of the model on each stage (Narayanan et al. 2021, interleaved schedule).
+        sequence_parallel: whether tensor-parallel ranks share out what lies between their layers (Korthikanti et al.
+            2022).
+        overlap_data, overlap_parameters: whether gradients and parameters travel while layers compute.
+        whole_gradients: whether each data-parallel rank gets all summed gradients, though it needs only its part.
+        bucket: gradients that are reduced at once.
+        overlap_tensor: share of the tensor-parallel traffic that travels while layers compute.
+    """
+
+    pipeline: int = 1
+    tensor: int = 1
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+    micro_batch: int = 1
+    accumulation: int = 1
+    zero_stage: int = 0
+    recompute: Recompute = "none"
+    offload: Offload = "none"
+    schedule: Schedule = "1f1b"
+    virtual_stages: int = 1
+    sequence_parallel: bool = False
+    overlap_data: bool = False
+    overlap_parameters: bool = False
+    whole_gradients: bool = False
+    bucket: float = 5e8
+    overlap_tensor: float = 0.0
+    partition: str = "balanced"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.pipeline * self.tensor * self.data * self.context
+
+    @property
+    def global_batch(self) -> int:
+        """Samples a step."""
+        return self.micro_batch * self.accumulation * self.data

@@ -1,0 +1,145 @@
+#!/usr/bin/env python
+"""Write harness/planner/families.json: how the layers of each family are made, and the defaults of its sizes.
+
+Every family that transformers can build from its default config is built on the meta device, where it takes no memory,
+and its norms, biases and matrices are counted by their shapes. Only families are written whose parameters the planner
+then counts exactly. Run it after an update of transformers:
+
+    python scripts/write_families.py
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+from harness.config.model.plans import families_of_matrix
+from harness.planner import model_config
+
+FILE = Path(model_config.__file__).with_name("families.json")
+
+
+def main() -> None:
+    """Write the file and print what could not be counted."""
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    found, missed = {}, []
+    for family in sorted(families_of_matrix()):
+        entry = described(family)
+        if entry is None:
+            missed.append(family)
+        else:
+            found[family] = entry
+    lines = ",\n".join(f"  {json.dumps(family)}: {json.dumps(entry)}" for family, entry in found.items())
+    FILE.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
+    print(f"{len(found)} families; not counted exactly: {', '.join(missed)}")
+
+
+def described(family: str) -> dict[str, Any] | None:
+    """Return the entry of a family; None where it cannot be built, or where its parameters would be miscounted."""
+    try:
+        config = CONFIG_MAPPING[family]().get_text_config(decoder=True)
+        model = on_meta(config)
+        entry = entry_of(model, config)
+    except Exception:  # a family may refuse its own defaults, or be built otherwise
+        return None
+    model_config.families()[family] = entry
+    shape = model_config.decoder_of({"model_type": family}, family)
+    exact = shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    if not exact:
+        del model_config.families()[family]
+    return entry if exact else None
+
+
+def on_meta(config: PretrainedConfig) -> PreTrainedModel:
+    """Return the model of a config, without memory."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def entry_of(model: PreTrainedModel, config: PretrainedConfig) -> dict[str, Any]:
+    """Return the traits that differ from the usual, and the default sizes."""
+    sizes = {}
+    for names in model_config.SIZE_NAMES.values():
+        for name in names:
+            value = getattr(config, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                sizes[name] = value
+                break
+    stack = next(
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers
+    )
+    inside = {id(module) for layer in stack for module in layer.modules()}
+    outside = [module for module in model.modules() if id(module) not in inside]
+    traits = layer_traits(stack[-1], config) | outer_traits(model, outside, config)
+    usual = vars(model_config.Traits())
+    entry: dict[str, Any] = {"traits": {key: value for key, value in traits.items() if usual[key] != value}}
+    default = getattr(config, "attention_bias", None)
+    if isinstance(default, bool):
+        config.attention_bias = True
+        last = next(m for m in on_meta(config).modules() if isinstance(m, nn.ModuleList) and len(m) == len(stack))[-1]
+        entry["output_follows_bias"] = layer_traits(last, config)["output_bias"]
+    return entry | {"sizes": sizes}
+
+
+def layer_traits(layer: nn.Module, config: PretrainedConfig) -> dict[str, Any]:
+    """Return how a layer is made."""
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or hidden // heads
+    norms = [m for m in layer.modules() if weight_of(m) is not None and weight_of(m).dim() == 1]
+    widths = [weight_of(m).numel() for m in norms]
+    linear = {name: m for name, m in layer.named_modules() if weight_of(m) is not None and weight_of(m).dim() == 2}
+    biased = {name for name, m in linear.items() if getattr(m, "bias", None) is not None}
+    attention = {name for name in linear if "attn" in name or "attention" in name}
+    out = {name for name in attention if name.rsplit(".", 1)[-1] in OUT}
+    feed = [weight_of(m).numel() for name, m in linear.items() if name not in attention]
+    expert = [p.dim() == 3 and "gate" in name for name, p in layer.named_parameters()]
+    ffn = next((n for n in (getattr(config, key, None) for key in model_config.SIZE_NAMES["ffn"]) if n), 4 * hidden)
+    return {
+        "gated": any(expert) or sum(feed) >= 3 * hidden * ffn,
+        "query_bias": bool(biased & (attention - out)),
+        "output_bias": bool(biased & out),
+        "ffn_bias": bool(biased - attention),
+        "norms": widths.count(hidden),
+        "norm_bias": any(getattr(m, "bias", None) is not None for m in norms),
+        "head_norms": widths.count(dim) if dim != hidden else 0,
+        "wide_norms": any(width not in (hidden, dim) for width in widths),
+    }
+
+
+OUT = ("o_proj", "out_proj", "dense", "c_proj", "wo", "out", "out_lin")
+
+
+def outer_traits(model: PreTrainedModel, outside: list[nn.Module], config: PretrainedConfig) -> dict[str, Any]:
+    """Return what stands around the layers."""
+    weights = [weight_of(module) for module in outside]
+    tables = [m for m in outside if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
+    head = model.get_output_embeddings()
+    positions = getattr(config, "max_position_embeddings", 0)
+    return {
+        "positions": tables[0].num_embeddings - positions if tables else None,
+        "outer_norms": sum(weight is not None and weight.dim() == 1 for weight in weights),
+        "head_bias": getattr(head, "bias", None) is not None,
+        "tied": head is not None and head.weight is model.get_input_embeddings().weight,
+    }
+
+
+def weight_of(module: nn.Module) -> Any:
+    """Return a module's own weight, or None."""
+    return dict(module.named_parameters(recurse=False)).get("weight")
+
+
+if __name__ == "__main__":
+    main()
