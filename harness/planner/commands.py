@@ -24,10 +24,10 @@ from harness.planner.workload import Workload
 BLOCK_SIZE = 1024  # of a run that gives none
 SAMPLES_PER_RANK = 8  # likewise: HF's default micro-batch
 ESTIMATE_EXAMPLE = """example:
-  ds-harness estimate --deepspeed_config zero3 --model llama-1b --world_size 8 --hardware h100 --bf16"""
-PLAN_EXAMPLE = """examples:
-  ds-harness plan --model llama-1b --world_size 8 --hardware h100 --global_batch_size 256 --block_size 4096
-  ds-harness plan --model llama-1b --world_size 8 --hardware h100 --row 2 --write my_layout.json"""
+  ds-harness estimate --deepspeed_config zero3 --model DIRECTORY --world_size 8 --hardware h100 --bf16"""
+PLAN_EXAMPLE = """example:
+  ds-harness plan --model DIRECTORY --world_size 8 --hardware h100 --global_batch_size 256 --block_size 4096
+  ds-harness plan --model DIRECTORY --world_size 8 --hardware h100 --row 2 --write my_layout.json"""
 
 
 def positive(text: str) -> int:

@@ -1,8 +1,8 @@
 """Seconds of a decoder layer on one device: matrix products, attention, and what only moves memory.
 
 A roofline (Williams et al. 2009): a kernel takes the longer of its operations at the rate that its shape reaches
-and its bytes at the memory's rate. The rate of a matrix product falls where its tiles do not fill the device's processors in
-whole waves, and where the inner dimension is short (NVIDIA, Matrix Multiplication Background: tile and wave
+and its bytes at the memory's rate. The rate of a matrix product falls where its tiles do not fill the processors of the
+device in whole waves, and where the inner dimension is short (NVIDIA, Matrix Multiplication Background: tile and wave
 quantization).
 """
 

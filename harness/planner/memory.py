@@ -8,7 +8,7 @@ under 1F1B (Narayanan et al. 2021, section 2.2.1): stages - stage.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
@@ -35,7 +35,7 @@ class StageMemory:
     @property
     def total(self) -> float:
         """On the device."""
-        return float(sum(value for key, value in asdict(self).items() if key != "host"))
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.logits + self.buffers
 
 
 def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: int) -> StageMemory:

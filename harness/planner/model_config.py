@@ -105,8 +105,8 @@ def read_decoder(source: str) -> DecoderShape:
 
 def decoder_of(config: Mapping[str, object], source: str) -> DecoderShape:
     """Return the shape of a config.json; `source` is what the user calls it."""
-    stated = {**_family(config).get("sizes", {}), **{key: value for key, value in config.items() if value is not None}}
-    sizes = {name: _first(stated, keys) for name, keys in SIZE_NAMES.items()}
+    defaults = _family(config).get("sizes", {})
+    sizes = {name: _first(config, keys, defaults.get(name, 0)) for name, keys in SIZE_NAMES.items()}
     for name in ("layers", "hidden", "heads", "vocab"):
         if sizes[name] < 1:
             raise UserError(
@@ -172,7 +172,7 @@ def _vectors(shape: LayerShape, traits: Traits, head_dim: int) -> int:
     return norms + biases
 
 
-def _first(config: Mapping[str, object], names: tuple[str, ...]) -> int:
-    """Return the first of the named whole numbers; 0 where there is none."""
+def _first(config: Mapping[str, object], names: tuple[str, ...], default: int) -> int:
+    """Return the first of the named whole numbers; the default where there is none."""
     found = (config.get(name) for name in names)
-    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), 0)
+    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), default)

@@ -7,7 +7,7 @@ step. Traffic that overlaps with computation counts only where it is longer.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from harness.planner.compute import Seconds
 from harness.planner.hardware import Hardware
@@ -35,7 +35,7 @@ class StepSeconds:
     @property
     def total(self) -> float:
         """Of the step."""
-        return float(sum(asdict(self).values()))
+        return self.compute + self.bubble + self.tensor + self.pipeline + self.data + self.optimizer
 
 
 def strategy_stages(workload: Workload, strategy: Strategy) -> tuple[Stage, ...]:

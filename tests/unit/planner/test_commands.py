@@ -1,0 +1,130 @@
+"""`ds-harness plan` and `ds-harness estimate`: their JSON is a contract, and nonsense is one line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from harness.cli import main
+from harness.config import check, load
+from harness.planner.hardware import FOLDER
+
+ROW = {
+    "layout": {"pipeline", "tensor", "data"},
+    "zero_stage": None,
+    "micro_batch": None,
+    "gradient_accumulation_steps": None,
+    "activation_checkpointing": None,
+    "offload": None,
+    "memory_gib": {"limit", "max", "stages"},
+    "step_seconds": {"compute", "bubble", "tensor", "pipeline", "data", "optimizer", "total"},
+    "bubble_fraction": None,
+    "tokens_per_second": None,
+    "tokens_per_second_per_gpu": None,
+    "model_tflops_per_gpu": None,
+    "mfu": None,
+}
+STAGE = {"parameters", "gradients", "optimizer", "activations", "logits", "buffers", "total"}
+PLAN = ["plan", "--model", "llama-1b", "--world_size", "8", "--hardware", "h100", "--block_size", "4096"]
+ESTIMATE = ["estimate", "--deepspeed_config", "pipeline_3d", "--model", "llama-1b", "--hardware", "h100"]
+
+
+def rows_of(capsys, *argv):
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def require_contract(rows):
+    for row in rows:
+        assert list(row) == list(ROW)
+        assert all(set(row[key]) == keys for key, keys in ROW.items() if keys)
+        assert all(set(stage) == STAGE for stage in row["memory_gib"]["stages"])
+        assert len(row["memory_gib"]["stages"]) == row["layout"]["pipeline"]
+
+
+def test_a_plan_is_a_list_of_layouts_best_first(capsys):
+    rows = rows_of(capsys, *PLAN, "--global_batch_size", "64")
+    require_contract(rows)
+    speeds = [row["tokens_per_second"] for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
+    assert {tuple(row["layout"].values()) for row in rows} >= {(1, 1, 8), (2, 2, 2), (8, 1, 1), (1, 8, 1)}
+    assert {row["zero_stage"] for row in rows} == {1, 2, 3}
+    for row in rows:
+        assert row["memory_gib"]["max"] <= row["memory_gib"]["limit"]
+        assert row["micro_batch"] * row["gradient_accumulation_steps"] * row["layout"]["data"] == 64
+
+
+def test_an_estimate_is_what_the_config_runs(capsys):
+    extra = ("--global_batch_size", "64", "--per_device_train_batch_size", "2", "--bf16", "--block_size", "2048")
+    rows = rows_of(capsys, *ESTIMATE, "--world_size", "8", *extra)
+    require_contract(rows)
+    assert rows[0]["layout"] == {"pipeline": 2, "tensor": 2, "data": 2}
+    assert (rows[0]["zero_stage"], rows[0]["micro_batch"], rows[0]["gradient_accumulation_steps"]) == (1, 2, 16)
+    assert rows[0]["activation_checkpointing"] is True
+
+
+def test_the_same_layout_has_the_same_numbers_in_both_verbs(capsys, tmp_path):
+    file = tmp_path / "best.json"
+    best = rows_of(capsys, *PLAN, "--global_batch_size", "64", "--write", str(file))[0]
+    argv = ["estimate", "--deepspeed_config", str(file), *PLAN[1:]]
+    assert rows_of(capsys, *argv)[0] == best
+
+
+@pytest.mark.parametrize("row", [1, 40, 90])
+def test_what_is_written_passes_check(capsys, tmp_path, row):
+    file = tmp_path / "plan.json"
+    assert main([*PLAN, "--global_batch_size", "64", "--row", str(row), "--write", str(file)]) == 0
+    assert f"{row if row <= 10 else 10}" in capsys.readouterr().out
+    assert [str(finding) for finding in check(load(str(file)), world_size=8, model="llama-1b")] == []
+
+
+def test_the_table_says_why_layouts_fall_out_and_what_more_would_bring(capsys):
+    assert main([*PLAN, "--top", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "needs more memory than a device has" in out
+    assert "more device" in out
+    assert "tokens/s" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([*PLAN[:-3], "h101"], "--hardware h101: unknown"),
+        (["plan", "--model", "nothing-here", *PLAN[3:]], "no readable config.json"),
+        ([*PLAN[:4], "97", *PLAN[5:], "--global_batch_size", "1"], "no layout of 97 ranks can run"),
+        ([*PLAN, "--row", "99999"], "--row 99999: there are"),
+        ([*ESTIMATE, "--world_size", "6"], "6 ranks cannot be divided"),
+    ],
+)
+def test_nonsense_is_one_line(capsys, argv, said):
+    assert main(argv) == 1
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("count", ["0", "-8", "many"])
+def test_no_ranks_are_unusable_arguments(capsys, count):
+    with pytest.raises(SystemExit) as stopped:
+        main([*PLAN[:4], count, *PLAN[5:]])
+    assert stopped.value.code == 2
+    assert "--world_size" in capsys.readouterr().err
+
+
+def test_a_device_of_ones_own_is_a_file(capsys, tmp_path):
+    content = json.loads((FOLDER / "h100.json").read_text())
+    content["memory_gib"]["value"] = 40
+    file = tmp_path / "half.json"
+    file.write_text(json.dumps(content))
+    row = rows_of(capsys, *PLAN[:6], str(file), *PLAN[7:])[0]
+    assert row["memory_gib"]["limit"] < 40
+    del content["network"]
+    file.write_text(json.dumps(content))
+    assert main([*PLAN[:6], str(file), *PLAN[7:]]) == 1
+    assert "network.gb_per_second is null" in capsys.readouterr().err
+
+
+def test_planning_imports_no_torch():
+    code = "import sys, harness.planner.commands; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

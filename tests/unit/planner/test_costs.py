@@ -1,0 +1,94 @@
+"""Memory and seconds of a layout, against numbers that can be worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from harness.config.values.batch import bubble
+from harness.planner.estimate import Estimate, estimate
+from harness.planner.hardware import load_hardware, names
+from harness.planner.memory import local_parameters
+from harness.planner.model_config import decoder_of, read_decoder
+from harness.planner.step import strategy_stages
+from harness.planner.traffic import Group, all_reduce, half_ring
+from harness.planner.workload import Strategy, Workload
+
+H100 = load_hardware("h100")
+SHAPE = read_decoder("llama-1b")
+WORKLOAD = Workload(shape=SHAPE, sequence=2048)
+# layers alone, so that stages are equal: nothing looks up and nothing is predicted
+EVEN = decoder_of({"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 8, "vocab_size": 8}, "even")
+
+
+def of(strategy: Strategy, workload: Workload = WORKLOAD) -> Estimate:
+    return estimate(H100, workload, strategy)
+
+
+@pytest.mark.parametrize(("micro_batches", "share"), [(1, 1 / 2), (2, 1 / 3), (6, 1 / 7)])
+def test_two_equal_stages_idle_by_the_formula(micro_batches, share):
+    one = of(Strategy(pipeline=2, accumulation=micro_batches), replace(WORKLOAD, shape=EVEN)).seconds
+    assert bubble(2, micro_batches) == pytest.approx(share)
+    assert one.bubble / (one.bubble + one.compute) == pytest.approx(share, rel=0.02)  # the two ends differ a little
+
+
+def test_a_ring_moves_each_byte_through_each_rank_almost_twice():
+    group = Group(size=8, bytes_per_second=1e9, hop_seconds=0.0)
+    assert all_reduce(group, 1e9) == pytest.approx(2 * 7 / 8)
+    assert half_ring(replace(group, size=1), 1e9) == 0
+
+
+def test_the_parts_of_a_step_add_up():
+    row = of(Strategy(pipeline=2, tensor=2, data=2, micro_batch=2, accumulation=4)).row()
+    parts = dict(row["step_seconds"])
+    assert parts.pop("total") == pytest.approx(sum(parts.values()))
+    assert row["tokens_per_second"] == pytest.approx(2 * 4 * 2 * 2048 / row["step_seconds"]["total"])
+    for stage in row["memory_gib"]["stages"]:
+        assert stage.pop("total") == pytest.approx(sum(stage.values()))
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "each"),
+    [
+        ("fp32", 0, 4 + 4 + 8),
+        ("fp32", 1, 4 + 4 + 12 / 4),
+        ("bf16", 1, 2 + 2 + 4 + 12 / 4),
+        ("bf16", 2, 2 + 4 / 4 + 12 / 4),
+        ("bf16", 3, (2 + 4 + 12) / 4),
+    ],
+)
+def test_model_states_are_shared_out_as_deepspeed_does(precision, stage, each):
+    one = of(Strategy(data=4, zero_stage=stage), replace(WORKLOAD, precision=precision)).stages[0]
+    assert one.parameters + one.gradients + one.optimizer == pytest.approx(each * SHAPE.parameters)
+
+
+def test_stages_hold_the_whole_model_and_a_tied_table_twice():
+    strategy = Strategy(pipeline=4)
+    held = sum(local_parameters(WORKLOAD, strategy, stage) for stage in strategy_stages(WORKLOAD, strategy))
+    assert held == SHAPE.parameters + SHAPE.vocab * SHAPE.hidden
+
+
+def test_the_first_stage_keeps_most_activations():
+    stages = of(Strategy(pipeline=4, accumulation=8), replace(WORKLOAD, shape=EVEN)).stages
+    kept = [stage.activations for stage in stages]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] / kept[-1] == pytest.approx(4)
+
+
+def test_checkpointing_trades_memory_for_time():
+    plain, again = of(Strategy(micro_batch=4)), of(Strategy(micro_batch=4, recompute="full"))
+    assert again.stages[0].activations < plain.stages[0].activations / 3
+    assert 1.2 < again.seconds.compute / plain.seconds.compute < 1.4
+
+
+def test_offloading_moves_states_to_the_host():
+    plain, off = of(Strategy(data=8, zero_stage=3)), of(Strategy(data=8, zero_stage=3, offload="optimizer"))
+    assert off.stages[0].optimizer == 0 < plain.stages[0].optimizer
+    assert off.stages[0].host >= plain.stages[0].optimizer
+    assert off.seconds.optimizer > plain.seconds.optimizer
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_packaged_device_makes_a_plausible_prediction(name):
+    hardware = load_hardware(name)
+    one = estimate(hardware, WORKLOAD, Strategy(data=2, zero_stage=1, micro_batch=2, accumulation=4))
+    assert 0.1 < one.row()["mfu"] < 0.9
