@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial, wraps
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -74,6 +74,13 @@ def is_counted_elsewhere(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
+def gradients_of(parameter: Tensor) -> Iterator[Tensor]:
+    """Yield the gradients that a parameter holds: torch's, and the one in float32 of the bf16 optimizer."""
+    for gradient in (parameter.grad, getattr(parameter, "_hp_grad", None)):
+        if gradient is not None:
+            yield gradient
+
+
 def check_every_gradient(optimizer: EngineOptimizer) -> None:
     """Let DeepSpeed's ZeRO optimizers look for gradients that are not finite in bf16, too, before they update."""
     if hasattr(optimizer, "check_grad_overflow"):
@@ -94,18 +101,23 @@ def evaluate_pipeline(engine: PipelineEngine, batches: Sequence[object], steps: 
     return loss
 
 
-def announce_instructions(engine: PipelineEngine, announce: Callable[[str], None]) -> None:
-    """Have `announce` called with each instruction of the pipeline, as `RecvGrad(0)`, before it is executed."""
+def announce_instructions(
+    engine: PipelineEngine, announce: Callable[[str], None], finished: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
+    """Have `announce` called with each instruction of the pipeline, as `RecvGrad(0)`, before it is executed, and
+    `finished` after it; return what undoes this."""
 
     def announced(name: str, execute: Callable[..., None]) -> Callable[..., None]:
         def run(self: PipelineEngine, **kwargs: object) -> None:
             announce(f"{name}({kwargs['buffer_id']})" if "buffer_id" in kwargs else name)
             execute(self, **kwargs)
+            finished()
 
         return run
 
-    instructions = engine._INSTRUCTION_MAP.items()
-    engine._INSTRUCTION_MAP = {kind: announced(kind.__name__, execute) for kind, execute in instructions}
+    before = engine._INSTRUCTION_MAP
+    engine._INSTRUCTION_MAP = {kind: announced(kind.__name__, execute) for kind, execute in before.items()}
+    return partial(setattr, engine, "_INSTRUCTION_MAP", before)
 
 
 def scales_loss_dynamically(optimizer: EngineOptimizer) -> bool:

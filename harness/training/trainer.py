@@ -47,6 +47,7 @@ from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.run import PreparedRun, prepare_run, release, training_stream
 from harness.training.prepare.trainable import Model
 from harness.training.process import records, signals
+from harness.training.profiling.profiler import profiler
 from harness.training.rebalancing.rebalancer import Rebalancer
 from harness.training.report.progress import ProgressCallback
 from harness.training.report.recorder import Recorder
@@ -142,6 +143,7 @@ class Trainer:
             ProgressCallback(run.console, run.trainable.speed_unit),
             *given,
             *asked_for(run.args),
+            *profiler(run.args),
         ]
         overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint
         saved = partial(call, self.callbacks, "on_save", self)

@@ -22,8 +22,8 @@ SOURCES = PRODUCT + sorted(p for top in ("scripts", "tests") for p in (ROOT / to
 
 LONGEST_FILE, LONGEST_FUNCTION = 350, 50
 
-LAYERS = ("config", "topology", "deepspeed", "parallel", "planner", "hf", "checkpoint", "training", "resilience")
-LAYERS += ("compat", "train", "cli")
+LAYERS = ("config", "topology", "deepspeed", "parallel", "planner", "hf", "checkpoint", "profile", "training")
+LAYERS += ("resilience", "compat", "train", "cli")
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from harness.deepspeed.engine import announce_instructions
 from harness.parallel.pipeline.partition import balanced
+from harness.profile.timeline import pipeline_seconds
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.prepare.run import PreparedRun
@@ -123,12 +124,3 @@ def corrected(costs: Sequence[float], boundaries: Sequence[int], stages: Sequenc
         estimated = sum(costs[start:stop])
         found += [cost * seconds / estimated for cost in costs[start:stop]]
     return found
-
-
-def pipeline_seconds(stages: Sequence[float], micro_batches: int) -> float:
-    """Return the seconds of a step: each stage once, and the slowest for every other micro-batch.
-
-    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
-    section 2.2.1, for stages of unequal time.
-    """
-    return sum(stages) + (micro_batches - 1) * max(stages)

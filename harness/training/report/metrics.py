@@ -83,8 +83,9 @@ class MetricsFile:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Give an earlier run's file a name that is free, as `metrics.1.jsonl`; returns it, None where there is none."""
-    if not path.is_file() or not path.stat().st_size:
+    """Give an earlier run's file or folder a name that is free, as `metrics.1.jsonl`; returns it, None where there is
+    none."""
+    if not path.is_dir() and not (path.is_file() and path.stat().st_size):
         return None
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
     return path.rename(next(name for name in names if not name.exists()))

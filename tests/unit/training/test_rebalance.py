@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness.training.rebalancing.rebalancer import corrected, pipeline_seconds
+from harness.profile.timeline import pipeline_seconds
+from harness.training.rebalancing.rebalancer import corrected
 
 
 def test_estimates_add_up_to_what_was_measured_and_keep_their_proportions() -> None:

@@ -36,6 +36,12 @@ class ReportingArguments(Flags):
     report_to: str = flag("none", "none, or a comma-separated list of tensorboard, wandb, comet, csv")
     run_name: str | None = flag(None, "name of the run in TensorBoard and W&B (default: run; the output_dir's name)")
 
+    profile: int = flag(
+        0,
+        "measure so many steps, after the first two: what each rank does when, layers, memory; in output_dir/profile, "
+        "for ds-harness report and ui.perfetto.dev",
+        least=0,
+    )
     sample_prompts: str | None = flag(
         None, "continue the prompts of this file at each evaluation: a line each, or .jsonl with prompt or messages"
     )

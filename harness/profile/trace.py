@@ -1,0 +1,76 @@
+"""Profiled steps as Chrome's trace events, which ui.perfetto.dev and chrome://tracing show.
+
+Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, section "JSON Object Format".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from harness.config.values.json_object import JsonObject
+from harness.profile.record import RankProfile, Span, StepProfile
+from harness.profile.timeline import PEERS, with_waits
+
+MICRO = 1e6  # the unit of time is a microsecond
+TRACKS = ("instructions", "layers")
+BETWEEN_STEPS_S = 0.01
+
+
+def trace(profiles: Sequence[StepProfile]) -> JsonObject:
+    """Return the steps one after the other; a process is a rank, and arrows join each send with its receive."""
+    events = [event for rank in profiles[-1].ranks for event in _names(rank)]
+    begin = 0.0
+    for profile in profiles:
+        for rank, spans in with_waits(profile):
+            whole = Span(kind="step", name=f"step {profile.step}", start=rank.start, end=rank.end)
+            events += [_slice(rank, span, begin, 0, profile) for span in (whole, *spans)]
+            events += [_slice(rank, span, begin, 1, profile) for span in rank.layers]
+        events += _arrows(profile, begin)
+        begin += profile.seconds + BETWEEN_STEPS_S
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _names(rank: RankProfile) -> Iterator[JsonObject]:
+    def named(what: str, thread: int, name: str) -> JsonObject:
+        return {"ph": "M", "name": what, "pid": rank.rank, "tid": thread, "args": {"name": name}}
+
+    yield named("process_name", 0, f"rank {rank.rank}, stage {rank.stage}, {rank.host}")
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank.rank, "tid": 0, "args": {"sort_index": rank.rank}}
+    for thread, name in enumerate(TRACKS):
+        yield named("thread_name", thread, name)
+
+
+def _slice(rank: RankProfile, span: Span, begin: float, thread: int, profile: StepProfile) -> JsonObject:
+    where = {"step": profile.step, "micro_batch": span.micro_batch, "layer": span.layer}
+    return {
+        "ph": "X",
+        "name": f"waits for {PEERS[span.name][0]}" if span.kind == "wait" else span.name,
+        "cat": span.kind,
+        "pid": rank.rank,
+        "tid": thread,
+        "ts": round((begin + span.start) * MICRO, 3),
+        "dur": round(span.seconds * MICRO, 3),
+        "args": {name: value for name, value in where.items() if value is not None},
+    }
+
+
+def _arrows(profile: StepProfile, begin: float) -> Iterator[JsonObject]:
+    """Yield an arrow from the end of each send to the end of its receive."""
+    for name, (answer, direction) in PEERS.items():
+        if not name.startswith("Send"):
+            continue
+        for rank in profile.ranks:
+            place = (rank.stage + direction, rank.dp_rank, rank.tp_rank)
+            peer = next((r for r in profile.ranks if (r.stage, r.dp_rank, r.tp_rank) == place), None)
+            sent = [span for span in rank.instructions if span.name == name]
+            received = [span for span in peer.instructions if span.name == answer] if peer else []
+            for number, (start, end) in enumerate(zip(sent, received, strict=False)):
+                arrow = {"name": name, "cat": "message", "id": f"{profile.step}-{rank.rank}-{name}-{number}", "tid": 0}
+                # an arrow binds to the slice that encloses its time
+                yield {**arrow, "ph": "s", "pid": rank.rank, "ts": _within(start, begin)}
+                yield {**arrow, "ph": "f", "bp": "e", "pid": peer.rank if peer else 0, "ts": _within(end, begin)}
+
+
+def _within(span: Span, begin: float) -> float:
+    """Return a time shortly before the end of a span."""
+    return round((begin + span.end - span.seconds * 0.01) * MICRO, 3)

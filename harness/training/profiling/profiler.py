@@ -1,0 +1,175 @@
+"""Profile some steps of a run (`--profile N`): a callback, which is there in these runs alone."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from harness.profile.record import FOLDER, RankProfile, StepProfile, write_object, write_step
+from harness.profile.summary import summary
+from harness.profile.trace import trace
+from harness.topology.agreement import values_of_all
+from harness.training.arguments import TrainingArguments
+from harness.training.callbacks import TrainerCallback, TrainerControl, TrainerState
+from harness.training.prepare.run import PreparedRun
+from harness.training.process.records import HERE
+from harness.training.profiling.clocks import Offset, offset_to_first
+from harness.training.profiling.hooks import log_instructions, log_layers
+from harness.training.profiling.memory import StepMemory
+from harness.training.profiling.span_log import Clock, SpanLog
+from harness.training.report.metrics import set_aside
+from harness.wording import counted
+
+WARM_STEPS = 2  # the first ones take longer; the last of them, the memory of which is measured, too
+
+
+class ProfileCallback(TrainerCallback):
+    """Measures `steps` steps, after the first ones, on all ranks; rank 0 writes what they have found."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._first = 0
+        self._measuring: _Measurement | None = None
+        self._memory: dict[str, int] = {}
+        self._offset = Offset()
+        self._profiles: list[StepProfile] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Choose the steps; what an earlier run has left gets another name."""
+        done = state.global_step
+        self._first = done + 1 + min(WARM_STEPS, max(0, state.max_steps - done - self.steps))
+        self._profiles = []
+        if state.is_world_process_zero and done == 0:
+            set_aside(Path(args.output_dir) / FOLDER)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin to measure, if this step is one to profile."""
+        self._stop()  # a step that failed has not ended
+        step = state.global_step + 1
+        takes_memory = not self._memory and step >= self._first - 1
+        is_timed = self._first <= step < self._first + self.steps
+        if takes_memory or is_timed:
+            if step == self._first:
+                self._offset = offset_to_first(f"step {step}")
+            self._measuring = _Measurement(kwargs["trainer"].run, is_timed, takes_memory)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Take what was measured; all ranks share it."""
+        measured = self._measuring
+        self._stop()
+        if measured is None:
+            return
+        if measured.memory is not None:
+            self._memory = measured.memory.end()
+        if measured.is_timed:
+            run: PreparedRun = kwargs["trainer"].run
+            own = replace(measured.profile(run, self._offset.seconds), memory_bytes=self._memory)
+            self._keep(run, step_profile(run, state.global_step, values_of_all(own)))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Say so if there were fewer steps than were asked for."""
+        if len(self._profiles) < self.steps:
+            run: PreparedRun = kwargs["trainer"].run
+            run.console.warn(
+                f"--profile {self.steps}: the run ended after {counted(len(self._profiles), 'profiled step')}"
+            )
+
+    def _keep(self, run: PreparedRun, profile: StepProfile) -> None:
+        """Write the step, and from time to time what all of them say together: a run may be killed at any time."""
+        if self._profiles and self._profiles[-1].stage_boundaries != profile.stage_boundaries:
+            self._profiles = []  # layers have moved
+        self._profiles.append(profile)
+        if HERE.rank != 0:
+            return
+        folder, count = run.output_dir / FOLDER, len(self._profiles)
+        is_last = profile.step == self._first + self.steps - 1
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_step(folder, profile)
+            if count & (count - 1) == 0 or is_last:
+                write_object(folder, "summary.json", summary(self._profiles))
+                write_object(folder, "trace.json", trace(self._profiles))
+        except OSError as error:
+            run.console.warn(f"{folder}: cannot be written: {error.strerror}; training continues")
+            return
+        if is_last:
+            run.console.say(f"profile of {counted(count, 'step')}: {folder} (trace.json opens in ui.perfetto.dev)")
+
+    def _stop(self) -> None:
+        if self._measuring is not None:
+            self._measuring.close()
+            self._measuring = None
+
+
+class _Measurement:
+    """One step that is measured, from its begin on.
+
+    Attributes:
+        memory: None where memory is not measured, as that makes a step slower.
+    """
+
+    def __init__(self, run: PreparedRun, is_timed: bool, takes_memory: bool) -> None:
+        engine, clock, self.is_timed = run.engine.deepspeed, Clock(run.engine.device), is_timed
+        self.memory = StepMemory(engine, run.engine.device) if takes_memory else None
+        self._layers, self._stack = SpanLog(clock), ExitStack()
+        self._instructions = SpanLog(clock, self._layers)
+        before_update = self.memory.note_gradients if self.memory is not None else (lambda: None)
+        self._stack.enter_context(log_instructions(engine, self._instructions, before_update))
+        if is_timed:
+            names = run.trainable.names
+            self._stack.enter_context(log_layers(run.module, names, self._layers, self._instructions))
+        if self.memory is not None:
+            self.memory.begin()
+        clock.start()
+        self._start = time.perf_counter()
+
+    def close(self) -> None:
+        """Stop measuring."""
+        self._stack.close()
+        self._instructions.end_all()
+
+    def profile(self, run: PreparedRun, ahead: float) -> RankProfile:
+        """Return this rank's part, in seconds of rank 0's clock. Waits for the device."""
+        coordinate = run.groups.coordinate
+        instructions = self._instructions.spans(ahead)
+        start = self._start - ahead
+        return RankProfile(
+            rank=run.groups.rank,
+            stage=coordinate.stage,
+            dp_rank=coordinate.dp_rank,
+            tp_rank=coordinate.tp_rank,
+            host=HERE.host,
+            start=start,
+            end=max((span.end for span in instructions), default=start),
+            instructions=instructions,
+            layers=self._layers.spans(ahead),
+        )
+
+
+def step_profile(run: PreparedRun, step: int, ranks: list[RankProfile]) -> StepProfile:
+    """Return the profile of a step: times count from the moment in which the first rank began it."""
+    first = min(rank.start for rank in ranks)
+    return StepProfile(
+        step=step,
+        run_id=run.run_id,
+        device=run.engine.device.type,
+        layout=run.plan.layout.sizes(),
+        stage_boundaries=run.boundaries,
+        layer_names=run.trainable.names,
+        micro_batches=run.resolved.accumulation,
+        ranks=[rank.since(first) for rank in ranks],
+    )
+
+
+def profiler(args: TrainingArguments) -> list[TrainerCallback]:
+    """Return the callback that `--profile` asks for."""
+    return [ProfileCallback(args.profile)] if args.profile else []

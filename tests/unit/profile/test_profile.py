@@ -1,0 +1,87 @@
+"""What follows from a profile: waits, the bubble, times by layer, a trace; and files that are read back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.profile.record import FOLDER, read_steps, write_step
+from harness.profile.summary import summary
+from harness.profile.timeline import bubble, pipeline_seconds, with_waits
+from harness.profile.trace import trace
+from tests.unit.profile.made import MEMORY, profile
+
+
+@pytest.mark.parametrize(("micro_batches", "seconds"), [(1, 6.0), (4, 15.0)])
+def test_a_step_takes_all_stages_once_and_the_slowest_for_every_other_micro_batch(
+    micro_batches: int, seconds: float
+) -> None:
+    assert pipeline_seconds([1.0, 2.0, 3.0], micro_batches) == seconds
+
+
+def test_a_message_is_a_wait_until_the_other_side_begins_and_then_a_transfer() -> None:
+    (_, first), (_, second) = with_waits(profile())
+    assert [(s.kind, s.start, s.end) for s in first if s.name == "RecvGrad"] == [
+        ("wait", 2.6, 5.6),
+        ("receive", 5.6, 5.7),
+        ("wait", 6.8, 9.8),
+        ("receive", 9.8, 10.0),
+    ]
+    # the second activation is received from 5.7 on, so its sender, which is busy until 6.7, is what it waits for
+    assert [(s.kind, s.start, s.end) for s in second if s.name == "RecvActivation"] == [
+        ("wait", 0.25, 1.5),
+        ("receive", 1.5, 1.6),
+        ("wait", 5.7, 6.7),
+        ("receive", 6.7, 6.8),
+    ]
+    assert [s.kind for s in first if s.name == "SendActivation"] == ["send", "send"]
+
+
+def test_the_bubble_is_what_stages_do_not_compute_between_the_first_forward_and_the_last_backward() -> None:
+    found = bubble(profile())
+    assert found is not None
+    assert found.measured == pytest.approx(1 - (4.0 + 7.0) / 2 / 10.5)
+    assert found.balanced == pytest.approx(1 / 3)
+    # a micro-batch takes 2 s on the first stage and 3.5 s on the second
+    assert found.unequal == pytest.approx(1 - (4.0 + 7.0) / 2 / (2.0 + 3.5 + 3.5))
+
+
+def test_the_summary_adds_up_what_was_interrupted_and_leaves_no_second_out() -> None:
+    found = summary([profile(3), profile(4)])
+    layer = found["layers"][0]
+    assert (layer["stage"], layer["recompute_seconds_per_micro_batch"]) == (0, 0.5)
+    assert layer["backward_seconds_per_micro_batch"] == pytest.approx(0.5)
+    assert found["layers"][1]["forward_seconds_per_micro_batch"] is None
+    assert sum(found["seconds_by_kind"].values()) == pytest.approx((11.5 + 11.0) / 2)
+    assert found["steps"] == [3, 4] and found["step_seconds"] == 11.5
+    assert [stage["memory_bytes"] for stage in found["stages"]] == [MEMORY, MEMORY]
+    assert found["stages"][1]["backward_seconds_per_micro_batch"] == pytest.approx(1.9)
+
+
+def test_a_trace_has_each_instruction_on_its_rank_and_an_arrow_for_each_message() -> None:
+    events = trace([profile(3), profile(4)])["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X" and event["tid"] == 0]
+    assert {event["name"] for event in slices} >= {"step 3", "step 4", "ForwardPass", "waits for SendGrad"}
+    second = next(event for event in slices if event["name"] == "step 4")
+    assert second["ts"] == pytest.approx((11.5 + 0.01) * 1e6)
+    assert all(event["ts"] >= 0 and event["dur"] > 0 for event in slices)
+    starts = [event for event in events if event["ph"] == "s"]
+    assert len(starts) == 8 == len([event for event in events if event["ph"] == "f"])
+    for start in starts:  # within the slice of its send
+        around = [e for e in slices if e["pid"] == start["pid"] and e["ts"] <= start["ts"] <= e["ts"] + e["dur"]]
+        assert start["name"] in {event["name"] for event in around}
+
+
+def test_steps_are_read_back_and_what_is_broken_or_of_another_run_is_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    for made in (profile(4), profile(3), profile(5, "other")):
+        write_step(folder, made)
+    (folder / "step-00000006.json").write_text((folder / "step-00000003.json").read_text()[:100])
+    (folder / "step-00000007.json").write_text(json.dumps({"step": 7}))
+    assert [found.step for found in read_steps(tmp_path, "run")] == [3, 4]
+    read = next(read_steps(tmp_path))
+    assert read.ranks[0].instructions[1].end == 1.6 and bubble(read) == bubble(profile(3))
+    assert list(read_steps(tmp_path / "nothing")) == []
