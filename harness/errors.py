@@ -13,6 +13,10 @@ class UserError(Exception):
         super().__init__("\n".join(map(printable, text.split("\n"))))
 
 
+class UserErrors(UserError):
+    """Several things the user can fix, each a line of the text."""
+
+
 def printable(text: str) -> str:
     """Return `text` with every character that is not printable in its escaped form."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

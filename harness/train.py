@@ -23,7 +23,7 @@ from harness.training.console import Console, plain_console, quiet
 from harness.training.prepare.configure import RunConfig
 from harness.training.prepare.preflight import check_before_start, limit_trial
 from harness.training.process import records, signals
-from harness.training.process.uncaught import GRACE_S, one_line
+from harness.training.process.uncaught import GRACE_S, lines_of
 from harness.training.watch import activity
 from harness.training.watch.meeting import watching_for_stopped_ranks
 
@@ -156,7 +156,8 @@ def _report(console: Console, rank: int, error: BaseException) -> None:
     if rank > 0:  # usually every rank finds the same: rank 0 reports it, and the launcher ends the others
         time.sleep(GRACE_S)
     if isinstance(error, UserError):
-        console.fail(one_line(error))
+        for line in lines_of(error):
+            console.fail(line)
         return
     text = f"{type(error).__name__}: {error}".strip()
     if records.is_lost_peer(error):

@@ -9,10 +9,11 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, NoReturn, get_type_hints
 
-from harness.errors import UserError
+from harness.errors import UserError, UserErrors
+from harness.training.arguments.config_file import ConfigFlag
 from harness.training.arguments.flags import Flags, groups, shown_default
 from harness.training.arguments.values import takes, typed
-from harness.training.arguments.words import config_flags, known_flags, own_words
+from harness.training.arguments.words import Known, config_flags, known_flags, own_words
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,14 +66,23 @@ def parse(
         add_flags(parser, kind)
     known = known_flags(kinds)
     in_files, words = config_flags(sys.argv[1:] if argv is None else argv, known)
+    given = _of_files(parser, in_files, known)
+    given |= vars(parser.parse_args(own_words(words, known)))
+    return tuple(kind(**{f.name: given[f.name] for f in fields(kind) if f.name in given}) for kind in kinds)
+
+
+def _of_files(parser: Parser, in_files: Sequence[ConfigFlag], known: Known) -> dict[str, Any]:
+    """Parse the flags of config files; UserErrors for all that cannot be used."""
     given: dict[str, Any] = {}
+    problems = []
     for item in in_files:
         try:
             given |= vars(parser.parse_args(own_words(item.words, known)))
         except UserError as error:
-            raise UserError(f"{item.where}{error}") from error
-    given |= vars(parser.parse_args(own_words(words, known)))
-    return tuple(kind(**{f.name: given[f.name] for f in fields(kind) if f.name in given}) for kind in kinds)
+            problems.append(f"{item.where}{error}")
+    if problems:
+        raise UserErrors("\n".join(problems))
+    return given
 
 
 def expanded(kinds: Sequence[type[Flags]], words: Sequence[str]) -> list[str]:

@@ -10,20 +10,22 @@ from pathlib import Path
 from types import TracebackType
 
 from harness.config.diagnostic import ConfigError
-from harness.errors import UserError
+from harness.errors import UserError, UserErrors
 from harness.topology.env import LaunchEnv
 from harness.training.console import PACKAGE, plain_console
 
 GRACE_S = 6.0  # longer than the launcher takes to see that a rank has ended and to stop the others
 
 
-def one_line(error: UserError) -> str:
-    """Return the error in one line; of several findings about a config the first."""
+def lines_of(error: UserError) -> list[str]:
+    """Return the error in one line, of several findings about a config the first; or in a line for each of several."""
+    if isinstance(error, UserErrors):
+        return str(error).splitlines()
     if not isinstance(error, ConfigError):
-        return str(error)
+        return [str(error)]
     first, *rest = error.diagnostics
     more = f" (and {len(rest)} more: ds-harness check {first.file})" if rest else ""
-    return f"{first}{more}"
+    return [f"{first}{more}"]
 
 
 def show_in_one_line() -> None:
@@ -46,7 +48,8 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if rank > 0:  # usually every rank finds the same: rank 0 reports it, and the launcher ends the others
         time.sleep(GRACE_S)
     sys.stdout.flush()
-    plain_console(rank).fail(f"{one_line(error)}{_place(trace)}")
+    for line in lines_of(error):
+        plain_console(rank).fail(f"{line}{_place(trace)}")
 
 
 def _place(trace: TracebackType | None) -> str:

@@ -12,6 +12,7 @@ import pytest
 import transformers
 
 from harness import TrainingArguments, UserError
+from harness.train import main
 from harness.training.arguments import LoraArguments, expanded, parse
 from harness.training.arguments.other_names.huggingface import NOT_TAKEN
 from harness.training.arguments.other_names.other_programs import PROGRAMS
@@ -134,6 +135,31 @@ def test_a_config_file_holds_flags_and_the_command_line_wins(tmp_path: Path) -> 
 def test_a_wrong_config_file_is_one_line_with_the_place(tmp_path: Path, name: str, text: str, words: str) -> None:
     (tmp_path / name).write_text(text)
     assert words in refused("--config", str(tmp_path / name))
+
+
+AXOLOTL = """\
+base_model: some/model
+load_in_8bit: false
+plugins:
+  - axolotl.integrations.liger.LigerPlugin
+liger_rope: true
+datasets:
+  - path: data.jsonl
+    type: alpaca
+adapter: lora
+learning_rate: 0.0002
+wandb_watch:
+wandb_entity: me
+micro_batch_size: 2
+"""
+
+
+def test_all_keys_of_another_program_are_answered_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml").write_text(AXOLOTL)
+    assert main(["--config", str(tmp_path / "a.yaml")]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[2] for line in lines] == ["1", "3", "5", "6", "9", "12", "13"]
+    assert all(line.startswith("error: ") and ("use " in line or "leave it out: " in line) for line in lines)
 
 
 def test_a_run_json_repeats_the_run_without_its_defaults(tmp_path: Path) -> None:

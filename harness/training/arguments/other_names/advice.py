@@ -6,14 +6,19 @@ import json
 from collections.abc import Iterable
 
 from harness.config.schema.suggest import nearest
+from harness.training.arguments.other_names.axolotl import asks_for_nothing
 from harness.training.arguments.other_names.huggingface import NOT_TAKEN
 from harness.training.arguments.other_names.other_programs import meant
 
+NOTHING = "nothing: "
+
 
 def is_idle(name: str, value: object) -> bool:
-    """Whether a flag of HuggingFace's asks, with this value, for what is done in any case."""
+    """Whether a flag of another program asks, with this value, for what is done in any case."""
     entry = NOT_TAKEN.get(name)
-    return entry is not None and (value is None or _plain(value) in map(_plain, entry.same))
+    if entry is None:
+        return asks_for_nothing(name, value)
+    return value is None or _plain(value) in map(_plain, entry.same)
 
 
 def refusal(name: str, spelled: str, known: Iterable[str]) -> str:
@@ -28,7 +33,8 @@ def advice(name: str, known: Iterable[str]) -> str:
         return NOT_TAKEN[name].advice
     if (found := meant(name)) is not None:
         program, here = found
-        return f"use {here}" + (f" ({program} calls it {name})" if program else "")
+        does = f"leave it out: {here.removeprefix(NOTHING)}" if here.startswith(NOTHING) else f"use {here}"
+        return does + (f" ({program} calls it {name})" if program else "")
     close = nearest(name, known) or nearest(name, NOT_TAKEN)
     return f"did you mean --{close}?" if close else "see --help for all flags"
 

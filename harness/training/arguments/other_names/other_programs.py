@@ -1,49 +1,16 @@
-"""What axolotl, torchtitan, Megatron-LM and DeepSpeed's older scripts call the flags of this script."""
+"""What torchtitan, Megatron-LM and DeepSpeed's older scripts call the flags of this script."""
 
 from __future__ import annotations
 
-LAYOUT = "--pipeline_parallel_size and --tensor_parallel_size; the data-parallel size is what ranks are left"
-PRECISION = "--bf16 or --fp16; without them the run is in float32"
-CHECKPOINTING = "--gradient_checkpointing"
-DATA = "--train_file (.txt, .jsonl, .json, .csv, .parquet or a directory; several as a.jsonl:0.7 b/:0.3)"
-ZERO = "--deepspeed_config zero2 or zero3"
-ADAPTER = "--use_peft (LoRA)"
-
-AXOLOTL = {
-    "base_model": "--model_name_or_path",
-    "base_model_config": "--model_name_or_path",
-    "tokenizer_config": "--tokenizer_name",
-    "revision_of_model": "--model_revision",
-    "datasets": DATA,
-    "test_datasets": "--validation_file",
-    "val_set_size": "--validation_split_percentage (below 1: a fraction)",
-    "dataset_prepared_path": "nothing: tokens are cached by the content of the files",
-    "dataset_processes": "nothing: all cores of the ranks tokenise",
-    "sequence_len": "--block_size",
-    "sample_packing": "--packing",
-    "pad_to_sequence_len": "--packing",
-    "micro_batch_size": "--per_device_train_batch_size",
-    "eval_batch_size": "--per_device_eval_batch_size",
-    "num_epochs": "--num_train_epochs",
-    "lr_scheduler": "--lr_scheduler_type",
-    "optimizer": "--optim",
-    "adapter": ADAPTER,
-    "load_in_8bit": "--use_peft; quantised weights are not supported",
-    "load_in_4bit": "--use_peft; quantised weights are not supported",
-    "lora_target_linear": "--lora_target_modules all-linear",
-    "peft_use_rslora": "--use_rslora",
-    "flash_attention": "--attn_implementation flash_attention_2",
-    "sdp_attention": "--attn_implementation sdpa",
-    "eager_attention": "--attn_implementation eager",
-    "tensor_parallel_degree": "--tensor_parallel_size",
-    "evals_per_epoch": "--eval_steps (in steps)",
-    "saves_per_epoch": "--save_steps (in steps)",
-    "train_on_inputs": "nothing: conversations are trained on the assistant's turns",
-    "chat_template": "the tokenizer's own template: set it in tokenizer_config.json",
-    "wandb_project": "--report_to wandb, and wandb.project in the DeepSpeed JSON",
-    "auto_resume_from_checkpoints": "--resume_from_checkpoint auto",
-    "fsdp_version": ZERO,
-}
+from harness.training.arguments.other_names.answers import (
+    ADAPTER,
+    CHECKPOINTING,
+    DATA,
+    LAYOUT,
+    PRECISION,
+    ZERO,
+)
+from harness.training.arguments.other_names.axolotl import AXOLOTL, AXOLOTL_PREFIXES
 
 TORCHTITAN = {
     "training.seq_len": "--block_size",
@@ -198,4 +165,7 @@ def meant(name: str) -> tuple[str, str] | None:
     for program, names in PROGRAMS.items():
         if plain in names:
             return program, names[plain]
+    for prefix, here in AXOLOTL_PREFIXES.items():
+        if plain.startswith(prefix):
+            return "axolotl", here
     return None
