@@ -20,7 +20,7 @@ from harness.config.schema.normalize import as_read
 from harness.config.text.document import Document, from_values
 from harness.config.values.arguments import AutoValues
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import PARTITIONS, partition_method
+from harness.config.values.layout_keys import PARTITIONS, SCHEDULES, partition_method, schedule_name
 from harness.config.values.pointers import put
 from harness.config.view import RunView
 
@@ -100,6 +100,7 @@ def _resolved(run: Resolution, view: RunView, stage: int) -> Resolved:
         zero_stage=stage,
         precision=view.precision,
         partition=partition_method(view.get("/pipeline/partition")) or PARTITIONS[0],
+        schedule=schedule_name(view.get("/pipeline/schedule")) or SCHEDULES[0],
         activation_checkpoint_interval=view.size("/pipeline/activation_checkpoint_interval") or 0,
     )
 

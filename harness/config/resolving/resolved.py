@@ -33,4 +33,5 @@ class Resolved:
     zero_stage: int
     precision: str  # fp32, bf16 or fp16
     partition: str  # balanced, measured, uniform, parameters or type:REGEX
+    schedule: str  # of the pipeline: one of `layout_keys.SCHEDULES`
     activation_checkpoint_interval: int  # in decoder layers; 0 is off

@@ -1,4 +1,4 @@
-"""The keys by which the harness lays out a run: their least values, and the names of the partition methods."""
+"""The keys by which the harness lays out a run: their least values, the names of partition methods and schedules."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from harness.config.values.pointers import AUTO, name_of, whole
 
 PARTITIONS = ("balanced", "measured", "uniform", "parameters")
 PARTITION_FORMS = (*PARTITIONS, "type:REGEX")
+DEEPSPEED_1F1B, NON_WAITING_1F1B, ZERO_BUBBLE = "1f1b", "1f1b-async", "zero-bubble"
+SCHEDULES = (DEEPSPEED_1F1B, NON_WAITING_1F1B, ZERO_BUBBLE)
 # sizes that the harness itself reads, and the least that each may be; DeepSpeed takes any value for them
 LEAST = {
     "/pipeline/stages": 1,
@@ -42,6 +44,13 @@ def partition_method(value: object) -> str | None:
         return value.lower()
     kind, _, pattern = value.partition(":")
     return value if kind.lower() == "type" and pattern and _is_regex(pattern) else None
+
+
+def schedule_name(value: object) -> str | None:
+    """Return the schedule that `pipeline.schedule` names; None if it names none."""
+    if value in (None, AUTO):
+        return DEEPSPEED_1F1B
+    return value.lower() if isinstance(value, str) and value.lower() in SCHEDULES else None
 
 
 def _is_regex(pattern: str) -> bool:

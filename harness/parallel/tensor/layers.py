@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.parallel.comm import (
@@ -26,6 +25,7 @@ from harness.parallel.comm import (
 )
 from harness.parallel.tensor.shard import Shard, cut_parameter, shard_of, share_of, without_dim
 from harness.parallel.tensor.shared_input import copy_once
+from harness.parallel.weight_gradients import linear
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -88,7 +88,7 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.weight_transposed else self.weight
-        y = F.linear(copy_once(x, self.group), weight, self.bias)
+        y = linear(self, copy_once(x, self.group), weight, self.bias)
         return gather_from_group(y, self.group, self.widths) if self.gather_output else y
 
     def extra_repr(self) -> str:
@@ -127,7 +127,7 @@ class SharedColumnLinear(nn.Linear):
         weight = self.weight.t() if self.weight_transposed else self.weight
         own = torch.cat([weight[start:stop] for start, stop in self.pieces])
         bias = None if self.bias is None else torch.cat([self.bias[start:stop] for start, stop in self.pieces])
-        return F.linear(copy_once(x, self.group), own, bias)
+        return linear(self, copy_once(x, self.group), own, bias)
 
 
 class RowParallelLinear(nn.Linear):
@@ -193,8 +193,8 @@ class RowParallelLinear(nn.Linear):
             x = split_to_group(x, self.group, self.widths)
         weight = self.weight.t() if self.weight_transposed else self.weight
         if group_size(self.group) == 1:
-            return F.linear(x, weight, self.bias)
-        y = reduce_from_group(F.linear(x, weight), self.group)
+            return linear(self, x, weight, self.bias)
+        y = reduce_from_group(linear(self, x, weight), self.group)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:

@@ -32,7 +32,8 @@ def sum_gradients(module: nn.Module, names: list[str], reduce: Callable[[Tensor]
 
 def sum_gradient(param: nn.Parameter, reduce: Callable[[Tensor], Tensor]) -> None:
     """Accumulate `reduce(gradient)` instead of the gradient of `param`."""
-    param.register_hook(reduce)
+    # without a gradient where it is put off: see `weight_gradients.py`
+    param.register_hook(lambda grad: None if grad is None else reduce(grad))
     param.summed_id = id(param)  # type: ignore[attr-defined]  # an attribute may be copied, a hook is not
 
 

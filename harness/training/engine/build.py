@@ -25,6 +25,7 @@ from harness.errors import UserError
 from harness.hf.layers.zero3_leaves import leaves_of_sequence
 from harness.parallel.comm import TensorParallel
 from harness.parallel.draws import DrawKeys
+from harness.parallel.pipeline.schedules.following import follow_schedule
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, deepspeed_topology
 from harness.parallel.values import Value
 from harness.parallel.zero.in_place_inputs import copy_hooked_inputs
@@ -119,6 +120,7 @@ def build_engine(
     if isinstance(module, LayerSequence):
         announce_layers(module.calls)
     else:
+        follow_schedule(engine, context.resolved.schedule)
         announce_instructions(engine, beat)
     kind = PipelineStages if context.is_pipeline else WholeModel
     return kind(engine, context.groups, guarded, context.device, context.dtype, context.args.seed, keys)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-COMPUTING = ("ForwardPass", "BackwardPass")
+COMPUTING = ("ForwardPass", "BackwardPass", "InputGradients", "WeightGradients")
 
 
 @dataclass

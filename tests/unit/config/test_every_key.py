@@ -47,6 +47,7 @@ ACTS = {
     "/activation_checkpointing": "deepspeed.checkpointing, configured by the harness",
     "/pipeline/stages": "the layout",
     "/pipeline/partition": "stage boundaries",
+    "/pipeline/schedule": "the order in which stages compute",
     "/pipeline/activation_checkpoint_interval": "the staged module",
     "/pipeline/pipe_partitioned": "PipelineEngine",
     "/pipeline/grad_partitioned": "PipelineEngine",

@@ -1,0 +1,75 @@
+"""A stage's passes with what it receives, loads and sends for them: what a pipeline engine executes.
+
+A stage receives just before the pass that needs it, and sends just after the pass that makes it. A send does not
+wait. Activations and gradients travel apart from each other, and those of one kind in the order of the micro-batches:
+so the transfers of each kind match, and no two stages wait for each other even where a send is held back until
+its receive begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from harness.parallel.pipeline.schedules.passes import Kind, Pass
+
+
+class Action(StrEnum):
+    """What an instruction does, by the name that logs and messages show."""
+
+    RECEIVE_ACTIVATION = "RecvActivation"
+    LOAD = "LoadMicroBatch"
+    FORWARD = "ForwardPass"
+    SEND_ACTIVATION = "SendActivation"
+    RECEIVE_GRADIENT = "RecvGrad"
+    BACKWARD = "BackwardPass"
+    INPUT_GRADIENTS = "InputGradients"
+    SEND_GRADIENT = "SendGrad"
+    WEIGHT_GRADIENTS = "WeightGradients"
+
+
+COMPUTES = {
+    Kind.FORWARD: Action.FORWARD,
+    Kind.BACKWARD: Action.BACKWARD,
+    Kind.INPUT_GRADIENTS: Action.INPUT_GRADIENTS,
+    Kind.WEIGHT_GRADIENTS: Action.WEIGHT_GRADIENTS,
+}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One action for one micro-batch."""
+
+    action: Action
+    micro_batch: int
+
+
+def instructions(passes: Iterable[Pass], stages: int, stage: int) -> Iterator[Instruction]:
+    """Yield the passes of a stage with the exchanges around them."""
+    first, last = stage == 0, stage == stages - 1
+    for each in passes:
+        before: list[Action] = []
+        after: list[Action] = []
+        if each.kind is Kind.FORWARD:
+            before += [] if first else [Action.RECEIVE_ACTIVATION]
+            before += [Action.LOAD] if first or last else []  # the first stage reads inputs, the last one labels
+            after += [] if last else [Action.SEND_ACTIVATION]
+        elif each.kind is not Kind.WEIGHT_GRADIENTS:
+            before += [] if last else [Action.RECEIVE_GRADIENT]
+            after += [] if first else [Action.SEND_GRADIENT]
+        for action in (*before, COMPUTES[each.kind], *after):
+            yield Instruction(action, each.micro_batch)
+
+
+def most_in_flight(passes: Iterable[Pass]) -> int:
+    """Return how many micro-batches at most have begun their forward pass, and not ended their backward pass, on a
+    stage: as many buffers it needs."""
+    most = now = 0
+    for each in passes:
+        if each.kind is Kind.FORWARD:
+            now += 1
+            most = max(most, now)
+        elif each.kind is not Kind.WEIGHT_GRADIENTS:
+            now -= 1
+    return most

@@ -1,0 +1,142 @@
+"""Weight gradients of linear layers, computed later than the gradients of their inputs.
+
+The backward pass of y = x A^T + b needs two products: the gradient of x, which the layers before wait for, and that of
+A, which nobody waits for. While a `WeightGradients` puts off, a linear layer's backward pass computes the first one
+and keeps x and the gradient of y for the second. Biases, norms, embeddings and other layers get their gradients at
+once, and so do weights that are computed from parameters.
+
+A gradient that was put off goes to its parameter as any other: through the parameter's hooks, so that it is summed
+over tensor-parallel ranks and accumulated as if it had come at once. Until then autograd calls these hooks with None.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
+
+from harness.parallel.comm import Context, apply
+
+Product = tuple[Tensor, Tensor, Tensor]
+"""A weight, the input of its layer, and the gradient of the output."""
+
+
+class WeightGradients:
+    """The weight gradients of one stage that are yet to be computed, by micro-batch, the oldest first."""
+
+    def __init__(self) -> None:
+        self._kept: deque[list[Product]] = deque()
+        self._puts_off = False
+
+    @contextmanager
+    def put_off(self) -> Iterator[None]:
+        """Keep, while this is entered, the weight gradients of one micro-batch for `compute`."""
+        self._kept.append([])
+        self._puts_off = True
+        try:
+            yield
+        finally:
+            self._puts_off = False
+
+    def keep(self, weight: Tensor, x: Tensor, grad: Tensor) -> bool:
+        """Keep what a weight gradient is computed from; return whether it is put off."""
+        if self._puts_off:
+            self._kept[-1].append((weight, x, grad))
+        return self._puts_off
+
+    def compute(self) -> None:
+        """Compute and accumulate the weight gradients of the oldest micro-batch that is kept.
+
+        One after the other, in the order in which they were put off: autograd runs what was made last first.
+        """
+        products = self._kept.popleft()
+        with torch.enable_grad():
+            roots = [apply(_Later, *products.pop()) for _ in range(len(products))]
+        if roots:
+            torch.autograd.backward(roots)
+
+    def clear(self) -> None:
+        """Forget what is kept."""
+        self._kept.clear()
+
+
+def attach(module: nn.Module, gradients: WeightGradients) -> None:
+    """Have the linear layers in `module` ask `gradients` whether to put off those of their weights."""
+    layer: Any
+    for layer in module.modules():
+        replacement = {nn.Linear.forward: _forward, Conv1D.forward: _forward_transposed}.get(type(layer).forward)
+        if isinstance(layer, nn.Linear) or replacement is not None:
+            layer.weight_gradients = gradients
+        if replacement is not None:
+            layer.forward = MethodType(replacement, layer)
+
+
+def linear(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `F.linear(x, weight, bias)` for a layer, whose weight gradient may be put off."""
+    gradients: WeightGradients | None = getattr(layer, "weight_gradients", None)
+    if gradients is None or not _can_wait(x, weight):
+        return F.linear(x, weight, bias)
+    return apply(_Linear, x, weight, bias, gradients)
+
+
+def _can_wait(x: Tensor, weight: Tensor) -> bool:
+    """Whether a weight's gradient can be put off: that of a parameter, or of a view of one.
+
+    A weight that is computed from parameters has a graph of its own, which can be gone through but once.
+    """
+    base = weight._base if weight._is_view() else weight  # noqa: SLF001  # no public names
+    trained = torch.is_grad_enabled() and weight.requires_grad and base is not None and base.is_leaf
+    return trained and not torch.is_autocast_enabled(x.device.type)
+
+
+def _forward(self: nn.Linear, x: Tensor) -> Tensor:
+    return linear(self, x, self.weight, self.bias)
+
+
+def _forward_transposed(self: Conv1D, x: Tensor) -> Tensor:
+    return linear(self, x, self.weight.t(), self.bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.gradients = weight, gradients  # itself: recomputation would give back a copy without its graph
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_x = (rows @ ctx.weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_weight = None if ctx.gradients.keep(ctx.weight, x.detach(), grad) else _weight_gradient(x, grad)
+        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+class _Later(torch.autograd.Function):
+    """A scalar whose gradient with respect to a weight is the one that was put off."""
+
+    @staticmethod
+    def forward(ctx: Context, weight: Tensor, x: Tensor, grad: Tensor) -> Tensor:
+        ctx.product = x, grad
+        return weight.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, _one: Tensor) -> tuple[Tensor, None, None]:
+        x, grad = ctx.product
+        del ctx.product
+        return _weight_gradient(x, grad), None, None
+
+
+def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
+    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
