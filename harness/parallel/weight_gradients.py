@@ -12,7 +12,7 @@ over tensor-parallel ranks and accumulated as if it had come at once. Until then
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -72,7 +72,7 @@ def attach(module: nn.Module, gradients: WeightGradients) -> None:
     """Have the linear layers in `module` ask `gradients` whether to put off those of their weights."""
     layer: Any
     for layer in module.modules():
-        replacement = {nn.Linear.forward: _forward, Conv1D.forward: _forward_transposed}.get(type(layer).forward)
+        replacement = FORWARDS.get(type(layer).forward)
         if isinstance(layer, nn.Linear) or replacement is not None:
             layer.weight_gradients = gradients
         if replacement is not None:
@@ -105,6 +105,13 @@ def _forward_transposed(self: Conv1D, x: Tensor) -> Tensor:
     return linear(self, x, self.weight.t(), self.bias)
 
 
+FORWARDS: Mapping[object, Callable[..., Tensor]] = {
+    nn.Linear.forward: _forward,
+    Conv1D.forward: _forward_transposed,
+}
+"""Of the forward of a layer that is not the harness's own: what takes its place."""
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients) -> Tensor:
@@ -118,7 +125,9 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = (rows @ ctx.weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        grad_weight = None if ctx.gradients.keep(ctx.weight, x.detach(), grad) else _weight_gradient(x, grad)
+        grad_weight = None
+        if not ctx.gradients.keep(ctx.weight, x.detach(), grad):
+            grad_weight = _weight_gradient(x, grad, transposed=ctx.weight.stride(0) == 1)
         return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
@@ -127,7 +136,7 @@ class _Later(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, weight: Tensor, x: Tensor, grad: Tensor) -> Tensor:
-        ctx.product = x, grad
+        ctx.product, ctx.transposed = (x, grad), weight.stride(0) == 1
         return weight.new_zeros(())
 
     @staticmethod
@@ -135,8 +144,10 @@ class _Later(torch.autograd.Function):
     def backward(ctx: Context, _one: Tensor) -> tuple[Tensor, None, None]:
         x, grad = ctx.product
         del ctx.product
-        return _weight_gradient(x, grad), None, None
+        return _weight_gradient(x, grad, transposed=ctx.transposed), None, None
 
 
-def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+def _weight_gradient(x: Tensor, grad: Tensor, *, transposed: bool) -> Tensor:
+    """Return the product as autograd computes it, whose rounding depends on how the weight lies in memory."""
+    x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    return (x.t() @ grad).t() if transposed else grad.t() @ x

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 
 from harness.config.values.arguments import AutoValues
+from harness.config.values.layout_keys import DEEPSPEED_1F1B, ZERO_BUBBLE
 from harness.config.values.pointers import AUTO, lookup, whole
 from harness.wording import counted, one_of
 
@@ -95,24 +97,29 @@ def complete(train: int | None, micro: int | None, accumulation: int | None, dat
     return Batch(train=train, micro=micro, accumulation=accumulation)
 
 
-def bubble(stages: int, micro_batches: int) -> float:
-    """Return the idle share of a pipeline step, (p - 1) / (m + p - 1) for p equal stages and m micro-batches.
+def bubble(stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B) -> float:
+    """Return the idle share of a pipeline step for p equal stages and m micro-batches.
 
-    It is the same for GPipe (arXiv 1811.06965, section 2.3) and for 1F1B with a flush, which DeepSpeed runs
-    (arXiv 2104.04473, section 2.2, which states it relative to the ideal time: (p - 1) / m).
+    It is (p - 1) / (m + p - 1) for GPipe (arXiv 1811.06965, section 2.3) and for 1F1B with a flush (arXiv 2104.04473,
+    section 2.2, which states it relative to the ideal time: (p - 1) / m). Zero-bubble leaves a third of that idle time
+    where forward, input gradients and weight gradients take equally long (arXiv 2401.10241, section 3.1, for m >= p;
+    with fewer micro-batches there are too few weight gradients to fill the rest).
     """
+    if schedule == ZERO_BUBBLE:
+        waits = stages - 1 + max(0, stages - micro_batches) if stages > 1 else 0
+        return waits / (3 * micro_batches + waits)
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-def idle(stages: int, micro_batches: int) -> str:
+def idle(stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B) -> str:
     """`2 stages with 1 micro-batch are idle for 50% of a step`."""
     batches = counted(micro_batches, "micro-batch", "micro-batches")
-    return f"{stages} stages with {batches} are idle for {bubble(stages, micro_batches):.0%} of a step"
+    return f"{stages} stages with {batches} are idle for {bubble(stages, micro_batches, schedule):.0%} of a step"
 
 
-def micro_batches_wanted(stages: int) -> int:
+def micro_batches_wanted(stages: int, schedule: str = DEEPSPEED_1F1B) -> int:
     """Return the fewest micro-batches a step at which the stages of a pipeline idle for no more than a fifth of it."""
-    return 4 * (stages - 1)
+    return next(n for n in count(1) if bubble(stages, n, schedule) <= 0.2) if stages > 1 else 0
 
 
 def misfit(sizes: StatedSizes, data_parallel: int, *, ranks_are_known: bool = True) -> tuple[str, str]:

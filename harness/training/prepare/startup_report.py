@@ -11,6 +11,7 @@ import torch
 from harness.config import Resolved
 from harness.config.schema.support import version_warning
 from harness.config.values.batch import bubble, idle, micro_batches_wanted
+from harness.config.values.layout_keys import DEEPSPEED_1F1B
 from harness.hf.locate import presets
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
@@ -85,30 +86,32 @@ def compilation(console: Console, resolved: Resolved, device: torch.device) -> N
 
 def stages(console: Console, layout: Layout, resolved: Resolved, steps: int, lines: Sequence[StageLine]) -> None:
     """Report the layout, the batch, and which layers and how many parameters each rank holds."""
+    named = layout.pp_size > 1 and resolved.schedule != DEEPSPEED_1F1B
+    schedule = f", {resolved.schedule}" if named else ""
     console.say(
-        f"{layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}: {counted(steps, 'step')} "
+        f"{layout}{schedule}, ZeRO-{resolved.zero_stage}, {resolved.precision}: {counted(steps, 'step')} "
         f"of {counted(resolved.train_batch, 'sample')} "
         f"({resolved.accumulation} x {resolved.micro_batch} a data rank)"
     )
     for line in lines:
         console.say(f"  {line}")
-    warning = batch_warning(layout.pp_size, resolved.micro_batch, resolved.accumulation)
+    warning = batch_warning(layout.pp_size, resolved.micro_batch, resolved.accumulation, resolved.schedule)
     if warning is not None:
         console.warn(warning)
 
 
-def batch_warning(stages: int, micro: int, accumulation: int) -> str | None:
+def batch_warning(stages: int, micro: int, accumulation: int, schedule: str = DEEPSPEED_1F1B) -> str | None:
     """How much of a step a pipeline idles, and what to set; None up to a fifth."""
-    wanted = micro_batches_wanted(stages)
+    wanted = micro_batches_wanted(stages, schedule)
     if accumulation >= wanted:
         return None
     flag = "--gradient_accumulation_steps"
-    remedy = f"{flag} {wanted} leaves {bubble(stages, wanted):.0%}"
+    remedy = f"{flag} {wanted} leaves {bubble(stages, wanted, schedule):.0%}"
     share = micro * accumulation
     finer = next((size for size in range(micro - 1, 0, -1) if share % size == 0 and share // size >= wanted), None)
     if finer is not None:
         remedy += f"; with the same batch --per_device_train_batch_size {finer} {flag} {share // finer}"
-    return f"{idle(stages, accumulation)}: {remedy}"
+    return f"{idle(stages, accumulation, schedule)}: {remedy}"
 
 
 def adapters(console: Console, adaptation: Adaptation | None, trainable: TrainableModel) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
 from harness.config.values.batch import bubble, idle, micro_batches_wanted
-from harness.config.values.layout_keys import PARTITION_FORMS, partition_method
+from harness.config.values.layout_keys import PARTITION_FORMS, SCHEDULES, ZERO_BUBBLE, partition_method, schedule_name
 from harness.config.values.pointers import AUTO
 from harness.config.view import RunView
 from harness.wording import counted
@@ -81,9 +81,10 @@ def pipeline_bubble(view: RunView) -> Iterator[Finding]:
     """Too few micro-batches to keep the stages busy.
 
     With p stages and m micro-batches (gradient_accumulation_steps) every stage idles for (p - 1) / (m + p -
-    1) of a step. From 4 (p - 1) micro-batches on that is at most a fifth. The layout never changes their
-    number; the start of a run says how much is idle where it is more. Source: GPipe, arXiv 1811.06965,
-    section 2.3.
+    1) of a step. From 4 (p - 1) micro-batches on that is at most a fifth. `"schedule": "zero-bubble"` leaves
+    a third of the idle time, (p - 1) / (3 m + p - 1) of a step. The layout never changes the number of
+    micro-batches; the start of a run says how much is idle where it is more. Sources: GPipe, arXiv
+    1811.06965, section 2.3; Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1.
     """
     steps = view.size("/gradient_accumulation_steps")
     if (
@@ -92,13 +93,16 @@ def pipeline_bubble(view: RunView) -> Iterator[Finding]:
         and view.has("/train_micro_batch_size_per_gpu")
     ):
         steps = 1 if view.get("/train_batch_size") is None else None
-    if view.stages == 1 or steps is None or steps >= micro_batches_wanted(view.stages):
+    schedule = schedule_name(view.get("/pipeline/schedule")) if view.target == "harness" else None
+    schedule = schedule or SCHEDULES[0]
+    wanted = micro_batches_wanted(view.stages, schedule)
+    if view.stages == 1 or steps is None or steps >= wanted:
         return
-    wanted = micro_batches_wanted(view.stages)
+    less = bubble(view.stages, wanted, schedule)
     yield Finding(
         pointer="/gradient_accumulation_steps" if view.has("/gradient_accumulation_steps") else "/pipeline/stages",
-        message=idle(view.stages, steps),
-        hint=f"{counted(wanted, 'micro-batch', 'micro-batches')} reduce that to {bubble(view.stages, wanted):.0%}",
+        message=idle(view.stages, steps, schedule),
+        hint=f"{counted(wanted, 'micro-batch', 'micro-batches')} reduce that to {less:.0%}",
         deepspeed="runs; the stages wait for each other",
         on_value=True,
     )
@@ -198,7 +202,7 @@ def pipeline_without_a_pipeline(view: RunView) -> Iterator[Finding]:
     DeepSpeed reads the section for a model that is a PipelineModule. The HuggingFace Trainer hands it the whole
     model: every rank holds all layers and is data-parallel.
     """
-    for name in ("stages", "partition", "activation_checkpoint_interval"):
+    for name in ("stages", "partition", "schedule", "activation_checkpoint_interval"):
         value = view.get(f"/pipeline/{name}")
         if view.target == "hf" and value not in (None, AUTO, 0, False) and not (name == "stages" and value == 1):
             yield Finding(
@@ -208,3 +212,61 @@ def pipeline_without_a_pipeline(view: RunView) -> Iterator[Finding]:
                 deepspeed="reads the section, but trains the whole model on every rank",
             )
             return
+
+
+@rule(
+    "DS608",
+    "unknown-schedule",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"schedule": "zb-h2"}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"schedule": "zero-bubble"}}',
+)
+def unknown_schedule(view: RunView) -> Iterator[Finding]:
+    """pipeline.schedule does not name a schedule of the harness.
+
+    The harness knows `1f1b` (DeepSpeed's own, the default), `1f1b-async` (whose sends do not wait) and
+    `zero-bubble` (ZB-H1, arXiv 2401.10241), and refuses another word when more than one stage is asked for.
+    DeepSpeed itself reads the key and does nothing with it: it always runs 1F1B.
+    """
+    name = view.get("/pipeline/schedule")
+    if schedule_name(name) is None:
+        refused = view.target == "harness" and view.stages > 1
+        yield Finding(
+            pointer="/pipeline/schedule",
+            message=f"unknown schedule {name!r}",
+            hint="use one of " + ", ".join(SCHEDULES),
+            severity=Severity.ERROR if refused else None,
+            deepspeed="does nothing with it, and runs 1F1B",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS609",
+    "zero-bubble-with-recomputation",
+    Severity.INFO,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,'
+    ' "schedule": "zero-bubble", "activation_checkpoint_interval": 1}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,'
+    ' "schedule": "zero-bubble"}}',
+)
+def zero_bubble_with_recomputation(view: RunView) -> Iterator[Finding]:
+    """The zero-bubble schedule together with activation checkpointing.
+
+    A weight gradient that is put off needs the input of its layer and the gradient of its output until it is
+    computed. Stage s (from 0) keeps them for s micro-batches, although activation checkpointing has thrown the
+    rest away. The numbers stay the same; the last stages save less memory than under 1F1B.
+    """
+    zero_bubble = schedule_name(view.get("/pipeline/schedule")) == ZERO_BUBBLE and view.target == "harness"
+    interval = view.size("/pipeline/activation_checkpoint_interval")
+    if zero_bubble and interval and view.stages > 1:
+        yield Finding(
+            pointer="/pipeline/schedule",
+            message="zero-bubble keeps the inputs of linear layers for up to "
+            f"{counted(view.stages - 1, 'micro-batch', 'micro-batches')}, which activation checkpointing would free",
+            hint="use the schedule 1f1b if memory runs short",
+            deepspeed="does nothing with the schedule, and runs 1F1B",
+            on_value=True,
+        )

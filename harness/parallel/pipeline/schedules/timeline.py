@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from harness.parallel.pipeline.schedules.passes import Kind, Order, Pass
+from harness.wording import counted
 
 Begins = dict[tuple[int, Pass], float]
 """Of each stage and pass: when it begins."""
@@ -38,7 +39,8 @@ def timeline(order: Order, stages: int, micro_batches: int, durations: Mapping[K
                 free[stage] = begin + durations[own[position[stage]].kind]
                 position[stage] += 1
         if sum(position) == before:
-            raise ValueError(f"{stages} stages and {micro_batches} micro-batches wait for each other for ever")
+            batches = counted(micro_batches, "micro-batch", "micro-batches")
+            raise ValueError(f"{stages} stages and {batches} wait for each other for ever")
     return begins
 
 
@@ -51,9 +53,7 @@ def _needed(passes: Sequence[Sequence[Pass]], stage: int, own: Pass) -> tuple[in
         return None
     kinds = {own.kind} if own.kind is Kind.FORWARD else {Kind.BACKWARD, Kind.INPUT_GRADIENTS}
     return next(
-        (neighbour, each)
-        for each in passes[neighbour]
-        if each.micro_batch == own.micro_batch and each.kind in kinds
+        (neighbour, each) for each in passes[neighbour] if each.micro_batch == own.micro_batch and each.kind in kinds
     )
 
 
