@@ -1,9 +1,17 @@
 """Draw the pictures of docs/layouts.md: python scripts/draw_layouts.py [FOLDER]."""
 
 import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from svg import COLOURS, GREY, INK, PALE, RULE, Drawing
+
+from harness.parallel.pipeline.schedules.passes import Kind, Order, one_forward_one_backward, zero_bubble_h1
+from harness.parallel.pipeline.schedules.timeline import UNITS, end_of, idle_share, timeline
 
 LAYERS = ("embedding", "layer 1", "layer 2", "layer 3", "layer 4", "head")
 ROW, WIDE = 22, 120
@@ -80,58 +88,63 @@ def grid(stages: int = 2, data: int = 2, tensor: int = 2) -> Drawing:
     return picture
 
 
-def one_forward_one_backward(stages: int, batches: int) -> dict[tuple[int, str, int], int]:
-    """Return when each (stage, pass, micro-batch) begins in the 1F1B schedule; a backward takes two units."""
-    orders = []
-    for stage in range(stages):
-        ahead = min(stages - stage - 1, batches)
-        order = [("F", index) for index in range(ahead)]
-        for index in range(batches):
-            if ahead + index < batches:
-                order.append(("F", ahead + index))
-            order.append(("B", index))
-        orders.append(order)
-    begins: dict[tuple[int, str, int], int] = {}
-    free, position = [0] * stages, [0] * stages
-    while any(position[stage] < len(orders[stage]) for stage in range(stages)):
-        for stage in range(stages):
-            while position[stage] < len(orders[stage]):
-                kind, index = orders[stage][position[stage]]
-                if kind == "F":
-                    needs, takes = ((stage - 1, "F", index), 1) if stage else (None, 0)
-                else:
-                    needs, takes = ((stage + 1, "B", index), 2) if stage < stages - 1 else ((stage, "F", index), 1)
-                if needs is not None and needs not in begins:
-                    break
-                begins[stage, kind, index] = max(free[stage], begins[needs] + takes if needs else 0)
-                free[stage] = begins[stage, kind, index] + (1 if kind == "F" else 2)
-                position[stage] += 1
-    return begins
+@dataclass(frozen=True)
+class Step:
+    """One step of a pipeline by a schedule.
+
+    Attributes:
+        formula: of the idle share.
+        passes: of each kind its colour and its name.
+    """
+
+    title: str
+    order: Order
+    formula: str
+    passes: Mapping[Kind, tuple[str, str]]
 
 
-def schedule(stages: int = 4, batches: int = 8) -> Drawing:
-    """Draw a step of a pipeline: who computes what, and who waits."""
-    begins = one_forward_one_backward(stages, batches)
-    end = max(begin + (1 if kind == "F" else 2) for (_, kind, _), begin in begins.items())
-    picture = Drawing(720, 56 + stages * 30 + 34, f"{stages} stages, {batches} micro-batches: one step")
-    left, unit = 70, (700 - 70) / end
-    picture.words(20, 24, "One step of a pipeline", size=14, bold=True)
+ONE_FORWARD_ONE_BACKWARD = Step(
+    title="1F1B",
+    order=one_forward_one_backward,
+    formula="(stages - 1) / (micro-batches + stages - 1)",
+    passes={Kind.FORWARD: (COLOURS[0], "forward"), Kind.BACKWARD: (COLOURS[2], "backward")},
+)
+ZERO_BUBBLE = Step(
+    title="Zero-bubble",
+    order=zero_bubble_h1,
+    formula="(stages - 1) / (3 x micro-batches + stages - 1)",
+    passes={
+        Kind.FORWARD: (COLOURS[0], "forward"),
+        Kind.INPUT_GRADIENTS: (COLOURS[2], "gradients of inputs"),
+        Kind.WEIGHT_GRADIENTS: (COLOURS[1], "of weights"),
+    },
+)
+
+
+def schedule(step: Step, stages: int = 4, batches: int = 8) -> Drawing:
+    """Draw a step of a pipeline: who computes what, and who waits. All schedules have one scale."""
+    begins = timeline(step.order, stages, batches)
+    title = f"{stages} stages, {batches} micro-batches: one step by {step.title}"
+    picture = Drawing(720, 56 + stages * 30 + 52, title)
+    left, unit = 70, (700 - 70) / end_of(timeline(one_forward_one_backward, stages, batches))
+    picture.words(20, 24, f"One step by {step.title}", size=14, bold=True)
     picture.words(215, 24, f"{stages} stages, {batches} micro-batches; grey: the stage waits", size=11, fill=GREY)
     for stage in range(stages):
         y = 40 + stage * 30
         picture.words(20, y + 16, f"stage {stage}", size=12)
-        picture.box(left, y, end * unit, 24, RULE, radius=0)
-    for (stage, kind, index), begin in begins.items():
-        x, wide = left + begin * unit, unit * (1 if kind == "F" else 2)
-        picture.box(x, 40 + stage * 30, wide - 1, 24, COLOURS[0] if kind == "F" else COLOURS[2], radius=0)
-        picture.words(x + wide / 2, 56 + stage * 30, str(index + 1), size=10, fill="#ffffff", anchor="middle")
-    y = 40 + stages * 30 + 16
-    for x, colour, text in ((70, COLOURS[0], "forward"), (160, COLOURS[2], "backward"), (260, RULE, "idle")):
+        picture.box(left, y, end_of(begins) * unit, 24, RULE, radius=0)
+    for (stage, each), begin in begins.items():
+        x, wide, (colour, _) = left + begin * unit, unit * UNITS[each.kind], step.passes[each.kind]
+        picture.box(x, 40 + stage * 30, wide - 1, 24, colour, radius=0)
+        picture.words(
+            x + wide / 2, 56 + stage * 30, str(each.micro_batch + 1), size=10, fill="#ffffff", anchor="middle"
+        )
+    x, y = 70, 40 + stages * 30 + 16
+    for colour, text in (*step.passes.values(), (RULE, "idle")):
         picture.box(x, y - 10, 12, 12, colour)
         picture.words(x + 17, y, text, size=11)
-    share = (stages - 1) / (batches + stages - 1)
-    words = f"idle share: (stages - 1) / (micro-batches + stages - 1) = {share:.0%}"
-    picture.words(700, y, words, size=11, fill=INK, anchor="end")
+        x += 32 + 6 * len(text)
+    picture.words(70, y + 22, f"idle share: {step.formula} = {idle_share(begins):.0%}", size=11, fill=INK)
     return picture
 
 
@@ -140,7 +153,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path("docs/images"))
     folder = parser.parse_args().folder
-    for name, picture in {"ways": ways(), "grid": grid(), "schedule": schedule()}.items():
+    steps = {"schedule": ONE_FORWARD_ONE_BACKWARD, "zero-bubble": ZERO_BUBBLE}
+    pictures = {"ways": ways(), "grid": grid(), **{name: schedule(step) for name, step in steps.items()}}
+    for name, picture in pictures.items():
         (folder / f"{name}.svg").write_text(picture.text(), encoding="utf-8")
 
 

@@ -5,12 +5,10 @@ A test looks each of them up in the installed DeepSpeed, and names the ones that
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from harness.deepspeed.pipeline_touches import BF16, PIPELINE_ENGINE, PIPELINE_MODULE, PIPELINE_TOUCHES
+from harness.deepspeed.touch import Touch
 
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-PIPELINE_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
-PIPELINE_MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
-BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 STAGE3 = "deepspeed.runtime.zero.stage3"
 ZERO_3 = f"{STAGE3}:DeepSpeedZeroOptimizer_Stage3"
@@ -19,30 +17,8 @@ SCALER = "deepspeed.runtime.fp16.loss_scaler"
 MUON = "deepspeed.runtime.zero.muon.original_muon"
 
 
-@dataclass(frozen=True)
-class Touch:
-    """One thing of DeepSpeed that its documentation does not promise, and that the harness depends on.
-
-    Attributes:
-        name: of the module here that touches it, and what it is.
-        where: `module` or `module:member` of DeepSpeed.
-        why: what the harness does with it.
-        parameters: names that a function must take, in order, without `self`; None for anything else.
-        sets: attributes that the code of `where` must assign.
-        uses: names and texts that the code of `where` must read.
-        seen: version of DeepSpeed in which all this holds.
-    """
-
-    name: str
-    where: str
-    why: str
-    parameters: tuple[str, ...] | None = None
-    sets: tuple[str, ...] = ()
-    uses: tuple[str, ...] = ()
-    seen: str = "0.19.8"
-
-
 TOUCHES = (
+    *PIPELINE_TOUCHES,
     # prints
     Touch("prints: seeds", f"{PIPELINE_MODULE}.__init__", "its `print` is replaced by nothing", uses=("print",)),
     Touch(
@@ -221,55 +197,6 @@ TOUCHES = (
             "get_tensor_model_parallel_world_size",
             "get_tensor_model_parallel_group",
         ),
-    ),
-    # pipeline
-    Touch(
-        "pipeline: choice of the boundaries",
-        f"{PIPELINE_MODULE}._partition_layers",
-        "overridden: the harness has chosen them",
-        parameters=("method",),
-        sets=("parts",),
-        uses=("_set_bounds",),
-    ),
-    Touch(
-        "pipeline: bounds of a stage",
-        f"{PIPELINE_MODULE}._set_bounds",
-        "called with the chosen boundaries",
-        parameters=("start", "stop"),
-        sets=("_local_start", "_local_stop"),
-    ),
-    Touch(
-        "pipeline: building of the layers",
-        f"{PIPELINE_MODULE}._build",
-        "overridden: layers of two types can share weights, and parameters keep the names of their layers",
-        parameters=(),
-        uses=("_layer_specs", "_local_start", "_local_stop", "forward_funcs", "tied_modules", "tied_weight_attrs"),
-    ),
-    Touch(
-        "pipeline: layers that are run again",
-        f"{PIPELINE_MODULE}._is_checkpointable",
-        "overridden: a layer may say it of itself",
-        parameters=("funcs",),
-    ),
-    Touch(
-        "pipeline: state of a stage",
-        f"{PIPELINE_MODULE}.__init__",
-        "read by the overridden methods, and in the order in which they are called",
-        sets=("stage_id", "num_stages", "activation_checkpoint_func", "is_checkpointable_results", "tied_comms"),
-        uses=("_partition_layers", "_build", "_index_tied_modules", "_synchronize_tied_weights"),
-    ),
-    Touch(
-        "pipeline: tied weights",
-        f"{PIPELINE_MODULE}.get_tied_weights_and_groups",
-        "extended: every tied weight has a gradient, and frozen ones are left out",
-        parameters=(),
-        uses=("tied_comms", "weight_attr", "group"),
-    ),
-    Touch(
-        "pipeline: gradients of tied weights",
-        f"{PIPELINE_ENGINE}._exec_reduce_tied_grads",
-        "sums the gradients of the weights that the module names, of one dtype at a time",
-        uses=("get_tied_weights_and_groups", "_hp_grad", "grad"),
     ),
     # optimizer_states
     Touch(

@@ -1,1 +1,1 @@
-"""Pipeline stages: where they are cut, what they send, what they recompute."""
+"""Pipeline stages: where they are cut, in which order they compute, what they send, what they recompute."""

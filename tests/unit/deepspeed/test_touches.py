@@ -15,7 +15,8 @@ import deepspeed
 import pytest
 
 import harness
-from harness.deepspeed.touches import TOUCHES, Touch
+from harness.deepspeed.touch import Touch
+from harness.deepspeed.touches import TOUCHES
 
 PRODUCT = Path(harness.__file__).parent
 
