@@ -3,7 +3,7 @@
 A llama of 17 million parameters is cut into two stages and trained on eight micro-batches a step with each schedule, in
 turns in the same processes. The ratios are of the median seconds of a step:
 
-    OMP_NUM_THREADS=1 python scripts/bench/schedules.py [--rounds 3] [--steps 6]
+    OMP_NUM_THREADS=1 python scripts/bench/schedules.py [--rounds 3] [--steps 4]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from harness.config.values.layout_keys import SCHEDULES  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
-STAGES, MICRO_BATCHES, SAMPLES, LENGTH = 2, 8, 4, 256
+STAGES, MICRO_BATCHES, SAMPLES, LENGTH = 2, 8, 2, 128
 SHAPE = {
     "vocab_size": 4096,
     "hidden_size": 384,
@@ -43,7 +43,7 @@ SHAPE = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6, help="of each schedule and round; the first is left out")
+    parser.add_argument("--steps", type=int, default=4, help="of each schedule and round; the first is left out")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, options.rounds, options.steps)
