@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 
 from harness.config.resolving.resolved import Resolved
 from harness.config.values.json_object import JsonObject
+from harness.config.values.layout_keys import ZERO_BUBBLE
 from harness.config.values.pointers import lookup, whole
 from harness.errors import UserError
 from harness.planner.hardware import GIB, Hardware
@@ -118,6 +119,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int) -> tuple[W
         whole_gradients=sums_whole(resolved.precision, resolved.zero_stage),
         bucket=whole(zero.get("reduce_bucket_size")) or 5e8,
         partition=resolved.partition,
+        schedule="zero-bubble" if resolved.schedule == ZERO_BUBBLE else "1f1b",
     )
     return workload, strategy
 

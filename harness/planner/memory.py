@@ -129,7 +129,7 @@ def stage_activations(workload: Workload, strategy: Strategy, stage: Stage, inde
     """Return the bytes that a stage keeps for the backward at most.
 
     Recomputed layers keep their input, for every micro-batch in flight, and all of one layer while it is computed
-    again.
+    again. Under zero-bubble a stage also keeps what its weight gradients need that are put off: `index` micro-batches'.
     """
     virtual = strategy.virtual_stages
     flight: float = min(strategy.pipeline - index, strategy.accumulation)
@@ -139,10 +139,12 @@ def stage_activations(workload: Workload, strategy: Strategy, stage: Stage, inde
         flight *= 2
     parallel = strategy.tensor if strategy.sequence_parallel else 1
     each = {layer: layer_activations(workload, strategy, layer) for layer, _ in stage.layers}
+    put_off = min(index, strategy.accumulation) if strategy.schedule == "zero-bubble" else 0
+    whole = sum(count * each[layer] for layer, count in stage.layers)
     if strategy.recompute == "full":
         kept = stage.depth * _state_bytes(workload, strategy) / parallel
-        return flight * kept + max(each.values(), default=0.0)
-    return flight * sum(count * each[layer] for layer, count in stage.layers)
+        return flight * kept + put_off * whole + max(each.values(), default=0.0)
+    return (min(flight + put_off, strategy.accumulation) if put_off else flight) * whole
 
 
 @lru_cache(maxsize=65536)

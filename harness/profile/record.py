@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness.checkpoint.atomic import replace_text
 from harness.config.values.json_object import JsonObject
+from harness.config.values.layout_keys import DEEPSPEED_1F1B
 
 FOLDER = "profile"
 COMPUTING = ("forward", "backward")
@@ -87,6 +88,7 @@ class StepProfile:
         layout: sizes by axis.
         stage_boundaries: index of the first layer of each stage, then the number of layers.
         micro_batches: of each rank in the step.
+        schedule: of the pipeline.
     """
 
     step: int
@@ -97,6 +99,7 @@ class StepProfile:
     layer_names: Sequence[str]
     micro_batches: int
     ranks: Sequence[RankProfile]
+    schedule: str = DEEPSPEED_1F1B
 
     @property
     def stages(self) -> int:

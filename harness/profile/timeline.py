@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from harness.config.values.batch import bubble as idle_share
+from harness.config.values.layout_keys import DEEPSPEED_1F1B, ZERO_BUBBLE
 from harness.profile.record import COMPUTING, RankProfile, Span, StepProfile
 
 PEERS = {
@@ -23,7 +25,7 @@ class Bubble:
 
     Attributes:
         measured: of the time from the first forward to the last backward of any rank.
-        balanced: (p - 1) / (m + p - 1) of p equal stages and m micro-batches, without communication.
+        balanced: of equal stages, without communication: (p - 1) / (m + p - 1) under 1F1B.
         unequal: the same for stages that take as long as they were measured to take.
     """
 
@@ -32,13 +34,15 @@ class Bubble:
     unequal: float
 
 
-def pipeline_seconds(stages: Sequence[float], micro_batches: int) -> float:
+def pipeline_seconds(stages: Sequence[float], micro_batches: int, schedule: str = DEEPSPEED_1F1B) -> float:
     """Return the seconds of a step: each stage once, and the slowest for every other micro-batch.
 
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
-    section 2.2.1, for stages of unequal time.
+    section 2.2.1, for stages of unequal time. The zero-bubble schedule leaves a third of the waits (Qi et al. 2024,
+    Zero Bubble Pipeline Parallelism, section 3.1).
     """
-    return sum(stages) + (micro_batches - 1) * max(stages)
+    waits = sum(stages) - max(stages)
+    return micro_batches * max(stages) + (waits / 3 if schedule == ZERO_BUBBLE else waits)
 
 
 def bubble(profile: StepProfile) -> Bubble | None:
@@ -55,8 +59,8 @@ def bubble(profile: StepProfile) -> Bubble | None:
     ]
     return Bubble(
         measured=1 - fmean(busy) / whole,
-        balanced=(p - 1) / (m + p - 1),
-        unequal=1 - m * fmean(stages) / pipeline_seconds(stages, m),
+        balanced=idle_share(p, m, profile.schedule),
+        unequal=1 - m * fmean(stages) / pipeline_seconds(stages, m, profile.schedule),
     )
 
 

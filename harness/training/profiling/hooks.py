@@ -20,8 +20,11 @@ from harness.training.profiling.span_log import SpanLog
 KINDS = {
     "ForwardPass": "forward",
     "BackwardPass": "backward",
+    "InputGradients": "backward",
+    "WeightGradients": "backward",
     "SendActivation": "send",
     "SendGrad": "send",
+    "AwaitSends": "send",
     "RecvActivation": "receive",
     "RecvGrad": "receive",
     "ReduceGrads": "reduce",

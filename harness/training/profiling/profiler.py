@@ -166,6 +166,7 @@ def step_profile(run: PreparedRun, step: int, ranks: list[RankProfile]) -> StepP
         stage_boundaries=run.boundaries,
         layer_names=run.trainable.names,
         micro_batches=run.resolved.accumulation,
+        schedule=run.resolved.schedule,
         ranks=[rank.since(first) for rank in ranks],
     )
 

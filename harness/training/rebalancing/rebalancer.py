@@ -75,8 +75,8 @@ class Rebalancer:
         costs = corrected(self.run.trainable.costs, self.run.boundaries, stages)
         boundaries = balanced(costs, len(stages))
         after = [sum(costs[start:stop]) for start, stop in pairwise(boundaries)]
-        micro_batches = self.run.resolved.accumulation
-        gain = 1 - pipeline_seconds(after, micro_batches) / pipeline_seconds(stages, micro_batches)
+        how = self.run.resolved.accumulation, self.run.resolved.schedule
+        gain = 1 - pipeline_seconds(after, *how) / pipeline_seconds(stages, *how)
         if gain > MIN_GAIN and all(sum(self.run.trainable.trained[a:b]) for a, b in pairwise(boundaries)):
             self._before = self.run.boundaries, step_seconds
             self._move(boundaries, state, f"a step takes {step_seconds:.3g} s, and should take {gain:.0%} less")
