@@ -8,14 +8,15 @@ from harness.planner.compute import PRODUCT_BYTES, Seconds, product
 from harness.planner.hardware import Hardware
 from harness.planner.shape import LayerShape, context
 from harness.planner.traffic import all_reduce, all_to_all, half_ring, tensor_group
-from harness.planner.workload import Strategy, Workload
+from harness.planner.workload import Strategy, Workload, layer_parameters
 
 # Elements that one element of a value is moved to and from memory for, forward; one kernel each, or written out in
 # single operations as a model's Python code does. Backward moves twice as much: it reads inputs and gradients.
 FUSED = {"norm": 2, "residual": 3, "gate": 3, "activation": 2, "rotation": 2, "scores": 6, "cast": 3}
 PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8, "scores": 10, "cast": 3}
-# Operations that a host issues for a layer's forward; backward issues twice as many (one gradient for each input).
-FUSED_OPERATIONS, PLAIN_OPERATIONS = 25, 50
+# Operations that a host issues for a layer's forward, counted on a decoder of transformers; backward issues twice as
+# many, one gradient for each input. A collective takes as long as a few of them.
+OPERATIONS, COLLECTIVE_OPERATIONS = 50, 5
 LOGIT_BYTES = 20.0  # written, read and widened, reduced twice, and read for the loss; the backward as many
 
 
@@ -23,13 +24,18 @@ LOGIT_BYTES = 20.0  # written, read and widened, reduced twice, and read for the
 def layer_seconds(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
     """Return the seconds of a layer's own work; the host's where it is slower to issue it."""
     tokens = strategy.micro_batch * workload.sequence // strategy.context
+    attention = _attention(hardware, workload, strategy, layer)
+    again = attention.forward if strategy.recompute == "selective" else 0.0
     device = (
         _projections(hardware, workload, strategy, layer, tokens)
-        + _attention(hardware, workload, strategy, layer)
+        + attention
         + _elementwise(hardware, workload, strategy, layer, tokens)
+        + _summed(hardware, workload, strategy, layer)
+        + Seconds(0.0, again)
     )
-    operations = FUSED_OPERATIONS if workload.fused_elementwise else PLAIN_OPERATIONS
-    issue = operations * hardware.dispatch_seconds
+    collectives = 2 * COLLECTIVE_OPERATIONS if strategy.tensor > 1 else 0
+    operations = OPERATIONS * (2 if layer.experts else 1)  # routing takes as many again
+    issue = (operations + collectives) * hardware.dispatch_seconds
     return Seconds(max(device.forward, issue), max(device.backward, 2 * issue))
 
 
@@ -59,6 +65,12 @@ def _projections(hardware: Hardware, workload: Workload, strategy: Strategy, lay
     return total
 
 
+def _summed(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
+    """Return the seconds of adding a micro-batch's weight gradients to the sum: both read, the sum written."""
+    moved = layer_parameters(strategy, layer) * (2 * workload.gradient_bytes)
+    return Seconds(0.0, moved / hardware.memory_bytes_per_second)
+
+
 def _feed_forward(strategy: Strategy, layer: LayerShape, tokens: int) -> list[tuple[int, int, int]]:
     """Return width, rows and copies of the feed-forward parts of one rank."""
     parts = [(_share(layer.dense_ffn, strategy.tensor), tokens, 1)] if layer.dense_ffn else []
@@ -83,7 +95,8 @@ def _attention(hardware: Hardware, workload: Workload, strategy: Strategy, layer
     tokens = samples * length / strategy.context
     if workload.fused_attention:
         work = 2.0 * tokens * context(layer, length) * (layer.query + layer.output) / tp
-        seconds = work / (hardware.flops[precision] * hardware.attention_efficiency) + hardware.kernel_seconds
+        rate = hardware.flops[precision] * hardware.attention_efficiency * workload.attention_speed
+        seconds = work / rate + hardware.kernel_seconds
         return Seconds(seconds, 2.5 * seconds)
     heads = _share(layer.heads, tp)
     size = layer.query // layer.heads

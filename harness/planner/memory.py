@@ -14,7 +14,7 @@ from math import ceil
 
 from harness.planner.shape import LayerShape
 from harness.planner.stages import Stage
-from harness.planner.workload import Strategy, Workload
+from harness.planner.workload import Strategy, Workload, layer_parameters
 
 ALLOCATOR_SHARE = 0.04  # of activations: blocks are rounded up, and gaps between them stay unused
 MIB = 2**20
@@ -82,14 +82,6 @@ def local_parameters(workload: Workload, strategy: Strategy, stage: Stage) -> fl
         total += shape.outer_vectors
         total += 0 if shape.tied and stage.is_first else shape.vocab * shape.hidden / tp
     return total
-
-
-def layer_parameters(strategy: Strategy, layer: LayerShape) -> float:
-    """Return a rank's parameters of one decoder layer: matrices split, norms and most biases whole."""
-    share = max(strategy.expert, strategy.tensor)  # experts: whole ones over expert ranks, or parts of each
-    router = layer.hidden * layer.experts
-    dense = layer.matrix_parameters - layer.expert_parameters - router
-    return dense / strategy.tensor + layer.expert_parameters / share + router + layer.vectors
 
 
 def _states(workload: Workload, strategy: Strategy, held: float) -> tuple[float, float, float, float]:

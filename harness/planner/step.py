@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 from harness.planner.compute import Seconds
 from harness.planner.hardware import Hardware
-from harness.planner.layer_time import embedding_seconds, head_seconds, layer_seconds, layer_traffic
+from harness.planner.layer_time import (
+    COLLECTIVE_OPERATIONS,
+    embedding_seconds,
+    head_seconds,
+    layer_seconds,
+    layer_traffic,
+)
 from harness.planner.memory import local_parameters
 from harness.planner.stages import Stage, stages_of
 from harness.planner.traffic import Group, all_reduce, data_group, half_ring, message
@@ -101,7 +107,7 @@ def _pipeline(hardware: Hardware, workload: Workload, strategy: Strategy) -> flo
     state = tokens * workload.shape.hidden * workload.element_bytes
     state /= strategy.tensor if strategy.sequence_parallel else 1
     stride = strategy.tensor * strategy.data * strategy.context
-    once = message(hardware, stride, state)
+    once = message(hardware, stride, state) + COLLECTIVE_OPERATIONS * hardware.dispatch_seconds
     return 2 * once * (strategy.accumulation * strategy.virtual_stages + strategy.pipeline - 1)
 
 
@@ -116,7 +122,9 @@ def _data(hardware: Hardware, workload: Workload, strategy: Strategy, held: floa
         return 0.0
     width, times, stage = workload.element_bytes, strategy.accumulation, strategy.zero_stage
     gradients, parameters = held * _reduced_bytes(workload, strategy), held * width
-    share = compute / times * 2 / 3  # of the last micro-batch's backward, in which its gradients may travel
+    window = compute / times * 2 / 3  # the backward in which gradients are final: of the last micro-batch, and of
+    if strategy.virtual_stages > 1:  # interleaved parts one after the other
+        window *= min(times, strategy.pipeline)
     if stage == 3:
         gathers = 3 if strategy.recompute == "full" else 2
         moved = times * (gathers - (gathers == 3)) * half_ring(group, parameters) + times * half_ring(group, gradients)
@@ -124,9 +132,9 @@ def _data(hardware: Hardware, workload: Workload, strategy: Strategy, held: floa
     whole = strategy.whole_gradients or not stage
     reduce = all_reduce(group, gradients) if whole else half_ring(group, gradients)
     reduce *= times if stage == 2 else 1
-    hidden = (compute * 2 / 3 if stage == 2 else share) if strategy.overlap_data else 0.0
+    hidden = (compute * 2 / 3 if stage == 2 else window) if strategy.overlap_data else 0.0
     gather = half_ring(group, parameters) if stage else 0.0
-    shown = 0.0 if strategy.overlap_parameters and gather < share / 2 else gather
+    shown = max(0.0, gather - window / 2) if strategy.overlap_parameters else gather
     return max(0.0, reduce - hidden) + shown + _first_bucket(group)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.planner.shape import DecoderShape
+from harness.planner.shape import DecoderShape, LayerShape
 
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["1f1b", "zero-bubble", "zero-bubble-2p"]
@@ -25,8 +25,8 @@ class Workload:
         precision: of the matrix products: fp32, bf16, fp16, fp8 or fp4.
         gradient_bytes: of one summed gradient.
         fused_attention: whether scores stay on the chip (Dao et al. 2022, FlashAttention).
+        attention_speed: rate of the attention kernel beside the best one for the device.
         fused_elementwise: whether norms, rotations and activations are one kernel each.
-        grouped_experts: whether all experts of a rank are one kernel.
     """
 
     shape: DecoderShape
@@ -34,8 +34,8 @@ class Workload:
     precision: str = "bf16"
     gradient_bytes: int = 4
     fused_attention: bool = True
+    attention_speed: float = 1.0
     fused_elementwise: bool = False
-    grouped_experts: bool = False
 
     @property
     def element_bytes(self) -> int:
@@ -91,3 +91,11 @@ class Strategy:
     def global_batch(self) -> int:
         """Samples a step."""
         return self.micro_batch * self.accumulation * self.data
+
+
+def layer_parameters(strategy: Strategy, layer: LayerShape) -> float:
+    """Return a rank's parameters of one decoder layer: matrices split, norms and most biases whole."""
+    share = max(strategy.expert, strategy.tensor)  # experts: whole ones over expert ranks, or parts of each
+    router = layer.hidden * layer.experts
+    dense = layer.matrix_parameters - layer.expert_parameters - router
+    return dense / strategy.tensor + layer.expert_parameters / share + router + layer.vectors

@@ -1,0 +1,128 @@
+#!/usr/bin/env python
+"""Hold the planner's predictions against published measurements, and write the table of both.
+
+    python scripts/bench/predictions.py published.csv --markdown docs/predictions.md
+
+The CSV has a row for each measurement: the shape of the model, device, layout, batch, precision, and what was measured.
+What a row leaves open (kernels, overlap) is what the program that was measured does by default. Nothing is fitted:
+`published_systems.py` holds those defaults, the device files the constants of the hardware.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from published_systems import Case, Unusable, case_of
+
+from harness.planner.step import step_seconds
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One measurement beside its prediction, in seconds of a step."""
+
+    case: Case
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Of the predicted seconds, relative to the measured ones."""
+        return self.predicted / self.case.seconds - 1
+
+
+def compare(rows: Iterable[dict[str, str]]) -> tuple[list[Compared], dict[str, int]]:
+    """Return the rows that can be predicted, and how many cannot, by reason."""
+    found, left_out = [], defaultdict(int)
+    for row in rows:
+        try:
+            case = case_of(row)
+        except Unusable as reason:
+            left_out[str(reason)] += 1
+            continue
+        found.append(Compared(case, step_seconds(case.hardware, case.workload, case.strategy).total))
+    return found, dict(left_out)
+
+
+def mean_error(found: Sequence[Compared]) -> float:
+    """Return the mean of the errors' sizes."""
+    return statistics.fmean(abs(one.error) for one in found)
+
+
+def by(found: Sequence[Compared], key: Callable[[Compared], object]) -> list[tuple[str, list[Compared]]]:
+    """Return the comparisons in groups, the worst mean first."""
+    groups = defaultdict(list)
+    for one in found:
+        groups[str(key(one))].append(one)
+    return sorted(groups.items(), key=lambda item: -mean_error(item[1]))
+
+
+def summary(found: Sequence[Compared]) -> Iterator[tuple[str, Sequence[Compared]]]:
+    """Yield all rows, and those of one node and of several."""
+    yield "all", found
+    for words, several in (("one node", False), ("several nodes", True)):
+        part = [one for one in found if one.case.is_multi_node == several]
+        if part:
+            yield words, part
+
+
+def table(title: str, groups: Iterable[tuple[str, Sequence[Compared]]]) -> Iterator[str]:
+    """Yield a Markdown table of mean, median, worst and signed errors."""
+    yield f"\n| {title} | rows | mean error | median | worst | mean signed |"
+    yield "|---|---|---|---|---|---|"
+    for name, part in groups:
+        sizes = [abs(one.error) for one in part]
+        signed = statistics.fmean(one.error for one in part)
+        yield (
+            f"| {name} | {len(part):,} | {statistics.fmean(sizes):.1%} | {statistics.median(sizes):.1%} | "
+            f"{max(sizes):.1%} | {signed:+.1%} |"
+        )
+
+
+def rows_table(found: Sequence[Compared], count: int) -> Iterator[str]:
+    """Yield a Markdown table of single rows, the worst first."""
+    yield "\n| system | model | device | layout | batch | measured s | predicted s | error |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for one in sorted(found, key=lambda one: -abs(one.error))[:count]:
+        case, strategy = one.case, one.case.strategy
+        layout = f"{strategy.world_size}: pp{strategy.pipeline} tp{strategy.tensor} dp{strategy.data}"
+        yield (
+            f"| {case.system} | {case.model} | {case.device} | {layout} | {strategy.micro_batch} x "
+            f"{strategy.accumulation} | {case.seconds:.4g} | {one.predicted:.4g} | {one.error:+.1%} |"
+        )
+
+
+def main() -> None:
+    """Print or write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", type=Path)
+    parser.add_argument("--markdown", type=Path, help="write the page of the documentation")
+    parser.add_argument("--worst", type=int, default=40, help="single rows to list")
+    args = parser.parse_args()
+    with args.csv.open(encoding="utf-8", newline="") as file:
+        found, left_out = compare(csv.DictReader(file))
+    lines = [
+        *table("rows", summary(found)),
+        *table("system", by(found, lambda one: one.case.system)),
+        *table("device", by(found, lambda one: one.case.device)),
+        *table("model", by(found, lambda one: one.case.model)),
+        *table("layout", by(found, lambda one: one.case.kind)),
+        "\nThe worst rows:",
+        *rows_table(found, args.worst),
+        "\nLeft out: " + "; ".join(f"{count} rows, {reason}" for reason, count in sorted(left_out.items())) + ".",
+    ]
+    text = "\n".join(lines) + "\n"
+    if args.markdown is None:
+        print(text)
+        return
+    head, mark, _ = args.markdown.read_text(encoding="utf-8").partition("<!-- tables -->\n")
+    args.markdown.write_text(head + mark + text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

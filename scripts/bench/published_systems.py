@@ -1,0 +1,206 @@
+"""What the programs of published measurements do where a row does not say it, and the shapes that rows leave out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from harness.planner.hardware import Hardware, Link, load_hardware
+from harness.planner.shape import DecoderShape, LayerShape
+from harness.planner.workload import Strategy, Workload
+
+DEVICES = {
+    "A100-40GB": "a100-40gb",
+    "A100": "a100-80gb",
+    "H100": "h100",
+    "H200": "h200",
+    "B200": "b200",
+    "B300": "b300",
+    "GB200": "gb200",
+    "GB300": "gb300",
+    "MI325X": "mi325x",
+    "MI355X": "mi355x",
+}
+# routed experts, experts of a token, shared experts, dense layers ahead: from the models' own configs
+EXPERTS = {
+    "Qwen3": (128, 8, 0, 0),
+    "DeepSeek": (256, 8, 1, 3),
+    "DeepSeek-V2": (160, 6, 2, 1),
+    "GPT OSS": (128, 4, 0, 0),
+    "GPT-OSS": (128, 4, 0, 0),
+    "Mixtral": (8, 2, 0, 0),
+}
+LATENT = {"q_rank": 1536, "kv_rank": 512, "rope": 64}  # of multi-head latent attention
+UNGATED = ("GPT-", "GPT3", "GPT ", "MPT", "MT-NLG", "Megatron", "OPT", "Nemotron")
+HEAD_SIZES = {"Qwen3": 128, "GPT OSS": 64, "GPT-OSS": 64}
+
+
+class Unusable(Exception):
+    """A row that cannot be predicted, with the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One measurement: what ran, where, and the seconds of a step."""
+
+    system: str
+    model: str
+    device: str
+    hardware: Hardware
+    workload: Workload
+    strategy: Strategy
+    seconds: float
+
+    @property
+    def is_multi_node(self) -> bool:
+        """Whether it ran on several nodes."""
+        return self.strategy.world_size > self.hardware.node_size
+
+    @property
+    def kind(self) -> str:
+        """Return which axes of parallelism it used."""
+        sizes = {
+            "pp": self.strategy.pipeline,
+            "tp": self.strategy.tensor,
+            "cp": self.strategy.context,
+            "ep": self.strategy.expert,
+            "dp": self.strategy.data,
+        }
+        axes = " x ".join(name for name, size in sizes.items() if size > 1)
+        return f"{axes or 'one device'}, ZeRO-{self.strategy.zero_stage}"
+
+
+def case_of(row: dict[str, str]) -> Case:
+    """Return the measurement of a row."""
+    if not row["layers"] or not row["hidden"]:
+        raise Unusable("the shape of the model is not published")
+    if "LoRA" in row["notes"]:
+        raise Unusable("only adapters are trained")
+    if not row["seq"] or not row["micro_batch"] or not row["global_batch"]:
+        raise Unusable("batch or sequence length is not published")
+    shape = shape_of(row)
+    hardware = device_of(row)
+    workload, strategy = run_of(row, shape)
+    if not row["step_seconds"]:
+        raise Unusable("no step time")
+    return Case(
+        system=row["system"],
+        model=row["model"],
+        device=row["gpu"],
+        hardware=hardware,
+        workload=workload,
+        strategy=strategy,
+        seconds=float(row["step_seconds"]),
+    )
+
+
+def number(row: dict[str, str], key: str, default: int = 1) -> int:
+    """Return a whole number of a row, or the default."""
+    return int(float(row[key])) if row[key] else default
+
+
+def first_of(table: dict[str, Any], name: str) -> Any:
+    """Return the entry whose key the name begins with, the longest key first."""
+    return next((table[key] for key in sorted(table, key=len, reverse=True) if name.startswith(key)), None)
+
+
+def shape_of(row: dict[str, str]) -> DecoderShape:
+    """Return the shape of a row's model."""
+    shape = _shape(*(row[key] for key in ("model", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab")))
+    if shape is None:
+        raise Unusable("the shape of the model is not published")
+    return shape
+
+
+@cache
+def _shape(
+    model: str, layers: str, hidden: str, ffn: str, heads: str, kv_heads: str, vocab: str
+) -> DecoderShape | None:
+    width, count = int(hidden), int(heads)
+    head = first_of(HEAD_SIZES, model) or width // count
+    kv = int(kv_heads or heads) * head
+    gated = not model.startswith(UNGATED) or model.startswith(("GPT OSS", "GPT-OSS"))
+    common: dict[str, Any] = dict(hidden=width, heads=count, kv_heads=int(kv_heads or heads), gated=gated)
+    common |= dict(query=count * head, key=kv, value=kv, output=count * head, vectors=2 * width)
+    if model.startswith("DeepSeek"):
+        common |= dict(query=count * 192, key=count * 192, value=count * 128, output=count * 128, **LATENT)
+    dense = LayerShape(**common, ffn=int(ffn) if ffn else 4 * width)
+    experts = first_of(EXPERTS, model)
+    if experts is None:
+        return DecoderShape(layers=(dense,) * int(layers), vocab=int(vocab or 51200))
+    routed, top_k, shared, ahead = experts
+    sparse = LayerShape(**common, experts=routed, top_k=top_k, expert_ffn=int(ffn), shared_ffn=shared * int(ffn))
+    first = replace(dense, ffn=18432 if model.startswith("DeepSeek") else int(ffn))
+    if int(layers) < 10:
+        ahead = min(ahead, 1)
+    return DecoderShape(layers=(first,) * ahead + (sparse,) * (int(layers) - ahead), vocab=int(vocab or 51200))
+
+
+@cache
+def _device(name: str, network_gb: float | None) -> Hardware:
+    hardware = load_hardware(name)
+    if network_gb is None:
+        return hardware
+    return replace(hardware, network=Link(bytes_per_second=network_gb * 1e9, hop_seconds=hardware.network.hop_seconds))
+
+
+def device_of(row: dict[str, str]) -> Hardware:
+    """Return the device of a row, with the network that the row names."""
+    name = first_of(DEVICES, row["gpu"])
+    if name is None:
+        raise Unusable("the device is not known")
+    slow = "800 Gbps/node" in row["notes"]
+    return _device(name, 0.9 * 12.5 if slow else None)
+
+
+def run_of(row: dict[str, str], shape: DecoderShape) -> tuple[Workload, Strategy]:
+    """Return what a row trains, and how."""
+    system, precision = row["system"], row["precision"].lower()
+    width = "fp4" if "fp4" in precision else "fp8" if "fp8" in precision or "float8" in precision else "bf16"
+    tp, pp, cp = number(row, "tp"), number(row, "pp"), number(row, "cp")
+    dp = number(row, "gpus") // (tp * pp * cp)
+    micro, batch = number(row, "micro_batch"), number(row, "global_batch")
+    if dp < 1 or batch % (dp * micro):
+        raise Unusable("sizes that do not multiply")
+    sharded = row["zero_or_distopt"]
+    is_fsdp = any(word in sharded for word in ("FSDP", "ZeRO-3")) and "FSDP=0" not in sharded
+    megatron = not is_fsdp and "DeepSpeed" not in system
+    old = (
+        "DeepSpeed" in system
+        or "PTD" in system
+        or row["recompute"].startswith("selective (attention")
+        or (system == "Megatron-LM" and row["recompute"] == "full")
+    )
+    schedule = "zero-bubble" if "ZB-1p" in system else "zero-bubble-2p" if "ZB" in system else "1f1b"
+    zero = 3 if is_fsdp else 1 if "distributed" in sharded or "NeMo" in system or "Bridge" in system else 0
+    recompute = "full" if row["recompute"].startswith("full") else "none"
+    if row["recompute"].startswith("selective"):
+        recompute = "selective"
+    workload = Workload(
+        shape=shape,
+        sequence=number(row, "seq"),
+        precision=width,
+        gradient_bytes=4 if megatron else 2,
+        fused_attention=not old,
+        fused_elementwise=True,
+    )
+    strategy = Strategy(
+        pipeline=pp,
+        tensor=tp,
+        data=dp,
+        context=cp,
+        expert=number(row, "ep"),
+        micro_batch=micro,
+        accumulation=batch // (dp * micro),
+        zero_stage=zero,
+        recompute=recompute,  # type: ignore[arg-type]
+        schedule=schedule,  # type: ignore[arg-type]
+        virtual_stages=number(row, "vpp"),
+        sequence_parallel=row["seq_parallel"].startswith("yes") or (megatron and not old and tp > 1),
+        overlap_data=megatron and not old,
+        overlap_parameters=megatron and not old,
+        overlap_tensor=0.5 if megatron and ("NeMo" in system or "Bridge" in system) else 0.0,
+        partition="type:DecoderLayer",
+    )
+    return workload, strategy
