@@ -7,7 +7,7 @@ from functools import lru_cache
 from harness.planner.compute import PRODUCT_BYTES, Seconds, product
 from harness.planner.hardware import Hardware
 from harness.planner.shape import LayerShape, context
-from harness.planner.traffic import all_reduce, all_to_all, half_ring, tensor_group
+from harness.planner.traffic import all_reduce, expert_exchange, half_ring, tensor_group
 from harness.planner.workload import Strategy, Workload, layer_parameters
 
 # Elements that one element of a value is moved to and from memory for, forward; one kernel each, or written out in
@@ -16,8 +16,10 @@ FUSED = {"norm": 2, "residual": 3, "gate": 3, "activation": 2, "rotation": 2, "s
 PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8, "scores": 10, "cast": 3}
 # Operations that a host issues for a layer's forward, counted on a decoder of transformers; backward issues twice as
 # many, one gradient for each input. A collective takes as long as a few of them.
-OPERATIONS, COLLECTIVE_OPERATIONS = 50, 5
-LOGIT_BYTES = 20.0  # written, read and widened, reduced twice, and read for the loss; the backward as many
+OPERATIONS, COLLECTIVE_OPERATIONS = 50, 3
+# Bytes that each logit is moved for. Forward: written, widened to fp32, its maximum found and taken off, exponentials,
+# their sum. Backward: scaled, and narrowed again.
+LOGIT_BYTES = Seconds(32.0, 18.0)
 
 
 @lru_cache(maxsize=65536)
@@ -128,8 +130,9 @@ def head_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     tokens = strategy.micro_batch * workload.sequence // strategy.context
     columns = _share(workload.shape.vocab, strategy.tensor)
     precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
-    moved = LOGIT_BYTES * tokens * columns / hardware.memory_bytes_per_second
-    return product(hardware, precision, tokens, workload.shape.hidden, columns) + Seconds(moved, moved)
+    logits = tokens * columns / hardware.memory_bytes_per_second
+    moved = Seconds(LOGIT_BYTES.forward * logits, LOGIT_BYTES.backward * logits)
+    return product(hardware, precision, tokens, workload.shape.hidden, columns) + moved
 
 
 @lru_cache(maxsize=65536)
@@ -159,8 +162,7 @@ def layer_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, la
     shown = 1 - strategy.overlap_tensor
     total = Seconds(shown * forward, shown * backward)
     if layer.experts and strategy.expert > 1:
-        routed = state * layer.top_k / strategy.tensor
         stride = 1 if strategy.expert <= strategy.tensor else strategy.tensor * strategy.context
-        moved = 2 * all_to_all(hardware, strategy.expert, stride, routed)
+        moved = 2 * expert_exchange(hardware, strategy.expert, stride, state / strategy.tensor, layer.top_k)
         total += Seconds(moved, moved)
     return total

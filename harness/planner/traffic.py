@@ -58,14 +58,19 @@ def all_reduce(group: Group, size_bytes: float) -> float:
     return 2 * half_ring(group, size_bytes)
 
 
-def all_to_all(hardware: Hardware, size: int, stride: int, size_bytes: float) -> float:
-    """Return the seconds in which each of `size` ranks sends its `size_bytes` in equal shares to all of them."""
+def expert_exchange(hardware: Hardware, size: int, stride: int, token_bytes: float, copies: int) -> float:
+    """Return the seconds in which each of `size` ranks sends every token to the ranks of its `copies` experts.
+
+    A token goes once to each node that holds one of them, and is copied on inside it.
+    """
     if size == 1:
         return 0.0
     in_node = max(1, min(size, hardware.node_size // stride))
-    inside = size_bytes * (in_node - 1) / size / hardware.node.bytes_per_second
-    outside = size_bytes * (size - in_node) / size / hardware.network.bytes_per_second
-    hop = hardware.node.hop_seconds if in_node >= size else hardware.network.hop_seconds
+    nodes = max(1, size // in_node)
+    reached = nodes * (1 - (1 - 1 / nodes) ** copies)
+    inside = token_bytes * copies * (in_node - 1) / in_node / hardware.node.bytes_per_second
+    outside = token_bytes * reached * (nodes - 1) / nodes / hardware.network.bytes_per_second
+    hop = hardware.node.hop_seconds if nodes == 1 else hardware.network.hop_seconds
     return max(inside, outside) + 2 * hop
 
 
