@@ -16,7 +16,10 @@ from harness.planner.hardware import Hardware
 
 # Rows and columns of a tile, and its rate next to the largest one's: a small tile reads its inputs more often.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
-START_UP = 128  # inner dimension at which the start and the end of a tile cost as much as its products
+START_UP = 64  # inner dimension at which the start and the end of a tile cost as much as its products: two of its steps
+# Rows must begin at multiples of 16 bytes for the fast kernels: an odd size is left to slow ones (same source, on
+# alignment; CUTLASS reaches about a third without vector loads).
+ALIGNED, UNALIGNED_RATE = 8, 0.3
 PRODUCT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 
 
@@ -35,6 +38,8 @@ class Seconds:
 def matmul(hardware: Hardware, precision: str, rows: int, inner: int, columns: int, copies: int = 1) -> float:
     """Return the seconds of `copies` products of rows x inner by inner x columns in one kernel."""
     rate = hardware.reached_flops(precision) * inner / (inner + START_UP)
+    if hardware.compute_units > 1 and (inner % ALIGNED or columns % ALIGNED):
+        rate *= UNALIGNED_RATE
     work = 2.0 * copies * rows * inner * columns
     best = min(
         ceil(copies * ceil(rows / tall) * ceil(columns / wide) / hardware.compute_units)

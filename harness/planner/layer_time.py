@@ -12,7 +12,7 @@ from harness.planner.workload import Strategy, Workload, layer_parameters
 
 # Elements that one element of a value is moved to and from memory for, forward; one kernel each, or written out in
 # single operations as a model's Python code does. Backward moves twice as much: it reads inputs and gradients.
-FUSED = {"norm": 2, "residual": 3, "gate": 3, "activation": 2, "rotation": 2, "scores": 6, "cast": 3}
+FUSED = {"norm": 2, "residual": 3, "gate": 3, "activation": 2, "rotation": 2, "scores": 4.5, "cast": 3}
 PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8, "scores": 10, "cast": 3}
 # Operations that a host issues for a layer's forward, counted on a decoder of transformers; backward issues twice as
 # many, one gradient for each input. A collective takes as long as a few of them.
@@ -106,7 +106,7 @@ def _attention(hardware: Hardware, workload: Workload, strategy: Strategy, layer
     values = product(hardware, precision, length, length, size, samples * heads)
     passes = (FUSED if workload.fused_elementwise else PLAIN)["scores"]
     moved = passes * samples * heads * float(length) ** 2 * workload.element_bytes / hardware.memory_bytes_per_second
-    return scores + values + Seconds(moved, moved)
+    return scores + values + Seconds(moved, 1.2 * moved)  # the softmax's backward reads its output besides
 
 
 def _elementwise(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int) -> Seconds:
@@ -131,7 +131,8 @@ def head_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     columns = _share(workload.shape.vocab, strategy.tensor)
     precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
     logits = tokens * columns / hardware.memory_bytes_per_second
-    moved = Seconds(LOGIT_BYTES.forward * logits, LOGIT_BYTES.backward * logits)
+    summed = columns * workload.shape.hidden * 2 * workload.gradient_bytes / hardware.memory_bytes_per_second
+    moved = Seconds(LOGIT_BYTES.forward * logits, LOGIT_BYTES.backward * logits + summed)
     return product(hardware, precision, tokens, workload.shape.hidden, columns) + moved
 
 

@@ -99,7 +99,8 @@ def _states(workload: Workload, strategy: Strategy, held: float) -> tuple[float,
             optimizer += held * 4
     elif stage == 1:
         summed = workload.gradient_bytes if workload.precision != "fp16" else 0
-        gradients, optimizer = held * (width + (summed if width == 2 else 0)), held * 12 / dp
+        own = 0 if workload.sums_in_place else width
+        gradients, optimizer = held * (own + (summed if width == 2 else 0)), held * 12 / dp
     else:
         gradients, optimizer = held * max(workload.gradient_bytes, width) / dp, held * 12 / dp
     host = 0.0

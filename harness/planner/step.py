@@ -20,10 +20,13 @@ from harness.planner.layer_time import (
 )
 from harness.planner.memory import local_parameters
 from harness.planner.stages import Stage, stages_of
-from harness.planner.traffic import Group, all_reduce, data_group, half_ring, message
+from harness.planner.traffic import all_reduce, data_group, half_ring, message
 from harness.planner.workload import Strategy, Workload
 
 ADAM_BYTES = 28.0  # a parameter's master copy, two moments and gradient, read; the first three written
+# Collectives run on the device's own processors, up to 32 of 108 to 148 at a time, while layers compute: what they hide
+# of their time slows computation by this share.
+CONTENTION = 0.2
 LEFT_BUBBLE = {"1f1b": 1.0, "zero-bubble": 1 / 3, "zero-bubble-2p": 0.0}  # Qi et al. 2023, table 1
 
 
@@ -128,18 +131,15 @@ def _data(hardware: Hardware, workload: Workload, strategy: Strategy, held: floa
     if stage == 3:
         gathers = 3 if strategy.recompute == "full" else 2
         moved = times * (gathers - (gathers == 3)) * half_ring(group, parameters) + times * half_ring(group, gradients)
-        return max(0.0, moved - compute) + moved / max(1.0, times * len(workload.shape.layers))
+        ends = moved / max(1.0, times * len(workload.shape.layers))  # the first gather and the last reduction
+        return max(0.0, moved - compute) + CONTENTION * min(moved, compute) + ends
     whole = strategy.whole_gradients or not stage
     reduce = all_reduce(group, gradients) if whole else half_ring(group, gradients)
     reduce *= times if stage == 2 else 1
     hidden = (compute * 2 / 3 if stage == 2 else window) if strategy.overlap_data else 0.0
     gather = half_ring(group, parameters) if stage else 0.0
     shown = max(0.0, gather - window / 2) if strategy.overlap_parameters else gather
-    return max(0.0, reduce - hidden) + shown + _first_bucket(group)
-
-
-def _first_bucket(group: Group) -> float:
-    return 2 * group.hop_seconds
+    return max(0.0, reduce - hidden) + CONTENTION * min(reduce, hidden) + shown
 
 
 def _reduced_bytes(workload: Workload, strategy: Strategy) -> float:

@@ -24,6 +24,7 @@ class Workload:
     Attributes:
         precision: of the matrix products: fp32, bf16, fp16, fp8 or fp4.
         gradient_bytes: of one summed gradient.
+        sums_in_place: whether a gradient is added to its sum as it is made, without one of its own (Megatron).
         fused_attention: whether scores stay on the chip (Dao et al. 2022, FlashAttention).
         attention_speed: rate of the attention kernel beside the best one for the device.
         fused_elementwise: whether norms, rotations and activations are one kernel each.
@@ -33,6 +34,7 @@ class Workload:
     sequence: int
     precision: str = "bf16"
     gradient_bytes: int = 4
+    sums_in_place: bool = False
     fused_attention: bool = True
     attention_speed: float = 1.0
     fused_elementwise: bool = False

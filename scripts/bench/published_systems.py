@@ -9,7 +9,7 @@ from typing import Any
 from harness.planner.estimate import memory_of
 from harness.planner.hardware import Hardware, Link, load_hardware
 from harness.planner.shape import DecoderShape, LayerShape
-from harness.planner.workload import Strategy, Workload
+from harness.planner.workload import Recompute, Schedule, Strategy, Workload
 
 DEVICES = {
     "A100-40GB": "a100-40gb",
@@ -82,7 +82,7 @@ def case_of(row: dict[str, str]) -> Case:
         raise Unusable("batch or sequence length is not published")
     shape = shape_of(row)
     hardware = device_of(row)
-    workload, strategy = run_of(row, shape)
+    workload, strategy = workload_of(row, shape), strategy_of(row)
     if not row["recompute"] and strategy.zero_stage == 3 and not _fits(hardware, workload, strategy):
         strategy = replace(strategy, recompute="full")
     if not row["step_seconds"]:
@@ -115,7 +115,10 @@ def first_of(table: dict[str, Any], name: str) -> Any:
 
 def shape_of(row: dict[str, str]) -> DecoderShape:
     """Return the shape of a row's model."""
-    shape = _shape(*(row[key] for key in ("model", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab")))
+    tp = number(row, "tp")
+    vocab = number(row, "vocab", 51200)
+    padded = vocab if tp == 1 else -(-vocab // (128 * tp)) * 128 * tp  # as Megatron does by default
+    shape = _shape(padded, *(row[key] for key in ("model", "layers", "hidden", "ffn", "heads", "kv_heads")))
     if shape is None:
         raise Unusable("the shape of the model is not published")
     return shape
@@ -123,7 +126,7 @@ def shape_of(row: dict[str, str]) -> DecoderShape:
 
 @cache
 def _shape(
-    model: str, layers: str, hidden: str, ffn: str, heads: str, kv_heads: str, vocab: str
+    vocab: int, model: str, layers: str, hidden: str, ffn: str, heads: str, kv_heads: str
 ) -> DecoderShape | None:
     width, count = int(hidden), int(heads)
     head = first_of(HEAD_SIZES, model) or width // count
@@ -136,13 +139,13 @@ def _shape(
     dense = LayerShape(**common, ffn=int(ffn) if ffn else 4 * width)
     experts = first_of(EXPERTS, model)
     if experts is None:
-        return DecoderShape(layers=(dense,) * int(layers), vocab=int(vocab or 51200))
+        return DecoderShape(layers=(dense,) * int(layers), vocab=vocab, tied=model.startswith("Llama-3.2"))
     routed, top_k, shared, ahead = experts
     sparse = LayerShape(**common, experts=routed, top_k=top_k, expert_ffn=int(ffn), shared_ffn=shared * int(ffn))
     first = replace(dense, ffn=18432 if model.startswith("DeepSeek") else int(ffn))
     if int(layers) < 10:
         ahead = min(ahead, 1)
-    return DecoderShape(layers=(first,) * ahead + (sparse,) * (int(layers) - ahead), vocab=int(vocab or 51200))
+    return DecoderShape(layers=(first,) * ahead + (sparse,) * (int(layers) - ahead), vocab=vocab)
 
 
 @cache
@@ -180,42 +183,61 @@ def _attention_speed(row: dict[str, str]) -> float:
     is_h100 = row["gpu"].startswith("H100")
     if "llm-foundry" in row["system"]:
         return 0.5 * 0.35 / 0.55 if is_h100 else 0.5
-    return 0.35 / 0.55 if row["system"] == "torchtitan" and is_h100 else 1.0
+    return 0.35 / 0.55 if row["system"] in ("torchtitan", "nanotron") and is_h100 else 1.0
 
 
-def run_of(row: dict[str, str], shape: DecoderShape) -> tuple[Workload, Strategy]:
-    """Return what a row trains, and how."""
-    system, precision = row["system"], row["precision"].lower()
-    width = "fp4" if "fp4" in precision else "fp8" if "fp8" in precision or "float8" in precision else "bf16"
+@dataclass(frozen=True)
+class Program:
+    """What a program does, by its name and its own words for it.
+
+    Attributes:
+        is_megatron: of that family, whose layers, optimizer and overlap the others do not have.
+        is_early: before FlashAttention and overlap, or not using them.
+    """
+
+    is_fsdp: bool
+    is_megatron: bool
+    is_early: bool
+
+    @classmethod
+    def of(cls, row: dict[str, str]) -> Program:
+        """Return the program of a row."""
+        system, sharded = row["system"], row["zero_or_distopt"]
+        is_fsdp = any(word in sharded for word in ("FSDP", "ZeRO-3")) and "FSDP=0" not in sharded
+        is_early = "DeepSpeed" in system or "PTD" in system or row["recompute"].startswith("selective (attention")
+        is_early = is_early or (system == "Megatron-LM" and row["recompute"] == "full")
+        return cls(is_fsdp, not is_fsdp and "DeepSpeed" not in system, is_early)
+
+
+def workload_of(row: dict[str, str], shape: DecoderShape) -> Workload:
+    """Return what a row trains."""
+    system, precision, program = row["system"], row["precision"].lower(), Program.of(row)
+    is_eager = system in ("torchtitan", "nanotron") and "compile" not in row["notes"]
+    return Workload(
+        shape=shape,
+        sequence=number(row, "seq"),
+        precision="fp4" if "fp4" in precision else "fp8" if "fp8" in precision or "float8" in precision else "bf16",
+        gradient_bytes=4 if program.is_megatron else 2,
+        sums_in_place=program.is_megatron,
+        fused_attention=not program.is_early and "ZB" not in system and "1F1B" not in system,
+        attention_speed=_attention_speed(row),
+        fused_elementwise=not is_eager,
+    )
+
+
+def strategy_of(row: dict[str, str]) -> Strategy:
+    """Return how a row is laid out."""
+    system, program = row["system"], Program.of(row)
     tp, pp, cp = number(row, "tp"), number(row, "pp"), number(row, "cp")
     dp = number(row, "gpus") // (tp * pp * cp)
     micro, batch = number(row, "micro_batch"), number(row, "global_batch")
     if dp < 1 or batch % (dp * micro):
         raise Unusable("sizes that do not multiply")
-    sharded = row["zero_or_distopt"]
-    is_fsdp = any(word in sharded for word in ("FSDP", "ZeRO-3")) and "FSDP=0" not in sharded
-    megatron = not is_fsdp and "DeepSpeed" not in system
-    old = (
-        "DeepSpeed" in system
-        or "PTD" in system
-        or row["recompute"].startswith("selective (attention")
-        or (system == "Megatron-LM" and row["recompute"] == "full")
-    )
-    schedule = "zero-bubble" if "ZB-1p" in system else "zero-bubble-2p" if "ZB" in system else "1f1b"
-    zero = 3 if is_fsdp else 1 if "distributed" in sharded or "NeMo" in system or "Bridge" in system else 0
-    recompute = "full" if row["recompute"].startswith("full") else "none"
-    if row["recompute"].startswith("selective"):
-        recompute = "selective"
-    workload = Workload(
-        shape=shape,
-        sequence=number(row, "seq"),
-        precision=width,
-        gradient_bytes=4 if megatron else 2,
-        fused_attention=not old,
-        attention_speed=_attention_speed(row),
-        fused_elementwise=system != "torchtitan" or "compile" in row["notes"],
-    )
-    strategy = Strategy(
+    overlaps = program.is_megatron and not program.is_early
+    shares_states = "distributed" in row["zero_or_distopt"] or any(n in system for n in ("NeMo", "Bridge", "nanotron"))
+    recompute: Recompute = "full" if row["recompute"].startswith("full") else "none"
+    schedule: Schedule = "zero-bubble" if "ZB-1p" in system else "zero-bubble-2p" if "ZB" in system else "1f1b"
+    return Strategy(
         pipeline=pp,
         tensor=tp,
         data=dp,
@@ -223,14 +245,13 @@ def run_of(row: dict[str, str], shape: DecoderShape) -> tuple[Workload, Strategy
         expert=number(row, "ep"),
         micro_batch=micro,
         accumulation=batch // (dp * micro),
-        zero_stage=zero,
-        recompute=recompute,  # type: ignore[arg-type]
-        schedule=schedule,  # type: ignore[arg-type]
+        zero_stage=3 if program.is_fsdp else int(shares_states),
+        recompute="selective" if row["recompute"].startswith("selective") else recompute,
+        schedule=schedule,
         virtual_stages=number(row, "vpp"),
-        sequence_parallel=row["seq_parallel"].startswith("yes") or (megatron and not old and tp > 1),
-        overlap_data=megatron and not old,
-        overlap_parameters=megatron and not old,
-        overlap_tensor=0.5 if megatron and ("NeMo" in system or "Bridge" in system) else 0.0,
+        sequence_parallel=row["seq_parallel"].startswith("yes") or (overlaps and tp > 1),
+        overlap_data=overlaps,
+        overlap_parameters=overlaps,
+        overlap_tensor=0.5 if program.is_megatron and ("NeMo" in system or "Bridge" in system) else 0.0,
         partition="type:DecoderLayer",
     )
-    return workload, strategy
