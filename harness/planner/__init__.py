@@ -3,7 +3,7 @@
 Plain numbers in, plain numbers out: no torch, no process. In the order in which they build on each other:
 
 - `shape.py`: the sizes of a decoder, from its config.json
-- `hardware/`: the devices, one JSON each, and `Hardware`, which reads them
+- `hardware/`: the devices, one JSON each, and `Hardware`, which reads them; `calibrate.py` measures this CPU
 - `workload.py`: what is trained, and how it is laid out
 - `compute.py`: seconds of a layer's matrix products, attention and element-wise work
 - `traffic.py`: seconds of collectives and messages over the links

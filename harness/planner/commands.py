@@ -11,6 +11,7 @@ from harness.config import AutoValues, load, resolve
 from harness.config.model.families import require_trainable_family
 from harness.config.model.shape import read_shape
 from harness.errors import UserError
+from harness.planner.calibrate import calibrate
 from harness.planner.estimate import estimate as estimate_layout
 from harness.planner.estimate import of_config, require_precision
 from harness.planner.hardware import Hardware, load_hardware, names
@@ -69,7 +70,7 @@ def estimate(argv: Sequence[str]) -> int:
         )
     args = parser.parse_args(argv)
     require_trainable_family(args.model)
-    hardware, shape = load_hardware(args.hardware), read_decoder(args.model)
+    hardware, shape = load_hardware(args.hardware, args.world_size), read_decoder(args.model)
     taken = set(AutoValues.__dataclass_fields__)
     stated = {name: value for name, value in vars(args).items() if name in taken and value is not None}
     values = AutoValues(**stated, hidden_size=shape.hidden, given=frozenset(stated))
@@ -83,7 +84,12 @@ def estimate(argv: Sequence[str]) -> int:
 def plan(argv: Sequence[str]) -> int:
     """Print all layouts of a number of ranks, best first; write the preset of one."""
     description = "Rank every layout of a number of ranks by its predicted speed."
+    if "--calibrate" in argv:
+        return _calibrate(argv)
     parser = _parser("plan", description, PLAN_EXAMPLE)
+    parser.add_argument(
+        "--calibrate", metavar="FILE", help="alone: measure this machine's CPU and write its device file"
+    )
     parser.add_argument(
         "--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 where it is faster than fp32"
     )
@@ -107,9 +113,19 @@ def plan(argv: Sequence[str]) -> int:
     return 0
 
 
+def _calibrate(argv: Sequence[str]) -> int:
+    """Write the device file of this machine's CPU, and say how to use it."""
+    parser = argparse.ArgumentParser(prog="ds-harness plan", description="Measure this machine's CPU, in a minute.")
+    parser.add_argument("--calibrate", type=Path, required=True, metavar="FILE", help="device file to write")
+    path = parser.parse_args(argv).calibrate
+    calibrate(path)
+    print(f"wrote {path}: use it as --hardware {path}")
+    return 0
+
+
 def _task(args: argparse.Namespace) -> Task:
     """Return what the arguments ask for."""
-    hardware = load_hardware(args.hardware)
+    hardware = load_hardware(args.hardware, args.world_size)
     precision = args.precision or _usual_precision(hardware)
     width = 2 if precision == "fp16" else 4
     workload = Workload(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.errors import UserError
@@ -75,8 +75,11 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
-def load_hardware(name: str) -> Hardware:
-    """Return a packaged device, or that of a file. UserError where there is none, or where the file is no device."""
+def load_hardware(name: str, world_size: int = 1) -> Hardware:
+    """Return a packaged device, or that of a file, as each of `world_size` ranks has it.
+
+    UserError where there is none, or where the file is no device.
+    """
     packaged = FOLDER / f"{name.lower()}.json"
     is_packaged = name.lower() in names()
     path = packaged if is_packaged else Path(name)
@@ -85,7 +88,22 @@ def load_hardware(name: str) -> Hardware:
     except (OSError, ValueError):
         known = ", ".join(names())
         raise UserError(f"--hardware {name}: unknown: use one of {known}, or the path of a file like those") from None
-    return _read(content, str(path))
+    hardware = _read(content, str(path))
+    cores = content.get("cores") if isinstance(content, dict) else None
+    return _shared(hardware, world_size, cores["value"]) if isinstance(cores, dict) else hardware
+
+
+def _shared(hardware: Hardware, ranks: int, cores: int) -> Hardware:
+    """Return what each of `ranks` has of a host: its part of the memory, and less than a core where they are more."""
+    speed = min(1.0, cores / ranks)
+    return replace(
+        hardware,
+        memory_bytes=hardware.memory_bytes / ranks,
+        host_memory_bytes=hardware.host_memory_bytes / ranks,
+        flops={key: value * speed for key, value in hardware.flops.items()},
+        memory_bytes_per_second=hardware.memory_bytes_per_second * speed,
+        dispatch_seconds=hardware.dispatch_seconds / speed,
+    )
 
 
 def _read(content: object, path: str) -> Hardware:
