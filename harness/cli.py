@@ -23,6 +23,7 @@ VERBS = {
     "estimate": ("harness.planner.commands", "predict memory and speed of one config"),
     "checkpoint": ("harness.checkpoint.commands", "show, verify or export a checkpoint"),
     "generate": ("harness.hf.generation", "let a trained model continue a prompt"),
+    "report": ("harness.report.commands", "show runs in one HTML file"),
     "launch": ("harness.resilience.command", "start a run on its devices and hosts, and keep it going"),
 }
 

@@ -24,6 +24,8 @@ NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"
 OLD_STATE = "trainer_state.json"  # of checkpoints that were saved for one layout
 METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+RESTARTS = "restarts.jsonl"  # a line for each fault that `ds-harness launch` has seen
 RUN = "run.json"
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from harness.checkpoint.directories import RESTARTS
 from harness.resilience.attempt import Attempt
 from harness.resilience.cause import Cause, Ended, first_cause, oom_kills
 from harness.resilience.gathering import Device, Gathering, Team, wait
@@ -26,7 +27,6 @@ from harness.wording import counted
 
 SAME_STEP = 3  # so often in a row a fault may happen at one step
 LONGEST_PAUSE_S = 60.0
-RESTARTS = "restarts.jsonl"  # in the output directory: a line for each fault
 
 
 class Supervisor:

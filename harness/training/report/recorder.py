@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from harness.checkpoint.directories import METRICS
+from harness.checkpoint.directories import EVALUATIONS, METRICS
 from harness.config.values.json_object import JsonObject
 from harness.topology.agreement import values_of_all
 from harness.training.arguments.themes.reporting import monitor_sections
@@ -23,7 +23,6 @@ from harness.training.report.metrics import MetricsFile, set_aside, write_run
 from harness.training.report.monitors import Monitors
 from harness.training.report.origin import origin
 
-EVALUATIONS = "evaluations.jsonl"
 SAMPLES = "samples.jsonl"
 SHOWN = (
     *("loss", "aux_loss", "grad_norm", "learning_rate", "epoch"),

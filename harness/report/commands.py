@@ -1,0 +1,64 @@
+"""The verb `ds-harness report`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from harness.checkpoint.atomic import replace_text
+from harness.errors import UserError
+from harness.planner.hardware import load_hardware, names
+from harness.report.page import charts_of, page
+from harness.report.png import write_pngs
+from harness.report.run_files import read_runs
+
+EXAMPLE = """example:
+  ds-harness report runs/mine
+  ds-harness report runs/first runs/second --output compared.html --png pictures"""
+
+
+def report(argv: Sequence[str]) -> int:
+    """Write the report of one run or several."""
+    parser = argparse.ArgumentParser(
+        prog="ds-harness report",
+        description="Show runs in one HTML file, which needs no network: curves, the step of a profiled run, memory.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="the --output_dir of a run")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first RUN_DIR")
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="write the charts as PNG files, too")
+    parser.add_argument("--hardware", help=f"predict the time of a step on it: {', '.join(names())}, or a file")
+    args = parser.parse_args(argv)
+    runs = read_runs(args.run_dirs)
+    plotly = installed("plotly.offline").get_plotlyjs()
+    curve_charts, charts = charts_of(runs, load_hardware(args.hardware) if args.hardware else None)
+    target = args.output or args.run_dirs[0] / "report.html"
+    written = [target]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(target, page(curve_charts, charts, plotly))
+        if args.png is not None:
+            written += write_pngs(args.png, curve_charts, charts, _pyplot())
+    except OSError as error:
+        raise UserError(f"{error.filename or target}: cannot be written: {error.strerror}") from error
+    print("\n".join(map(str, written)))
+    return 0
+
+
+def _pyplot() -> Any:
+    """Return matplotlib's pyplot, which then draws into files alone."""
+    installed("matplotlib").use("agg")
+    return installed("matplotlib.pyplot")
+
+
+def installed(module: str) -> Any:
+    """Return a module of the extra `report`; UserError if it is missing."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise UserError(f"{package} is not installed: pip install 'ds-harness[report]'") from error

@@ -1,0 +1,62 @@
+"""What the planner predicts of a run, to stand beside what was measured; nothing where it knows no such model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.config import AutoValues, resolve
+from harness.config.text.document import from_values
+from harness.errors import UserError
+from harness.planner.estimate import estimate, memory_of, of_config, require_precision
+from harness.planner.hardware import Hardware
+from harness.planner.memory import StageMemory
+from harness.planner.model_config import decoder_of
+from harness.report.run_files import RunFiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """What is known before a run.
+
+    Attributes:
+        memory_bytes: by part for each stage; empty where it is not known.
+        step_seconds: None unless the hardware was named.
+        hardware: its name.
+    """
+
+    memory_bytes: Sequence[Mapping[str, float]] = ()
+    step_seconds: float | None = None
+    hardware: str = ""
+
+
+def predict(run: RunFiles, hardware: Hardware | None) -> Predicted:
+    """Return what the planner predicts of a run, its times only on a hardware."""
+    model, block = run.about.get("model"), (run.about.get("arguments") or {}).get("block_size")
+    if not (isinstance(model, dict) and "model_type" in model and isinstance(block, int) and run.config):
+        return Predicted()
+    try:
+        resolved = resolve(from_values(run.config), AutoValues(world_size=int(run.layout.get("world_size", 1))))
+        workload, strategy = of_config(resolved, decoder_of(model, run.name), block)
+        if hardware is None:
+            return Predicted(memory_bytes=[_parts(stage) for stage in memory_of(workload, strategy)])
+        require_precision(hardware, resolved.precision)
+        found = estimate(hardware, workload, strategy)
+    except UserError:
+        return Predicted()
+    return Predicted(
+        memory_bytes=[_parts(stage) for stage in found.stages],
+        step_seconds=found.seconds.total,
+        hardware=hardware.name,
+    )
+
+
+def _parts(stage: StageMemory) -> dict[str, float]:
+    """Return the parts that are measured: of what a step makes, the measurement knows the sum alone."""
+    made = stage.activations + stage.logits + stage.buffers
+    return {
+        "parameters": stage.parameters,
+        "gradients": stage.gradients,
+        "optimizer": stage.optimizer,
+        "activations": made,
+    }

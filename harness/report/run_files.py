@@ -1,0 +1,114 @@
+"""What the folder of a run holds, as far as it can be read: a run may still be going on, or have died."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.checkpoint.directories import EVALUATIONS, METRICS, RESTARTS, RUN, numbered
+from harness.config.values.json_object import JsonObject
+from harness.errors import UserError
+from harness.profile.record import StepProfile, read_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """One run.
+
+    Attributes:
+        name: that tells it from the others of a report.
+        about: `run.json`; empty where there is none.
+        steps: objects of `metrics.jsonl` by their order, each with a step.
+        evaluations: of `evaluations.jsonl`, likewise.
+        restarts: of `restarts.jsonl`: the steps at which ranks failed, and why.
+        checkpoints: steps of the checkpoints that are there.
+        profiles: the profiled steps of this run in its newest layout.
+    """
+
+    name: str
+    folder: Path
+    about: JsonObject
+    steps: Sequence[JsonObject]
+    evaluations: Sequence[JsonObject] = ()
+    restarts: Sequence[JsonObject] = ()
+    checkpoints: Sequence[int] = ()
+    profiles: Sequence[StepProfile] = field(default_factory=list)
+
+    @property
+    def config(self) -> JsonObject:
+        """The DeepSpeed JSON as it ran."""
+        return _object(self.about.get("config"))
+
+    @property
+    def layout(self) -> JsonObject:
+        """Sizes by axis."""
+        return _object(self.about.get("layout"))
+
+    @property
+    def shown_profile(self) -> StepProfile | None:
+        """The profiled step that took the median time; None without profiles."""
+        by_time = sorted(self.profiles, key=lambda profile: profile.seconds)
+        return by_time[len(by_time) // 2] if by_time else None
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunFiles]:
+    """Return the runs of some folders, under names that differ; UserError for a folder that holds none."""
+    folders = [folder.resolve() for folder in folders]
+    for folder in {one for one in folders if folders.count(one) > 1}:
+        raise UserError(f"{folder} is given twice")
+    names = [folder.name for folder in folders]
+    return [
+        read_run(folder, folder.name if names.count(folder.name) == 1 else f"{folder.parent.name}/{folder.name}")
+        for folder in folders
+    ]
+
+
+def read_run(folder: Path, name: str) -> RunFiles:
+    """Return the run of a folder; UserError if it holds none."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder: give the --output_dir of a run")
+    about, steps = _read_about(folder / RUN), list(_by_step(folder / METRICS))
+    if not about and not steps:
+        raise UserError(f"{folder} holds no run: it has no {RUN} and no {METRICS} that can be read")
+    found = list(read_steps(folder, about.get("run_id")))
+    newest = [
+        one for one in found if (one.layout, one.stage_boundaries) == (found[-1].layout, found[-1].stage_boundaries)
+    ]
+    return RunFiles(
+        name=name,
+        folder=folder,
+        about=about,
+        steps=steps,
+        evaluations=list(_by_step(folder / EVALUATIONS)),
+        restarts=list(_by_step(folder / RESTARTS)),
+        checkpoints=[step for step, _ in numbered(folder)],
+        profiles=newest,
+    )
+
+
+def _read_about(path: Path) -> JsonObject:
+    try:
+        return _object(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def _by_step(path: Path) -> Iterator[JsonObject]:
+    """Yield the whole lines of a file that have a step; the last one may be half written."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            yield row
+
+
+def _object(value: object) -> JsonObject:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,185 @@
+"""The report: what it shows of a run, of several, of half a run; that it is whole by itself, and drawn by a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cli import main
+from harness.profile.record import FOLDER, write_step
+from harness.profile.summary import summary
+from tests.unit.profile.made import MEMORY, profile
+
+BATCH = 4
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BROWSER_FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+BROWSER_FLAGS += ["--disable-background-networking", "--disable-component-update", "--virtual-time-budget=8000"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A profiled run of five steps: a checkpoint at 4, a fault in step 2, 8 samples left out before step 5."""
+    folder = tmp_path / "first"
+    (folder / FOLDER).mkdir(parents=True)
+    (folder / "checkpoint-4").mkdir()
+    rows = [
+        {"step": step, "loss": 5.0 / step, "grad_norm": None if step == 2 else 1.0, "learning_rate": 1e-4}
+        | {"tokens_per_second": 100.0 * step, "consumed_samples": BATCH * step + 8 * (step == 5)}
+        for step in range(1, 6)
+    ]
+    half = '{"step": 6, "loss": 0.'
+    (folder / "metrics.jsonl").write_text("\n".join([*map(json.dumps, rows), half]))
+    (folder / "evaluations.jsonl").write_text(json.dumps({"step": 4, "eval_loss": 2.5}) + "\n")
+    (folder / "restarts.jsonl").write_text(json.dumps({"step": 2, "cause": "rank 1: </script><b>out of memory"}) + "\n")
+    about = {
+        "run_id": "run",
+        "config": {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": 2, "zero_optimisation": {"stage": 3}},
+        "layout": {"pipeline": 2, "data": 1, "tensor": 1, "world_size": 2},
+        "arguments": {"seed": 1, "output_dir": str(folder)},
+        "stages": [{"stage": 0, "first": 0, "last": 1, "kinds": {"Layer": 2}, "parameters": 1200}],
+    }
+    (folder / "run.json").write_text(json.dumps(about))
+    for step in (3, 4):
+        write_step(folder / FOLDER, profile(step))
+    write_step(folder / FOLDER, profile(5, "another run"))
+    return folder
+
+
+@pytest.fixture
+def other(run: Path) -> Path:
+    """The same run with another seed, without profile and run.json's stages."""
+    folder = run.with_name("second")
+    shutil.copytree(run, folder)
+    shutil.rmtree(folder / FOLDER)
+    about = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**about, "arguments": {"seed": 2}, "run_id": "second"}))
+    return folder
+
+
+def made(output: Path, *words: object) -> tuple[str, dict[str, Any]]:
+    """The page that the command writes, and its figures."""
+    pytest.importorskip("plotly")
+    assert main(["report", *map(str, words), "--output", str(output)]) == 0
+    html = output.read_text(encoding="utf-8")
+    (figures,) = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', html, re.S)
+    return html, json.loads(figures)
+
+
+def points(figure: dict[str, Any], name: str) -> list[tuple[float, Any]]:
+    (trace,) = [trace for trace in figure["data"] if trace["name"] == name]
+    return list(zip(trace["x"], trace["y"], strict=True))
+
+
+def test_a_page_shows_what_the_files_of_a_run_say(run: Path, tmp_path: Path) -> None:
+    html, figures = made(tmp_path / "report.html", run)
+    assert points(figures["loss"], "training") == [(step, 5.0 / step) for step in range(1, 6)]
+    assert points(figures["loss"], "evaluation") == [(4, 2.5)]
+    assert points(figures["grad_norm"], "training")[1] == (2, None)
+    marks = {kind: points(figures["loss"], kind)[0][0] for kind in ("checkpoint", "restart", "rollback")}
+    assert marks == {"checkpoint": 4, "restart": 2, "rollback": 5}
+    # median of two steps that are alike: the later one; the profile of another run is left out
+    assert "Step 4 on each rank" in html
+    waits = next(trace for trace in figures["timeline-0"]["data"] if trace["name"].startswith("waits"))
+    assert waits["base"][:2] == [2600.0, 6800.0] and waits["x"][:2] == pytest.approx([3000.0, 3000.0])
+    (optimizer,) = [trace for trace in figures["memory-0"]["data"] if trace["name"] == "optimizer"]
+    assert optimizer["x"] == [MEMORY["optimizer"] / 2**20] * 2
+    assert [note["text"] for note in figures["layers-0"]["layout"]["annotations"]] == ["stage 0", "stage 1"]
+    shares = summary([profile()])["bubble"]
+    assert all(f"<b>{share:.1%}</b>" in html for share in shares.values())
+    assert "DS101" in html and "zero_optimization" in html  # the check's word on the misspelt key
+
+
+def test_a_page_is_whole_by_itself_and_words_from_files_do_nothing_in_it(run: Path, tmp_path: Path) -> None:
+    html, figures = made(tmp_path / "report.html", run)
+    outside = html.replace(re.findall(r"<script>.*?</script>", html, re.S)[0], "")  # plotly's program
+    assert not re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?(?:https?:)?//", outside)
+    assert html.count("</script>") == 3 and "&lt;/script&gt;&lt;b&gt;out of memory" in html
+    graph_objects = pytest.importorskip("plotly.graph_objects")
+    for figure in figures.values():
+        graph_objects.Figure(figure)  # raises for a property that plotly does not have
+
+
+def test_several_runs_are_compared_on_one_page(run: Path, other: Path, tmp_path: Path) -> None:
+    html, figures = made(tmp_path / "report.html", run, other)
+    assert points(figures["loss"], "first") == points(figures["loss"], "second")
+    assert re.search(r"/arguments/seed</th><td>1</td><td>2</td>", html)
+    assert "/config/" not in re.findall(r"<table>.*?</table>", html, re.S)[0]
+    assert "timeline-0" in figures and "timeline-1" not in figures
+    assert figures["stages-1"]["data"][0]["x"] == [0.0012] and "was not profiled" in html
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nothing"], "no such folder: give the --output_dir of a run"),
+        (["empty"], "holds no run: it has no run.json and no metrics.jsonl that can be read"),
+        (["first", "first"], "is given twice"),
+        (["first", "--output", "taken/report.html"], "taken: cannot be written"),
+        (["first", "--hardware", "abacus"], "abacus"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(
+    words: list[str], said: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("plotly")
+    monkeypatch.chdir(run.parent)
+    Path("empty").mkdir()
+    Path("taken").write_text("a file")
+    assert main(["report", *words]) == 1
+    captured = capsys.readouterr()
+    assert said in captured.err and len(captured.err.splitlines()) == 1 and not captured.out
+
+
+def test_a_missing_library_is_one_line(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert main(["report", str(run)]) == 1
+    assert capsys.readouterr().err == ("ds-harness report: plotly is not installed: pip install 'ds-harness[report]'\n")
+
+
+def test_half_a_run_shows_what_there_is(run: Path, tmp_path: Path) -> None:
+    (run / "run.json").write_text('{"config": {"train_ba')
+    _, figures = made(tmp_path / "a.html", run)
+    assert "loss" in figures and "timeline-0" in figures
+    (run / "metrics.jsonl").unlink()
+    shutil.rmtree(run / FOLDER)
+    (run / "run.json").write_text(json.dumps({"layout": {}, "config": None, "stages": [1], "arguments": None}))
+    html, figures = made(tmp_path / "b.html", run)
+    assert "loss" in figures and len(figures) == 1  # its evaluations
+    assert "Step" not in html.partition("<script>")[0]
+
+
+def test_pictures_are_written_without_a_browser_and_torch_is_not_imported(run: Path, other: Path) -> None:
+    pytest.importorskip("matplotlib")
+    code = (
+        "import sys; from harness.cli import main; code = main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
+    )
+    words = ["report", run, other, "--png", run.parent / "png"]
+    done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.splitlines()[0]) == run / "report.html"
+    for name in ("loss", "tokens_per_second", "first-timeline", "first-layers", "first-memory", "second-stages"):
+        content = (run.parent / f"png/{name}.png").read_bytes()
+        width, height = struct.unpack(">II", content[16:24])
+        assert content.startswith(b"\x89PNG") and width >= 700 and height >= 250
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no browser")
+def test_a_browser_draws_every_figure(run: Path, tmp_path: Path) -> None:
+    _, figures = made(tmp_path / "report.html", run)
+    command = [str(BROWSER), *BROWSER_FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    done = subprocess.run([*command, f"file://{tmp_path}/report.html"], capture_output=True, text=True, timeout=120)
+    page = done.stdout.rpartition('id="figures"')[0] or done.stdout
+    assert 'data-theme="light"' in page or 'data-theme="dark"' in page
+    for name, figure in figures.items():
+        drawn = page.partition(f'id="{name}"')[2].partition("</figure>")[0]
+        assert "main-svg" in drawn, f"{name} is not drawn"
+        bars = sum(len(trace["x"]) for trace in figure["data"] if trace["type"] == "bar" and trace["visible"] is True)
+        assert drawn.count('class="point"') >= bars if bars else "scatterlayer" in drawn
