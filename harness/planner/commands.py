@@ -23,6 +23,7 @@ from harness.planner.table import estimate_lines, plan_lines
 from harness.planner.workload import Workload
 
 BLOCK_SIZE = 1024  # of a run that gives none
+LARGEST = 10**7  # of any size
 SAMPLES_PER_RANK = 8  # likewise: HF's default micro-batch
 ESTIMATE_EXAMPLE = """example:
   ds-harness estimate --deepspeed_config zero3 --model DIRECTORY --world_size 8 --hardware h100 --bf16"""
@@ -34,8 +35,8 @@ PLAN_EXAMPLE = """example:
 def positive(text: str) -> int:
     """Return a whole number of at least 1, given as an argument."""
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+    if not 1 <= number <= LARGEST:
+        raise argparse.ArgumentTypeError(f"must be between 1 and {LARGEST:,}")
     return number
 
 

@@ -17,7 +17,7 @@ from harness.planner.stages import Stage
 from harness.planner.workload import Strategy, Workload, layer_parameters
 
 ALLOCATOR_SHARE = 0.04  # of activations: blocks are rounded up, and gaps between them stay unused
-MIB = 2**20
+FLAT_BUCKET = 5e8  # gradients, DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +42,7 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
     """Return what a rank of stage `index` holds."""
     held = local_parameters(workload, strategy, stage)
     parameters, gradients, optimizer, host = _states(workload, strategy, held)
-    width = workload.element_bytes
-    largest = max((layer_parameters(strategy, layer) for layer, _ in stage.layers), default=0.0)
-    buffers = 0.0
-    if strategy.zero_stage >= 2 and strategy.data > 1:
-        buffers += 2 * min(strategy.bucket, held) * width  # one fills while the other is reduced
-        if strategy.zero_stage == 3:
-            buffers += 2 * largest * width  # the layer that computes and the next one, gathered
-        else:
-            buffers += largest * width  # gradients of a layer before they are reduced
+    buffers = _reduction_buffers(workload, strategy, stage, held)
     state = _state_bytes(workload, strategy)
     if strategy.pipeline > 1:
         buffers += 2 * min(strategy.pipeline, strategy.accumulation, 2) * state  # what is sent and received
@@ -112,6 +104,25 @@ def _states(workload: Workload, strategy: Strategy, held: float) -> tuple[float,
     return parameters, gradients, optimizer, host
 
 
+def _reduction_buffers(workload: Workload, strategy: Strategy, stage: Stage, held: float) -> float:
+    """Return the bytes of gradients on their way, and of gathered parameters.
+
+    Without ZeRO, and for bf16 at stage 1, DeepSpeed copies the gradients into flat buckets, on one rank too
+    (`allreduce_bucket` in runtime/engine.py); else one bucket fills while the other is reduced.
+    """
+    width, largest = workload.element_bytes, max((layer_parameters(strategy, x) for x, _ in stage.layers), default=0.0)
+    if strategy.zero_stage == 0 or strategy.whole_gradients:
+        return 0.0 if workload.sums_in_place else min(held, FLAT_BUCKET) * max(width, workload.gradient_bytes)
+    if strategy.data == 1:
+        return 0.0
+    buckets = 2 * min(strategy.bucket, held) * width
+    if strategy.zero_stage == 3:
+        return buckets + 2 * largest * width  # the layer that computes and the next one
+    return buckets + (
+        largest * width if strategy.zero_stage == 2 else 0.0
+    )  # a layer's gradients before they are reduced
+
+
 def _state_bytes(workload: Workload, strategy: Strategy) -> float:
     """Return the bytes of a micro-batch's hidden state between two layers."""
     tokens = strategy.micro_batch * workload.sequence / strategy.context
@@ -171,9 +182,10 @@ def _norm_bytes(workload: Workload) -> float:
 
 
 def _logits(workload: Workload, strategy: Strategy) -> float:
-    """Return the bytes of logits and loss: the logits, their copy in fp32, and the gradients of both."""
+    """Return the bytes of logits and loss: the logits, their logarithms of probabilities in fp32, and the
+    gradients of both."""
     tokens = strategy.micro_batch * workload.sequence / strategy.context
     columns = ceil(workload.shape.vocab / strategy.tensor)
     width = workload.element_bytes
-    copies = 2 * width + 8 if width == 2 else 3 * width
+    copies = 2 * width + 8 if width == 2 else 4 * width
     return float(tokens * columns * copies)

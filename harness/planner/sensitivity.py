@@ -26,13 +26,13 @@ class MoreMemory:
 
 
 def more_devices(task: Task, best: Estimate) -> MoreDevices | None:
-    """Return what the next usable number of devices brings: one more where that helps, else whole nodes more.
+    """Return what the next usable number of devices brings: one or two more, a node more, or twice as many.
 
-    None where neither is faster: the global batch does not divide.
+    None where none of them is faster: the global batch does not divide.
     """
-    size = task.hardware.node_size
-    sizes = (task.world_size + 1, task.world_size + 2, (task.world_size // size + 1) * size, 2 * task.world_size)
-    for world_size in sorted({count for count in sizes if count > task.world_size}):
+    now, size = task.world_size, task.hardware.node_size
+    few = {now + 1, now + 2, (now // size + 1) * size} if now < 8 * size else set()
+    for world_size in sorted(few | {2 * now}):
         fitting = search(replace(task, world_size=world_size)).fitting
         if fitting and fitting[0].tokens_per_second > best.tokens_per_second:
             return MoreDevices(devices=world_size, tokens_per_second=fitting[0].tokens_per_second)

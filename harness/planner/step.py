@@ -129,9 +129,10 @@ def _data(hardware: Hardware, workload: Workload, strategy: Strategy, held: floa
     if strategy.virtual_stages > 1:  # interleaved parts one after the other
         window *= min(times, strategy.pipeline)
     if stage == 3:
-        gathers = 3 if strategy.recompute == "full" else 2
-        moved = times * (gathers - (gathers == 3)) * half_ring(group, parameters) + times * half_ring(group, gradients)
-        ends = moved / max(1.0, times * len(workload.shape.layers))  # the first gather and the last reduction
+        layers = len(workload.shape.layers)
+        once = 2 * half_ring(group, parameters / layers) + half_ring(group, gradients / layers)
+        moved = times * layers * once
+        ends = once  # the first gather and the last reduction
         return max(0.0, moved - compute) + CONTENTION * min(moved, compute) + ends
     whole = strategy.whole_gradients or not stage
     reduce = all_reduce(group, gradients) if whole else half_ring(group, gradients)

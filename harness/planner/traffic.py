@@ -2,7 +2,8 @@
 
 A ring moves 2 (n - 1) / n of the bytes through each rank for an all-reduce, half of that for an all-gather or a
 reduce-scatter (Patarasuk and Yuan 2009; NCCL's bus bandwidth is defined by it), and takes n - 1 hops for each half. A
-group that spans nodes is one ring through all of them, and its members in a node share their adapters.
+group that spans nodes is one ring through all of them, and its members in a node share their adapters. Only an
+all-reduce has a tree instead, whose hops grow with the logarithm of n: so sharding over thousands of ranks is slow.
 """
 
 from __future__ import annotations
@@ -16,20 +17,33 @@ from harness.planner.workload import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Ranks that communicate: how many, the bytes a second through each, and seconds a hop."""
+    """Ranks that communicate.
+
+    Attributes:
+        bytes_per_second: through each of them.
+        ring_seconds: what a message takes once around, tree_seconds: up a tree of them, whatever its size.
+    """
 
     size: int
     bytes_per_second: float
-    hop_seconds: float
+    ring_seconds: float = 0.0
+    tree_seconds: float = 0.0
 
 
 def group_along(hardware: Hardware, size: int, stride: int) -> Group:
     """Return a group of `size` ranks that are `stride` ranks apart."""
+    node, network = hardware.node, hardware.network
     in_node = max(1, min(size, hardware.node_size // stride))
-    if in_node >= size:
-        return Group(size=size, bytes_per_second=hardware.node.bytes_per_second, hop_seconds=hardware.node.hop_seconds)
-    rate = min(hardware.node.bytes_per_second, in_node * hardware.network.bytes_per_second)
-    return Group(size=size, bytes_per_second=rate, hop_seconds=hardware.network.hop_seconds)
+    nodes = -(-size // in_node)
+    is_inside = nodes == 1
+    return Group(
+        size=size,
+        bytes_per_second=node.bytes_per_second
+        if is_inside
+        else min(node.bytes_per_second, in_node * network.bytes_per_second),
+        ring_seconds=(size - nodes) * node.hop_seconds + (0 if is_inside else nodes * network.hop_seconds),
+        tree_seconds=ceil(log2(in_node)) * node.hop_seconds + ceil(log2(nodes)) * network.hop_seconds,
+    )
 
 
 def tensor_group(hardware: Hardware, strategy: Strategy) -> Group:
@@ -43,19 +57,18 @@ def data_group(hardware: Hardware, strategy: Strategy) -> Group:
 
 
 def half_ring(group: Group, size_bytes: float) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter of `size_bytes` in all.
-
-    Hops are those of a ring in a small group and of a tree in a large one, as NCCL chooses.
-    """
+    """Return the seconds of an all-gather or a reduce-scatter of `size_bytes` in all."""
     if group.size == 1:
         return 0.0
-    hops = min(group.size - 1, 2 * ceil(log2(group.size)))
-    return size_bytes * (group.size - 1) / group.size / group.bytes_per_second + hops * group.hop_seconds
+    return size_bytes * (group.size - 1) / group.size / group.bytes_per_second + group.ring_seconds
 
 
 def all_reduce(group: Group, size_bytes: float) -> float:
-    """Return the seconds of an all-reduce: a reduce-scatter and an all-gather."""
-    return 2 * half_ring(group, size_bytes)
+    """Return the seconds of an all-reduce: as much as both, around a ring or up and down a tree."""
+    if group.size == 1:
+        return 0.0
+    moved = 2 * size_bytes * (group.size - 1) / group.size / group.bytes_per_second
+    return moved + 2 * min(group.ring_seconds, group.tree_seconds)
 
 
 def expert_exchange(hardware: Hardware, size: int, stride: int, token_bytes: float, copies: int) -> float:

@@ -20,6 +20,8 @@ from pathlib import Path
 
 from published_systems import Case, Unusable, case_of
 
+from harness.planner.estimate import memory_of
+from harness.planner.hardware import GIB
 from harness.planner.step import step_seconds
 
 
@@ -47,6 +49,25 @@ def compare(rows: Iterable[dict[str, str]]) -> tuple[list[Compared], dict[str, i
             continue
         found.append(Compared(case, step_seconds(case.hardware, case.workload, case.strategy).total))
     return found, dict(left_out)
+
+
+def memory_errors(found: Sequence[Compared]) -> Iterator[tuple[str, list[float]]]:
+    """Yield the systems whose peak memory was measured, and the errors of the stage that needs most."""
+    groups = defaultdict(list)
+    for case in (one.case for one in found):
+        if case.peak_gib:
+            peak = max(stage.total for stage in memory_of(case.workload, case.strategy)) / GIB
+            groups[case.system].append(peak / case.peak_gib - 1)
+    yield from sorted(groups.items())
+
+
+def memory_table(found: Sequence[Compared]) -> Iterator[str]:
+    """Yield a Markdown table of the errors of peak memory."""
+    yield "\n| peak memory | rows | mean error | mean signed |"
+    yield "|---|---|---|---|"
+    for system, errors in memory_errors(found):
+        size = statistics.fmean(abs(error) for error in errors)
+        yield f"| {system} | {len(errors)} | {size:.1%} | {statistics.fmean(errors):+.1%} |"
 
 
 def mean_error(found: Sequence[Compared]) -> float:
@@ -112,6 +133,7 @@ def main() -> None:
         *table("device", by(found, lambda one: one.case.device)),
         *table("model", by(found, lambda one: one.case.model)),
         *table("layout", by(found, lambda one: one.case.kind)),
+        *memory_table(found),
         "\nThe worst rows:",
         *rows_table(found, args.worst),
         "\nLeft out: " + "; ".join(f"{count} rows, {reason}" for reason, count in sorted(left_out.items())) + ".",

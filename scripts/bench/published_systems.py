@@ -43,7 +43,7 @@ class Unusable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One measurement: what ran, where, and the seconds of a step."""
+    """One measurement: what ran, where, the seconds of a step, and the peak memory if that was measured too."""
 
     system: str
     model: str
@@ -52,6 +52,7 @@ class Case:
     workload: Workload
     strategy: Strategy
     seconds: float
+    peak_gib: float | None = None
 
     @property
     def is_multi_node(self) -> bool:
@@ -95,6 +96,7 @@ def case_of(row: dict[str, str]) -> Case:
         workload=workload,
         strategy=strategy,
         seconds=float(row["step_seconds"]),
+        peak_gib=float(row["peak_mem_gib"]) if row["peak_mem_gib"] else None,
     )
 
 

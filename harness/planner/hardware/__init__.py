@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from harness.errors import UserError
@@ -89,11 +90,12 @@ def load_hardware(name: str, world_size: int = 1) -> Hardware:
         known = ", ".join(names())
         raise UserError(f"--hardware {name}: unknown: use one of {known}, or the path of a file like those") from None
     hardware = _read(content, str(path))
-    cores = content.get("cores") if isinstance(content, dict) else None
-    return _shared(hardware, world_size, cores["value"]) if isinstance(cores, dict) else hardware
+    if isinstance(content, Mapping) and "cores" in content:
+        return _shared(hardware, world_size, _number(content, str(path), "cores"))
+    return hardware
 
 
-def _shared(hardware: Hardware, ranks: int, cores: int) -> Hardware:
+def _shared(hardware: Hardware, ranks: int, cores: float) -> Hardware:
     """Return what each of `ranks` has of a host: its part of the memory, and less than a core where they are more."""
     speed = min(1.0, cores / ranks)
     return replace(
@@ -106,17 +108,20 @@ def _shared(hardware: Hardware, ranks: int, cores: int) -> Hardware:
     )
 
 
+def _number(content: object, path: str, *keys: str) -> float:
+    """Return a number of a device file, given alone or with its source. UserError where it is none above 0."""
+    found: object = content
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    found = found.get("value") if isinstance(found, Mapping) else found
+    if not isinstance(found, (int, float)) or isinstance(found, bool) or not 0 < found < float("inf"):
+        raise UserError(f"{path}: {'.'.join(keys)} is {json.dumps(found)}: write a number above 0")
+    return float(found)
+
+
 def _read(content: object, path: str) -> Hardware:
     """Return the device that a file describes."""
-
-    def value(*keys: str) -> float:
-        found: object = content
-        for key in keys:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        found = found.get("value") if isinstance(found, Mapping) else found
-        if not isinstance(found, (int, float)) or isinstance(found, bool) or not 0 < found < float("inf"):
-            raise UserError(f"{path}: {'.'.join(keys)} is {json.dumps(found)}: write a number above 0")
-        return float(found)
+    value = partial(_number, content, path)
 
     def link(key: str) -> Link:
         rate = value(key, "gb_per_second") * value(key, "efficiency") * 1e9

@@ -32,7 +32,7 @@ def test_two_equal_stages_idle_by_the_formula(micro_batches, share):
 
 
 def test_a_ring_moves_each_byte_through_each_rank_almost_twice():
-    group = Group(size=8, bytes_per_second=1e9, hop_seconds=0.0)
+    group = Group(size=8, bytes_per_second=1e9)
     assert all_reduce(group, 1e9) == pytest.approx(2 * 7 / 8)
     assert half_ring(replace(group, size=1), 1e9) == 0
 
