@@ -56,12 +56,12 @@ def _slice(rank: RankProfile, span: Span, begin: float, thread: int, profile: St
 
 def _arrows(profile: StepProfile, begin: float) -> Iterator[JsonObject]:
     """Yield an arrow from the end of each send to the end of its receive."""
+    by_place = {(rank.stage, rank.dp_rank, rank.tp_rank): rank for rank in profile.ranks}
     for name, (answer, direction) in PEERS.items():
         if not name.startswith("Send"):
             continue
         for rank in profile.ranks:
-            place = (rank.stage + direction, rank.dp_rank, rank.tp_rank)
-            peer = next((r for r in profile.ranks if (r.stage, r.dp_rank, r.tp_rank) == place), None)
+            peer = by_place.get((rank.stage + direction, rank.dp_rank, rank.tp_rank))
             sent = [span for span in rank.instructions if span.name == name]
             received = [span for span in peer.instructions if span.name == answer] if peer else []
             for number, (start, end) in enumerate(zip(sent, received, strict=False)):

@@ -9,6 +9,8 @@ from harness.report.charts import Line, LineChart, Mark
 from harness.report.palette import of_run
 from harness.report.run_files import RunFiles
 
+MOST_POINTS = 4000  # of a curve; a screen has not more columns
+Point = tuple[float, float | None]
 SHOWN = {
     "loss": "loss",
     "grad_norm": "gradient norm before clipping",
@@ -60,7 +62,7 @@ def _left_out(run: RunFiles) -> Iterator[tuple[int, int]]:
 
 
 def _lines(run: RunFiles, key: str, color: str, is_named: bool) -> Iterator[Line]:
-    values = [(row["step"], _number(row.get(key))) for row in run.steps]
+    values = thinned([(row["step"], _number(row.get(key))) for row in run.steps])
     if any(value is not None for _, value in values):
         x, y = zip(*values, strict=True)
         yield Line(name=run.name if is_named else "training", color=color, x=x, y=y)
@@ -68,6 +70,20 @@ def _lines(run: RunFiles, key: str, color: str, is_named: bool) -> Iterator[Line
     if any(value is not None for _, value in evaluated):
         x, y = zip(*evaluated, strict=True)
         yield Line(name=f"{run.name}, evaluation" if is_named else "evaluation", color=color, x=x, y=y, is_points=True)
+
+
+def thinned(points: Sequence[Point]) -> Sequence[Point]:
+    """Return the points that can be seen: of each stretch of a long curve the lowest, the highest, and a gap."""
+    stretch = 2 * -(-len(points) // MOST_POINTS)
+    if len(points) <= MOST_POINTS:
+        return points
+    kept = []
+    for start in range(0, len(points), stretch):
+        part = points[start : start + stretch]
+        there = sorted((point for point in part if point[1] is not None), key=lambda point: point[1] or 0.0)
+        gaps = [point for point in part if point[1] is None]
+        kept += sorted({*there[:1], *there[-1:], *gaps[:1]})
+    return kept
 
 
 def _number(value: object) -> float | None:

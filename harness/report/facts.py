@@ -9,6 +9,7 @@ from statistics import median
 
 from harness.config.check import check
 from harness.config.text.document import from_values
+from harness.config.values.layout_keys import ZERO_BUBBLE
 from harness.errors import UserError
 from harness.profile.summary import summary
 from harness.report.predicted import Predicted
@@ -63,10 +64,13 @@ def step_facts(run: RunFiles, predicted: Predicted) -> list[Fact]:
         facts.append(Fact(f"{predicted.step_seconds * 1e3:,.1f} ms", "a step, predicted", predicted.hardware))
     if found["bubble"] is not None:
         shares = found["bubble"]
-        p, m = run.profiles[-1].stages, found["micro_batches"]
+        p, m, schedule = run.profiles[-1].stages, found["micro_batches"], run.profiles[-1].schedule
+        how = (
+            f"({p} - 1) / ({m} + {p} - 1)" if schedule != ZERO_BUBBLE else f"{schedule}, {p} stages, {m} micro-batches"
+        )
         facts.append(Fact(f"{shares['measured']:.1%}", "bubble, measured", "time in which a stage does not compute"))
         facts.append(Fact(f"{shares['unequal']:.1%}", "predicted, these stages", "by their measured times"))
-        facts.append(Fact(f"{shares['balanced']:.1%}", "predicted, equal stages", f"({p} - 1) / ({m} + {p} - 1)"))
+        facts.append(Fact(f"{shares['balanced']:.1%}", "predicted, equal stages", how))
     return facts
 
 

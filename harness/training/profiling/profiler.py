@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,8 @@ class ProfileCallback(TrainerCallback):
         self._memory: dict[str, int] = {}
         self._offset = Offset()
         self._profiles: list[StepProfile] = []
+        self._count = 0  # of the steps profiled
+        self._is_open = True  # whether there are steps to come
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -43,7 +46,7 @@ class ProfileCallback(TrainerCallback):
         """Choose the steps; what an earlier run has left gets another name."""
         done = state.global_step
         self._first = done + 1 + min(WARM_STEPS, max(0, state.max_steps - done - self.steps))
-        self._profiles = []
+        self._profiles, self._count, self._is_open = [], 0, True
         if state.is_world_process_zero and done == 0:
             set_aside(Path(args.output_dir) / FOLDER)
 
@@ -76,25 +79,30 @@ class ProfileCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Say so if there were fewer steps than were asked for."""
-        if len(self._profiles) < self.steps:
+        """Finish, and say so, if there were fewer steps than were asked for."""
+        if self._is_open:
             run: PreparedRun = kwargs["trainer"].run
-            run.console.warn(
-                f"--profile {self.steps}: the run ended after {counted(len(self._profiles), 'profiled step')}"
-            )
+            self._write(run, [], is_last=True)
+            run.console.warn(f"--profile {self.steps}: the run ended after {counted(self._count, 'profiled step')}")
 
     def _keep(self, run: PreparedRun, profile: StepProfile) -> None:
         """Write the step, and from time to time what all of them say together: a run may be killed at any time."""
         if self._profiles and self._profiles[-1].stage_boundaries != profile.stage_boundaries:
             self._profiles = []  # layers have moved
         self._profiles.append(profile)
-        if HERE.rank != 0:
-            return
+        self._count += 1
+        self._is_open = profile.step < self._first + self.steps - 1
+        self._write(run, [profile], is_last=not self._is_open)
+
+    def _write(self, run: PreparedRun, new: Sequence[StepProfile], *, is_last: bool) -> None:
+        """Write steps, and after the first, the second, the fourth, ... and the last one what all say together."""
         folder, count = run.output_dir / FOLDER, len(self._profiles)
-        is_last = profile.step == self._first + self.steps - 1
+        if HERE.rank != 0 or not count:
+            return
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_step(folder, profile)
+            for profile in new:
+                write_step(folder, profile)
             if count & (count - 1) == 0 or is_last:
                 write_object(folder, "summary.json", summary(self._profiles))
                 write_object(folder, "trace.json", trace(self._profiles))

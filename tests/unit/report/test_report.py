@@ -16,6 +16,7 @@ import pytest
 from harness.cli import main
 from harness.profile.record import FOLDER, write_step
 from harness.profile.summary import summary
+from harness.report.curves import MOST_POINTS, Point, thinned
 from tests.unit.profile.made import MEMORY, profile
 
 BATCH = 4
@@ -183,3 +184,12 @@ def test_a_browser_draws_every_figure(run: Path, tmp_path: Path) -> None:
         assert "main-svg" in drawn, f"{name} is not drawn"
         bars = sum(len(trace["x"]) for trace in figure["data"] if trace["type"] == "bar" and trace["visible"] is True)
         assert drawn.count('class="point"') >= bars if bars else "scatterlayer" in drawn
+
+
+def test_a_long_curve_keeps_its_extremes_its_gaps_and_its_order() -> None:
+    points: list[Point] = [(step, 1.0 + step % 7) for step in range(100_000)]
+    points[54_321], points[77_777], points[500] = (54_321, 99.0), (77_777, -99.0), (500, None)
+    kept = thinned(points)
+    assert len(kept) <= MOST_POINTS + 1 and list(kept) == sorted(kept, key=lambda point: point[0])
+    assert {points[54_321], points[77_777], points[500]} <= set(kept) and set(kept) <= set(points)
+    assert thinned(points[:100]) == points[:100]
