@@ -48,7 +48,7 @@ class Estimate:
         ranks, strategy = self.strategy.world_size, self.strategy
         rate = self.tokens_per_second / ranks
         model_flops = rate * self.workload.shape.flops_per_token(self.workload.sequence)
-        seconds = {**asdict(self.seconds), "total": self.seconds.total}
+        seconds = {key: value for key, value in asdict(self.seconds).items() if key != "idle"}
         parts = [field.name for field in fields(StageMemory) if field.name != "host"]
         return {
             "layout": {"pipeline": strategy.pipeline, "tensor": strategy.tensor, "data": strategy.data},
@@ -65,8 +65,8 @@ class Estimate:
                     for stage in self.stages
                 ],
             },
-            "step_seconds": seconds,
-            "bubble_fraction": self.seconds.bubble / self.seconds.total,
+            "step_seconds": {**seconds, "total": self.seconds.total},
+            "bubble_fraction": self.seconds.idle,
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_per_gpu": rate,
             "model_tflops_per_gpu": model_flops / 1e12,

@@ -27,12 +27,15 @@ ADAM_BYTES = 28.0  # a parameter's master copy, two moments and gradient, read; 
 # Collectives run on the device's own processors, up to 32 of 108 to 148 at a time, while layers compute: what they hide
 # of their time slows computation by this share.
 CONTENTION = 0.2
-LEFT_BUBBLE = {"1f1b": 1.0, "zero-bubble": 1 / 3, "zero-bubble-2p": 0.0}  # Qi et al. 2023, table 1
+LEFT_BUBBLE = {"1f1b": 1.0, "zero-bubble": 1 / 3, "zero-bubble-2p": 0.0, "zero-bubble-v": 0.0}  # Qi et al. 2023
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
-    """Where the time of a step goes; the parts add up to `total`."""
+    """Where the time of a step goes; the parts add up to `total`.
+
+    `idle`: the share of the pipeline's time in which a stage waits for others, in the mean over the stages.
+    """
 
     compute: float
     bubble: float
@@ -40,6 +43,7 @@ class StepSeconds:
     pipeline: float
     data: float
     optimizer: float
+    idle: float = 0.0
 
     @property
     def total(self) -> float:
@@ -63,6 +67,7 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     times = strategy.accumulation
     compute, tensor = times * own[slowest], times * traffic[slowest]
     bubble = (sum(both) - both[slowest]) * LEFT_BUBBLE[strategy.schedule] / strategy.virtual_stages
+    idle = 1 - times * sum(both) / (len(both) * (times * both[slowest] + bubble))
     heaviest = max(local_parameters(workload, strategy, stage) for stage in stages)
     return StepSeconds(
         compute=compute,
@@ -71,6 +76,7 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
         pipeline=_pipeline(hardware, workload, strategy),
         data=_data(hardware, workload, strategy, heaviest, compute),
         optimizer=_optimizer(hardware, workload, strategy, heaviest),
+        idle=idle,
     )
 
 

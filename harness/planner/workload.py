@@ -12,7 +12,7 @@ from typing import Literal
 from harness.planner.shape import DecoderShape, LayerShape
 
 Recompute = Literal["none", "selective", "full"]
-Schedule = Literal["1f1b", "zero-bubble", "zero-bubble-2p"]
+Schedule = Literal["1f1b", "zero-bubble", "zero-bubble-2p", "zero-bubble-v"]
 Offload = Literal["none", "optimizer", "optimizer+parameters"]
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}  # of what is stored; products may use fewer
 

@@ -238,7 +238,8 @@ def strategy_of(row: dict[str, str]) -> Strategy:
     overlaps = program.is_megatron and not program.is_early
     shares_states = "distributed" in row["zero_or_distopt"] or any(n in system for n in ("NeMo", "Bridge", "nanotron"))
     recompute: Recompute = "full" if row["recompute"].startswith("full") else "none"
-    schedule: Schedule = "zero-bubble" if "ZB-1p" in system else "zero-bubble-2p" if "ZB" in system else "1f1b"
+    schedules: dict[str, Schedule] = {"ZB-1p": "zero-bubble", "ZB-2p": "zero-bubble-2p", "ZB-V": "zero-bubble-v"}
+    schedule = next((value for name, value in schedules.items() if name in system), "1f1b")
     return Strategy(
         pipeline=pp,
         tensor=tp,
