@@ -35,8 +35,12 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether the device holds every stage, and the host what is offloaded."""
-        on_host = max(stage.host for stage in self.stages)
-        return self.peak_bytes <= self.hardware.limit_bytes and on_host <= self.hardware.host_memory_bytes
+        return self.peak_bytes <= self.hardware.limit_bytes and self.host_bytes <= self.hardware.host_memory_bytes
+
+    @property
+    def host_bytes(self) -> float:
+        """What the host holds for a rank of the stage that needs most of it."""
+        return max(stage.host for stage in self.stages)
 
     @property
     def tokens_per_second(self) -> float:

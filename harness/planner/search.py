@@ -136,11 +136,24 @@ def require_fit(task: Task, found: Found) -> None:
     """Raise UserError where no layout fits."""
     if found.fitting:
         return
-    least = min(found.too_large, key=lambda one: one.peak_bytes, default=None)
+    least = min(found.too_large, key=_excess, default=None)
     if least is None:
         reason, _ = found.reasons.most_common(1)[0]
         raise UserError(f"no layout of {counted(task.world_size, 'rank')} can run: {reason}")
+    on_device, on_host = _shares(least)
+    where, needed, has = ("on each device", least.peak_bytes, task.hardware.limit_bytes)
+    if on_host > on_device:
+        where, needed, has = ("of the host for each device", least.host_bytes, task.hardware.host_memory_bytes)
     raise UserError(
-        f"no layout of {counted(task.world_size, 'rank')} fits: the smallest needs {least.peak_bytes / GIB:,.1f} GiB "
-        f"on each device, which has {task.hardware.limit_bytes / GIB:,.1f}: use more ranks, or devices with more memory"
+        f"no layout of {counted(task.world_size, 'rank')} fits: the smallest needs {needed / GIB:,.1f} GiB {where}, "
+        f"which has {has / GIB:,.1f}: use more ranks, or more memory"
     )
+
+
+def _shares(one: Estimate) -> tuple[float, float]:
+    """Return what a layout needs of a device's memory and of its host's, as shares of what is there."""
+    return one.peak_bytes / one.hardware.limit_bytes, one.host_bytes / one.hardware.host_memory_bytes
+
+
+def _excess(one: Estimate) -> float:
+    return max(_shares(one))

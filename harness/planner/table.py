@@ -93,8 +93,7 @@ def estimate_lines(one: Estimate) -> Iterator[str]:
     yield "stage  " + "  ".join(f"{part:>11}" for part in parts)
     for index, stage in enumerate(row["memory_gib"]["stages"]):
         yield f"{index:>5}  " + "  ".join(f"{stage[part]:>11.2f}" for part in parts)
-    host = max(stage.host for stage in one.stages)
-    if host:
+    if host := one.host_bytes:
         yield f"and {host / GIB:.2f} GiB of the host's memory for each rank"
     yield "\nseconds of a step"
     for part, seconds in row["step_seconds"].items():
@@ -104,4 +103,8 @@ def estimate_lines(one: Estimate) -> Iterator[str]:
         f"{row['model_tflops_per_gpu']:.3g} TFLOP/s on each rank, MFU {row['mfu']:.1%}"
     )
     if not one.fits:
-        yield f"does not fit: a rank needs {one.peak_bytes / GIB:.1f} GiB of {limit:.1f}"
+        host_limit = one.hardware.host_memory_bytes / GIB
+        yield (
+            f"does not fit: a rank needs {one.peak_bytes / GIB:.1f} GiB of {limit:.1f}, "
+            f"and {one.host_bytes / GIB:.1f} of {host_limit:.1f} on its host"
+        )
