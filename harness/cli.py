@@ -24,6 +24,7 @@ VERBS = {
     "checkpoint": ("harness.checkpoint.commands", "show, verify or export a checkpoint"),
     "generate": ("harness.hf.generation", "let a trained model continue a prompt"),
     "report": ("harness.report.commands", "show runs in one HTML file"),
+    "dry-run": ("harness.dry_run.command", "build one rank of a run without the others: memory, messages, errors"),
     "launch": ("harness.resilience.command", "start a run on its devices and hosts, and keep it going"),
 }
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a file may hold what the terminal cannot show
     module = import_module(VERBS[verb][0])
     try:
-        code: int = getattr(module, verb)(args[1:])
+        code: int = getattr(module, verb.replace("-", "_"))(args[1:])
     except UserError as error:
         print(f"ds-harness {verb}: {error}", file=sys.stderr)
         return 1

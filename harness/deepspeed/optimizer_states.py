@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -30,6 +30,15 @@ def torch_optimizer(optimizer: EngineOptimizer) -> Optimizer:
         optimizer = optimizer.optimizer
     found: Optimizer = optimizer
     return found
+
+
+def held_by_optimizer(optimizer: EngineOptimizer, parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that an engine's optimizer holds after its first step: its state, and what it steps on in the
+    place of `parameters`, as a copy in float32."""
+    inner, of_model = torch_optimizer(optimizer), {id(parameter) for parameter in parameters}
+    stepped = [tensor for tensor in inner.state if id(tensor) not in of_model]
+    states = (value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor))
+    return [*stepped, *states]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ SOURCES = PRODUCT + sorted(p for top in ("scripts", "tests") for p in (ROOT / to
 LONGEST_FILE, LONGEST_FUNCTION = 350, 50
 
 LAYERS = ("config", "topology", "deepspeed", "parallel", "planner", "hf", "checkpoint", "profile", "training")
-LAYERS += ("resilience", "compat", "train", "report", "cli")
+LAYERS += ("resilience", "compat", "dry_run", "train", "report", "cli")
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
 

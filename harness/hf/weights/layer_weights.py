@@ -48,12 +48,21 @@ def materialise(layer: nn.Module, device: torch.device, dtype: torch.dtype, kept
                 kind = dtype if parameter.is_floating_point() else parameter.dtype
                 data = torch.empty(parameter.shape, dtype=torch.float32 if keep else kind, device=device)
                 real[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-                real[id(parameter)].__dict__.update(parameter.__dict__)
+                own = real[id(parameter)].__dict__  # a fake tensor has its device and more in here
+                own.update({key: value for key, value in parameter.__dict__.items() if key not in own})
                 if keep:
                     real[id(parameter)].kept_in_fp32 = True  # type: ignore[attr-defined]  # it takes any
             module.register_parameter(name, real[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device=device))
+
+
+@dataclass(frozen=True)
+class NoValues:
+    """No weights at all, for layers whose tensors have none."""
+
+    def fill(self, layer: nn.Module, whole: nn.Module) -> None:
+        """Leave the layer as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)

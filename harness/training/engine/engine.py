@@ -64,6 +64,7 @@ class Engine(ABC):
         dtype: of the parameters, to which floating inputs are cast.
         seed: of what is drawn outside of the layers, as in a loss.
         schedule: brings the learning rate to any step.
+        compared: whether the ranks are known to read the same data.
         keys: what random numbers in the layers depend on; None where they draw none.
     """
 
@@ -86,7 +87,7 @@ class Engine(ABC):
         self.keys = keys
         self.schedule = SchedulePosition(deepspeed)
         self._length: int | None = None  # of the samples of the last step
-        self._compared = False  # whether the ranks are known to read the same data
+        self.compared = False
 
     @property
     def reads_data(self) -> bool:
@@ -119,9 +120,9 @@ class Engine(ABC):
         """
         begin_step()
         self._expect_length(length)
-        if not self._compared:
+        if not self.compared:
             require_same_data(micro_batches, self.groups)
-            self._compared = True
+            self.compared = True
         if self.keys is not None:
             self.keys.begin_step(consumed_samples)
         self._forget()

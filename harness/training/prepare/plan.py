@@ -112,11 +112,8 @@ def plan_run(inputs: RunInputs) -> RunPlan:
             inputs.console,
         )
     _require_evaluation(args, data)
-    text_config = None if source is None else source.config.get_text_config(decoder=True)
-    require_every_layer(0.0 if text_config is None else layer_drop(vars(text_config)))
     samples = None if data.train is None else dataset_length(data.train)
-    resolved, max_steps = config.for_data(samples, getattr(text_config, "hidden_size", None))
-    sizes = {"pp_size": resolved.pp_size, "tp_size": resolved.tp_size, "ep_size": resolved.ep_size}
+    resolved, max_steps, layout = resolve_for(source, config, samples, env.world_size)
     adapters = fingerprint(adaptation, args.seed if source and source.weights is None else None)
     checkpoint = None
     if not inputs.may_hold_a_run:
@@ -132,10 +129,21 @@ def plan_run(inputs: RunInputs) -> RunPlan:
         data=data,
         digest="" if data.train is None else data_digest(data.train),
         resolved=resolved,
-        layout=Layout.from_world(env.world_size, **sizes),
+        layout=layout,
         max_steps=max_steps,
         checkpoint=checkpoint,
     )
+
+
+def resolve_for(
+    source: ModelSource | None, config: RunConfig, samples: int | None, world_size: int
+) -> tuple[Resolved, int, Layout]:
+    """Return the config as it runs with this model and so many samples, the number of steps, and the layout."""
+    text_config = None if source is None else source.config.get_text_config(decoder=True)
+    require_every_layer(0.0 if text_config is None else layer_drop(vars(text_config)))
+    resolved, max_steps = config.for_data(samples, getattr(text_config, "hidden_size", None))
+    sizes = {"pp_size": resolved.pp_size, "tp_size": resolved.tp_size, "ep_size": resolved.ep_size}
+    return resolved, max_steps, Layout.from_world(world_size, **sizes)
 
 
 def _require_types(inputs: RunInputs) -> None:

@@ -32,6 +32,22 @@ def check_before_start(
 
     Takes well under a second.
     """
+    config = check_inputs(script, args, env, lora)
+    output_dir = Path(args.output_dir)
+    args.overwrite_output_dir |= not script.trains  # an evaluation overwrites nothing
+    if env.rank == 0:
+        lock_directory(output_dir)
+    resume = find_resume(output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
+    if resume is not None:
+        require_same_optimizer(resume, config.resolved)
+    require_writable(output_dir)
+    return config
+
+
+def check_inputs(
+    script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, lora: LoraArguments | None
+) -> RunConfig:
+    """Return the checked config. UserError for a config, model or data that cannot be used."""
     if lora is not None and lora.use_peft:
         require_peft()
     model = model_directory(script.model)
@@ -42,14 +58,6 @@ def check_before_start(
     _require_data(script, args)
     if args.sample_prompts is not None:
         read_prompts(Path(args.sample_prompts))
-    output_dir = Path(args.output_dir)
-    args.overwrite_output_dir |= not script.trains  # an evaluation overwrites nothing
-    if env.rank == 0:
-        lock_directory(output_dir)
-    resume = find_resume(output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
-    if resume is not None:
-        require_same_optimizer(resume, config.resolved)
-    require_writable(output_dir)
     return config
 
 

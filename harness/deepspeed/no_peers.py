@@ -1,0 +1,112 @@
+"""Let DeepSpeed's engines run on one rank of many, without the others and with tensors that have no values.
+
+What they send is found out by DeepSpeed itself; what they would receive has the form of what the other ranks send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import RecvGrad
+from deepspeed.runtime.utils import PartitionedTensor
+from deepspeed.runtime.zero import utils
+from torch import Tensor
+
+Received: TypeAlias = Tensor | tuple[Tensor, ...]
+"""A tensor or a tuple of tensors, as stages exchange them."""
+
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Give an attribute another value while the context lasts."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def trusting_peers() -> Iterator[None]:
+    """Let DeepSpeed believe that the other ranks agree, and that the device is theirs, while the context lasts."""
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (utils, "assert_lst_len_same_as_other_ranks", lambda _: None),
+            (utils, "get_lst_from_rank0", lambda numbers: numbers),
+            (get_accelerator(), "is_fp16_supported", lambda: True),
+        ):
+            stack.enter_context(replaced(owner, name, value))
+        yield
+
+
+def expect_from_peers(engine: PipelineEngine, received: Received | None) -> None:
+    """Have a stage receive from the one before what has the form of `received`; None for the first stage.
+
+    From the next stage it gets gradients of what it sends. The numbers by which partitioned tensors are put together
+    again are known here, and not received.
+    """
+    execute: Callable[..., None] = engine._INSTRUCTION_MAP[RecvGrad]
+
+    def receive_gradients(self: PipelineEngine, buffer_id: int) -> None:
+        execute(self, buffer_id=buffer_id)
+        if self.is_grad_partitioned:
+            self.grad_partition_grad_layer_meta_cache = self.pipe_buffers["outputs"][buffer_id][0]
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, RecvGrad: receive_gradients}
+    if received is None:
+        return
+    tensors = received if isinstance(received, tuple) else (received,)
+    if engine.is_pipe_partitioned:
+        part = PartitionedTensor(tensor=tensors[0], group=engine.grid.get_slice_parallel_group())
+        tensors = (part.to_meta(), part.data(), *tensors[1:])
+
+    def buffers(_stage: int) -> Received:
+        made = [_buffer(engine, index, tensor) for index, tensor in enumerate(tensors)]
+        return tuple(made) if len(made) > 1 else made[0]
+
+    engine._recv_tensor_meta = buffers
+
+
+def _buffer(engine: PipelineEngine, index: int, like: Tensor) -> Tensor:
+    """Return the engine's own buffer for a received tensor; one of integers, whose values are needed, itself."""
+    buffer: Tensor = engine._allocate_or_extend_buffers(index, list(like.shape), like.dtype)
+    return buffer if like.is_floating_point() else like
+
+
+def cut_step(engine: DeepSpeedEngine, micro_batches: int) -> None:
+    """Let the next step consist of its last `micro_batches`, the optimizer step among them."""
+    if isinstance(engine, PipelineEngine):
+        engine.micro_batches = micro_batches
+    engine.micro_steps = engine.gradient_accumulation_steps() - micro_batches
+
+
+def announce_halves(engine: DeepSpeedEngine, announce: Callable[[str], None]) -> None:
+    """Have `announce` called before each backward and step of an engine without a pipeline.
+
+    With the names of a pipeline's instructions; of the last micro-batch, after which weights change, as `LastStep`.
+    """
+    for name, first, last in (("backward", "BackwardPass", "LastBackward"), ("step", "OptimizerStep", "LastStep")):
+        setattr(engine, name, _announced(engine, getattr(engine, name), (first, last), announce))
+
+
+def _announced(
+    engine: DeepSpeedEngine, run: Callable[..., Any], names: tuple[str, str], announce: Callable[[str], None]
+) -> Callable[..., Any]:
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        announce(names[engine.is_gradient_accumulation_boundary()])
+        return run(*args, **kwargs)
+
+    return announced
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients that parameters hold now, in their own precision and in the optimizer's."""
+    held = (getattr(parameter, name, None) for parameter in parameters for name in ("grad", "_hp_grad"))
+    return [gradient for gradient in held if gradient is not None]

@@ -1,0 +1,114 @@
+"""The verb `ds-harness dry-run`: what a rank of a run would build, hold and send, or why it would fail."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.errors import UserError
+from harness.topology.env import LaunchEnv
+from harness.training.arguments import LoraArguments, TrainingArguments, parse
+from harness.training.arguments.themes.script import ScriptArguments
+from harness.training.console import quiet
+from harness.training.prepare.configure import RunConfig
+from harness.training.prepare.preflight import check_inputs
+
+if TYPE_CHECKING:
+    from harness.dry_run.rank import DryRun
+
+DESCRIPTION = """Build one rank of a run on this machine, without the others, without a GPU and without memory for its
+tensors, and let it make a step: the run's own checks, layers, process groups and DeepSpeed engine. Prints its layers,
+the memory it needs and the messages it sends in a step. Nothing is read from the data, nothing is written."""
+EXAMPLE = """Every other flag is one of scripts/train.py (see its --help).
+
+example:
+  ds-harness dry-run --rank 0 --world_size 8 --deepspeed_config pipeline_3d --model llama-1b --block_size 4096"""
+
+
+def dry_run(argv: Sequence[str]) -> int:
+    """Print the report on one rank, or one of each stage. UserError for what a run would refuse."""
+    own, words = _parser().parse_known_args(argv)
+    world_size, rank = own.world_size, own.rank
+    if rank is not None and not 0 <= rank < world_size:
+        _parser().error(f"--rank {rank} is outside the {world_size} ranks of --world_size")
+    words = ["--model_name_or_path" + word[7:] if word.partition("=")[0] == "--model" else word for word in words]
+    script, args, lora = parse(
+        [ScriptArguments, TrainingArguments, LoraArguments],
+        words,
+        prog="ds-harness dry-run",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+    )
+    env = LaunchEnv(rank=rank or 0, world_size=world_size)
+    config = check_inputs(script, args, env, lora)  # without torch
+    with tempfile.TemporaryDirectory() as folder, quiet(Path(folder) / "log", int(own.json)) as console:
+        from harness.dry_run.rank import dry_run_rank
+        from harness.dry_run.report import as_json, as_text
+
+        plan = _plan(script, config, lora, world_size, own.device)
+        layout = plan.layout
+        ranks = [layout.stage_ranks(stage)[0] for stage in range(layout.pp_size)] if rank is None else [rank]
+        for each in ranks:
+            report = dry_run_rank(plan, replace(env, rank=each))
+            text = json.dumps(as_json(plan, report)) if own.json else as_text(plan, report)
+            print(text, file=console.out, flush=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ds-harness dry-run",
+        usage="%(prog)s --rank R --world_size N [--deepspeed_config FILE] [--model M] [--FLAG VALUE ...]",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--rank", type=_rank, required=True, help="rank to build; all: the first rank of each stage")
+    parser.add_argument("--world_size", type=int, required=True, help="number of ranks of the run")
+    parser.add_argument("--json", action="store_true", help="print JSON, a line a rank")
+    parser.add_argument(
+        "--device", choices=("gpu", "cpu"), default="gpu", help="what the ranks of the run have (default: gpu)"
+    )
+    return parser
+
+
+def _rank(text: str) -> int | None:
+    """Return a rank; None for all."""
+    return None if text == "all" else int(text)
+
+
+def _plan(
+    script: ScriptArguments, config: RunConfig, lora: LoraArguments, world_size: int, device: str
+) -> DryRun:
+    """Return what is to be run. UserError for what a run would refuse before its ranks meet."""
+    import torch
+
+    from harness.dry_run.rank import DryRun
+    from harness.hf.skeleton import position_limit, read_source
+    from harness.training.prepare.inputs.datasets import block_size
+    from harness.training.prepare.plan import resolve_for
+    from harness.training.prepare.trainable import adapted
+    from harness.training.process.distributed import require_device, require_precision
+
+    source, adaptation = adapted(read_source(script.model), lora.peft_config())
+    if source is None:
+        raise UserError("a dry run needs a HuggingFace decoder")
+    resolved, max_steps, layout = resolve_for(source, config, None, world_size)
+    if device == "cpu":
+        require_precision(resolved.precision)
+        require_device(resolved.config, torch.device("cpu"))
+    return DryRun(
+        args=config.args,
+        source=source,
+        adaptation=adaptation,
+        resolved=resolved,
+        layout=layout,
+        block_size=block_size(config.args, position_limit(source.config)),
+        max_steps=max_steps,
+    )

@@ -1,0 +1,167 @@
+"""What a rank sends and holds, counted while it runs: in a dry run, and as well in a real one.
+
+Every tensor and every collective of torch passes here. A message is counted with the size of what is exchanged: the
+tensor of an all-reduce, broadcast, send or recv, all that an all-gather brings together or a reduce-scatter takes
+apart. Groups of one rank are left out, as nothing leaves it. Memory is counted by storages, each once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from harness.topology.layout import AXES, Layout
+
+OPERATIONS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "recv_": "recv",
+    "recv_any_source_": "recv",
+}
+"""torch's names of collectives, where they are not the usual ones with a line below at the end."""
+POINT_TO_POINT = ("send", "recv")
+
+
+@dataclass(frozen=True, order=True)
+class Message:
+    """A kind of message: in which group of how many ranks, and by which operation."""
+
+    group: str
+    ranks: int
+    operation: str
+
+
+@dataclass
+class Traffic:
+    """How many messages of a kind, and their bytes."""
+
+    count: int = 0
+    size: int = 0
+
+
+class Ledger(TorchDispatchMode):
+    """Counts messages by phase, and the bytes of all tensors made while it is entered.
+
+    Attributes:
+        live: bytes of the tensors that there are now.
+        peak: the largest `live` since `begin_step`.
+        marks: phase -> `live` when it was first begun since `begin_step`.
+    """
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.marks: dict[str, int] = {}
+        self._groups = _named_groups(layout, rank)
+        self._phase = ""
+        self._messages: dict[str, Counter[tuple[Message, int]]] = {}
+        self._storages = WeakIdKeyDictionary()
+        self._step = 0
+
+    def begin_step(self) -> None:
+        """Forget the messages so far; what is made from now on is of this step."""
+        self._messages.clear()
+        self.marks = {}
+        self.peak = self.live
+        self._step += 1
+        self.begin("step")
+
+    def begin(self, phase: str) -> None:
+        """Begin a part of the work, under whose name messages are counted; a text in brackets is left out of it."""
+        self._phase = phase.partition("(")[0]
+        self.marks.setdefault(self._phase, self.live)
+
+    def messages(self, repeated: Mapping[str, int]) -> dict[Message, Traffic]:
+        """Return the messages since `begin_step`; those of a phase in `repeated` count so many times."""
+        found: dict[Message, Traffic] = {}
+        for phase, counts in self._messages.items():
+            for (message, size), count in counts.items():
+                traffic = found.setdefault(message, Traffic())
+                traffic.count += count * repeated.get(phase, 1)
+                traffic.size += count * size * repeated.get(phase, 1)
+        return dict(sorted(found.items()))
+
+    def new_bytes(self, besides: Iterable[Tensor] = ()) -> dict[str, int]:
+        """Return the bytes, by dtype, of the floating tensors made since `begin_step` that still are, and of given ones."""
+        given = {tensor.untyped_storage(): tensor.dtype for tensor in besides}
+        found: Counter[str] = Counter()
+        for storage, (step, dtype) in self._storages.items():
+            if dtype.is_floating_point and (step == self._step or storage in given):
+                found[short_name(dtype)] += storage.nbytes()
+        return dict(found)
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self._count(func.overloadpacket.__name__, args)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta" and tensor.layout == torch.strided:
+                self._hold(tensor)
+        return result
+
+    def _hold(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._storages:
+            return
+        self._storages[storage] = self._step, tensor.dtype
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._drop, storage.nbytes())
+
+    def _drop(self, size: int) -> None:
+        self.live -= size
+
+    def _count(self, name: str, args: Sequence[Any]) -> None:
+        group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
+        operation = OPERATIONS.get(name, name.removesuffix("_"))
+        if group is None or operation in ("barrier", "monitored_barrier"):
+            return
+        ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
+        if len(ranks) == 1:
+            return
+        size = max(sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)) for arg in args)
+        if operation in POINT_TO_POINT:
+            message = Message("pipeline", 2, operation)
+        else:
+            message = Message(self._groups.get(ranks, "other"), len(ranks), operation)
+        self._messages.setdefault(self._phase, Counter())[message, size] += 1
+
+
+def _named_groups(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
+    """Return the names of the groups that a rank is in, by their ranks; of equal groups the innermost axis counts."""
+    place = layout.coordinate(rank)
+    replica = [r for stage in range(layout.pp_size) for r in layout.ranks_along("tensor", _at(layout, rank, stage))]
+    named = {tuple(range(layout.world_size)): "world", tuple(sorted(replica)): "model"}
+    stage_ranks = layout.stage_ranks(place.stage)
+    named.setdefault(tuple(stage_ranks), "stage")
+    return named | {tuple(layout.ranks_along(axis, rank)): axis for axis in AXES}
+
+
+def _at(layout: Layout, rank: int, stage: int) -> int:
+    return layout.ranks_along("pipeline", rank)[stage]
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, as `float32`."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,87 @@
+"""The bytes that a rank holds in a step, by what they are for."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from harness.deepspeed.no_peers import gradients_of
+from harness.deepspeed.optimizer_states import held_by_optimizer
+from harness.deepspeed.zero3_parameters import held_tensor
+from harness.dry_run.ledger import Ledger, short_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes that a rank holds, by dtype where several are possible.
+
+    Attributes:
+        gradients: with the buffers that they are reduced in.
+        optimizer: its states, and the copies of parameters that it steps on.
+        activations: of one micro-batch, kept for its backward.
+        in_flight: micro-batches whose activations are kept at once.
+        buffers: whatever else lasts: masks, rotary tables, flat tensors of DeepSpeed.
+        peak: the most at any moment of a step.
+    """
+
+    parameters: dict[str, int]
+    gradients: dict[str, int]
+    optimizer: dict[str, int]
+    activations: int
+    in_flight: int
+    buffers: int
+    peak: int
+
+
+@dataclass
+class Step:
+    """What is noted of a step while it runs, in a dry run or in a real one.
+
+    Attributes:
+        parameters: of the model's part on this rank.
+        gradients: bytes by dtype just before the weights change, when all gradients are there.
+    """
+
+    ledger: Ledger
+    parameters: Sequence[Tensor]
+    gradients: dict[str, int] = field(default_factory=dict)
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase."""
+        if phase.endswith(("BackwardPass", "LastBackward", "Step")):
+            gc.collect()  # what recomputation leaves in cycles
+        if phase in ("OptimizerStep", "LastStep"):
+            self.gradients = self.ledger.new_bytes(gradients_of(self.parameters))
+        self.ledger.begin(phase)
+
+    def memory(self, engine: DeepSpeedEngine, in_flight: int) -> Memory:
+        """Return the bytes of the step that has ended, if the activations of `in_flight` micro-batches are kept."""
+        marks = self.ledger.marks
+        backward = marks.get("BackwardPass", marks.get("LastBackward", 0))
+        activations = backward - marks["step"]
+        held = [held_tensor(parameter) for parameter in self.parameters]
+        parameters, optimizer = by_dtype(held), by_dtype(held_by_optimizer(engine.optimizer, self.parameters))
+        lasting = sum(gradient.nbytes for gradient in gradients_of(self.parameters))
+        known = sum(parameters.values()) + sum(optimizer.values()) + lasting
+        return Memory(
+            parameters=parameters,
+            gradients=self.gradients,
+            optimizer=optimizer,
+            activations=activations,
+            in_flight=in_flight,
+            buffers=max(0, marks["step"] - known),
+            peak=self.ledger.peak + (in_flight - 1) * activations,
+        )
+
+
+def by_dtype(tensors: Iterable[Tensor]) -> dict[str, int]:
+    """Return the bytes of tensors by dtype."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        sizes[short_name(tensor.dtype)] += tensor.nbytes
+    return dict(sizes)

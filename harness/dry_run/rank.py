@@ -1,0 +1,159 @@
+"""Build what one rank of a run would build, by the run's own code, and let it make a step.
+
+The model is prepared, cut and put into DeepSpeed's engine as in a run; its tensors have shapes but no values, and no
+other rank is there. Two steps are made of as few micro-batches as will do, and the second one is counted.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from harness.config import Resolved
+from harness.deepspeed.engine import announce_instructions
+from harness.deepspeed.no_peers import Received, announce_halves, cut_step, expect_from_peers, replaced
+from harness.deepspeed.zero3_parameters import held_tensor
+from harness.dry_run.ledger import Ledger, Message, Traffic
+from harness.dry_run.memory import Memory, Step
+from harness.dry_run.world import fake_tensors, fake_world
+from harness.hf.lora import Adaptation
+from harness.hf.skeleton import ModelSource
+from harness.parallel.pipeline.stage_transport import pack_payload
+from harness.parallel.pipeline.staged_module import build_layers
+from harness.parallel.values import Value
+from harness.topology.env import LaunchEnv
+from harness.topology.groups import Groups, build_groups
+from harness.topology.layout import Layout
+from harness.training.arguments import TrainingArguments
+from harness.training.engine import clipping
+from harness.training.engine.build import RunContext, build_engine
+from harness.training.engine.engine import Engine, PipelineStages
+from harness.training.prepare.stages import choose_boundaries
+from harness.training.prepare.trainable import TrainableModel, trainable_decoder
+from harness.training.process.distributed import start
+
+OF_A_MICRO_BATCH = (
+    *("LoadMicroBatch", "ForwardPass", "BackwardPass"),
+    *("SendActivation", "RecvActivation", "SendGrad", "RecvGrad"),
+)
+"""DeepSpeed's instructions that come once a micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank builds, holds and sends in a step.
+
+    Attributes:
+        first, last: indices of its pipeline layers.
+        kinds: class name -> number of layers.
+        elements: of its parameters.
+        untried: why no step could be made; its memory and messages are then not known.
+    """
+
+    groups: Groups
+    first: int
+    last: int
+    kinds: dict[str, int]
+    elements: int
+    memory: Memory | None
+    messages: dict[Message, Traffic]
+    untried: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What is to be run, read and checked.
+
+    Attributes:
+        block_size: tokens of a sample.
+        max_steps: of the run, for its schedule.
+    """
+
+    args: TrainingArguments
+    source: ModelSource
+    adaptation: Adaptation | None
+    resolved: Resolved
+    layout: Layout
+    block_size: int
+    max_steps: int
+
+
+def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
+    """Build the rank `env.rank` and let it make its steps. Raises UserError for what a run would refuse."""
+    with fake_world(env):
+        device = start(env)
+        groups = build_groups(plan.layout)
+        context = RunContext(
+            args=plan.args,
+            resolved=plan.resolved,
+            groups=groups,
+            device=device,
+            max_steps=plan.max_steps,
+            values=False,
+        )
+        trainable = trainable_decoder(plan.source, context, plan.block_size, plan.adaptation)
+        boundaries = choose_boundaries(trainable, context, None)
+        with replaced(clipping, "BLOCK", 2**62), fake_tensors(), Ledger(plan.layout, env.rank) as ledger:
+            engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
+            memory, messages = _two_steps(engine, context, plan, ledger, partial(_before, trainable, boundaries))
+        stage = groups.coordinate.stage
+        first, stop = boundaries[stage], boundaries[stage + 1]
+        return RankReport(
+            groups=groups,
+            first=first,
+            last=stop - 1,
+            kinds=dict(Counter(trainable.names[first:stop])),
+            elements=sum(held_tensor(parameter).numel() for parameter in engine.deepspeed.module.parameters()),
+            memory=memory,
+            messages=messages,
+        )
+
+
+def _two_steps(
+    engine: Engine,
+    context: RunContext,
+    plan: DryRun,
+    ledger: Ledger,
+    before: Callable[[int, Tensor], Received],
+) -> tuple[Memory, dict[Message, Traffic]]:
+    """Return memory and messages of the second of two steps, in which the optimizer has its states."""
+    deepspeed, accumulation = engine.deepspeed, plan.resolved.accumulation
+    pipeline = isinstance(engine, PipelineStages)
+    count = Step(ledger, list(deepspeed.module.parameters()))
+    ids = torch.zeros((plan.resolved.micro_batch, plan.block_size), dtype=torch.long)
+    if pipeline:
+        stage = context.groups.coordinate.stage
+        expect_from_peers(deepspeed, before(stage, ids) if stage else None)
+        announce_instructions(deepspeed, count.begin)
+    else:
+        announce_halves(deepspeed, count.begin)
+    micro_batches = 1 if pipeline else min(2, accumulation)
+    batches = [(ids, ids)] * micro_batches if engine.reads_data else []
+    engine.compared = True  # there are no other ranks
+    gc.freeze()  # collecting is quick then
+    for _ in range(2):
+        ledger.begin_step()
+        cut_step(deepspeed, micro_batches)
+        engine.train_step(batches, 0, plan.block_size)
+    repeated = OF_A_MICRO_BATCH if pipeline else ("BackwardPass", "OptimizerStep")
+    times = dict.fromkeys(repeated, accumulation if pipeline else accumulation - 1)
+    stages_behind = plan.layout.pp_size - context.groups.coordinate.stage
+    in_flight = min(stages_behind, accumulation) if pipeline else 1
+    return count.memory(deepspeed, in_flight), ledger.messages(times)
+
+
+def _before(trainable: TrainableModel, boundaries: Sequence[int], stage: int, ids: Tensor) -> Received:
+    """Return what the stage before sends, for these ids: its layers are built, run and let go one by one."""
+    causal = trainable.causal
+    bare = causal is not None and causal.outer.schema.bare and causal.router is None
+    value: Value = ids
+    with torch.no_grad():  # where hidden states alone travel, all of them are as the first one
+        for index in range(1 if bare else boundaries[stage]):
+            value = build_layers(trainable.layers, index, index + 1, 0).calls[0](value)
+    return pack_payload(value)

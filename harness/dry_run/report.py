@@ -1,0 +1,98 @@
+"""The report on a rank, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from harness.config.values.json_object import JsonObject
+from harness.dry_run.rank import DryRun, RankReport
+
+NOT_CHECKED = (
+    "the values of the weights and the data: none are read",
+    "the other ranks, the network and the devices",
+    "that the model split over tensor-parallel ranks computes what the whole one does (--verify_plan does it in a run)",
+)
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def as_json(plan: DryRun, report: RankReport) -> JsonObject:
+    """Return the report by names that stay."""
+    memory, place = report.memory, report.groups.coordinate
+    return {
+        "rank": report.groups.rank,
+        "world_size": plan.layout.world_size,
+        "layout": plan.layout.sizes(),
+        "coordinate": {"pipeline": place.stage, "data": place.dp_rank, "tensor": place.tp_rank},
+        "layers": {"first": report.first, "last": report.last, "kinds": report.kinds},
+        "parameters": report.elements,
+        "precision": plan.resolved.precision,
+        "zero_stage": plan.resolved.zero_stage,
+        "micro_batch": plan.resolved.micro_batch,
+        "gradient_accumulation_steps": plan.resolved.accumulation,
+        "block_size": plan.block_size,
+        "memory_bytes": None if memory is None else asdict(memory),
+        "messages": [
+            {**asdict(message), "count": traffic.count, "bytes": traffic.size}
+            for message, traffic in report.messages.items()
+        ],
+        "not_checked": [*_untried(report), *NOT_CHECKED],
+    }
+
+
+def as_text(plan: DryRun, report: RankReport) -> str:
+    """Return the report for a terminal."""
+    resolved, groups = plan.resolved, report.groups
+    kinds = ", ".join(name if n == 1 else f"{n} x {name}" for name, n in report.kinds.items())
+    batch = f"{resolved.accumulation} micro-batches of {resolved.micro_batch} x {plan.block_size} tokens"
+    lines = [
+        f"rank {groups.rank} of {plan.layout.world_size} ({plan.layout}): {groups.coordinate}",
+        f"  layers {report.first}-{report.last} ({kinds}), {report.elements:,} parameters",
+        f"  {resolved.precision}, ZeRO stage {resolved.zero_stage}, {batch} a step",
+        *_memory_lines(report),
+        *_message_lines(report),
+        *(f"  not checked: {text}" for text in (*_untried(report), *NOT_CHECKED)),
+    ]
+    return "\n".join(lines)
+
+
+def _memory_lines(report: RankReport) -> list[str]:
+    memory = report.memory
+    if memory is None:
+        return []
+    kept = f"{spell(memory.activations)} a micro-batch x {memory.in_flight} in flight"
+    rows = {
+        "parameters": _by_dtype(memory.parameters),
+        "gradients": _by_dtype(memory.gradients),
+        "optimizer": _by_dtype(memory.optimizer),
+        "activations": f"{spell(memory.activations * memory.in_flight)} ({kept})",
+        "buffers": spell(memory.buffers),
+        "peak of a step": spell(memory.peak),
+    }
+    return ["  memory", *(f"    {name:<16}{text}" for name, text in rows.items())]
+
+
+def _message_lines(report: RankReport) -> list[str]:
+    lines = [
+        f"    {message.group + ' (' + str(message.ranks) + ')':<16}{message.operation:<15}{traffic.count:>8,}"
+        f"{spell(traffic.size):>14}"
+        for message, traffic in report.messages.items()
+    ]
+    return ["  messages a step: group (ranks), operation, count, bytes", *(lines or ["    none"])]
+
+
+def _untried(report: RankReport) -> list[str]:
+    return [] if report.untried is None else [report.untried]
+
+
+def _by_dtype(sizes: Mapping[str, int]) -> str:
+    total = spell(sum(sizes.values()))
+    return f"{total} ({', '.join(f'{spell(size)} in {name}' for name, size in sizes.items())})" if sizes else total
+
+
+def spell(size: float) -> str:
+    """Return bytes in the unit that suits."""
+    unit = 0
+    while size >= 1024 and unit + 1 < len(UNITS):
+        size, unit = size / 1024, unit + 1
+    return f"{size:,.2f} {UNITS[unit]}" if unit else f"{size:,.0f} B"

@@ -1,0 +1,88 @@
+"""A world of many ranks of which one is real, and tensors that have shapes but no values.
+
+Process groups are torch's fake ones: a collective takes no time. What a rank gathers is its own contribution, as often
+as there are ranks, so every comparison between ranks finds them equal.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses import FakeTensor, fake_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.deepspeed.no_peers import replaced, trusting_peers
+from harness.topology.env import LaunchEnv
+
+ALL_OF = (torch.ops.aten.all.default, torch.ops.aten.all.dim)
+KNOWN_ELEMENTS = 256  # up to this size a tensor keeps its values: shapes of what travels, weights of losses
+
+
+@contextmanager
+def fake_world(env: LaunchEnv) -> Iterator[None]:
+    """Be the rank `env.rank` of `env.world_size` while the context lasts; nothing is sent.
+
+    torch.distributed must not be initialised.
+    """
+    env.export(os.environ)
+    dist.init_process_group("fake", store=FakeStore(), rank=env.rank, world_size=env.world_size)
+    try:
+        with trusting_peers(), _Echo(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Set timeout is now only supported|Accessing the data pointer")
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Make tensors without memory while the context lasts.
+
+    Modules are left as they are built: they are of the right type already, and have no values to move.
+    """
+    with (
+        replaced(nn.Module, "_apply", lambda module, *_, **__: module),
+        replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", KNOWN_ELEMENTS),
+        fake_tensor.FakeTensorMode(allow_non_fake_inputs=True),
+        _Values(),
+    ):
+        yield
+
+
+class _Echo(TorchDispatchMode):
+    """Gives a rank its own tensors for those of the others."""
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.c10d.allgather_.default:
+            for outputs, given in zip(args[0], args[1], strict=True):
+                for output in outputs:
+                    output.copy_(given)
+        return result
+
+
+class _Values(TorchDispatchMode):
+    """Gives values to single numbers that have none: zero, and true where all of something is asked for.
+
+    What is computed from them has values again, so no gradient overflows and every norm is finite.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in (result if isinstance(result, list | tuple) else (result,)):
+            if isinstance(tensor, FakeTensor) and tensor.constant is None and tensor.numel() == 1:
+                with fake_tensor.unset_fake_temporarily():
+                    tensor.constant = torch.full(tensor.shape, func in ALL_OF, dtype=tensor.dtype)
+        return result
