@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe.schedule import RecvGrad
 from deepspeed.runtime.utils import PartitionedTensor
 from deepspeed.runtime.zero import utils
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 Received: TypeAlias = Tensor | tuple[Tensor, ...]
 """A tensor or a tuple of tensors, as stages exchange them."""
@@ -106,7 +107,10 @@ def _announced(
     return announced
 
 
-def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients that parameters hold now, in their own precision and in the optimizer's."""
-    held = (getattr(parameter, name, None) for parameter in parameters for name in ("grad", "_hp_grad"))
-    return [gradient for gradient in held if gradient is not None]
+def gradients_of(engine: DeepSpeedEngine, parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients that there are now: of parameters, in their own precision and in the optimizer's, and the
+    parts that ZeRO keeps of them."""
+    found = [getattr(parameter, name, None) for parameter in parameters for name in ("grad", "_hp_grad")]
+    kept: object = [getattr(engine.optimizer, name, None) for name in ("averaged_gradients", "grad_partitions_flat_buffer")]
+    found += [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)]
+    return list({id(gradient): gradient for gradient in found if gradient is not None}.values())

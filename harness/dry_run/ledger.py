@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,14 +75,12 @@ class Ledger(TorchDispatchMode):
         self._phase = ""
         self._messages: dict[str, Counter[tuple[Message, int]]] = {}
         self._storages = WeakIdKeyDictionary()
-        self._step = 0
 
     def begin_step(self) -> None:
         """Forget the messages so far; what is made from now on is of this step."""
         self._messages.clear()
         self.marks = {}
         self.peak = self.live
-        self._step += 1
         self.begin("step")
 
     def begin(self, phase: str) -> None:
@@ -100,15 +98,6 @@ class Ledger(TorchDispatchMode):
                 traffic.size += count * size * repeated.get(phase, 1)
         return dict(sorted(found.items()))
 
-    def new_bytes(self, besides: Iterable[Tensor] = ()) -> dict[str, int]:
-        """Return the bytes, by dtype, of the floating tensors made since `begin_step` that still are, and of given ones."""
-        given = {tensor.untyped_storage(): tensor.dtype for tensor in besides}
-        found: Counter[str] = Counter()
-        for storage, (step, dtype) in self._storages.items():
-            if dtype.is_floating_point and (step == self._step or storage in given):
-                found[short_name(dtype)] += storage.nbytes()
-        return dict(found)
-
     def __torch_dispatch__(
         self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -124,7 +113,7 @@ class Ledger(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage in self._storages:
             return
-        self._storages[storage] = self._step, tensor.dtype
+        self._storages[storage] = True
         self.live += storage.nbytes()
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._drop, storage.nbytes())
@@ -160,8 +149,3 @@ def _named_groups(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
 
 def _at(layout: Layout, rank: int, stage: int) -> int:
     return layout.ranks_along("pipeline", rank)[stage]
-
-
-def short_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, as `float32`."""
-    return str(dtype).removeprefix("torch.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.deepspeed.no_peers import gradients_of
 from harness.deepspeed.optimizer_states import held_by_optimizer
 from harness.deepspeed.zero3_parameters import held_tensor
-from harness.dry_run.ledger import Ledger, short_name
+from harness.dry_run.ledger import Ledger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,6 @@ class Memory:
     """Bytes that a rank holds, by dtype where several are possible.
 
     Attributes:
-        gradients: with the buffers that they are reduced in.
         optimizer: its states, and the copies of parameters that it steps on.
         activations: of one micro-batch, kept for its backward.
         in_flight: micro-batches whose activations are kept at once.
@@ -43,31 +42,35 @@ class Step:
     """What is noted of a step while it runs, in a dry run or in a real one.
 
     Attributes:
-        parameters: of the model's part on this rank.
-        gradients: bytes by dtype just before the weights change, when all gradients are there.
+        gradients: bytes by dtype when the most were there.
     """
 
     ledger: Ledger
-    parameters: Sequence[Tensor]
+    engine: DeepSpeedEngine
     gradients: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The model's part on this rank."""
+        return list(self.engine.module.parameters())
+
     def begin(self, phase: str) -> None:
-        """Begin a phase."""
-        if phase.endswith(("BackwardPass", "LastBackward", "Step")):
+        """Begin a phase of the step."""
+        if phase.startswith(("BackwardPass", "LastBackward")):
             gc.collect()  # what recomputation leaves in cycles
-        if phase in ("OptimizerStep", "LastStep"):
-            self.gradients = self.ledger.new_bytes(gradients_of(self.parameters))
+        if phase in ("ReduceGrads", "OptimizerStep", "LastStep"):
+            now = by_dtype(gradients_of(self.engine, self.parameters))
+            self.gradients = max(now, self.gradients, key=lambda sizes: sum(sizes.values()))
         self.ledger.begin(phase)
 
-    def memory(self, engine: DeepSpeedEngine, in_flight: int) -> Memory:
+    def memory(self, in_flight: int) -> Memory:
         """Return the bytes of the step that has ended, if the activations of `in_flight` micro-batches are kept."""
         marks = self.ledger.marks
-        backward = marks.get("BackwardPass", marks.get("LastBackward", 0))
-        activations = backward - marks["step"]
-        held = [held_tensor(parameter) for parameter in self.parameters]
-        parameters, optimizer = by_dtype(held), by_dtype(held_by_optimizer(engine.optimizer, self.parameters))
-        lasting = sum(gradient.nbytes for gradient in gradients_of(self.parameters))
-        known = sum(parameters.values()) + sum(optimizer.values()) + lasting
+        activations = marks.get("BackwardPass", marks.get("LastBackward", 0)) - marks["step"]
+        parameters = by_dtype(held_tensor(parameter) for parameter in self.parameters)
+        optimizer = by_dtype(held_by_optimizer(self.engine.optimizer, self.parameters))
+        lasting = by_dtype(gradients_of(self.engine, self.parameters))
+        known = sum(sum(sizes.values()) for sizes in (parameters, optimizer, lasting))
         return Memory(
             parameters=parameters,
             gradients=self.gradients,
@@ -83,5 +86,5 @@ def by_dtype(tensors: Iterable[Tensor]) -> dict[str, int]:
     """Return the bytes of tensors by dtype."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
-        sizes[short_name(tensor.dtype)] += tensor.nbytes
+        sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
     return dict(sizes)

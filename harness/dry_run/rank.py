@@ -125,7 +125,7 @@ def _two_steps(
     """Return memory and messages of the second of two steps, in which the optimizer has its states."""
     deepspeed, accumulation = engine.deepspeed, plan.resolved.accumulation
     pipeline = isinstance(engine, PipelineStages)
-    count = Step(ledger, list(deepspeed.module.parameters()))
+    count = Step(ledger, deepspeed)
     ids = torch.zeros((plan.resolved.micro_batch, plan.block_size), dtype=torch.long)
     if pipeline:
         stage = context.groups.coordinate.stage
@@ -145,7 +145,7 @@ def _two_steps(
     times = dict.fromkeys(repeated, accumulation if pipeline else accumulation - 1)
     stages_behind = plan.layout.pp_size - context.groups.coordinate.stage
     in_flight = min(stages_behind, accumulation) if pipeline else 1
-    return count.memory(deepspeed, in_flight), ledger.messages(times)
+    return count.memory(in_flight), ledger.messages(times)
 
 
 def _before(trainable: TrainableModel, boundaries: Sequence[int], stage: int, ids: Tensor) -> Received:

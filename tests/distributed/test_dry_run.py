@@ -1,0 +1,87 @@
+"""A dry run says what the ranks of a real run hold and send: each is counted by the same ledger, on gloo and alone."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from harness import Trainer
+from harness.cli import main
+from harness.deepspeed.engine import announce_instructions
+from harness.deepspeed.no_peers import announce_halves
+from harness.dry_run.ledger import Ledger
+from harness.dry_run.memory import Step
+from harness.topology.layout import Layout
+from harness.training.prepare.run import release
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import BLOCK, Job, arguments_of, rows
+
+pytestmark = pytest.mark.ranks
+
+TWO = [Job("tiny-llama", name) for name in ("pp2dp1tp1z0", "pp1dp2tp1z2", "pp1dp2tp1z3")]
+FOUR = [
+    Job("tiny-qwen3", "pp2dp1tp2z1"),
+    Job("tiny-gpt2", "pp2dp2tp1z1", config={"bf16": {"enabled": True}, "pipeline": {"stages": 2}}),
+]
+
+
+def counted(job: Job, output_dir: str) -> dict[str, Any]:
+    """What this rank holds and sends in the second step of a real run."""
+    layout = Layout(pp_size=job.size("pp"), dp_size=job.size("dp"), tp_size=job.size("tp"))
+    with Ledger(layout, dist.get_rank()) as ledger:
+        trainer = Trainer(job.model, arguments_of(job, output_dir), rows())
+        engine, stream = trainer.engine, trainer.stream
+        count = Step(ledger, engine.deepspeed)
+        watch = announce_instructions if trainer.run.context.is_pipeline else announce_halves
+        watch(engine.deepspeed, count.begin)
+        for _ in range(2):
+            batches = stream.next_step(read=engine.reads_data)
+            gc.collect()
+            ledger.begin_step()
+            engine.train_step(batches, 0, stream.length)
+        memory, messages = asdict(count.memory(1)), ledger.messages({})
+    release(trainer.run)
+    return {
+        "memory": {name: memory[name] for name in ("parameters", "gradients", "optimizer")},
+        "activations": memory["activations"],
+        "messages": {f"{m.group} {m.ranks} {m.operation}": (t.count, t.size) for m, t in messages.items()},
+    }
+
+
+def both(jobs: list[Job], folder: str) -> list[dict[str, Any]]:
+    return [counted(job, f"{folder}/{index}") for index, job in enumerate(jobs)]
+
+
+def predicted(job: Job, rank: int, ranks: int, folder: Path) -> dict[str, Any]:
+    """What the dry run of this rank says, by the command."""
+    config = folder / "config.json"
+    config.write_text(json.dumps(job.deepspeed_config()))
+    words = ["dry-run", "--rank", str(rank), "--world_size", str(ranks), "--json", "--device", "cpu"]
+    words += ["--model", job.model, "--deepspeed_config", str(config), "--block_size", str(BLOCK)]
+    with (folder / "report.json").open("w+") as out:
+        with contextlib.redirect_stdout(out):
+            assert main(words) == 0
+        out.seek(0)
+        return json.load(out)
+
+
+@pytest.mark.parametrize("jobs", [TWO, FOUR], ids=["two", "four"])
+def test_it_counts_what_a_run_counts(jobs: list[Job], tmp_path: Path) -> None:
+    ranks = 2 if jobs is TWO else 4
+    real = run_ranks(ranks, both, jobs, str(tmp_path))
+    for index, job in enumerate(jobs):
+        for rank in sorted({0, ranks - 1}):
+            dry, wet = predicted(job, rank, ranks, tmp_path), real[rank][index]
+            memory = dry["memory_bytes"]
+            assert {name: memory[name] for name in wet["memory"]} == wet["memory"], (job, rank)
+            kept = memory["activations"] * memory["in_flight"]
+            assert wet["activations"] == pytest.approx(kept, rel=0.05), (job, rank)  # what is received aside
+            messages = {f"{m['group']} {m['ranks']} {m['operation']}": (m["count"], m["bytes"]) for m in dry["messages"]}
+            assert messages == wet["messages"], (job, rank)
