@@ -22,7 +22,6 @@ Received: TypeAlias = Tensor | tuple[Tensor, ...]
 """A tensor or a tuple of tensors, as stages exchange them."""
 
 
-
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """Give an attribute another value while the context lasts."""
@@ -111,6 +110,8 @@ def gradients_of(engine: DeepSpeedEngine, parameters: Iterable[Tensor]) -> list[
     """Return the gradients that there are now: of parameters, in their own precision and in the optimizer's, and the
     parts that ZeRO keeps of them."""
     found = [getattr(parameter, name, None) for parameter in parameters for name in ("grad", "_hp_grad")]
-    kept: object = [getattr(engine.optimizer, name, None) for name in ("averaged_gradients", "grad_partitions_flat_buffer")]
+    kept: object = [
+        getattr(engine.optimizer, name, None) for name in ("averaged_gradients", "grad_partitions_flat_buffer")
+    ]
     found += [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)]
     return list({id(gradient): gradient for gradient in found if gradient is not None}.values())

@@ -19,6 +19,32 @@ MUON = "deepspeed.runtime.zero.muon.original_muon"
 
 TOUCHES = (
     *PIPELINE_TOUCHES,
+    # no_peers
+    Touch(
+        "no_peers: shapes from the stage before",
+        f"{PIPELINE_ENGINE}._recv_tensor_meta",
+        "replaced where there is no such stage",
+        parameters=("send_stage",),
+        uses=("_allocate_or_extend_buffers",),
+    ),
+    Touch(
+        "no_peers: gradients from the next stage",
+        f"{PIPELINE_ENGINE}._exec_backward_pass",
+        "the numbers by which a partitioned gradient is put together are known, not received",
+        uses=("grad_partition_grad_layer_meta_cache", "is_grad_partitioned"),
+    ),
+    Touch(
+        "no_peers: numbers of rank 0",
+        "deepspeed.runtime.zero.utils:assert_ints_same_as_other_ranks",
+        "what it calls is replaced where there is no rank 0",
+        uses=("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"),
+    ),
+    Touch(
+        "no_peers: micro-batches of a step",
+        f"{PIPELINE_ENGINE}._train_schedule",
+        "a step is made of fewer of them",
+        uses=("micro_batches",),
+    ),
     # prints
     Touch("prints: seeds", f"{PIPELINE_MODULE}.__init__", "its `print` is replaced by nothing", uses=("print",)),
     Touch(

@@ -83,15 +83,16 @@ def _rank(text: str) -> int | None:
     return None if text == "all" else int(text)
 
 
-def _plan(
-    script: ScriptArguments, config: RunConfig, lora: LoraArguments, world_size: int, device: str
-) -> DryRun:
+def _plan(script: ScriptArguments, config: RunConfig, lora: LoraArguments, world_size: int, device: str) -> DryRun:
     """Return what is to be run. UserError for what a run would refuse before its ranks meet."""
     import torch
 
     from harness.dry_run.rank import DryRun
-    from harness.hf.skeleton import position_limit, read_source
-    from harness.training.prepare.inputs.datasets import block_size
+    from harness.hf.causal import require_cut
+    from harness.hf.locate import model_directory
+    from harness.hf.skeleton import read_source
+    from harness.training.data.tokenizer import load_tokenizer
+    from harness.training.prepare.inputs.sample_form import SampleForm
     from harness.training.prepare.plan import resolve_for
     from harness.training.prepare.trainable import adapted
     from harness.training.process.distributed import require_device, require_precision
@@ -99,16 +100,18 @@ def _plan(
     source, adaptation = adapted(read_source(script.model), lora.peft_config())
     if source is None:
         raise UserError("a dry run needs a HuggingFace decoder")
+    require_cut(source, config.resolved.tp_size, whole_experts=config.resolved.ep_size > 1)
+    tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
     resolved, max_steps, layout = resolve_for(source, config, None, world_size)
     if device == "cpu":
         require_precision(resolved.precision)
         require_device(resolved.config, torch.device("cpu"))
     return DryRun(
         args=config.args,
-        source=source,
+        source=replace(source, has_values=False),
         adaptation=adaptation,
         resolved=resolved,
         layout=layout,
-        block_size=block_size(config.args, position_limit(source.config)),
+        block_size=SampleForm.of(tokenizer, source, config.args).block_size,
         max_steps=max_steps,
     )

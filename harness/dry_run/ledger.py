@@ -68,7 +68,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self.marks: dict[str, int] = {}
         self._groups = _named_groups(layout, rank)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.config import Resolved
 from harness.deepspeed.engine import announce_instructions
@@ -22,10 +23,14 @@ from harness.deepspeed.zero3_parameters import held_tensor
 from harness.dry_run.ledger import Ledger, Message, Traffic
 from harness.dry_run.memory import Memory, Step
 from harness.dry_run.world import fake_tensors, fake_world
+from harness.hf.layers.dry_run import ASKS_FOR_VALUES
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
+from harness.parallel.pipeline.schedules.instructions import most_in_flight
+from harness.parallel.pipeline.schedules.passes import ORDERS
 from harness.parallel.pipeline.stage_transport import pack_payload
 from harness.parallel.pipeline.staged_module import build_layers
+from harness.parallel.plans.experts import run_experts_by
 from harness.parallel.values import Value
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import Groups, build_groups
@@ -43,6 +48,7 @@ OF_A_MICRO_BATCH = (
     *("SendActivation", "RecvActivation", "SendGrad", "RecvGrad"),
 )
 """DeepSpeed's instructions that come once a micro-batch."""
+EXPERTS = "the memory of experts: counted as if each token had weights of its own, which is too much"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,8 @@ class RankReport:
         first, last: indices of its pipeline layers.
         kinds: class name -> number of layers.
         elements: of its parameters.
-        untried: why no step could be made; its memory and messages are then not known.
+        memory: None where no step could be made.
+        notes: what is not known, or not as in a run.
     """
 
     groups: Groups
@@ -63,7 +70,7 @@ class RankReport:
     elements: int
     memory: Memory | None
     messages: dict[Message, Traffic]
-    untried: str | None = None
+    notes: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +98,24 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
         groups = build_groups(plan.layout)
         context = RunContext(
             args=plan.args,
-            resolved=plan.resolved,
+            resolved=replace(plan.resolved, schedule=""),  # DeepSpeed's can be cut short
             groups=groups,
             device=device,
             max_steps=plan.max_steps,
-            values=False,
         )
         trainable = trainable_decoder(plan.source, context, plan.block_size, plan.adaptation)
         boundaries = choose_boundaries(trainable, context, None)
         with replaced(clipping, "BLOCK", 2**62), fake_tensors(), Ledger(plan.layout, env.rank) as ledger:
             engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
-            memory, messages = _two_steps(engine, context, plan, ledger, partial(_before, trainable, boundaries))
+            counted_apart = _experts_by_token(engine.deepspeed.module, context.dtype)
+            memory: Memory | None = None
+            messages: dict[Message, Traffic] = {}
+            untried: str | None = None
+            before = partial(_before, trainable, boundaries, context.dtype)
+            try:
+                memory, messages = _two_steps(engine, context, plan, ledger, before)
+            except ASKS_FOR_VALUES as error:
+                untried = f"a step, as it looks at values ({type(error).__name__}: {str(error).splitlines()[0]})"
         stage = groups.coordinate.stage
         first, stop = boundaries[stage], boundaries[stage + 1]
         return RankReport(
@@ -112,6 +126,7 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
             elements=sum(held_tensor(parameter).numel() for parameter in engine.deepspeed.module.parameters()),
             memory=memory,
             messages=messages,
+            notes=[note for note in (untried, EXPERTS if counted_apart else None) if note],
         )
 
 
@@ -143,17 +158,40 @@ def _two_steps(
         engine.train_step(batches, 0, plan.block_size)
     repeated = OF_A_MICRO_BATCH if pipeline else ("BackwardPass", "OptimizerStep")
     times = dict.fromkeys(repeated, accumulation if pipeline else accumulation - 1)
-    stages_behind = plan.layout.pp_size - context.groups.coordinate.stage
-    in_flight = min(stages_behind, accumulation) if pipeline else 1
-    return count.memory(in_flight), ledger.messages(times)
+    return count.memory(_in_flight(engine, plan)), ledger.messages(times)
 
 
-def _before(trainable: TrainableModel, boundaries: Sequence[int], stage: int, ids: Tensor) -> Received:
+def _in_flight(engine: Engine, plan: DryRun) -> int:
+    """Return of how many micro-batches the schedule keeps activations at once."""
+    stages, stage, accumulation = plan.layout.pp_size, engine.groups.coordinate.stage, plan.resolved.accumulation
+    if not isinstance(engine, PipelineStages):
+        return 1
+    if plan.resolved.schedule in ORDERS:
+        return most_in_flight(list(ORDERS[plan.resolved.schedule](stages, accumulation, stage)))
+    return min(stages - stage, accumulation)
+
+
+def _before(
+    trainable: TrainableModel, boundaries: Sequence[int], dtype: torch.dtype, stage: int, ids: Tensor
+) -> Received:
     """Return what the stage before sends, for these ids: its layers are built, run and let go one by one."""
     causal = trainable.causal
     bare = causal is not None and causal.outer.schema.bare and causal.router is None
     value: Value = ids
     with torch.no_grad():  # where hidden states alone travel, all of them are as the first one
         for index in range(1 if bare else boundaries[stage]):
-            value = build_layers(trainable.layers, index, index + 1, 0).calls[0](value)
+            layer = build_layers(trainable.layers, index, index + 1, 0).calls[0]
+            if isinstance(layer, nn.Module):
+                _experts_by_token(layer, dtype)
+            value = layer(value)
     return pack_payload(value)
+
+
+def _experts_by_token(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Let fused experts run by shapes alone, where grouped products of this type cannot; whether there are any."""
+    if dtype == torch.bfloat16:
+        return False
+    experts: list[Any] = [each for each in module.modules() if hasattr(each, "is_concatenated")]
+    for each in experts:
+        run_experts_by(each.config, "batched_mm")
+    return bool(experts)

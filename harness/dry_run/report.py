@@ -36,7 +36,7 @@ def as_json(plan: DryRun, report: RankReport) -> JsonObject:
             {**asdict(message), "count": traffic.count, "bytes": traffic.size}
             for message, traffic in report.messages.items()
         ],
-        "not_checked": [*_untried(report), *NOT_CHECKED],
+        "not_checked": [*report.notes, *NOT_CHECKED],
     }
 
 
@@ -51,7 +51,7 @@ def as_text(plan: DryRun, report: RankReport) -> str:
         f"  {resolved.precision}, ZeRO stage {resolved.zero_stage}, {batch} a step",
         *_memory_lines(report),
         *_message_lines(report),
-        *(f"  not checked: {text}" for text in (*_untried(report), *NOT_CHECKED)),
+        *(f"  not checked: {text}" for text in (*report.notes, *NOT_CHECKED)),
     ]
     return "\n".join(lines)
 
@@ -79,10 +79,6 @@ def _message_lines(report: RankReport) -> list[str]:
         for message, traffic in report.messages.items()
     ]
     return ["  messages a step: group (ranks), operation, count, bytes", *(lines or ["    none"])]
-
-
-def _untried(report: RankReport) -> list[str]:
-    return [] if report.untried is None else [report.untried]
 
 
 def _by_dtype(sizes: Mapping[str, int]) -> str:

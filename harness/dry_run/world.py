@@ -51,13 +51,25 @@ def fake_tensors() -> Iterator[None]:
     with (
         replaced(nn.Module, "_apply", lambda module, *_, **__: module),
         replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", KNOWN_ELEMENTS),
-        fake_tensor.FakeTensorMode(allow_non_fake_inputs=True),
+        _Shapes(allow_non_fake_inputs=True),
         _Values(),
     ):
         yield
 
 
-class _Echo(TorchDispatchMode):
+class _Shapes(fake_tensor.FakeTensorMode):
+    """torch's mode for tensors without memory; a copied tensor stays in it."""
+
+    def __deepcopy__(self, _memo: object) -> _Shapes:
+        return self
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+
+class _Echo(_Mode):
     """Gives a rank its own tensors for those of the others."""
 
     def __torch_dispatch__(
@@ -71,7 +83,7 @@ class _Echo(TorchDispatchMode):
         return result
 
 
-class _Values(TorchDispatchMode):
+class _Values(_Mode):
     """Gives values to single numbers that have none: zero, and true where all of something is asked for.
 
     What is computed from them has values again, so no gradient overflows and every norm is finite.
@@ -81,7 +93,7 @@ class _Values(TorchDispatchMode):
         self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in (result if isinstance(result, list | tuple) else (result,)):
+        for tensor in result if isinstance(result, list | tuple) else (result,):
             if isinstance(tensor, FakeTensor) and tensor.constant is None and tensor.numel() == 1:
                 with fake_tensor.unset_fake_temporarily():
                     tensor.constant = torch.full(tensor.shape, func in ALL_OF, dtype=tensor.dtype)

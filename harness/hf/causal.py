@@ -126,7 +126,6 @@ def assemble(
     whole_logits: bool = False,
     keep_fp32: bool = False,
     noise_alpha: float | None = None,
-    values: bool = True,
 ) -> CausalModel:
     """Prepare the model that `source` names for this rank; UserError for one that cannot be cut as asked.
 
@@ -140,7 +139,6 @@ def assemble(
         part: what `finish` will keep of every parameter, so that no more of a checkpoint has to be read.
         whole_logits: whether every tensor-parallel rank has the logits of the whole vocabulary.
         keep_fp32: whether parameters that the family keeps in float32 stay so where `dtype` has 16 bits.
-        values: whether the layers' tensors get their values.
     """
     model = source.skeleton()
     plan = _plan(source, model, whole_experts) if tensor.size > 1 else None
@@ -150,7 +148,7 @@ def assemble(
     _require_all_held(outer, form, adapted=adaptation is not None)
     local_logits = not whole_logits and _logits_may_be_local(outer, plan, vocab_size, tensor.size)
     cut_layer = partial(_cut, plan=plan, tensor=tensor, config=source.config, local_logits=local_logits, dtype=dtype)
-    kept, filling = in_fp32 if keep_fp32 else frozenset(), weights if values else NoValues()
+    kept, filling = in_fp32 if keep_fp32 else frozenset(), weights if source.has_values else NoValues()
     options: Any = dict(dtype=dtype, finish=finish, capture=router, noise=noise, kept=kept)
     return CausalModel(
         layers=decoder_layers(Blueprint(outer=outer, cut=cut_layer, source=filling, device=device, **options)),

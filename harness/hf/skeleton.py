@@ -37,6 +37,7 @@ class ModelSource:
         weights: directory that holds weight files, or tensors by name, or None if they are to be initialised.
         generation: how the model generates text, saved beside it.
         model: the model in memory whose own modules are trained; None if they are made from the config.
+        has_values: whether the layers' tensors get values, which those of a dry run have not.
     """
 
     name: str
@@ -44,6 +45,7 @@ class ModelSource:
     weights: Path | Mapping[str, Tensor] | None
     generation: GenerationConfig | None = None
     model: PreTrainedModel | None = None
+    has_values: bool = True
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> ModelSource:

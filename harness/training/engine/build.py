@@ -47,17 +47,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """Where an engine is built: the run's arguments and config, and this rank's place and device.
-
-    `values`: whether tensors have values, which those of a dry run have not.
-    """
+    """Where an engine is built: the run's arguments and config, and this rank's place and device."""
 
     args: TrainingArguments
     resolved: Resolved
     groups: Groups
     device: torch.device
     max_steps: int
-    values: bool = True
 
     @property
     def dtype(self) -> torch.dtype:

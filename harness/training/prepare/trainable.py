@@ -179,7 +179,6 @@ def trainable_decoder(
         whole_logits=own_loss is not None,
         keep_fp32=can_keep_fp32(context.resolved),
         noise_alpha=args.neftune_noise_alpha,
-        values=context.values,
     )
     _require_kept(causal.in_fp32, context)
     _require_gradients(causal, context)

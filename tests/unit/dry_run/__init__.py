@@ -1,0 +1,1 @@
+"""Tests of `harness.dry_run`."""

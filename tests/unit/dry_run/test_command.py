@@ -1,0 +1,67 @@
+"""The dry run as a user meets it: one rank of many, and what a run would refuse in the run's words."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cli import main
+
+
+def dry_run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["dry-run", *words])
+    captured = capfd.readouterr()
+    return code, captured.out, captured.err
+
+
+def of_all_stages(capfd: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    code, out, _ = dry_run(capfd, "--rank", "all", "--json", "--block_size", "16", *words)
+    assert code == 0
+    return [json.loads(line) for line in out.splitlines()]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    sections = {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 1}}
+    batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    path.write_text(json.dumps({**batch, **sections, "bf16": {"enabled": True}}))
+    return str(path)
+
+
+def test_every_stage_of_a_thousand_ranks_is_counted(capfd: pytest.CaptureFixture[str], config: str) -> None:
+    first, last = of_all_stages(capfd, "--world_size", "1024", "--deepspeed_config", config)
+    assert [report["rank"] for report in (first, last)] == [0, 512]
+    assert first["layers"]["last"] + 1 == last["layers"]["first"]
+    for report, in_flight in ((first, 2), (last, 1)):
+        elements, memory = report["parameters"], report["memory_bytes"]
+        assert memory["parameters"] == {"bfloat16": 2 * elements}
+        # the copy in float32 and AdamW's two states, divided over 256 replicas, each part padded
+        assert math.isclose(sum(memory["optimizer"].values()), 12 * elements / 256, rel_tol=0.1)
+        assert memory["in_flight"] == in_flight
+        assert memory["peak"] > memory["parameters"]["bfloat16"] + memory["activations"]
+    sent = {(m["group"], m["operation"]): m for m in first["messages"]}
+    received = {(m["group"], m["operation"]): m for m in last["messages"]}
+    assert sent["pipeline", "send"]["bytes"] == received["pipeline", "recv"]["bytes"]
+    assert sent["data", "all_reduce"]["ranks"] == 256
+
+
+def test_what_a_run_would_refuse_is_refused_in_its_words(capfd: pytest.CaptureFixture[str], config: str) -> None:
+    code, out, error = dry_run(capfd, "--rank", "0", "--world_size", "6", "--deepspeed_config", config)
+    assert (code, out) == (1, "")
+    assert "DS311 6 ranks cannot be divided into copies of 2 pipeline stages x 2 tensor-parallel ranks" in error
+    code, _, error = dry_run(capfd, "--rank", "0", "--world_size", "2", "--block_size", "999999")
+    assert code == 1 and "--block_size 999999: the model has" in error
+    code, _, error = dry_run(capfd, "--rank", "0", "--world_size", "2", "--train_file", "nowhere.txt")
+    assert code == 1 and "nowhere.txt" in error
+
+
+@pytest.mark.parametrize("words", [("--rank", "8", "--world_size", "8"), ("--rank", "0"), ("--world_size", "2")])
+def test_a_rank_that_cannot_be_is_an_unusable_argument(words: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["dry-run", *words])
+    assert ended.value.code == 2
