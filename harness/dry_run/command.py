@@ -27,7 +27,7 @@ the memory it needs and the messages it sends in a step. Nothing is read from th
 EXAMPLE = """Every other flag is one of scripts/train.py (see its --help).
 
 example:
-  ds-harness dry-run --rank 0 --world_size 8 --deepspeed_config pipeline_3d --model llama-1b --block_size 4096"""
+  ds-harness dry-run --rank 0 --world_size 8 --deepspeed_config pipeline_3d --block_size 512"""
 
 
 def dry_run(argv: Sequence[str]) -> int:

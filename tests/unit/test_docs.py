@@ -124,7 +124,7 @@ def test_every_flag_rule_and_file_that_a_page_names_exists(path: Path) -> None:
 def test_every_command_that_a_page_names_exists(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.S))
-    assert set(re.findall(r"(?:^|`|\$ )ds-harness (\w+)", code, re.M)) <= set(VERBS)
+    assert set(re.findall(r"(?:^|`|\$ )ds-harness ([\w-]+)", code, re.M)) <= set(VERBS)
     for module in re.findall(r"python -m ([\w.]+)", text):
         assert find_spec(module) is not None, f"{name_of(path)} names {module}"
 
