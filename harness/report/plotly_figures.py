@@ -1,4 +1,4 @@
-"""Charts as plotly's JSON. Colours of text and lines come from the page, which may be light or dark."""
+"""Charts as plotly's JSON. Colours of text, lines and edges come from the page, which may be light or dark."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from harness.report.palette import OF_MARK
 
 ROW_PIXELS = 34
 MOST_SHOWN_MARKS = 40  # more would cover the curve
+FEW_STEPS = 10  # of which each has a tick
 LEGEND = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "traceorder": "normal", "font": {"size": 12}}
 
 
@@ -39,11 +40,12 @@ def _lines(chart: LineChart) -> JsonObject:
                 "marker": {"color": OF_MARK[kind], "size": 9, "symbol": "triangle-up"},
             }
         )
+    is_short = len({x for line in chart.lines for x in line.x}) <= FEW_STEPS
     shown = [mark for mark in chart.marks if mark.kind != "checkpoint"][:MOST_SHOWN_MARKS]
     layout = {
         "height": 300,
         "margin": {"l": 64, "r": 16, "t": 40, "b": 44},
-        "xaxis": {"title": {"text": "step"}, "zeroline": False, "tickformat": ",d"},
+        "xaxis": {"title": {"text": "step"}, "zeroline": False, "tickformat": ",d", "dtick": 1 if is_short else None},
         "yaxis": {"zeroline": False, "exponentformat": "power"},
         # marks stand on the lower edge, whatever the values are
         "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
@@ -101,7 +103,7 @@ def _pieces(bars: Bars, is_upright: bool) -> JsonObject:
         along: list(bars.lengths),
         across: list(bars.rows),
         "base": list(bars.starts),
-        "marker": {"color": bars.color, "line": {"width": 0.5, "color": "rgba(255,255,255,0.7)"}},
+        "marker": {"color": bars.color, "line": {"width": 0.5}},
         "customdata": list(bars.hovers),
         "hovertemplate": "%{customdata}<extra></extra>",
         "text": list(bars.texts) or None,

@@ -4,12 +4,21 @@ const figures = JSON.parse(document.getElementById("figures").textContent);
 const BUTTONS = [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d", "resetScale2d"]];
 const root = document.documentElement;
 
+function color(name) {
+  return getComputedStyle(root).getPropertyValue(name).trim();
+}
+
+// Separates the pieces of bars by the colour behind them.
+function edged(trace) {
+  const line = (trace.marker || {}).line;
+  return line ? { ...trace, marker: { ...trace.marker, line: { ...line, color: color("--card") } } } : trace;
+}
+
 function themed(layout) {
-  const style = getComputedStyle(root);
-  const color = (name) => style.getPropertyValue(name).trim();
   const axis = { gridcolor: color("--line"), linecolor: color("--line"), tickcolor: color("--line") };
   const found = {
     ...layout,
+    uirevision: "kept", // zoom and hidden traces outlive a change of theme
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: color("--text"), family: "system-ui, 'Segoe UI', Roboto, sans-serif", size: 12 },
@@ -24,9 +33,7 @@ function draw() {
   for (const [id, figure] of Object.entries(figures)) {
     const config = { responsive: true, displaylogo: false, scrollZoom: id.startsWith("timeline"), modeBarButtons: BUTTONS };
     const div = document.getElementById(id);
-    // what was zoomed into stays
-    const layout = div.layout ? { ...figure.layout, xaxis: { ...figure.layout.xaxis, range: div.layout.xaxis.range } } : figure.layout;
-    Plotly.react(div, figure.data, themed(layout), config);
+    Plotly.react(div, figure.data.map(edged), themed(figure.layout), config);
   }
 }
 
