@@ -178,7 +178,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_adapters_train_alike_on_four_ranks(models: dict[str, str], tmp_path: Path) -> None:
     nowhere_whole = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-    jobs = [LoraJob(models["llama"], layout) for layout in ("pp2tp2z1", "tp4z1", "pp2dp2z1")]
+    zero_bubble = {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1, "schedule": "zero-bubble"}}
+    jobs = [LoraJob(models["llama"], "pp2tp2z1", zero_bubble)]
+    jobs += [LoraJob(models["llama"], layout) for layout in ("tp4z1", "pp2dp2z1")]
     jobs += [LoraJob(models["gpt2"], "pp2tp2z1"), LoraJob(models["bloom"], "tp2dp2z1")]
     jobs += [LoraJob(models["llama"], "tp2dp2z2", peft={**ALL, "lora_dropout": 0.2})]
     cut_twice = [(family, "pp2tp2z1", SPREAD) for family in MIXED]
@@ -188,7 +190,7 @@ def test_adapters_train_alike_on_four_ranks(models: dict[str, str], tmp_path: Pa
 
 
 def test_adapters_train_alike_on_two_ranks(models: dict[str, str], tmp_path: Path) -> None:
-    stored = {"pipeline": {"stages": 2, "activation_checkpoint_interval": 0}}
+    stored = {"pipeline": {"stages": 2, "activation_checkpoint_interval": 0, "schedule": "zero-bubble"}}
     whole = {"pipeline": {"stages": 1, "activation_checkpoint_interval": 0}}
     on_host = {name: {"device": "cpu"} for name in ("offload_optimizer", "offload_param")}
     some = {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"], "modules_to_save": ["input_layernorm"]}

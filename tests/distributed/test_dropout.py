@@ -38,7 +38,9 @@ def models(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
 def job(model: tuple[str, dict[str, Any]], layout: str, interval: int) -> Job:
     directory, arguments = model
     job = Job(directory, layout, arguments=arguments)
-    config: dict[str, Any] = {"pipeline": {"stages": job.size("pp"), "activation_checkpoint_interval": interval}}
+    schedule = "zero-bubble" if job.size("tp") > 1 else "1f1b"
+    pipeline = {"stages": job.size("pp"), "activation_checkpoint_interval": interval, "schedule": schedule}
+    config: dict[str, Any] = {"pipeline": pipeline}
     if "output_router_logits" in arguments:  # each micro-batch has a router loss: its size must stay the same
         config |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": BATCH // job.size("dp") // 2}
     return replace(job, config=config)
