@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,13 +78,23 @@ def command_of(process: int) -> tuple[str, ...]:
     return tuple(os.fsdecode(word) for word in text.split(b"\0")[:-1])
 
 
-def rename(words: Sequence[str]) -> None:
-    """Let the system show these words as this process's command line, cut to the room that its own has taken."""
+def present_as(words: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    """Let the system show another command line, and another environment, for this process.
+
+    Each is cut to the room that the one it was started with has taken. The environment itself stays as it is: nothing
+    may point to the old one any more.
+    """
     with suppress(OSError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        begin, room = int(fields[45]), int(fields[46]) - int(fields[45])
-        text = b"\0".join(map(os.fsencode, words))[: room - 1]
-        ctypes.memmove(begin, text.ljust(room, b"\0"), room)
+        _overwrite(int(fields[45]), int(fields[46]), words)
+        if environment is not None:
+            _overwrite(int(fields[47]), int(fields[48]), [f"{name}={value}" for name, value in environment.items()])
+
+
+def _overwrite(begin: int, end: int, strings: Sequence[str]) -> None:
+    text = b"".join(os.fsencode(string) + b"\0" for string in strings)
+    room = end - begin
+    ctypes.memmove(begin, text[: room - 1].ljust(room, b"\0"), room)
 
 
 def started_with(process: int) -> dict[str, str]:

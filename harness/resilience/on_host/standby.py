@@ -20,12 +20,13 @@ from pathlib import Path
 from harness.resilience.on_host.messages import LineReader, Order, Preparation
 from harness.resilience.on_host.processes import die_with_parent, end_with_parent
 from harness.topology.env import RECORDS, inherited, replace_environment
-from harness.topology.processes import rename
+from harness.topology.processes import present_as
 
 # Devices are counted without a CUDA driver in this process, which would be of no use to a fork of it.
 WITHOUT_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 TITLE = "ds-harness: ready for a restart"  # what the system shows of it
-ROOM = 1 << 12  # bytes for the command line that a rank shows
+ROOM = 1 << 12  # bytes for the command line that a rank shows, and for what its environment has more
+PADDING = "DS_HARNESS_ROOM"
 
 
 class Standby:
@@ -37,7 +38,7 @@ class Standby:
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-P", "-m", __name__, *wanted.modules, " " * ROOM],
             cwd=wanted.folder,
-            env={**inherited(), **wanted.environment, **WITHOUT_DRIVER, RECORDS: wanted.records},
+            env={**inherited(), **wanted.environment, **WITHOUT_DRIVER, RECORDS: wanted.records, PADDING: " " * ROOM},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -78,8 +79,8 @@ class Standby:
 
 def main() -> None:
     """Import, fork the ranks that the agent asks for; a fork returns from here when its script has ended."""
-    rename([TITLE])
-    environment, answers = inherited(), os.dup(1)
+    present_as([TITLE])
+    environment, answers = {name: value for name, value in inherited().items() if name != PADDING}, os.dup(1)
     os.dup2(2, 1)  # what imports print is no answer
     for module in sys.argv[1:-1]:
         importlib.import_module(module)
@@ -90,7 +91,7 @@ def main() -> None:
     for rank, command, own in request["ranks"]:
         if (process := os.fork()) == 0:
             os.close(answers)
-            _become_rank(command, {**environment, **own}, request["out"], request["agent"])
+            _become_rank(command, {**own, **environment, **own}, request["out"], request["agent"])
             return
         os.write(answers, f"{json.dumps([rank, process])}\n".encode())
 
@@ -109,7 +110,7 @@ def _become_rank(command: Sequence[str], environment: dict[str, str], out: int, 
     replace_environment(environment)
     if _has_driver():
         os.execve(command[0], list(command), environment)
-    rename(command)
+    present_as(command, environment)  # ranks look for each other by what the system shows of them
     words = [word for word in command[1:] if word != "-u"]
     if words[0] == "-m":
         sys.argv = words[1:]

@@ -22,6 +22,8 @@ import json, os, pathlib, sys
 here = pathlib.Path("/proc/self/cmdline").read_bytes().decode().strip("\0").split("\0")
 rank = int(os.environ["RANK"])
 found = {"argv": sys.argv, "shown": here, "folder": os.getcwd(), "name": __name__, "path": sys.path[0]}
+shown = pathlib.Path("/proc/self/environ").read_bytes().decode().strip("\0").split("\0")
+found |= {"shown_environment": dict(pair.split("=", 1) for pair in shown) == dict(os.environ)}
 found |= {"both": os.environ.get("BOTH"), "is_loaded": "colorsys" in sys.modules, "parent": os.getppid()}
 pathlib.Path(sys.argv[1]).write_text(json.dumps(found))
 print("rank", rank)
@@ -113,6 +115,7 @@ def test_ranks_are_forked_from_the_process_that_stands_by(tmp_path: Path) -> Non
             assert json.loads((tmp_path / f"{rank}.json").read_text()) == {
                 "argv": command[2:],
                 "shown": command,
+                "shown_environment": True,
                 "folder": str(tmp_path),
                 "name": "__main__",
                 "path": str(tmp_path),
