@@ -2,10 +2,10 @@
 
 Plain numbers in, plain numbers out: no torch, no process. In the order in which they build on each other:
 
-- `shape.py`: the sizes of a decoder, from its config.json
+- `shape.py`: the sizes of a decoder; `model_config.py` reads them from its config.json
 - `hardware/`: the devices, one JSON each, and `Hardware`, which reads them; `calibrate.py` measures this CPU
 - `workload.py`: what is trained, and how it is laid out
-- `compute.py`: seconds of a layer's matrix products, attention and element-wise work
+- `compute.py`: seconds of a matrix product; `layer_time.py`: of a layer, the embedding and the head
 - `traffic.py`: seconds of collectives and messages over the links
 - `memory.py`: what each stage holds
 - `stages.py`: which layers a stage holds

@@ -35,9 +35,9 @@ def test_what_is_written_trains_to_the_same_numbers_in_every_layout(tmp_path: Pa
     assert main([*PLAN, "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     kinds = [(tuple(row["layout"].values()), row["zero_stage"], row["offload"]) for row in planned]
-    wanted = [((1, 1, 2), 0, "none"), ((2, 1, 1), 0, "none"), ((1, 2, 1), 0, "none"), ((1, 1, 2), 3, "optimizer")]
-    files = [str(tmp_path / f"plan-{number}.json") for number in range(len(wanted) + 1)]
-    for kind, file in zip([kinds[0], *wanted], files, strict=True):
+    wanted = [kinds[0], ((2, 1, 1), 0, "none"), ((1, 2, 1), 0, "none"), ((1, 1, 2), 3, "optimizer")]
+    files = [str(tmp_path / f"plan-{number}.json") for number in range(len(wanted))]
+    for kind, file in zip(wanted, files, strict=True):
         assert main([*PLAN, "--row", str(kinds.index(kind) + 1), "--write", file]) == 0
     for found in run_ranks(2, curves, files, str(tmp_path)):
         for curve in found[1:]:
