@@ -4,7 +4,7 @@
     python scripts/bench/predictions.py published.csv --markdown docs/predictions.md
 
 The CSV has a row for each measurement: the shape of the model, device, layout, batch, precision, and what was measured.
-What a row leaves open (kernels, overlap) is what the program that was measured does by default. Nothing is fitted:
+What a row leaves open (kernels, overlap) is what the program that was measured does by default:
 `published_systems.py` holds those defaults, the device files the constants of the hardware.
 """
 

@@ -1,7 +1,7 @@
 """The devices that the planner knows: one JSON for each in this folder, and how they are read.
 
-Every constant stands in its file with its source: a datasheet, or a benchmark of that one thing. No constant is
-adjusted to measured training runs. A user adds a device by writing such a file and naming its path.
+Every constant stands in its file with its source: a datasheet, a benchmark of that one thing, or the word that it is
+assumed. A user adds a device by writing such a file and naming its path.
 """
 
 from __future__ import annotations
