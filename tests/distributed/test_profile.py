@@ -32,6 +32,8 @@ def train(job: Job, folder: str, profile: int) -> list[str]:
 
 
 def all_layouts(model: str, folder: str) -> list[tuple[list[str], list[str]]]:
+    """Train in each layout, plain and profiled; and a run that ends before as many steps as are to be profiled."""
+    train(Job(model, "dp2z1"), f"{folder}/short", STEPS + 1)
     return [
         (train(Job(model, name), f"{folder}/{name}-plain", 0), train(Job(model, name), f"{folder}/{name}", 2))
         for name in LAYOUTS
@@ -42,6 +44,8 @@ def test_profiled_steps_have_the_same_numbers_and_hold_together(tmp_path: Path) 
     model = tiny_model(tmp_path / "m", "llama", True)
     for plain, profiled in run_ranks(2, all_layouts, model, str(tmp_path))[0]:
         assert plain == profiled and len(plain) == STEPS
+    short = json.loads((tmp_path / "short/profile/summary.json").read_text())
+    assert short["steps"] == [step.step for step in read_steps(tmp_path / "short")] == [1, 2, 3, 4, 5]
     for name in LAYOUTS:
         assert not (tmp_path / f"{name}-plain/profile").exists()
         folder = tmp_path / name / "profile"
