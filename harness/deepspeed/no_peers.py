@@ -110,8 +110,8 @@ def gradients_of(engine: DeepSpeedEngine, parameters: Iterable[Tensor]) -> list[
     """Return the gradients that there are now: of parameters, in their own precision and in the optimizer's, and the
     parts that ZeRO keeps of them."""
     found = [getattr(parameter, name, None) for parameter in parameters for name in ("grad", "_hp_grad")]
-    kept: object = [
-        getattr(engine.optimizer, name, None) for name in ("averaged_gradients", "grad_partitions_flat_buffer")
-    ]
+    names = ("averaged_gradients", "grad_partitions_flat_buffer", "single_partition_of_fp32_groups")
+    kept: list[Any] = [getattr(engine.optimizer, name, None) for name in names]
+    kept[-1] = [part.grad for part in kept[-1] or ()]  # where gradients are offloaded, they are here
     found += [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)]
     return list({id(gradient): gradient for gradient in found if gradient is not None}.values())

@@ -54,7 +54,13 @@ def dry_run(argv: Sequence[str]) -> int:
         layout = plan.layout
         ranks = [layout.stage_ranks(stage)[0] for stage in range(layout.pp_size)] if rank is None else [rank]
         for each in ranks:
-            report = dry_run_rank(plan, replace(env, rank=each))
+            try:
+                report = dry_run_rank(plan, replace(env, rank=each))
+            except UserError:
+                raise
+            except Exception as error:  # whatever DeepSpeed or a family's code raises, a run would raise too
+                reason = next(iter(str(error).strip().splitlines()), "")
+                raise UserError(f"rank {each} cannot be built: {type(error).__name__}: {reason}") from error
             text = json.dumps(as_json(plan, report)) if own.json else as_text(plan, report)
             print(text, file=console.out, flush=True)
     return 0
