@@ -156,6 +156,7 @@ def _two_steps(
         ledger.begin_step()
         cut_step(deepspeed, micro_batches)
         engine.train_step(batches, 0, plan.block_size)
+    gc.unfreeze()
     repeated = OF_A_MICRO_BATCH if pipeline else ("BackwardPass", "OptimizerStep")
     times = dict.fromkeys(repeated, accumulation if pipeline else accumulation - 1)
     return count.memory(_in_flight(engine, plan)), ledger.messages(times)
