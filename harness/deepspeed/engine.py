@@ -101,6 +101,13 @@ def evaluate_pipeline(engine: PipelineEngine, batches: Sequence[object], steps: 
     return loss
 
 
+def forget_outputs(engine: PipelineEngine) -> None:
+    """Let go of the last stage's outputs once their loss is known: DeepSpeed keeps them until others take their
+    place."""
+    outputs: list[object] = engine.pipe_buffers["outputs"]
+    outputs[:] = [None] * len(outputs)
+
+
 def announce_instructions(
     engine: PipelineEngine, announce: Callable[[str], None], finished: Callable[[], None] = lambda: None
 ) -> Callable[[], None]:

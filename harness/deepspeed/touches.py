@@ -180,6 +180,12 @@ TOUCHES = (
         uses=("num_micro_batches", "bcast_loss", "monitor"),
     ),
     Touch(
+        "engine: outputs of the last stage",
+        f"{PIPELINE_ENGINE}._exec_forward_pass",
+        "its buffer is emptied by the loss, which nothing reads after that",
+        uses=("pipe_buffers", "outputs", "loss_fn"),
+    ),
+    Touch(
         "engine: instructions of the pipeline",
         f"{PIPELINE_ENGINE}._exec_schedule",
         "each is announced before it is executed, so that a rank that hangs can be named with its instruction",

@@ -1,20 +1,31 @@
-"""Cross entropy over logits whose vocabulary is split over a tensor-parallel group.
+"""Cross entropy over logits, whose vocabulary may be split over a tensor-parallel group.
 
 No rank ever sees another's logits: the ranks exchange one maximum and two sums a token. Megatron-LM calls it
 vocabulary-parallel cross entropy (Shoeybi et al. 2019, arXiv 1909.08053, section 3). For rows of logits z
 with label y
 
     loss = log(sum_v exp(z_v)) - z_y        d loss / d z_v = exp(z_v) / sum_u exp(z_u) - [v = y]
+
+Exponentials are made of some rows at a time, and again in the backward. The gradient is written over the logits where
+nothing else needs them. So of a large vocabulary the logits stand once, and no float32 copy of them does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from harness.config.model.shares import stretch
 from harness.parallel.comm import Context, apply, group_rank, group_size, max_over_group, sum_over_group
+
+_ELEMENTS_AT_ONCE = 1 << 23
+"""Of logits that become float32 exponentials: 32 MiB."""
+_VIEWS = {f"{name}Backward0" for name in ("UnsafeView", "View", "ReshapeAlias", "Alias", "AsStrided", "Slice")}
+"""Nodes of the graph whose output may lie in the memory of their input, though it is no view of it."""
 
 
 def vocab_parallel_cross_entropy(
@@ -30,7 +41,23 @@ def vocab_parallel_cross_entropy(
     float32 whatever the dtype of the logits; their gradient has that dtype. A label outside of the vocabulary is a
     RuntimeError, another width a ValueError.
     """
-    return apply(_VocabParallelCrossEntropy, logits, labels, group, vocab_size, ignore_index)
+    logits = logits.contiguous()
+    return apply(_VocabParallelCrossEntropy, logits, labels, group, vocab_size, ignore_index, is_needed(logits))
+
+
+def is_needed(logits: Tensor) -> bool:
+    """Whether their values are needed once the loss is known: by the caller, or by the backward of what made them."""
+    base = logits._base  # noqa: SLF001  # what a view is a view of: torch has no public name for it
+    memory, node = logits.untyped_storage().data_ptr(), (logits if base is None else base).grad_fn
+    while node is not None and node.name() != "torch::autograd::AccumulateGrad":
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        saved += getattr(node, "saved_tensors", ())
+        if any(isinstance(value, Tensor) and value.untyped_storage().data_ptr() == memory for value in saved):
+            return True
+        if not isinstance(node, BackwardCFunction) and type(node).__name__ not in _VIEWS:
+            return False  # what is further up has memory of its own
+        node = node.next_functions[0][0]
+    return True
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -42,6 +69,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         vocab_size: int,
         ignore_index: int,
+        keeps: bool,
     ) -> Tensor:
         ignored = labels == ignore_index
         inside = (labels >= 0) & (labels < vocab_size)
@@ -53,21 +81,34 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         here = (column >= 0) & (column < stop - first) & ~ignored
         column = column.masked_fill(~here, 0)
 
-        own = logits.float()
-        largest = max_over_group(own.amax(-1), group)
-        own = own - largest.unsqueeze(-1)
+        largest = max_over_group(logits.amax(-1).float(), group)
+        exp_sum = torch.empty_like(largest)
+        for rows, top, total in _in_chunks(logits, largest, exp_sum):
+            total.copy_((rows.float() - top.unsqueeze(-1)).exp_().sum(-1))
         label_logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).float() - largest
-        sums = torch.stack([own.exp().sum(-1), label_logit.masked_fill(~here, 0.0)])
-        exp_sum, label_logit = sum_over_group(sums, group).unbind(0)
+        exp_sum, label_logit = sum_over_group(torch.stack([exp_sum, label_logit.masked_fill(~here, 0.0)]), group)
 
-        # The exponentials are made again in the backward: a second float32 copy of the logits is not kept.
+        ctx.keeps = keeps
         ctx.save_for_backward(logits, largest + exp_sum.log(), column, here, ignored)
-        return (exp_sum.log() - label_logit).masked_fill(ignored, 0.0)
+        losses: Tensor = (exp_sum.log() - label_logit).masked_fill(ignored, 0.0)
+        return losses
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, log_sum, column, here, ignored = ctx.saved_tensors
-        scale = grad.float().masked_fill(ignored, 0.0).unsqueeze(-1)
-        grad_logits = (logits.float() - log_sum.unsqueeze(-1)).exp_() * scale
-        grad_logits.scatter_add_(-1, column.unsqueeze(-1), -scale * here.unsqueeze(-1))
-        return grad_logits.to(logits.dtype), None, None, None, None
+        scale = grad.float().masked_fill(ignored, 0.0)
+        # detached, it shares the memory and the count of changes: what else should need the logits raises an error
+        written = torch.empty_like(logits) if ctx.keeps else logits.detach()
+        for rows, top, label, is_here, factor, place in _in_chunks(logits, log_sum, column, here, scale, written):
+            gradient = (rows.float() - top.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
+            gradient.scatter_add_(-1, label.unsqueeze(-1), -(factor * is_here).unsqueeze(-1))
+            place.copy_(gradient)
+        return written, None, None, None, None, None
+
+
+def _in_chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Give some tokens' rows of several tensors [..., vocabulary] or [...] at a time, as views."""
+    dims = logits.dim() - 1
+    flat = [tensor.reshape(-1, *tensor.shape[dims:]) for tensor in (logits, *others)]
+    rows = max(_ELEMENTS_AT_ONCE // logits.shape[-1], 1)
+    return zip(*(tensor.split(rows) for tensor in flat), strict=True)

@@ -60,6 +60,8 @@ def _flags(
 ) -> Iterator[ConfigFlag]:
     seen: set[str] = set()
     for key, value in node.value:
+        if not isinstance(key.value, str):
+            raise UserError(f"{file}:{key.start_mark.line + 1}: a key is no name: give flags, as `max_steps: 100`")
         where, name = f"{file}:{key.start_mark.line + 1}: ", str(key.value).removeprefix("--")
         if name in seen:
             raise UserError(f"{where}{name} is given twice")

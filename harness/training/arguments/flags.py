@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, Self, get_type_hints
@@ -82,6 +83,8 @@ def _allowed(item: Field[Any], hint: object, value: Any) -> Any:
         value = typed(hint, value)
     except ValueError as error:
         raise UserError(f"--{item.name} {value!r}: {error}") from error
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"--{item.name} {value}: must be a finite number")
     if least is not None and value < least:
         raise UserError(f"--{item.name} {value}: must be at least {least}")
     if choices and value not in choices:

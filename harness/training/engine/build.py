@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import deepspeed
@@ -17,7 +18,7 @@ from torch import nn
 from harness.config import Resolved
 from harness.config.values.idle_keys import without_idle
 from harness.config.values.json_object import JsonObject
-from harness.deepspeed.engine import announce_instructions, check_every_gradient
+from harness.deepspeed.engine import announce_instructions, check_every_gradient, forget_outputs
 from harness.deepspeed.kept_in_fp32 import keeping_fp32, reduce_fp32_gradients
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_groups import MpuAdapter
@@ -122,6 +123,7 @@ def build_engine(
     else:
         follow_schedule(engine, context.resolved.schedule)
         announce_instructions(engine, beat)
+        guarded.release = partial(forget_outputs, engine)
     kind = PipelineStages if context.is_pipeline else WholeModel
     return kind(engine, context.groups, guarded, context.device, context.dtype, context.args.seed, keys)
 

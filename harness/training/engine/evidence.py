@@ -21,6 +21,7 @@ class GuardedLoss:
 
     Attributes:
         observer: called with the outputs and targets of each micro-batch, if set.
+        release: lets go of outputs that an engine keeps; called when the loss is known.
     """
 
     def __init__(self, loss: Loss, *, spoils: bool) -> None:
@@ -29,6 +30,7 @@ class GuardedLoss:
         self.reports = loss.reports
         self.count, self.units, self.parts = loss.count, loss.units, loss.parts
         self.observer: Callable[[Outputs, Targets], None] | None = None
+        self.release: Callable[[], None] = lambda: None
         self._finite: Tensor | None = None
 
     def reset(self) -> None:
@@ -45,6 +47,7 @@ class GuardedLoss:
         if self.observer is not None:
             self.observer(outputs, targets)
         value = self.loss(outputs, targets)
+        self.release()
         if value.requires_grad:
             finite = value.detach().isfinite()
             self._finite = finite if self._finite is None else self._finite & finite

@@ -99,10 +99,8 @@ class CausalLoss:
         """
         weight, _, _, labels = targets
         wanted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # the logits stay as they are: no copy
-        if self.group is not None:
-            return vocab_parallel_cross_entropy(outputs, wanted, self.group, self.vocab_size).sum() * weight
-        flat = outputs.view(-1, outputs.shape[-1]).float()
-        return functional.cross_entropy(flat, wanted.view(-1), ignore_index=IGNORED, reduction="sum") * weight
+        size = self.vocab_size if self.group is not None else outputs.shape[-1]
+        return vocab_parallel_cross_entropy(outputs, wanted, self.group, size).sum() * weight
 
     def parts(self, _outputs: Outputs) -> dict[str, Tensor]:
         """Nothing."""

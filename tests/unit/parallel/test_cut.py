@@ -21,6 +21,7 @@ from harness.parallel.comm import (
 )
 from harness.parallel.plans.apply import cut, own_part
 from harness.parallel.plans.plan import InputRule, Plan, PlanRule, plan_for
+from harness.parallel.tensor import cross_entropy
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from harness.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from harness.parallel.tensor.shard import shard_of
@@ -235,6 +236,42 @@ def test_cross_entropy_is_torch_s_and_its_gradient_too() -> None:
     (grad,) = torch.autograd.grad(got.sum(), logits)
     (expected_grad,) = torch.autograd.grad(expected.sum(), logits)
     assert torch.allclose(grad, expected_grad, atol=1e-7)
+
+
+HEADS = {
+    "linear": lambda x, w: F.linear(x, w),
+    "capped": lambda x, w: 3 * torch.tanh(F.linear(x, w) / 3),
+    "ends with what its backward needs": lambda x, w: torch.tanh(F.linear(x, w)),
+    "a view of that": lambda x, w: torch.tanh(F.linear(x, w).view(6, -1)).view(2, 3, -1)[:, :, :9],
+    "the input itself": lambda x, w: w[None, :6].reshape(2, 3, -1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", HEADS)
+def test_the_gradient_is_written_over_the_logits_only_where_nothing_needs_them(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "_ELEMENTS_AT_ONCE", 20)  # two tokens at a time
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 3, 9), torch.randn(9, 9)
+    labels = torch.tensor([[0, 8, -100], [3, 4, 5]])
+    found = []
+    for chunked in (True, False):
+        inputs = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
+        logits = HEADS[name](*inputs)
+        before = logits.detach().clone()
+        if chunked:
+            loss = vocab_parallel_cross_entropy(logits, labels, None, 9).sum()
+        else:
+            loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+        loss.backward()
+        found.append([loss.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)])
+        if chunked:
+            assert torch.equal(logits.detach(), before) == (name not in ("linear", "capped"))
+    tolerance = 1e-6 if dtype is torch.float32 else 2e-2
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("label", [7, -1])

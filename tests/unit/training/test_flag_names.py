@@ -100,6 +100,9 @@ def test_another_name_is_one_line_that_says_what_to_write(flags: str, words: str
         ({"max_steps": "many"}, "--max_steps 'many': not a number"),
         ({"bf16": "maybe"}, "--bf16 'maybe': not true or false"),
         ({"output_dir": 3}, "--output_dir 3: not a text"),
+        ({"learning_rate": float("nan")}, "--learning_rate nan: must be a finite number"),
+        ({"learning_rate": -1.0}, "--learning_rate -1.0: must be at least 0"),
+        ({"adam_beta2": 1.0}, "--adam_beta2 1.0: must be below 1"),
     ],
 )
 def test_a_wrong_keyword_is_one_line(given: dict[str, Any], words: str) -> None:
@@ -130,6 +133,7 @@ def test_a_config_file_holds_flags_and_the_command_line_wins(tmp_path: Path) -> 
         ("a.yaml", "seed: 1\nseed: 2\n", "a.yaml:2: seed is given twice"),
         ("a.yaml", "a: [1\n", "a.yaml:2: is neither YAML nor JSON"),
         ("a.yaml", "- 1\n", "give flags and their values"),
+        ("a.yaml", "? [1]\n: 2\n", "a.yaml:1: a key is no name"),
     ],
 )
 def test_a_wrong_config_file_is_one_line_with_the_place(tmp_path: Path, name: str, text: str, words: str) -> None:

@@ -20,7 +20,7 @@ class BatchArguments(Flags):
     )
     packing: bool = flag(False, "pack whole documents into blocks; attention stays within each document")
     max_steps: int = flag(-1, "optimizer steps; -1: as many as num_train_epochs needs", least=-1)
-    num_train_epochs: float = flag(3.0, "passes through the data, unless max_steps is given")
+    num_train_epochs: float = flag(3.0, "passes through the data, unless max_steps is given", least=0)
     per_device_train_batch_size: int = flag(8, "samples per micro-batch", least=1)
     per_device_eval_batch_size: int | None = flag(
         None, "samples per evaluation micro-batch (default: as in training; with a router loss 8)", least=1

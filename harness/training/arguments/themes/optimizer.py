@@ -28,16 +28,16 @@ class OptimizerArguments(Flags):
 
     TITLE: ClassVar[str] = "Optimizer and schedule"
 
-    learning_rate: float = flag(5e-5, "peak learning rate")
+    learning_rate: float = flag(5e-5, "peak learning rate", least=0)
     lr_scheduler_type: str = flag("linear", ", ".join(SCHEDULES), choices=SCHEDULES)
     warmup_steps: float = flag(0, "steps of linear warm-up; below 1: the fraction of all steps", least=0)
     warmup_ratio: float | None = flag(None, "the fraction of all steps, as warmup_steps below 1", least=0)
     optim: str = flag("adamw_torch_fused", f"{', '.join(OPTIMIZERS)}; others as optimizer.type in the DeepSpeed JSON")
-    weight_decay: float = flag(0.0, "AdamW's weight decay; not applied to biases and norms")
-    adam_beta1: float = flag(0.9, "AdamW's beta1")
-    adam_beta2: float = flag(0.999, "AdamW's beta2")
-    adam_epsilon: float = flag(1e-8, "AdamW's epsilon")
-    max_grad_norm: float = flag(1.0, "clip gradients to this norm; 0: no clipping")
+    weight_decay: float = flag(0.0, "AdamW's weight decay; not applied to biases and norms", least=0)
+    adam_beta1: float = flag(0.9, "AdamW's beta1", least=0)
+    adam_beta2: float = flag(0.999, "AdamW's beta2", least=0)
+    adam_epsilon: float = flag(1e-8, "AdamW's epsilon", least=0)
+    max_grad_norm: float = flag(1.0, "clip gradients to this norm; 0: no clipping", least=0)
 
     def warmup(self, max_steps: int) -> int:
         """Return the steps of warm-up in a run of `max_steps`."""
@@ -45,11 +45,14 @@ class OptimizerArguments(Flags):
         return int(fraction) if self.warmup_ratio is None and fraction >= 1 else math.ceil(fraction * max_steps)
 
     def check(self) -> None:
-        """Refuse two lengths of the warm-up, and an optimizer that only the DeepSpeed JSON can name."""
+        """Refuse two lengths of the warm-up, betas of 1, and an optimizer that only the DeepSpeed JSON can name."""
         if self.warmup_ratio is not None and self.warmup_steps:
             raise UserError("--warmup_ratio and --warmup_steps are both given: give one of them")
         if self.warmup_ratio is not None and self.warmup_ratio > 1:
             raise UserError(f"--warmup_ratio {self.warmup_ratio}: must be at most 1")
+        for name in ("adam_beta1", "adam_beta2"):
+            if getattr(self, name) >= 1:
+                raise UserError(f"--{name} {getattr(self, name)}: must be below 1")
         if self.optim not in OPTIMIZERS:
             known = ", ".join(OPTIMIZERS)
             raise UserError(f"--optim {self.optim}: give {known}, or name another as optimizer.type in the JSON")

@@ -107,6 +107,8 @@ def _messages(row: Mapping[str, object], kind: str, place: str) -> JsonObject:
 
 def _completion(row: Mapping[str, object], place: str) -> JsonObject:
     prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str):
+        checked_text(completion, f"{place}: `completion`")
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
             raise UserError(f"{place}: `completion` is empty: remove the row")

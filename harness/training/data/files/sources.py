@@ -36,6 +36,8 @@ PYTHON_STDLIB = "python-stdlib"
 # Not the library itself: what is installed beside it, its tests (two thirds of the bytes) and its programs.
 _BESIDE_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
+
 _DESCRIBE_DATA = (".json", ".csv")
 
 # Part of the cache key: raise it when the documents made from the same files change.
@@ -86,6 +88,8 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
         raise UserError(f"{path} contains no file with one of the suffixes {suffixes}")
     if not path.exists():
         raise UserError(f"{path} does not exist: give a {suffixes} file, a directory of them, or {PYTHON_STDLIB}")
+    if path.suffix in _COMPRESSED:
+        raise UserError(f"{path} is compressed: unpack it first")
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path} is not one of {suffixes}: convert it, or rename it if it is plain text")
     return [path]

@@ -176,6 +176,7 @@ BAD = {
         "a.jsonl:1: .* has parts that are not text",
     ),
     "mixed": (GOOD + row(text="x"), "a.jsonl:2 has no column `messages`"),
+    "completion that is no text": (row(prompt="x", completion=3), "a.jsonl:1: `completion` is int, not a string"),
     "empty completion": (row(prompt="x", completion=""), "a.jsonl:1: `completion` is empty"),
 }
 
