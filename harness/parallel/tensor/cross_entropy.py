@@ -48,16 +48,22 @@ def vocab_parallel_cross_entropy(
 def is_needed(logits: Tensor) -> bool:
     """Whether their values are needed once the loss is known: by the caller, or by the backward of what made them."""
     base = logits._base  # noqa: SLF001  # what a view is a view of: torch has no public name for it
-    memory, node = logits.untyped_storage().data_ptr(), (logits if base is None else base).grad_fn
+    memory, node = _memory(logits), (logits if base is None else base).grad_fn
     while node is not None and node.name() != "torch::autograd::AccumulateGrad":
         saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
         saved += getattr(node, "saved_tensors", ())
-        if any(isinstance(value, Tensor) and value.untyped_storage().data_ptr() == memory for value in saved):
+        if any(isinstance(value, Tensor) and _memory(value) == memory for value in saved):
             return True
         if not isinstance(node, BackwardCFunction) and type(node).__name__ not in _VIEWS:
             return False  # what is further up has memory of its own
         node = node.next_functions[0][0]
     return True
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return what tensors of one memory have in common; those without an address, as on meta, too."""
+    place: int = tensor.untyped_storage()._cdata  # noqa: SLF001  # torch has no public name for it
+    return place
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
