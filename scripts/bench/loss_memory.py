@@ -2,9 +2,9 @@
 
     python scripts/bench/loss_memory.py
 
-A Llama of two narrow layers, 1,024 tokens a step: the logits alone are 0.5 GiB in float32. Torch's cross entropy is given
-as a loss of the user's own, so that all else is the same. Each run is a process of its own, whose resident memory is
-read every few milliseconds. Prints the peaks and ratios, and writes results/loss_memory.json.
+A Llama of two narrow layers, 1,024 tokens a step: the logits alone are 0.5 GiB in float32. Torch's cross entropy is
+given as a loss of the user's own, so that all else is the same. Each run is a process of its own, whose resident memory
+is read every few milliseconds. Prints the peaks and ratios, and writes results/loss_memory.json.
 """
 
 from __future__ import annotations
