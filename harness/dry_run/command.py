@@ -94,7 +94,6 @@ def _plan(script: ScriptArguments, config: RunConfig, lora: LoraArguments, world
     import torch
 
     from harness.dry_run.rank import DryRun
-    from harness.hf.causal import require_cut
     from harness.hf.locate import model_directory
     from harness.hf.skeleton import read_source
     from harness.training.data.tokenizer import load_tokenizer
@@ -106,7 +105,6 @@ def _plan(script: ScriptArguments, config: RunConfig, lora: LoraArguments, world
     source, adaptation = adapted(read_source(script.model), lora.peft_config())
     if source is None:
         raise UserError("a dry run needs a HuggingFace decoder")
-    require_cut(source, config.resolved.tp_size, whole_experts=config.resolved.ep_size > 1)
     tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
     resolved, max_steps, layout = resolve_for(source, config, None, world_size)
     if device == "cpu":
