@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor, fake_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,11 +50,25 @@ def fake_tensors() -> Iterator[None]:
     """
     with (
         replaced(nn.Module, "_apply", lambda module, *_, **__: module),
+        replaced(Tensor, "__deepcopy__", _copy),
         replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", KNOWN_ELEMENTS),
         _Shapes(allow_non_fake_inputs=True),
         _Values(),
     ):
         yield
+
+
+_DEEPCOPY: Any = Tensor.__deepcopy__
+
+
+def _copy(tensor: Tensor, memo: object) -> Tensor:
+    """Return a copy; of a buffer on meta one that is no fake tensor either, which torch asks for."""
+    if isinstance(tensor, FakeTensor):
+        copied: Tensor = _DEEPCOPY(tensor, memo)
+    else:
+        with fake_tensor.unset_fake_temporarily():
+            copied = _DEEPCOPY(tensor, memo)
+    return copied
 
 
 class _Shapes(fake_tensor.FakeTensorMode):
