@@ -16,7 +16,8 @@ from harness.topology.env import LaunchEnv
 from harness.training.console import plain_console
 from harness.training.data.tokenizer import ByteTokenizer
 from harness.training.prepare.configure import read_run_config
-from harness.training.prepare.inputs.datasets import Datasets, _layer_out, _require_cut, user_datasets
+from harness.training.prepare.inputs.datasets import Datasets, _require_cut, user_datasets
+from harness.training.prepare.inputs.sample_form import SampleForm
 from harness.training.prepare.trainable import trainable_layers
 
 LAYOUT = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
@@ -65,10 +66,10 @@ def test_the_tokenizer_must_fit_the_embedding_and_the_head(vocabulary: int, rows
     source = ModelSource(name="marian", config=config, weights=None)
     arguments = TrainingArguments(block_size=8)
     if fits:
-        _layer_out(ByteTokenizer(), source, arguments)
+        SampleForm.of(ByteTokenizer(), source, arguments)
         return
     with pytest.raises(UserError, match="ids go up to 256, the model's vocabulary has 200 ids"):
-        _layer_out(ByteTokenizer(), source, arguments)
+        SampleForm.of(ByteTokenizer(), source, arguments)
 
 
 def test_a_model_that_cannot_be_cut_is_refused_before_anything_is_tokenised() -> None:
