@@ -5,7 +5,6 @@ Showing and verifying import neither torch nor transformers.
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from harness.checkpoint.directories import read_progress
 from harness.checkpoint.integrity import changed_file, damage
 from harness.checkpoint.manifest import read_manifest
 from harness.errors import UserError
+from harness.verb_parser import VerbParser
 from harness.wording import counted
 
 DESCRIPTION = """Shows, verifies or exports a checkpoint of a run. `verify` exits with 1 if a file is not what was
@@ -27,12 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def checkpoint(argv: Sequence[str]) -> int:
     """Show, verify or export a checkpoint; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="ds-harness checkpoint",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = VerbParser("checkpoint", DESCRIPTION, EXAMPLE)
     parser.add_argument("action", choices=("show", "verify", "export"))
     parser.add_argument("directory", type=Path, metavar="DIR", help="output_dir/checkpoint-STEP")
     parser.add_argument("--output_dir", type=Path, help="export: where the model is written")

@@ -5,7 +5,6 @@ Printing the stored matrix imports neither torch nor transformers.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 from harness.errors import UserError
 from harness.hf.locate import plan_file
 from harness.hf.matrix import CELLS, STORED, YES, Matrix, installed_transformers, read_matrix, write_matrix
+from harness.verb_parser import VerbParser
 
 DESCRIPTION = """Prints what holds for each family of HuggingFace decoders: pipeline stages, tensor parallelism, ZeRO-3,
 reading a checkpoint, writing one. Every cell was run on a tiny random model: three training steps against the same
@@ -32,12 +32,7 @@ Rows = Mapping[str, Mapping[str, str]]
 
 def models(argv: Sequence[str]) -> int:
     """Print, run, compare or store the matrix; 1 if a cell that was run is wrong, or is no more what is stored."""
-    parser = argparse.ArgumentParser(
-        prog="ds-harness models",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = VerbParser("models", DESCRIPTION, EXAMPLE)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="model types (default: all)")
     parser.add_argument("--run", action="store_true", help="run the cells now instead of printing the stored matrix")
     parser.add_argument("--compare", action="store_true", help="with --run: show what differs from the stored matrix")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.console import quiet
 from harness.training.prepare.configure import RunConfig
 from harness.training.prepare.preflight import check_inputs
+from harness.verb_parser import VerbParser
 
 if TYPE_CHECKING:
     from harness.dry_run.rank import DryRun
@@ -66,15 +66,9 @@ def dry_run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ds-harness dry-run",
-        usage="%(prog)s --rank R --world_size N [--deepspeed_config FILE] [--model M] [--FLAG VALUE ...]",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _parser() -> VerbParser:
+    usage = "%(prog)s --rank R --world_size N [--deepspeed_config FILE] [--model M] [--FLAG VALUE ...]"
+    parser = VerbParser("dry-run", DESCRIPTION, EXAMPLE, usage=usage, allow_abbrev=False)
     parser.add_argument("--rank", type=_rank, required=True, help="rank to build; all: the first rank of each stage")
     parser.add_argument("--world_size", type=int, required=True, help="number of ranks of the run")
     parser.add_argument("--json", action="store_true", help="print JSON, a line a rank")

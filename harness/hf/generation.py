@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.errors import UserError
 from harness.hf.locate import ADAPTERS, model_directory
+from harness.verb_parser import VerbParser
 
 EXAMPLE = """example:
   ds-harness generate runs/demo --prompt "def " --temperature 0"""
@@ -17,12 +18,7 @@ EXAMPLE = """example:
 
 def generate(argv: Sequence[str]) -> int:
     """Print the prompt with its continuation, or the answer of a chat model. UserError if nothing loads."""
-    parser = argparse.ArgumentParser(
-        prog="ds-harness generate",
-        description="Let a trained model continue a prompt, or answer it.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = VerbParser("generate", "Let a trained model continue a prompt, or answer it.", EXAMPLE)
     parser.add_argument("model", metavar="MODEL_DIR", help="output_dir of a run, a checkpoint of it, or any model")
     parser.add_argument("--prompt", required=True, help='text to continue or to answer; "-": standard input')
     parser.add_argument("--max_new_tokens", type=int, default=300)

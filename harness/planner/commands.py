@@ -21,6 +21,7 @@ from harness.planner.search import Task, require_fit, search
 from harness.planner.sensitivity import more_devices, more_memory
 from harness.planner.table import estimate_lines, plan_lines
 from harness.planner.workload import Workload
+from harness.verb_parser import VerbParser
 
 BLOCK_SIZE = 1024  # of a run that gives none
 LARGEST = 10**7  # of any size
@@ -40,13 +41,8 @@ def positive(text: str) -> int:
     return number
 
 
-def _parser(verb: str, description: str, example: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"ds-harness {verb}",
-        description=description,
-        epilog=example,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser(verb: str, description: str, example: str) -> VerbParser:
+    parser = VerbParser(verb, description, example)
     parser.add_argument("--model", required=True, help="a preset, a directory with config.json, or a model type")
     parser.add_argument("--world_size", type=positive, required=True, help="number of ranks")
     parser.add_argument("--hardware", required=True, help=f"{', '.join(names())}, or the path of a file like theirs")
@@ -116,7 +112,7 @@ def plan(argv: Sequence[str]) -> int:
 
 def _calibrate(argv: Sequence[str]) -> int:
     """Write the device file of this machine's CPU, and say how to use it."""
-    parser = argparse.ArgumentParser(prog="ds-harness plan", description="Measure this machine's CPU, in a minute.")
+    parser = VerbParser("plan", "Measure this machine's CPU, in a minute.")
     parser.add_argument("--calibrate", type=Path, required=True, metavar="FILE", help="device file to write")
     path = parser.parse_args(argv).calibrate
     calibrate(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +13,7 @@ from harness.planner.hardware import load_hardware, names
 from harness.report.page import charts_of, page
 from harness.report.png import write_pngs
 from harness.report.run_files import read_runs
+from harness.verb_parser import VerbParser
 
 EXAMPLE = """example:
   ds-harness report runs/mine
@@ -22,12 +22,8 @@ EXAMPLE = """example:
 
 def report(argv: Sequence[str]) -> int:
     """Write the report of one run or several."""
-    parser = argparse.ArgumentParser(
-        prog="ds-harness report",
-        description="Show runs in one HTML file, which needs no network: curves, the step of a profiled run, memory.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "Show runs in one HTML file, which needs no network: curves, the step of a profiled run, memory."
+    parser = VerbParser("report", description, EXAMPLE)
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="the --output_dir of a run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first RUN_DIR")
     parser.add_argument("--png", type=Path, metavar="FOLDER", help="write the charts as PNG files, too")

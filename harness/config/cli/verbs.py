@@ -24,16 +24,12 @@ from harness.config.text.document import MAX_BYTES, Document, from_bytes, from_t
 from harness.config.values.arguments import AutoValues
 from harness.config.view import TARGETS
 from harness.errors import UserError
+from harness.verb_parser import VerbParser
 from harness.wording import counted
 
 
-def _parser(verb: str, description: str, example: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog=f"ds-harness {verb}",
-        description=description,
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser(verb: str, description: str, example: str) -> VerbParser:
+    return VerbParser(verb, description, f"example:\n  {example}")
 
 
 def _positive(text: str) -> int:
