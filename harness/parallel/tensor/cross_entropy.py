@@ -38,8 +38,9 @@ def vocab_parallel_cross_entropy(
     """Return the loss of every token, float32, shaped as `labels` (...), 0 where the label is `ignore_index`.
 
     `logits` (..., n) are this rank's stretch of the vocabulary, as `shard.share_of` deals it out. The sums are made in
-    float32 whatever the dtype of the logits; their gradient has that dtype. A label outside of the vocabulary is a
-    RuntimeError, another width a ValueError.
+    float32 whatever the dtype of the logits; their gradient has that dtype, and the backward writes it over them: copy
+    what you want to look at afterwards. A label outside of the vocabulary is a RuntimeError, another width a
+    ValueError.
     """
     logits = logits.contiguous()
     return apply(_VocabParallelCrossEntropy, logits, labels, group, vocab_size, ignore_index, is_needed(logits))

@@ -26,7 +26,7 @@ class RunArguments(Flags):
     overwrite_output_dir: bool = flag(
         False, "begin afresh in an output_dir that holds a run; its checkpoints get other names"
     )
-    seed: int = flag(42, "seed of initial weights, sample order and dropout")
+    seed: int = flag(42, "seed of initial weights, sample order and dropout", least=0)
     nonfinite: str = flag(
         "stop",
         "if a loss, gradient or weight is not finite: stop the run, skip the step, warn and continue, or rollback to "
