@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.deepspeed.no_peers import replaced, trusting_peers
-from harness.topology.env import LaunchEnv
+from harness.topology.env import LaunchEnv, inherited, replace_environment
 
 ALL_OF = (torch.ops.aten.all.default, torch.ops.aten.all.dim)
 KNOWN_ELEMENTS = 256  # up to this size a tensor keeps its values: shapes of what travels, weights of losses
@@ -30,8 +30,9 @@ KNOWN_ELEMENTS = 256  # up to this size a tensor keeps its values: shapes of wha
 def fake_world(env: LaunchEnv) -> Iterator[None]:
     """Be the rank `env.rank` of `env.world_size` while the context lasts; nothing is sent.
 
-    torch.distributed must not be initialised.
+    torch.distributed must not be initialised. The environment is as before afterwards.
     """
+    before = inherited()
     env.export(os.environ)
     dist.init_process_group("fake", store=FakeStore(), rank=env.rank, world_size=env.world_size)
     try:
@@ -40,6 +41,7 @@ def fake_world(env: LaunchEnv) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+        replace_environment(before)
 
 
 @contextmanager
