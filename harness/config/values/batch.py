@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
 
 from harness.config.values.arguments import AutoValues
 from harness.config.values.layout_keys import DEEPSPEED_1F1B, ZERO_BUBBLE
@@ -119,7 +118,8 @@ def idle(stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B) -> str
 
 def micro_batches_wanted(stages: int, schedule: str = DEEPSPEED_1F1B) -> int:
     """Return the fewest micro-batches a step at which the stages of a pipeline idle for no more than a fifth of it."""
-    return next(n for n in count(1) if bubble(stages, n, schedule) <= 0.2) if stages > 1 else 0
+    most = 4 * (stages - 1)
+    return max(stages, -(-most // 3)) if schedule == ZERO_BUBBLE and stages > 1 else most
 
 
 def misfit(sizes: StatedSizes, data_parallel: int, *, ranks_are_known: bool = True) -> tuple[str, str]:

@@ -26,3 +26,8 @@ def test_bubble_matches_the_slots_of_deepspeeds_schedule(stages: int, micro_batc
 def test_the_wanted_micro_batches_leave_a_fifth_idle(stages: int) -> None:
     wanted = micro_batches_wanted(stages)
     assert bubble(stages, wanted) == pytest.approx(1 / 5) and bubble(stages, wanted - 1) > 1 / 5
+
+
+@pytest.mark.timeout(5)
+def test_a_number_of_stages_that_cannot_be_takes_no_time() -> None:
+    assert micro_batches_wanted(10**12 + 1) == 4 * 10**12
