@@ -12,8 +12,10 @@ import faulthandler
 import importlib
 import os
 import pickle
+import runpy
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -50,7 +52,7 @@ def run_ranks(
     name = worker if isinstance(worker, str) else f"{worker.__module__}:{worker.__qualname__}"
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         job = Path(folder)
-        code = _launch(name, job, n, args, timeout_s, _environment(n, env or {}), process_group)
+        code = _launch(name, job, n, args, timeout_s, env or {}, process_group)
         if code != 0:
             pytest.fail(_report(name, n, job, code), pytrace=False)
         return [pickle.loads((job / f"rank_{rank}.result").read_bytes()) for rank in range(n)]
@@ -60,9 +62,35 @@ def words_of_failing_ranks(n: int, worker: Callable[..., Any], *args: Any, timeo
     """Call `worker(*args)` on `n` ranks, one of which has to fail; return what all of them printed."""
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         job, name = Path(folder), f"{worker.__module__}:{worker.__qualname__}"
-        code = _launch(name, job, n, args, timeout_s, _environment(n, {}), True)
+        code = _launch(name, job, n, args, timeout_s)
         assert code, _report(name, n, job, code)
         return "".join((job / f"rank_{rank}.log").read_text(errors="replace") for rank in range(n))
+
+
+def script_on_ranks(
+    n: int, script: str | Path, *words: object, timeout_s: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python script with arguments on `n` ranks that need not import; return what they printed together."""
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        job, name = Path(folder), f"{__name__}:_run_script"
+        code = _launch(name, job, n, (str(script), list(map(str, words)), job), timeout_s, process_group=False)
+        assert code is not None, _report(name, n, job, code)
+        said = [(job / stream).read_text() if (job / stream).exists() else "" for stream in ("stdout", "stderr")]
+        return subprocess.CompletedProcess([str(script), *map(str, words)], code, *said)
+
+
+def _run_script(script: str, words: list[str], job: Path) -> None:
+    """Become a rank of a script, as a launcher starts it; a code other than 0 ends this process."""
+    for number, stream in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(job / stream, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.argv = [script, *words]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        sys.stdout.flush()
+        if end.code:
+            os._exit(end.code if isinstance(end.code, int) else 1)
 
 
 def _launch(
@@ -71,9 +99,10 @@ def _launch(
     n: int,
     args: tuple[Any, ...],
     timeout_s: float,
-    environment: dict[str, str],
-    process_group: bool,
+    more: Mapping[str, str] | None = None,
+    process_group: bool = True,
 ) -> int | None:
+    environment = _environment(n, more or {})
     (job / "args").write_bytes(pickle.dumps((n, timeout_s, process_group, args)))
     return _server(environment).launch(name, job, environment, timeout_s + START_LIMIT_S)
 

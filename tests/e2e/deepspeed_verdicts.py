@@ -1,5 +1,4 @@
-"""What DeepSpeed itself does with each rule's examples, as JSON on standard output. Run as a process of its
-own.
+"""What DeepSpeed itself does with each rule's examples. It runs on a rank of its own.
 
 One rank on the CPU. Each example goes through DeepSpeed's config parser as a file; with `engine` also
 through `deepspeed.initialize`, with a one-layer model and, where the config names no optimizer, torch's SGD
@@ -9,29 +8,10 @@ or AdamW.
 from __future__ import annotations
 
 import json
-import os
-import socket
-import sys
 import tempfile
 from pathlib import Path
 
 from harness.config.rules.registry import RULES
-
-
-def environment() -> None:
-    """The variables of a launcher that has started one rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-    }
 
 
 def parse(path: str) -> dict[str, object]:
@@ -104,9 +84,8 @@ def _not_compiled(builder: object) -> None:
     raise RuntimeError(f"{type(builder).__name__} is not compiled here")
 
 
-def main() -> None:
-    """Prints {code: {wrong|right: {parser|engine: outcome}}}."""
-    environment()
+def verdicts(with_engine: set[str]) -> dict[str, dict[str, dict[str, dict[str, object]]]]:
+    """Return {code: {wrong|right: {parser|engine|...: outcome}}}; `with_engine` go through the engine too."""
     import deepspeed
     from deepspeed.ops.op_builder.cpu import FusedAdamBuilder
 
@@ -115,14 +94,13 @@ def main() -> None:
     # Nor may Muon compile an Adam, which takes minutes: it has another for where that fails.
     FusedAdamBuilder.load = _not_compiled
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    with_engine = set(sys.argv[1].split(","))
-    outcomes: dict[str, dict[str, dict[str, object]]] = {}
+    outcomes: dict[str, dict[str, dict[str, dict[str, object]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for rule in RULES:
             for side, text in (("wrong", rule.wrong), ("right", rule.right)):
                 path = Path(folder) / f"{rule.code}-{side}.json"
                 path.write_text(text, "utf-8")
-                outcome: dict[str, object] = {"parser": parse(str(path))}
+                outcome: dict[str, dict[str, object]] = {"parser": parse(str(path))}
                 if f"{rule.code}-{side}" in with_engine:
                     outcome["engine"] = start(str(path))
                 if rule.code in ("DS701", "DS702"):
@@ -130,10 +108,4 @@ def main() -> None:
                 if rule.code in ("DS601", "DS602", "DS605"):
                     outcome["pipeline"] = pipeline(json.loads(text))
                 outcomes.setdefault(rule.code, {})[side] = outcome
-    print("VERDICTS " + json.dumps(outcomes))
-    sys.stdout.flush()
-    os._exit(0)  # DeepSpeed's threads and groups are of no more use
-
-
-if __name__ == "__main__":
-    main()
+    return outcomes

@@ -19,9 +19,9 @@ from harness.training.batches.order import batch_indices
 from harness.training.data.files.documents import as_documents
 from harness.training.data.samples import make_samples
 from harness.training.data.tokenizer import ByteTokenizer
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_ranks, script_on_ranks
 from tests.distributed.training import by_torch, tiny_model
-from tests.e2e.launching import launch, metrics
+from tests.e2e.launching import SCRIPT, metrics
 
 pytestmark = pytest.mark.ranks
 
@@ -48,8 +48,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
     flags += ("--train_file", folder / "chat.jsonl", "--validation_file", folder / "chat.jsonl", "--packing")
     flags += ("--block_size", 128, "--max_steps", 3, "--learning_rate", 1e-3, "--tokenizer_name", "bytes")
     said = ""
-    for ranks, name in ((2, "pp2"), (0, "pp1")):
-        done = launch(ranks, *flags, "--deepspeed_config", folder / f"{name}.json", "--output_dir", folder / name)
+    for ranks, name in ((2, "pp2"), (1, "pp1")):
+        done = script_on_ranks(
+            ranks, SCRIPT, *flags, "--deepspeed_config", folder / f"{name}.json", "--output_dir", folder / name
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         said = said or done.stdout
     return folder / "pp2", folder / "pp1", said

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from harness.config.rules.registry import RULES
+from tests.distributed.ranks import run_ranks
+from tests.e2e import deepspeed_verdicts
 from tests.unit.config.test_rules import findings
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.ranks
+
 # DeepSpeed compiles its own Adam, Lamb and the CPU Adam on first use; the right neighbours of these rules need one
 COMPILED = {"DS502", "DS801", "DS802", "DS804", "DS806", "DS807", "DS105", "DS106", "DS501", "DS504", "DS509", "DS951"}
 
@@ -27,14 +26,11 @@ def _engine_runs() -> list[str]:
     ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def verdicts() -> dict:
-    """DeepSpeed's verdicts on all examples, from one process."""
-    command = [sys.executable, "-m", "tests.e2e.deepspeed_verdicts", ",".join(_engine_runs())]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("VERDICTS ")), None)
-    assert line is not None, done.stderr[-2000:]
-    return json.loads(line.removeprefix("VERDICTS "))
+    """DeepSpeed's verdicts on all examples, from one rank."""
+    (found,) = run_ranks(1, deepspeed_verdicts.verdicts, set(_engine_runs()), timeout_s=300, process_group=False)
+    return found
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)

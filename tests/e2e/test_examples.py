@@ -1,18 +1,17 @@
-"""The scripts of examples/, as their docstrings start them, on two ranks where they need two."""
+"""The scripts of examples/, on as many ranks as their docstrings start; the launchers have tests of their own."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from harness.topology.env import free_port
-from tests.e2e.launching import ROOT, environment
+from tests.distributed.ranks import script_on_ranks
+from tests.e2e.launching import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -25,19 +24,18 @@ runpy.run_path("examples/hf_trainer.py", run_name="__main__")
 pytestmark = pytest.mark.ranks
 
 
+RANKS = {
+    "python": 1,
+    "deepspeed --num_accelerators 2": 2,
+    "torchrun --nproc_per_node 1": 1,
+    "torchrun --nproc_per_node 2": 2,
+}
+
+
 def start(name: str, *flags: object, script: Path | None = None) -> str:
-    """Run an example, or `script` in its place, as its docstring starts it, and return what it printed."""
+    """Run an example, or `script` for it, on as many ranks as its docstring starts; return what it printed."""
     (command,) = re.findall(rf"^ *(.*) examples/{name}\.py", (ROOT / "examples" / f"{name}.py").read_text(), re.M)
-    launcher, *words = command.split()
-    on_a_free_port = {"torchrun": ["--standalone"], "deepspeed": ["--master_port", str(free_port())]}
-    done = subprocess.run(
-        [launcher, *on_a_free_port.get(launcher, []), *words, str(script or f"examples/{name}.py"), *map(str, flags)],
-        cwd=ROOT,
-        env=environment(CUDA_VISIBLE_DEVICES=""),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = script_on_ranks(RANKS[command], script or f"examples/{name}.py", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.launching import ROOT, deepspeed, environment, first_rank, launch, metrics
+from tests.distributed.ranks import script_on_ranks
+from tests.e2e.launching import ROOT, SCRIPT, deepspeed, environment, first_rank, launch, metrics
 
 pytestmark = pytest.mark.ranks
 
@@ -122,7 +123,8 @@ def test_a_resumed_run_goes_on_with_the_same_numbers(finished: Any, text: Path, 
     again = first_rank(2, *FLAGS, "--train_file", text, "--output_dir", folder)
     assert again.returncode != 0
     assert "already holds a run" in again.stderr and "--resume_from_checkpoint auto" in again.stderr
-    done = launch(2, *FLAGS, "--train_file", text, "--output_dir", folder, "--resume_from_checkpoint", "auto")
+    more = ("--train_file", text, "--output_dir", folder, "--resume_from_checkpoint", "auto")
+    done = script_on_ranks(2, SCRIPT, *FLAGS, *more)
     assert done.returncode == 0, done.stderr
     got = metrics(folder)
     assert [row["step"] for row in got] == [1, 2, 3, 4, 5, 6]
@@ -166,9 +168,9 @@ BAD = {
 }
 
 
-# On so many ranks under the launcher: the earliest refusal, the latest, and those that are about the number of ranks.
-LAUNCHED = {"missing config": 2, "data smaller than a batch": 2}
-LAUNCHED |= {"more ranks than heads": 3, "world that does not fit": 3}
+LAUNCHED = {"missing config": 2}  # on so many ranks under the launcher
+# On so many ranks that need not import: the latest refusal, and those that are about the number of ranks.
+ON_RANKS = {"data smaller than a batch": 2, "more ranks than heads": 3, "world that does not fit": 3}
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +196,10 @@ def test_bad_input_is_one_line_and_no_rank_is_left(case: str, bad_folder: Path, 
     for name, value in defaults.items():
         if name not in filled:
             filled += [name, value]
-    done = launch(LAUNCHED[case], *filled, timeout_s=60) if case in LAUNCHED else first_rank(2, *filled)
+    if case in LAUNCHED:
+        done = launch(LAUNCHED[case], *filled, timeout_s=60)
+    else:
+        done = script_on_ranks(ON_RANKS[case], SCRIPT, *filled) if case in ON_RANKS else first_rank(2, *filled)
     assert done.returncode != 0
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
