@@ -87,20 +87,26 @@ def main() -> None:
     gc.freeze()  # else each collection of garbage looks through all that was imported
     if not (line := sys.stdin.readline()):
         return
-    request = json.loads(line)
+    request, standby = json.loads(line), os.getpid()
     for rank, command, own in request["ranks"]:
         if (process := os.fork()) == 0:
             os.close(answers)
+            _leave(standby)
             _become_rank(command, {**own, **environment, **own}, request["out"], request["agent"])
             return
         os.write(answers, f"{json.dumps([rank, process])}\n".encode())
 
 
-def _become_rank(command: Sequence[str], environment: dict[str, str], out: int, agent: int) -> None:
-    """Run a Python command in this process, as if it had been started by the agent."""
+def _leave(standby: int) -> None:
+    """Leave the session of the process that has forked this one, and wait until it has ended: another is the parent
+    then."""
     os.setsid()
-    while os.getppid() not in (agent, 1):  # until the process that has forked this one has ended
+    while os.getppid() == standby:
         time.sleep(0.001)
+
+
+def _become_rank(command: Sequence[str], environment: dict[str, str], out: int, agent: int) -> None:
+    """Run a Python command in this process, as if it had been started by the agent; nothing if that is gone."""
     end_with_parent()
     if os.getppid() != agent:
         return

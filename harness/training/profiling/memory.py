@@ -46,9 +46,8 @@ class StepMemory:
     def end(self) -> dict[str, int]:
         """Return the parts of the peak in bytes, which add up to `peak`."""
         found = {**self._held, "gradients": max(self._gradients, self._held["gradients"])}
-        found["optimizer"] = held_bytes(self.engine, self.device)[
-            "optimizer"
-        ]  # of a first step, its states are made in it
+        after = held_bytes(self.engine, self.device)
+        found["optimizer"] = after["optimizer"]  # the first step makes the states
         known = sum(self._held.values())
         made = sum(found.values()) - known
         peak = max(peak_bytes(self.device), self._before)
