@@ -14,11 +14,13 @@ from harness.profile.trace import trace
 from tests.unit.profile.made import MEMORY, profile
 
 
-@pytest.mark.parametrize(("micro_batches", "seconds"), [(1, 6.0), (4, 15.0)])
+@pytest.mark.parametrize(
+    ("micro_batches", "schedule", "seconds"), [(1, "1f1b", 6.0), (4, "1f1b", 15.0), (4, "zero-bubble", 13.0)]
+)
 def test_a_step_takes_all_stages_once_and_the_slowest_for_every_other_micro_batch(
-    micro_batches: int, seconds: float
+    micro_batches: int, schedule: str, seconds: float
 ) -> None:
-    assert pipeline_seconds([1.0, 2.0, 3.0], micro_batches) == seconds
+    assert pipeline_seconds([1.0, 2.0, 3.0], micro_batches, schedule) == seconds
 
 
 def test_a_message_is_a_wait_until_the_other_side_begins_and_then_a_transfer() -> None:

@@ -153,6 +153,24 @@ def test_what_stands_by_and_is_stopped_ends_its_ranks_and_outlives_no_agent(tmp_
         assert status_of(standby) is None
 
 
+def test_forked_ranks_end_with_their_agent(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WRITE_PID)
+    with agent() as tested:
+        tested.send(prepared(tmp_path).line())
+        tested.standby()
+        tested.send(ordered(tmp_path, script).line())
+        until = time.monotonic() + 10
+        while len(ranks := [path.read_text() for path in tmp_path.glob("*.json")]) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert {status_of(int(rank)) is not None for rank in ranks} == {True}
+        tested.process.kill()
+        tested.process.wait()
+        while any(status_of(int(rank)) for rank in ranks) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert [status_of(int(rank)) for rank in ranks] == [None, None]
+
+
 def test_ranks_that_are_all_stopped_are_ended_and_reported(tmp_path: Path) -> None:
     ranks = [(rank, [sys.executable, "-c", WRITE_PID, str(tmp_path / str(rank))], {}) for rank in range(2)]
     folder = str(tmp_path)

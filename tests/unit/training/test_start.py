@@ -87,7 +87,7 @@ def test_a_run_that_saves_the_model_alone_promises_no_resume() -> None:
     assert "resume" not in said_of(7, model_only=True) + said_of(None, model_only=True)
 
 
-PROGRAM = """
+PROGRAM = """{before}
 from harness import TrainingArguments, UserError
 try:
     TrainingArguments(max_steps="many")
@@ -98,16 +98,16 @@ except UserError:
 
 
 @pytest.mark.parametrize(
-    ("error", "ends"),
+    ("before", "error", "ends"),
     [
-        ("TrainingArguments(max_steps=0)", r"error: --max_steps 0: .* \(.*program.py:7\)\n"),
-        ("import sys; sys.excepthook = lambda *_: print('mine')\nTrainingArguments(max_steps=0)", ""),
-        ("1 / 0", r"Traceback .*ZeroDivisionError: division by zero\n"),
+        ("", "TrainingArguments(max_steps=0)", r"error: --max_steps 0: .* \(.*program.py:7\)\n"),
+        ("import sys; sys.excepthook = lambda *_: print('mine')", "TrainingArguments(max_steps=0)", ""),
+        ("", "1 / 0", r"Traceback .*ZeroDivisionError: division by zero\n"),
     ],
 )
-def test_an_error_of_the_user_ends_a_program_with_one_line(error: str, ends: str, tmp_path: Path) -> None:
+def test_an_error_of_the_user_ends_a_program_with_one_line(before: str, error: str, ends: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(error=error))
+    program.write_text(PROGRAM.format(before=before, error=error))
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (done.returncode, done.stdout) == (1, "caught\n" + "mine\n" * ("mine" in error))
+    assert (done.returncode, done.stdout) == (1, "caught\n" + "mine\n" * ("mine" in before))
     assert re.fullmatch(ends, done.stderr, re.DOTALL), done.stderr

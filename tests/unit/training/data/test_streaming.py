@@ -148,6 +148,24 @@ def test_packed_text_is_that_of_blocks_and_packed_conversations_are_whole(text, 
     assert packed < 0.6 * len(samples)
 
 
+def test_packed_documents_keep_their_starts_however_often_a_stream_goes_on(tmp_path):
+    lengths = [5 * BLOCK, 10, 3 * BLOCK + 7, 20, 2 * BLOCK - 1, 30, BLOCK, 5]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": "x" * length}) + "\n" for length in lengths))
+
+    def make():
+        return streamed(tmp_path / "rows.jsonl", "text", ByteTokenizer(), BLOCK, packing=True)
+
+    whole, kept, begun = make(), {}, 0
+    for k in range(40):
+        source = make()
+        source.seek(kept)
+        wanted = plain(whole[k])
+        assert plain(source[k]) == wanted
+        kept = json.loads(json.dumps(source.position(k + 1)))
+        begun += wanted["position_ids"].count(0)
+    assert begun > 20
+
+
 def learnt(source, count):
     return sum(int((source[k]["labels"] != -100).sum()) for k in range(count))
 
