@@ -105,6 +105,14 @@ TOUCHES = (
         "calls the overridden method for each parameter of a module that is already built",
         uses=("_zero_init_param",),
     ),
+    Touch(
+        "zero3_parameters: replaced linear",
+        "deepspeed.runtime.zero.partition_parameters:InsertPostInitMethodToModuleSubClasses._enable_mem_efficient_linear",
+        "undone: it stays in the process when the engine is gone",
+        parameters=(),
+        sets=("linear_bk",),
+        uses=("zero3_linear_wrap",),
+    ),
     Touch("zero3_parameters: number of ranks", INIT, "checks the size of each part", sets=("dp_world_size",)),
     # flat_tensors
     Touch(

@@ -8,7 +8,9 @@ from typing import Any, TypeAlias
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
 from torch import Tensor, nn
+from torch.nn import functional
 
 Partitioned: TypeAlias = Any
 """A parameter to which ZeRO-3 has given attributes and methods of its own (`ds_...`)."""
@@ -17,6 +19,12 @@ Partitioned: TypeAlias = Any
 def is_partitioned(tensor: Tensor) -> bool:
     """Whether ZeRO-3 has divided a tensor among the data-parallel ranks."""
     return hasattr(tensor, "ds_id")
+
+
+def restore_linear() -> None:
+    """Give torch its own `functional.linear` back: the one that ZeRO-3 puts in its place outlasts the engine, rounds
+    differently, and cannot take a layer of width zero."""
+    functional.linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", functional.linear)
 
 
 def held_tensor(tensor: Tensor) -> Tensor:

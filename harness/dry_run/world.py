@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.deepspeed.no_peers import replaced, trusting_peers
+from harness.deepspeed.zero3_parameters import restore_linear
 from harness.topology.env import LaunchEnv, inherited, replace_environment
 
 ALL_OF = (torch.ops.aten.all.default, torch.ops.aten.all.dim)
@@ -41,6 +42,7 @@ def fake_world(env: LaunchEnv) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+        restore_linear()
         replace_environment(before)
 
 

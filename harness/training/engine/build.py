@@ -22,6 +22,7 @@ from harness.deepspeed.engine import announce_instructions, check_every_gradient
 from harness.deepspeed.kept_in_fp32 import keeping_fp32, reduce_fp32_gradients
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_groups import MpuAdapter
+from harness.deepspeed.zero3_parameters import restore_linear
 from harness.errors import UserError
 from harness.hf.layers.zero3_leaves import leaves_of_sequence
 from harness.parallel.comm import TensorParallel
@@ -88,6 +89,8 @@ def build_engine(
     """Build this rank's layers and the DeepSpeed engine around them; all ranks call it together."""
     config = deepspeed_config(context)
     groups_before = open_groups()
+    if context.resolved.zero_stage != 3:
+        restore_linear()
     acts = context.args.nonfinite != "warn"
     guarded = GuardedLoss(loss, spoils=acts)
     if traits.local_states and context.groups.tp_group is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.nn import functional
 
 from harness.cli import main
 
@@ -65,3 +66,14 @@ def test_a_rank_that_cannot_be_is_an_unusable_argument(words: tuple[str, ...]) -
     with pytest.raises(SystemExit) as ended:
         main(["dry-run", *words])
     assert ended.value.code == 2
+
+
+def test_zero3_divides_every_tensor_and_leaves_torch_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+    before = functional.linear
+    (report,) = of_all_stages(capfd, "--world_size", "4", "--deepspeed_config", "zero3", "--bf16")
+    assert functional.linear is before
+    (whole,) = of_all_stages(capfd, "--world_size", "4", "--deepspeed_config", "zero2", "--bf16")
+    # each tensor is padded to four equal parts
+    assert math.isclose(report["parameters"], whole["parameters"] / 4, rel_tol=1e-3)
+    sums = [sum(each["memory_bytes"]["optimizer"].values()) for each in (report, whole)]
+    assert math.isclose(*sums, rel_tol=0.01)
