@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from harness.config import Resolved
 from harness.deepspeed.engine import announce_instructions
@@ -105,7 +106,12 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
         )
         trainable = trainable_decoder(plan.source, context, plan.block_size, plan.adaptation)
         boundaries = choose_boundaries(trainable, context, None)
-        with replaced(clipping, "BLOCK", 2**62), fake_tensors(), Ledger(plan.layout, env.rank) as ledger:
+        with (
+            replaced(clipping, "BLOCK", 2**62),
+            replaced(functional, "linear", functional.linear),  # ZeRO-3 replaces it for good
+            fake_tensors(),
+            Ledger(plan.layout, env.rank) as ledger,
+        ):
             engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
             counted_apart = _experts_by_token(engine.deepspeed.module, context.dtype)
             memory: Memory | None = None

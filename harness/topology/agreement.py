@@ -11,6 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
@@ -111,8 +112,12 @@ def digest(value: object) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
+@cache
 def code_version() -> str:
-    """Return the installed version of the harness and a digest of its code and plans, as they lie on this host."""
+    """Return the installed version of the harness and a digest of its code and plans, as they lie on this host.
+
+    A process reads them once: it goes on with the code that it has imported.
+    """
     try:
         installed = version("ds-harness")
     except PackageNotFoundError:  # run from a checkout that was never installed

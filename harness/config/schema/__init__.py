@@ -119,6 +119,7 @@ def _without(spec: JsonObject, *names: str) -> JsonObject:
     return {key: value for key, value in spec.items() if key not in names}
 
 
+@cache
 def find(pointer: str) -> Key | None:
     """Return the key that a JSON pointer names, or None if the schema has none there."""
     key: Key | None = root()

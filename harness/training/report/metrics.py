@@ -9,6 +9,7 @@ import platform
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
 from pathlib import Path
@@ -99,13 +100,15 @@ def write_run(output_dir: Path, content: JsonObject) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide about a run."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return {"python": platform.python_version(), **{name: _installed(name) for name in PACKAGES}}
+
+
+@cache
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _is_before(line: bytes, first_step: int) -> bool:
