@@ -9,7 +9,8 @@ from pathlib import Path
 
 from harness.config import AutoValues, load, resolve
 from harness.config.model.families import require_trainable_family
-from harness.config.model.shape import read_shape
+from harness.config.model.plans import spreads_experts
+from harness.config.model.shape import read_model_config, read_shape
 from harness.errors import UserError
 from harness.planner.calibrate import calibrate
 from harness.planner.estimate import estimate as estimate_layout
@@ -134,6 +135,8 @@ def _task(args: argparse.Namespace) -> Task:
         world_size=args.world_size,
         global_batch=args.global_batch_size or SAMPLES_PER_RANK * args.world_size,
         no_tensor=read_shape(args.model).plan_refusal,
+        spreads_experts=any(layer.experts for layer in workload.shape.layers)
+        and spreads_experts(read_model_config(args.model)),
     )
 
 

@@ -75,6 +75,8 @@ class Estimate:
             "tokens_per_second_per_gpu": rate,
             "model_tflops_per_gpu": model_flops / 1e12,
             "mfu": model_flops / self.hardware.flops[self.workload.precision],
+            "schedule": strategy.schedule,
+            "expert_parallel_size": strategy.expert,
         }
 
 

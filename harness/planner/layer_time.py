@@ -153,7 +153,7 @@ def layer_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, la
     Tensor parallel: an all-reduce of the hidden state behind attention and one behind the feed-forward part, as many
     backward (Shoeybi et al. 2019, section 3); with sequence parallelism an all-gather and a reduce-scatter each, and
     one more all-gather backward (Korthikanti et al. 2022, section 4.2.2). Context parallel: keys and values go round,
-    hidden but for the first hop. Experts: two all-to-alls each way.
+    hidden but for the first hop. Experts: two all-to-alls each way where tokens travel to them.
     """
     tokens = strategy.micro_batch * workload.sequence // strategy.context
     state = float(tokens * layer.hidden * workload.element_bytes)
@@ -162,7 +162,7 @@ def layer_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, la
     backward = forward + (2 * half_ring(group, state) if strategy.sequence_parallel else 0.0)
     shown = 1 - strategy.overlap_tensor
     total = Seconds(shown * forward, shown * backward)
-    if layer.experts and strategy.expert > 1:
+    if layer.experts and strategy.expert > 1 and strategy.tokens_travel:
         stride = 1 if strategy.expert <= strategy.tensor else strategy.tensor * strategy.context
         moved = 2 * expert_exchange(hardware, strategy.expert, stride, state / strategy.tensor, layer.top_k)
         total += Seconds(moved, moved)

@@ -17,6 +17,7 @@ from harness.planner.stages import Stage
 from harness.planner.workload import Strategy, Workload, layer_parameters
 
 ALLOCATOR_SHARE = 0.04  # of activations: blocks are rounded up, and gaps between them stay unused
+LOSS_CHUNK = 2**23  # logits that the cross entropy exponentiates at a time (harness/parallel/tensor/cross_entropy.py)
 FLAT_BUCKET = 5e8  # gradients, DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
 
 
@@ -166,8 +167,8 @@ def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape)
     active = (layer.into_ffn + 2 if layer.gated else 2) * width  # into the activation, out of it, and their product
     inside = layer.dense_ffn * active / tp
     if layer.experts:
-        share = 1 if strategy.expert > 1 else tp
-        inside += layer.top_k * (layer.expert_ffn * active / share + 2 * layer.hidden * width)
+        whole = tp if strategy.expert > 1 else 1  # whole experts: their tokens are shared out instead
+        inside += layer.top_k * (layer.expert_ffn * active / tp + 2 * layer.hidden * width / whole)
         inside += layer.experts * 8
     return tokens * (outside + attention + inside)
 
@@ -182,10 +183,14 @@ def _norm_bytes(workload: Workload) -> float:
 
 
 def _logits(workload: Workload, strategy: Strategy) -> float:
-    """Return the bytes of logits and loss: the logits, their logarithms of probabilities in fp32, and the
-    gradients of both."""
+    """Return the bytes of logits and loss.
+
+    In place: the logits, over which their gradient is written, and what is exponentiated at a time, with its fp32 copy
+    where they are narrower. Else the logits, their logarithms of probabilities in fp32, and the gradients of both.
+    """
     tokens = strategy.micro_batch * workload.sequence / strategy.context
-    columns = ceil(workload.shape.vocab / strategy.tensor)
+    elements = tokens * ceil(workload.shape.vocab / strategy.tensor)
     width = workload.element_bytes
-    copies = 2 * width + 8 if width == 2 else 4 * width
-    return float(tokens * columns * copies)
+    if workload.loss_in_place:
+        return elements * width + min(elements, LOSS_CHUNK) * (4 if width == 4 else 8)
+    return elements * (2 * width + 8 if width == 2 else 4 * width)

@@ -9,6 +9,7 @@ from harness.config.check import check, refusals
 from harness.config.diagnostic import ConfigError
 from harness.config.text.document import from_text
 from harness.config.values.json_object import JsonObject
+from harness.config.values.layout_keys import ZERO_BUBBLE
 from harness.errors import UserError
 from harness.planner.workload import Strategy
 
@@ -48,8 +49,12 @@ def preset(strategy: Strategy, precision: str) -> JsonObject:
             **config["pipeline"],
             "use_reentrant": False,
         }
+    if strategy.schedule == ZERO_BUBBLE:
+        config["pipeline"]["schedule"] = ZERO_BUBBLE
     if strategy.tensor > 1:
         config["tensor_parallel"] = {"autotp_size": strategy.tensor}
+    if strategy.expert > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": strategy.expert}
     return config
 
 

@@ -26,6 +26,7 @@ class Task:
 
     Attributes:
         no_tensor: why the model cannot be cut for tensor parallelism; None if it can, or if that is not known.
+        spreads_experts: whether tensor-parallel ranks can hold whole experts instead of a part of each.
     """
 
     hardware: Hardware
@@ -33,6 +34,7 @@ class Task:
     world_size: int
     global_batch: int
     no_tensor: str | None = None
+    spreads_experts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,16 +97,18 @@ def candidates(task: Task) -> Iterator[Strategy | str]:
             else:
                 base = Strategy(pipeline=pipeline, tensor=tensor, data=data)
                 yield from _variants(task, base)
+                if task.spreads_experts and 1 < tensor <= max(x.experts for x in task.workload.shape.layers):
+                    yield from _variants(task, replace(base, expert=tensor))
 
 
 def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
-    """Yield the ways to run a layout: ZeRO stage, offload, checkpointing and micro-batch."""
+    """Yield the ways to run a layout: ZeRO stage, offload, checkpointing, micro-batch and schedule."""
     samples = task.global_batch // base.data
     recompute: tuple[Recompute, ...] = ("none", "full")
     for stage, offload in _zero(task, base):
         for again in recompute:
             for micro in divisors(samples) if samples <= LARGEST_MICRO_BATCH else _small_divisors(samples):
-                yield replace(
+                one = replace(
                     base,
                     micro_batch=micro,
                     accumulation=samples // micro,
@@ -115,6 +119,9 @@ def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
                     whole_gradients=sums_whole(task.workload.precision, stage),
                     bucket=float(task.workload.shape.hidden**2),
                 )
+                yield one
+                if base.pipeline > 1 and again == "none":  # which would free what zero-bubble keeps
+                    yield replace(one, schedule="zero-bubble")
 
 
 def _small_divisors(samples: int) -> list[int]:

@@ -27,7 +27,6 @@ ADAM_BYTES = 28.0  # a parameter's master copy, two moments and gradient, read; 
 # Collectives run on the device's own processors, up to 32 of 108 to 148 at a time, while layers compute: what they hide
 # of their time slows computation by this share.
 CONTENTION = 0.2
-LEFT_BUBBLE = {"1f1b": 1.0, "zero-bubble": 1 / 3, "zero-bubble-2p": 0.0, "zero-bubble-v": 0.0}  # Qi et al. 2023
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +65,7 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     slowest = max(range(len(stages)), key=both.__getitem__)
     times = strategy.accumulation
     compute, tensor = times * own[slowest], times * traffic[slowest]
-    bubble = (sum(both) - both[slowest]) * LEFT_BUBBLE[strategy.schedule] / strategy.virtual_stages
+    bubble = (sum(both) - both[slowest]) * _left_bubble(strategy) / strategy.virtual_stages
     idle = 1 - times * sum(both) / (len(both) * (times * both[slowest] + bubble))
     heaviest = max(local_parameters(workload, strategy, stage) for stage in stages)
     return StepSeconds(
@@ -78,6 +77,17 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
         optimizer=_optimizer(hardware, workload, strategy, heaviest),
         idle=idle,
     )
+
+
+def _left_bubble(strategy: Strategy) -> float:
+    """Return the share of 1F1B's waits that the schedule leaves (Qi et al. 2024, section 3.1; no other leaves any).
+
+    With fewer micro-batches than stages zero-bubble has too few weight gradients to fill its waits.
+    """
+    if strategy.schedule == "1f1b" or strategy.pipeline == 1:
+        return 1.0
+    missing = max(0, strategy.pipeline - strategy.accumulation) / (strategy.pipeline - 1)
+    return (1 + missing) / 3 if strategy.schedule == "zero-bubble" else 0.0
 
 
 def _stage_compute(hardware: Hardware, workload: Workload, strategy: Strategy, stage: Stage) -> float:

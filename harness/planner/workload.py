@@ -28,6 +28,7 @@ class Workload:
         fused_attention: whether scores stay on the chip (Dao et al. 2022, FlashAttention).
         attention_speed: rate of the attention kernel beside the best one for the device.
         fused_elementwise: whether norms, rotations and activations are one kernel each.
+        loss_in_place: whether the loss writes its gradient over the logits and makes no copy of them.
     """
 
     shape: DecoderShape
@@ -38,6 +39,7 @@ class Workload:
     fused_attention: bool = True
     attention_speed: float = 1.0
     fused_elementwise: bool = False
+    loss_in_place: bool = True
 
     @property
     def element_bytes(self) -> int:
@@ -52,6 +54,7 @@ class Strategy:
     Attributes:
         pipeline, tensor, data, context, expert: ranks along each axis; expert ranks are data ranks (or tensor ranks
             where `expert` is equal to `tensor`).
+        tokens_travel: whether tokens are sent to the ranks of their experts; else these ranks see the same tokens.
         micro_batch: samples; accumulation: micro-batches of a data-parallel rank in a step.
         zero_stage: what data-parallel ranks share out: 1 optimizer states, 2 gradients too, 3 parameters too.
         recompute: what the backward computes again: nothing, the core of attention, or whole layers.
@@ -69,6 +72,7 @@ class Strategy:
     data: int = 1
     context: int = 1
     expert: int = 1
+    tokens_travel: bool = False
     micro_batch: int = 1
     accumulation: int = 1
     zero_stage: int = 0

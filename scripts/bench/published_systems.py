@@ -224,6 +224,7 @@ def workload_of(row: dict[str, str], shape: DecoderShape) -> Workload:
         fused_attention=not program.is_early and "ZB" not in system and "1F1B" not in system,
         attention_speed=_attention_speed(row),
         fused_elementwise=not is_eager,
+        loss_in_place=False,
     )
 
 
@@ -246,6 +247,7 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         data=dp,
         context=cp,
         expert=number(row, "ep"),
+        tokens_travel=True,
         micro_batch=micro,
         accumulation=batch // (dp * micro),
         zero_stage=3 if program.is_fsdp else int(shares_states),

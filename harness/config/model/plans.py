@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
+from importlib import util
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -30,6 +31,20 @@ def plan_refusal(config: Mapping[str, object]) -> str | None:
     if all(str(family) in rows and _is_planless(str(family), rows) for family in families):
         return f"model type {families[-1]!r} has no tensor-parallel plan"
     return _refused_case(parts[-1])
+
+
+def spreads_experts(config: Mapping[str, object]) -> bool:
+    """Whether the family's configuration in the installed transformers declares an expert-parallel plan."""
+    found = util.find_spec("transformers")
+    text = config.get("text_config")
+    part = text if isinstance(text, Mapping) else config
+    family = str(part.get("model_type")).replace("-", "_").removesuffix("_text")
+    folders = found.submodule_search_locations if found is not None else None
+    return any(
+        "ep_dispatch_experts" in path.read_text(encoding="utf-8")
+        for folder in folders or ()
+        for path in Path(folder, "models", family).glob("configuration_*.py")
+    )
 
 
 def planless_family() -> str:

@@ -24,6 +24,8 @@ ROW = {
     "tokens_per_second_per_gpu": None,
     "model_tflops_per_gpu": None,
     "mfu": None,
+    "schedule": None,
+    "expert_parallel_size": None,
 }
 STAGE = {"parameters", "gradients", "optimizer", "activations", "logits", "buffers", "total"}
 PLAN = ["plan", "--model", "llama-1b", "--world_size", "8", "--hardware", "h100", "--block_size", "4096"]
@@ -69,6 +71,26 @@ def test_the_same_layout_has_the_same_numbers_in_both_verbs(capsys, tmp_path):
     best = rows_of(capsys, *PLAN, "--global_batch_size", "64", "--write", str(file))[0]
     argv = ["estimate", "--deepspeed_config", str(file), *PLAN[1:]]
     assert rows_of(capsys, *argv)[0] == best
+
+
+def test_a_plan_has_the_schedules_and_the_whole_experts_that_a_run_can_have(capsys, tmp_path):
+    argv = ["plan", "--model", "tiny-mixtral", "--world_size", "4", "--hardware", "cpu", "--global_batch_size", "8"]
+    rows = rows_of(capsys, *argv)
+    assert {(row["expert_parallel_size"], row["layout"]["tensor"]) for row in rows} == {
+        (1, 1),
+        (1, 2),
+        (1, 4),
+        (2, 2),
+        (4, 4),
+    }
+    assert {row["schedule"] for row in rows if row["layout"]["pipeline"] == 1} == {"1f1b"}
+    assert {row["schedule"] for row in rows if row["layout"]["pipeline"] == 2} == {"1f1b", "zero-bubble"}
+    both = [row["expert_parallel_size"] > 1 and row["schedule"] == "zero-bubble" for row in rows]
+    file = tmp_path / "plan.json"
+    assert main([*argv, "--row", str(both.index(True) + 1), "--write", str(file)]) == 0
+    capsys.readouterr()
+    assert [str(finding) for finding in check(load(str(file)), world_size=4, model="tiny-mixtral")] == []
+    assert rows_of(capsys, "estimate", "--deepspeed_config", str(file), *argv[1:])[0] == rows[both.index(True)]
 
 
 @pytest.mark.parametrize("row", [1, 40, 90])

@@ -75,6 +75,12 @@ def test_the_first_stage_keeps_most_activations():
     assert kept[0] / kept[-1] == pytest.approx(4)
 
 
+def test_the_loss_holds_the_logits_once():
+    workload = replace(WORKLOAD, precision="fp32", gradient_bytes=4)
+    logits = 8 * 2048 * SHAPE.vocab * 4
+    assert logits < of(Strategy(micro_batch=8), workload).stages[0].logits < 1.02 * logits
+
+
 def test_checkpointing_trades_memory_for_time():
     plain, again = of(Strategy(micro_batch=4)), of(Strategy(micro_batch=4, recompute="full"))
     assert again.stages[0].activations < plain.stages[0].activations / 3
