@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from torch import Tensor, nn
 
 from harness import Trainer, TrainingArguments, UserError
 from harness.checkpoint.exporting.gather import gather_zero3
-from tests.distributed.ranks import ROOT, run_ranks
+from tests.distributed.ranks import run_ranks, script_on_ranks
 from tests.distributed.training import tiny_model
 
 pytestmark = pytest.mark.ranks
@@ -156,19 +153,8 @@ def test_a_step_that_is_not_finite_moves_no_weight_and_every_rank_decides_alike(
 def test_the_script_stops_before_it_exports_what_is_not_finite(tmp_path: Path) -> None:
     """The only update makes infinite weights of finite gradients, which no later loss would show."""
     model = tiny_model(tmp_path / "m", "llama", False)
-    command = [sys.executable, "scripts/train.py", "--model_name_or_path", model, "--block_size", "16"]
-    command += [
-        "--max_steps",
-        "2",
-        "--learning_rate",
-        "1e38",
-        "--save_steps",
-        "1",
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    words = ["--model_name_or_path", model, "--block_size", 16, "--max_steps", 2, "--learning_rate", 1e38]
+    done = script_on_ranks(1, "scripts/train.py", *words, "--save_steps", 1, "--output_dir", tmp_path / "run")
     assert done.returncode == 1
     (line,) = done.stderr.strip().splitlines()
     assert "is not finite" in line and "rank 0" in line

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ def deepspeed(ranks: int) -> list[str]:
     return ["deepspeed", "--master_port", str(free_port()), "--num_accelerators", str(ranks)]
 
 
-def launch(ranks: int, *flags: object, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+def launch(
+    ranks: int, *flags: object, program: Sequence[object] = (SCRIPT,), timeout_s: float = 240
+) -> subprocess.CompletedProcess[str]:
     """`deepspeed scripts/train.py` on `ranks` processes, or plain python on none."""
-    return _run([*(deepspeed(ranks) if ranks else [sys.executable]), SCRIPT, *flags], environment(), timeout_s)
+    return _run([*(deepspeed(ranks) if ranks else [sys.executable]), *program, *flags], environment(), timeout_s)
 
 
 def first_rank(world_size: int, *flags: object) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Other launchers than deepspeed's: srun over two nodes, mpiexec and torchrun each start one run, not many."""
+"""Other launchers than deepspeed's: srun over two nodes and mpiexec each start one run, not many."""
 
 from __future__ import annotations
 
@@ -150,7 +150,6 @@ def test_sbatch_runs_the_supervisor_and_puts_the_job_back_into_the_queue(slurm: 
     assert "rank 1" in said and "was killed by SIGKILL in step 1" in said and "restart 1 of 2" in said
 
 
-def test_mpiexec_and_torchrun_start_one_run(tmp_path: Path) -> None:
-    run(["torchrun", "--standalone", "--nproc_per_node", "2", "--no_python"], tmp_path / "torchrun", environment())
-    if shutil.which("mpiexec.hydra"):
-        run(["mpiexec.hydra", "-n", "2"], tmp_path / "hydra", environment())
+@pytest.mark.skipif(shutil.which("mpiexec.hydra") is None, reason="mpiexec.hydra is not installed")
+def test_mpiexec_starts_one_run(tmp_path: Path) -> None:
+    run(["mpiexec.hydra", "-n", "2"], tmp_path / "hydra", environment())

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.distributed.ranks import script_on_ranks
-from tests.e2e.launching import ROOT, SCRIPT, deepspeed, environment, first_rank, launch, metrics
+from tests.e2e.launching import ROOT, SCRIPT, environment, first_rank, launch, metrics
 
 pytestmark = pytest.mark.ranks
 
@@ -133,11 +133,11 @@ def test_a_resumed_run_goes_on_with_the_same_numbers(finished: Any, text: Path, 
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
 
 
-def test_module_form_and_plain_python_do_the_same(text: Path, tmp_path: Path) -> None:
+def test_the_module_under_torchrun_and_plain_python_do_the_same(text: Path, tmp_path: Path) -> None:
     flags = ("--train_file", text, "--block_size", 32, "--max_steps", 2, "--per_device_train_batch_size", 2)
     done = launch(0, *flags, "--deepspeed_config", "zero3", "--output_dir", tmp_path / "plain")
     assert done.returncode == 0, done.stderr
-    command = [*deepspeed(1), "--module", "harness.train", *flags]
+    command = ["torchrun", "--standalone", "--nproc_per_node", 1, "--module", "harness.train", *flags]
     command += ["--deepspeed_config", "zero3", "--output_dir", tmp_path / "module"]
     done = subprocess.run(
         list(map(str, command)), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
@@ -168,7 +168,7 @@ BAD = {
 }
 
 
-LAUNCHED = {"missing config": 2}  # on so many ranks under the launcher
+LAUNCHED = {"missing config": 2}  # on so many ranks under the launcher, which starts the module
 # On so many ranks that need not import: the latest refusal, and those that are about the number of ranks.
 ON_RANKS = {"data smaller than a batch": 2, "more ranks than heads": 3, "world that does not fit": 3}
 
@@ -197,7 +197,7 @@ def test_bad_input_is_one_line_and_no_rank_is_left(case: str, bad_folder: Path, 
         if name not in filled:
             filled += [name, value]
     if case in LAUNCHED:
-        done = launch(LAUNCHED[case], *filled, timeout_s=60)
+        done = launch(LAUNCHED[case], *filled, program=("--module", "harness.train"), timeout_s=60)
     else:
         done = script_on_ranks(ON_RANKS[case], SCRIPT, *filled) if case in ON_RANKS else first_rank(2, *filled)
     assert done.returncode != 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
@@ -123,16 +123,19 @@ def unknown_partition(view: RunView) -> Iterator[Finding]:
     `type:REGEX` (by class name), and refuses another word when more than one stage is asked for. DeepSpeed
     itself reads the key and does nothing with it; `best`, its default, stands for balanced.
     """
-    method = view.get("/pipeline/partition")
-    if partition_method(method) is not None:
-        return
-    refused = view.target == "harness" and view.stages > 1
-    yield Finding(
-        pointer="/pipeline/partition",
-        message=f"unknown partition {method!r}",
-        hint="use one of " + ", ".join(PARTITION_FORMS),
+    if partition_method(view.get("/pipeline/partition")) is None:
+        yield _unknown(view, "partition", PARTITION_FORMS, "does nothing with it")
+
+
+def _unknown(view: RunView, key: str, known: Iterable[str], deepspeed: str) -> Finding:
+    """Return what is said of a word of `pipeline` that is not known; a run of several stages refuses it."""
+    pointer, refused = f"/pipeline/{key}", view.target == "harness" and view.stages > 1
+    return Finding(
+        pointer=pointer,
+        message=f"unknown {key} {view.get(pointer)!r}",
+        hint="use one of " + ", ".join(known),
         severity=Severity.ERROR if refused else None,
-        deepspeed="does nothing with it",
+        deepspeed=deepspeed,
         on_value=True,
     )
 
@@ -229,17 +232,8 @@ def unknown_schedule(view: RunView) -> Iterator[Finding]:
     `zero-bubble` (ZB-H1, arXiv 2401.10241), and refuses another word when more than one stage is asked for.
     DeepSpeed itself reads the key and does nothing with it: it always runs 1F1B.
     """
-    name = view.get("/pipeline/schedule")
-    if schedule_name(name) is None:
-        refused = view.target == "harness" and view.stages > 1
-        yield Finding(
-            pointer="/pipeline/schedule",
-            message=f"unknown schedule {name!r}",
-            hint="use one of " + ", ".join(SCHEDULES),
-            severity=Severity.ERROR if refused else None,
-            deepspeed="does nothing with it, and runs 1F1B",
-            on_value=True,
-        )
+    if schedule_name(view.get("/pipeline/schedule")) is None:
+        yield _unknown(view, "schedule", SCHEDULES, "does nothing with it, and runs 1F1B")
 
 
 @rule(
