@@ -120,6 +120,11 @@ class RunView:
         return self.tensor_override or self.size("/tensor_parallel/autotp_size") or 1
 
     @cached_property
+    def sequence_parallel(self) -> bool:
+        """Whether tensor-parallel ranks share the sequence between the blocks of a layer."""
+        return self.tensor > 1 and self.on("/tensor_parallel/sequence_parallel")
+
+    @cached_property
     def expert(self) -> int:
         """Ranks over which the config, or an argument in its place, spreads whole experts."""
         asked = self.size("/expert_parallel/autoep_size") if self.on("/expert_parallel/enabled") else None

@@ -21,6 +21,7 @@ from harness.hf.decoder import Blueprint, decoder_layers, unequal_shares
 from harness.hf.embedding_noise import EmbeddingNoise, embedding_noise
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.router_loss import RouterCapture, router_capture
+from harness.hf.forward.shared_sequence import SharedSequence
 from harness.hf.kept_in_fp32 import kept_in_fp32
 from harness.hf.locate import PLANS
 from harness.hf.lora import Adaptation, AdaptedWeights, inject
@@ -66,6 +67,7 @@ class CausalModel:
         router: what takes the routers' logits for the model's own router loss; then the last layer gives
             (logits, router loss).
         in_fp32: names of the parameters that the family keeps in float32 in a model of 16 bits.
+        shares_sequence: whether each tensor-parallel rank has a share of the tokens between the layers.
     """
 
     layers: list[LayerSpec]
@@ -77,6 +79,7 @@ class CausalModel:
     unequal: frozenset[str] = frozenset()
     router: RouterCapture | None = None
     in_fp32: frozenset[str] = frozenset()
+    shares_sequence: bool = False
 
     @property
     def layer_names(self) -> list[str]:
@@ -126,19 +129,17 @@ def assemble(
     whole_logits: bool = False,
     keep_fp32: bool = False,
     noise_alpha: float | None = None,
+    sequence_parallel: bool = False,
 ) -> CausalModel:
     """Prepare the model that `source` names for this rank; UserError for one that cannot be cut as asked.
 
     Args:
         tensor: this rank's place in its tensor-parallel group; device, dtype: of the parameters that will be built.
-        seed: of initial weights, where the source has none.
-        finish: called with each layer once its weights are in place.
-        whole_experts: whether the tensor-parallel ranks share out experts instead of parts of each.
+        seed: of initial weights, where the source has none; finish: called with each layer once its weights are there.
+        whole_experts: whether ranks share out experts instead of parts of each; sequence_parallel: and share tokens.
         adaptation: adapters that are trained in the place of the weights; noise_alpha: of noise on embeddings.
-        router_loss: whether the model's own loss of its routers is wanted, where it makes one.
-        part: what `finish` will keep of every parameter, so that no more of a checkpoint has to be read.
-        whole_logits: whether every tensor-parallel rank has the logits of the whole vocabulary.
-        keep_fp32: whether parameters that the family keeps in float32 stay so where `dtype` has 16 bits.
+        router_loss: whether the model's own loss of its routers is wanted; part: what `finish` keeps of a parameter.
+        whole_logits: whether each rank has all logits; keep_fp32: whether what the family keeps in float32 stays so.
     """
     model = source.skeleton()
     plan = _plan(source, model, whole_experts) if tensor.size > 1 else None
@@ -149,7 +150,8 @@ def assemble(
     local_logits = not whole_logits and _logits_may_be_local(outer, plan, vocab_size, tensor.size)
     cut_layer = partial(_cut, plan=plan, tensor=tensor, config=source.config, local_logits=local_logits, dtype=dtype)
     kept, filling = in_fp32 if keep_fp32 else frozenset(), weights if source.has_values else NoValues()
-    options: Any = dict(dtype=dtype, finish=finish, capture=router, noise=noise, kept=kept)
+    sequence = _shared_sequence(outer, tensor) if sequence_parallel else None
+    options: Any = dict(dtype=dtype, finish=finish, capture=router, noise=noise, kept=kept, sequence=sequence)
     return CausalModel(
         layers=decoder_layers(Blueprint(outer=outer, cut=cut_layer, source=filling, device=device, **options)),
         source=source,
@@ -160,6 +162,7 @@ def assemble(
         unequal=unequal_shares(outer, cut_layer),
         router=router,
         in_fp32=in_fp32,
+        shares_sequence=sequence_parallel,
     )
 
 
@@ -183,6 +186,16 @@ def _run_outside(
         outer = OuterForward(model, device, source.weights if isinstance(source.weights, Mapping) else {})
         outer.draws |= noise is not None
         return outer, router_capture(outer, head) if router_loss else None, noise
+
+
+def _shared_sequence(outer: OuterForward, tensor: TensorParallel) -> SharedSequence | None:
+    """Return how ranks share the tokens; UserError where layers pass on more than a hidden state."""
+    if outer.schema.replayed:
+        raise UserError(
+            f"tensor_parallel.sequence_parallel: {outer.described} passes on more than a hidden state from layer to "
+            "layer: remove it"
+        )
+    return None if tensor.group is None else SharedSequence(tensor.group)
 
 
 def _require_all_held(outer: OuterForward, form: CheckpointFormat, *, adapted: bool) -> None:

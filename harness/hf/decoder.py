@@ -10,7 +10,7 @@ its HuggingFace name: `3.model.layers.2.self_attn.q_proj.weight`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from harness.errors import UserError
 from harness.hf.embedding_noise import EmbeddingNoise
 from harness.hf.forward.outer_forward import OuterForward
-from harness.hf.forward.payload import CarriedTensor, LayerCapture, PayloadSpec, Tokens, captured_name
+from harness.hf.forward.payload import CarriedTensor, LayerCapture, PayloadSpec, StagePayload, Tokens, captured_name
+from harness.hf.forward.shared_sequence import SharedSequence
+from harness.hf.layers.inputs import LayerInputs
 from harness.hf.weights.layer_weights import WeightSource, materialise
 from harness.parallel.draws import expect_shapes
 from harness.parallel.pipeline.staged_module import SharedLayerSpec
 from harness.parallel.plans.plan import wildcard
+from harness.parallel.plans.sequence import share_sequence
 from harness.parallel.tensor.shard import shard_of
 from harness.parallel.values import Value
 
@@ -43,6 +46,7 @@ class Blueprint:
         capture: what is taken out of the layers for the loss; the epilogue then gives (logits, what is made of it).
         kept: names of the parameters that stay in float32 whatever `dtype`.
         noise: what is added to the token embeddings in training.
+        sequence: how tensor-parallel ranks share the hidden state between the layers; None: each has all of it.
     """
 
     outer: OuterForward
@@ -54,6 +58,7 @@ class Blueprint:
     capture: LayerCapture | None = None
     kept: frozenset[str] = frozenset()
     noise: EmbeddingNoise | None = None
+    sequence: SharedSequence | None = None
 
     @property
     def schema(self) -> PayloadSpec:
@@ -92,6 +97,7 @@ class ModelLayer(nn.Module):
         blueprint.finish(self)
         self.outer = blueprint.outer
         self.schema = blueprint.schema
+        self.sequence = blueprint.sequence
 
 
 class Prologue(ModelLayer):
@@ -114,6 +120,8 @@ class Prologue(ModelLayer):
             # copies: layer inputs made from them are found again by their memory, which a caller may write to
             copies = Tokens(*(tensor.clone() for tensor in tokens.tensors()))
             payload = replace(payload, tokens=copies)
+        if self.sequence is not None:
+            payload = self.sequence.split(payload, tokens)
         return self.schema.close(0, payload)
 
 
@@ -131,12 +139,31 @@ class DecoderLayer(ModelLayer):
         self.capture = blueprint.capture if captures else None
         shards = [shard for parameter in self.parameters() if (shard := shard_of(parameter)) is not None]
         self.shares = sorted({shard.widths for shard in shards if shard.unequal and not shard.copied})
+        self.share = None
+        if self.sequence is not None:
+            self.works_on_share = True
+            self.share = share_sequence(self.get_submodule(name), self.sequence.group)
 
     def forward(self, value: Value) -> Value:
         payload = self.schema.open(self.index, value)
+        if self.sequence is None or self.share is None:
+            hidden, inputs = self.outer.arguments(self.index, payload)
+            return self._run(payload, hidden, inputs, hidden, self.shares)
+        whole, inputs = self.outer.arguments(self.index, self.sequence.as_whole(payload))
+        with self.share.forward_of(payload.hidden, whole.shape[1]):
+            return self._run(payload, payload.hidden, inputs, whole, [*self.shares, self.share.widths])
+
+    def _run(
+        self,
+        payload: StagePayload,
+        hidden: Tensor,
+        inputs: LayerInputs,
+        whole: Tensor,
+        shares: Sequence[tuple[int, ...]],
+    ) -> Value:
+        """Return what the layer hands on; `whole` is `hidden`, or has the shape of what the ranks have together."""
         layer = self.get_submodule(self.name)
-        hidden, inputs = self.outer.arguments(self.index, payload)
-        expect_shapes(lambda: self.outer.facts.drawn_shapes(self.index, inputs, hidden), self.shares)
+        expect_shapes(lambda: self.outer.facts.drawn_shapes(self.index, inputs, whole), shares)
         if self.capture is None:
             output = inputs.apply(layer, hidden)
         else:
@@ -159,6 +186,8 @@ class Epilogue(ModelLayer):
     def forward(self, value: Value) -> Value:
         modules = {name: self.get_submodule(name) for name in self.names}
         payload = self.schema.open(len(self.outer.layers), value)
+        if self.sequence is not None:
+            payload = self.sequence.join(payload)
         leave = partial(self.outer.leave, payload, modules, self.training)
         if self.capture is None:
             logits: Tensor = leave().logits

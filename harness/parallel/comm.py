@@ -23,10 +23,12 @@ Context: TypeAlias = Any
 """What torch hands from a forward to its backward: an object that takes any attribute."""
 
 # Names of the nodes at which a walk from the output to the inputs enters a stretch of split values, and leaves it.
-INTO_SPLIT = frozenset({"_ReduceFromGroupBackward", "_GatherFromGroupBackward"})
+INTO_SPLIT = frozenset({"_ReduceFromGroupBackward", "_GatherFromGroupBackward", "_ScatterSequenceBackward"})
 OUT_OF_SPLIT = frozenset(
     {"_CopyToGroupBackward", "_CopyOnceBackward", "_CopyTailToGroupBackward", "_SplitToGroupBackward"}
 )
+# Likewise those between values of all tokens and of a share of them: see `harness.parallel.tensor.sequence`.
+GATHERS_SHARES, SPLITS_SEQUENCE = "_GatherSequenceBackward", "_SplitSequenceBackward"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,6 +119,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int) -> tuple[W
         micro_batch=resolved.micro_batch,
         accumulation=resolved.accumulation,
         zero_stage=resolved.zero_stage,
+        sequence_parallel=resolved.sequence_parallel,
         recompute="full" if interval else "none",
         offload=_offload(zero, resolved.zero_stage),
         overlap_data=bool(overlap) and resolved.zero_stage >= 2,

@@ -27,6 +27,7 @@ class Resolved:
     tp_size: int
     dp_size: int
     ep_size: int  # ranks over which whole experts are spread: 1, or as many as tp_size
+    sequence_parallel: bool  # whether tensor-parallel ranks share the sequence between the blocks of a layer
     micro_batch: int
     accumulation: int
     train_batch: int

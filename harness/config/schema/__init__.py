@@ -3,7 +3,8 @@
 The JSON files in `schema/` are the one table of keys: what exists, of which type, with which default, and how
 DeepSpeed reads it. Besides the words of JSON Schema 2020-12 they carry a few of our own: `x-reader` (pydantic
 sections refuse what they do not know, plain ones ignore it), `x-crashes` (a wrong value ends DeepSpeed's parser),
-`x-aliases` (names that people write instead), `x-stages` (ZeRO stages at which a key acts), `x-removed`.
+`x-aliases` (names that people write instead), `x-stages` (ZeRO stages at which a key acts),
+`x-harness` (a key of the harness, which DeepSpeed refuses), `x-removed`.
 """
 
 from __future__ import annotations

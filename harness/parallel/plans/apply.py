@@ -27,7 +27,7 @@ from harness.parallel.plans.plan import ADVICE, InputRule, Plan, PlanRule, wildc
 from harness.parallel.plans.plan_file import WORDS
 from harness.parallel.plans.styles import STYLE_FUNCTIONS
 from harness.parallel.plans.target import PlanTarget
-from harness.parallel.tensor.partial_gradients import sum_partial_gradients
+from harness.parallel.tensor.partial_gradients import Values, sum_partial_gradients
 from harness.parallel.tensor.segments import sum_of
 from harness.parallel.tensor.shard import shard_of
 
@@ -122,7 +122,7 @@ def _adapt_modules(place: _Place, *, local_logits: bool) -> None:
         _cut_inputs(child, full_name, plan.inputs.get(pattern, {}), tensor, inside, place.config)
         if child is place.module or (pattern.endswith(".*") and pattern.count("*") == 1):  # a decoder layer
             local = local_logits and plan.splits_head and _holds(child, full_name, plan.head)
-            sum_partial_gradients(child, full_name, tensor, split_output=local)
+            sum_partial_gradients(child, full_name, tensor, output_kind=Values.SPLIT if local else Values.WHOLE)
 
 
 def _join(prefix: str, name: str) -> str:

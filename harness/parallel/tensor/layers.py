@@ -23,6 +23,7 @@ from harness.parallel.comm import (
     reduce_from_group,
     split_to_group,
 )
+from harness.parallel.tensor.sequence import SequenceShare
 from harness.parallel.tensor.shard import Shard, cut_parameter, shard_of, share_of, without_dim
 from harness.parallel.tensor.shared_input import copy_once
 from harness.parallel.weight_gradients import linear
@@ -136,11 +137,12 @@ class RowParallelLinear(nn.Linear):
     Per rank: x (..., in / size), this rank's part, as a column-parallel layer leaves it, or with
     `input_is_parallel=False` the whole (..., in), of which the layer takes its part; weight (out, in / size),
     or (in / size, out) with `weight_transposed`; bias (out), whole, added once, after the sum over the group.
-    The result (..., out) is whole. Shares are as a column-parallel layer's. Raises ValueError for fewer inputs than
-    ranks.
+    The result (..., out) is whole, or with `sequence` this rank's share of the tokens. Shares are as a column-parallel
+    layer's. Raises ValueError for fewer inputs than ranks.
     """
 
     group: dist.ProcessGroup | None
+    sequence: SequenceShare | None = None
     weight: nn.Parameter
     weight_transposed: bool
 
@@ -194,7 +196,8 @@ class RowParallelLinear(nn.Linear):
         weight = self.weight.t() if self.weight_transposed else self.weight
         if group_size(self.group) == 1:
             return linear(self, x, weight, self.bias)
-        y = reduce_from_group(linear(self, x, weight), self.group)
+        y = linear(self, x, weight)
+        y = reduce_from_group(y, self.group) if self.sequence is None else self.sequence.scatter(y)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:

@@ -11,20 +11,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
 
 from harness.errors import UserError
-from harness.parallel.comm import INTO_SPLIT, OUT_OF_SPLIT, TensorParallel, sum_over_group
+from harness.parallel.comm import (
+    GATHERS_SHARES,
+    INTO_SPLIT,
+    OUT_OF_SPLIT,
+    SPLITS_SEQUENCE,
+    TensorParallel,
+    sum_over_group,
+)
 from harness.parallel.tensor.shard import shard_of
 from harness.parallel.tensor.summed_gradients import sum_gradient, sums_gradient
 
 
+class Values(Enum):
+    """What a rank has of the values at a place of the graph: all, its heads or columns, or its tokens."""
+
+    WHOLE = auto()
+    SPLIT = auto()
+    SHARE = auto()
+
+
 @dataclass
 class ReachedParameters:
-    """What a walk came to: uncut parameters used on whole and on split values, cut ones used on whole values (past the
-    layer that sums), and whether an input was reached from split values."""
+    """What a walk came to: uncut parameters used on whole values, and on a part of them; cut ones used elsewhere than
+    between whole and split values (past the layer that sums, or on a share); and whether an input was reached from
+    other values than it holds, or a gradient is taken for whole that is not."""
 
     whole: set[nn.Parameter] = field(default_factory=set)
     partial: set[nn.Parameter] = field(default_factory=set)
@@ -32,45 +49,60 @@ class ReachedParameters:
     input_is_partial: bool = False
 
 
-def walk(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = (), *, split: bool = False) -> ReachedParameters:
-    """Walk the graph from `outputs` (split values themselves, or whole ones) back to `inputs` and to all leaves."""
+def walk(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = (), *, kind: Values = Values.WHOLE) -> ReachedParameters:
+    """Walk the graph from `outputs`, which hold values of this kind, back to `inputs` and to all leaves."""
     stops = {x.grad_fn for x in inputs if x.grad_fn is not None}
     reached, seen = ReachedParameters(), set()
-    ahead = [(x.grad_fn, split) for x in outputs]
+    ahead = [(x.grad_fn, x.output_nr, kind) for x in outputs]
     while ahead:
-        node, inside = ahead.pop()
-        if node is None or (node, inside) in seen:
+        node, place, here = ahead.pop()
+        if node is None or (node, place, here) in seen:
             continue
-        seen.add((node, inside))
+        seen.add((node, place, here))
         leaf: Tensor | None = getattr(node, "variable", None)
         if node in stops or (leaf is not None and not isinstance(leaf, nn.Parameter)):
-            reached.input_is_partial |= inside
+            reached.input_is_partial |= here is Values.SPLIT or (kind is Values.SHARE and here is not kind)
             continue
         if leaf is not None and shard_of(leaf) is None:
-            (reached.partial if inside else reached.whole).add(leaf)
-        elif leaf is not None and not inside:
+            (reached.whole if here is Values.WHOLE else reached.partial).add(leaf)
+        elif leaf is not None and here is not Values.SPLIT:
             reached.bare.add(leaf)
-        name = node.name()
-        inside = name in INTO_SPLIT or (inside and name not in OUT_OF_SPLIT)
-        ahead += [(parent, inside) for parent, _ in node.next_functions]
+        if node.name() == GATHERS_SHARES:
+            reached.input_is_partial |= (here is Values.SPLIT) != (place == 1)
+        here = _before(node.name(), here)
+        ahead += [(parent, number, here) for parent, number in node.next_functions]
     return reached
 
 
-def sum_partial_gradients(module: nn.Module, name: str, tensor: TensorParallel, *, split_output: bool = False) -> None:
+def _before(name: str, kind: Values) -> Values:
+    """Return of which kind the inputs are of a node whose outputs are of `kind`."""
+    if name == GATHERS_SHARES:
+        return Values.SHARE
+    if name in INTO_SPLIT:
+        return Values.SPLIT
+    if name == SPLITS_SEQUENCE or (kind is Values.SPLIT and name in OUT_OF_SPLIT):
+        return Values.WHOLE
+    return kind
+
+
+def sum_partial_gradients(
+    module: nn.Module, name: str, tensor: TensorParallel, *, output_kind: Values = Values.WHOLE
+) -> None:
     """At the first forward of `module` with gradients, see to it that those which are partial are summed.
 
     That forward raises UserError, naming `name`, where no sum can put a gradient right: where a parameter is used on
     whole and on split values both, or an input goes to split values without a copy to the group, or a cut parameter is
-    used without the layer that sums what it makes (by a fused kernel, say). `split_output`: the
-    output is this rank's part (vocabulary-parallel logits). What a reentrant activation checkpoint inside of `module`
-    recomputes is not in the graph, and not looked at; a checkpoint around it is none of its concern.
+    used without the layer that sums what it makes (by a fused kernel, say). `output_kind`: of the first output, where
+    `module.works_on_share` does not say it. What a reentrant activation checkpoint inside of `module` recomputes is not
+    in the graph, and not looked at; a checkpoint around it is none of its concern.
     """
 
     def after_forward(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         if not torch.is_grad_enabled():
             return
         handle.remove()
-        reached = walk(_tensors(_first(output)), _tensors((args, kwargs)), split=split_output)
+        kind = Values.SHARE if getattr(module, "works_on_share", False) else output_kind
+        reached = walk(_tensors(_first(output)), _tensors((args, kwargs)), kind=kind)
         names = {id(param): own for own, param in module.named_parameters()}
         misused = (reached.partial & reached.whole) | reached.bare
         mixed = sorted(names.get(id(param), "a parameter") for param in misused)

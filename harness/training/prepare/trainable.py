@@ -103,8 +103,9 @@ class TrainableModel:
         """What an engine must know of the layers; of a user's own it is not known whether they draw random numbers."""
         if self.causal is None:
             return LayerTraits(example=self.example)
-        # each tensor-parallel rank has its own part of what a module or layer hands on to a later one
-        return LayerTraits(local_states=bool(self.causal.outer.schema.states), draws=self.causal.outer.draws)
+        # each tensor-parallel rank has its own part of what a module or layer hands on to a later one, or its tokens
+        local = bool(self.causal.outer.schema.states) or self.causal.shares_sequence
+        return LayerTraits(local_states=local, draws=self.causal.outer.draws)
 
     @cached_property
     def _first_names(self) -> dict[str, str]:
@@ -179,6 +180,7 @@ def trainable_decoder(
         whole_logits=own_loss is not None,
         keep_fp32=can_keep_fp32(context.resolved),
         noise_alpha=args.neftune_noise_alpha,
+        sequence_parallel=context.resolved.sequence_parallel,
     )
     _require_kept(causal.in_fp32, context)
     _require_gradients(causal, context)

@@ -1,8 +1,8 @@
 """`--verify_plan`: before a model is built, its cut is tried on a tiny copy, and a wrong one refused on all ranks.
 
 `auto` tries what the matrix of tested families (`models/matrix.json`) does not hold as right in this layout, by the
-installed transformers, and all shares that are not equal; `on` tries always, and refuses what cannot be tried; `off`
-never tries.
+installed transformers, all shares that are not equal, and sequence parallelism; `on` tries always, and refuses what
+cannot be tried; `off` never tries.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def verify_plan(causal: CausalModel, context: RunContext, console: Console) -> N
     All ranks call it, once they know that the model can be cut at all.
     """
     source, requested, tensor = causal.source, context.args.verify_plan, context.groups.layout.tp_size
-    known = not causal.unequal and is_tested(source.config, tensor > 1)
+    known = not (causal.unequal or causal.shares_sequence) and is_tested(source.config, tensor > 1)
     if requested == "off" or (requested == "auto" and known):
         return
     start_time = time.perf_counter()
@@ -82,6 +82,7 @@ def _cut(source: ModelSource, tensor: TensorParallel, context: RunContext, unequ
         seed=context.args.seed,
         finish=lambda _: None,
         whole_experts=context.resolved.ep_size > 1,
+        sequence_parallel=context.resolved.sequence_parallel,
     )
     unequal |= cut.unequal
     return cut

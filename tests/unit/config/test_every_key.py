@@ -65,6 +65,7 @@ ACTS = {
     "/flops_profiler": "the engine; the harness ends the profile of a pipeline's step",
     "/timers": "the engine's throughput timer",
     "/tensor_parallel/autotp_size": "the layout",
+    "/tensor_parallel/sequence_parallel": "the decoder layers, and the rules on sequence parallelism",
     "/expert_parallel/enabled": "the layout",
     "/expert_parallel/autoep_size": "the layout",
 }

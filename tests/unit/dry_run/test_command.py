@@ -51,6 +51,29 @@ def test_every_stage_of_a_thousand_ranks_is_counted(capfd: pytest.CaptureFixture
     assert sent["data", "all_reduce"]["ranks"] == 256
 
 
+def test_with_sequence_parallelism_a_layer_gathers_and_scatters_where_it_summed(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def messages(shared: bool) -> dict[str, dict[str, Any]]:
+        path = tmp_path / "config.json"
+        tensor = {"autotp_size": 2, "sequence_parallel": shared}
+        path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "tensor_parallel": tensor}))
+        words = ("--world_size", "2", "--deepspeed_config", str(path), "--model_name_or_path", "tiny-llama")
+        (report,) = of_all_stages(capfd, *words)
+        return {message["operation"]: message for message in report["messages"]}
+
+    whole, shared = messages(False), messages(True)
+    layers, width = 4, 128
+    state = 2 * 16 * width * 4  # bytes of a hidden state of two samples in float32
+    assert "all_gather" not in whole and "reduce_scatter" not in whole
+    # two blocks a layer, forward and backward; behind the embedding and before the head the shares are joined as well
+    assert (shared["all_gather"]["count"], shared["all_gather"]["bytes"]) == (layers * 4 + 2, (layers * 4 + 2) * state)
+    assert shared["reduce_scatter"]["count"] == layers * 4
+    assert shared["reduce_scatter"]["bytes"] == layers * 4 * state
+    # the gradients of the norms between the blocks are summed besides
+    assert whole["all_reduce"]["bytes"] - shared["all_reduce"]["bytes"] == layers * 4 * state - layers * 2 * width * 4
+
+
 def test_what_a_run_would_refuse_is_refused_in_its_words(capfd: pytest.CaptureFixture[str], config: str) -> None:
     code, out, error = dry_run(capfd, "--rank", "0", "--world_size", "6", "--deepspeed_config", config)
     assert (code, out) == (1, "")

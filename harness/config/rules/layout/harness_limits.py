@@ -149,6 +149,14 @@ _REFUSED = (
         "raises AssertionError when the engine starts",
     ),
     _Refusal(
+        "/activation_checkpointing/partition_activations",
+        lambda view: view.sequence_parallel and view.on("/activation_checkpointing/partition_activations"),
+        "partition_activations has nothing to distribute where tensor_parallel.sequence_parallel is on: each rank "
+        "stores its share of the sequence already",
+        "remove partition_activations",
+        "takes activations for equal on all tensor-parallel ranks",
+    ),
+    _Refusal(
         "/torch_autocast/dtype",
         lambda view: view.on("/torch_autocast/enabled") and view.get("/torch_autocast/dtype") in FLOAT16,
         "torch_autocast in float16 clips by a gradient norm that includes the loss scale",

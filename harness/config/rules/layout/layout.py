@@ -13,7 +13,8 @@ from harness.config.values.pointers import AUTO
 from harness.config.view import RunView
 from harness.wording import counted
 
-_READ = {"/tensor_parallel": "autotp_size", "/expert_parallel": "autoep_size"}
+_READ = {"/tensor_parallel": ("autotp_size", "sequence_parallel"), "/expert_parallel": ("autoep_size",)}
+SEQUENCE_PARALLEL = "/tensor_parallel/sequence_parallel"
 
 
 @rule(
@@ -53,10 +54,11 @@ def layout_does_not_fit(view: RunView) -> Iterator[Finding]:
     right='{"train_micro_batch_size_per_gpu": 1}',
 )
 def sequence_parallel_in_the_harness(view: RunView) -> Iterator[Finding]:
-    """A size for sequence parallelism, which the harness does not support.
+    """A size for DeepSpeed's sequence parallelism, which the harness does not support.
 
     DeepSpeed needs the model's attention to be rewritten for it (Ulysses); a model that is not, computes
-    each sequence on every rank.
+    each sequence on every rank. `tensor_parallel.sequence_parallel` is another thing, which the harness
+    supports.
     """
     size = view.size("/sequence_parallel_size") or 1
     if view.target == "harness" and size > 1:
@@ -80,21 +82,21 @@ def autotp_option_in_the_harness(view: RunView) -> Iterator[Finding]:
     """An option of DeepSpeed's AutoTP or AutoEP, which do not run under the harness.
 
     The harness cuts the layers itself, by the plans that the model declares, and takes nothing but
-    `tensor_parallel.autotp_size` and `expert_parallel.autoep_size` (where `enabled`) from these sections;
-    they are not handed on to DeepSpeed.
+    `tensor_parallel.autotp_size`, `tensor_parallel.sequence_parallel` and `expert_parallel.autoep_size`
+    (where `enabled`) from these sections; they are not handed on to DeepSpeed.
     """
     if view.target != "harness":
         return
     for visit in view.visits:
-        size = _READ.get(visit.parent)
-        if size is None or visit.key is None or visit.name in (size, "dtype", "enabled"):
+        read = _READ.get(visit.parent)
+        if read is None or visit.key is None or visit.name in (*read, "dtype", "enabled"):
             continue
         if visit.value not in (AUTO, None, visit.key.spec.get("default")):
             tool = "AutoTP" if visit.parent == "/tensor_parallel" else "AutoEP"
             yield Finding(
                 pointer=visit.pointer,
                 message=f"{visit.name} is an option of {tool}, which the harness does not use",
-                hint=f"remove it: the harness reads only {size} here",
+                hint=f"remove it: the harness reads only {' and '.join(read)} here",
                 deepspeed="does not get this section from the harness",
             )
 
@@ -157,6 +159,56 @@ def size_that_is_none(view: RunView) -> Iterator[Finding]:
                 edits=_number(view, pointer),
                 is_safe=False,
             )
+
+
+@rule(
+    "DS316",
+    "sequence-parallel-outside-the-harness",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1, "sequence_parallel": true}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}',
+    target="deepspeed",
+)
+def sequence_parallel_outside_the_harness(view: RunView) -> Iterator[Finding]:
+    """tensor_parallel.sequence_parallel in a config that is not for the harness.
+
+    The harness splits the sequence over the tensor-parallel ranks between the blocks of a layer
+    (Korthikanti et al. 2022, arXiv 2205.05198) and keeps the key to itself. DeepSpeed checks this section
+    and refuses keys that it does not know.
+    """
+    if view.target != "harness" and view.has(SEQUENCE_PARALLEL) and view.get(SEQUENCE_PARALLEL) != AUTO:
+        yield Finding(
+            pointer=SEQUENCE_PARALLEL,
+            message="sequence_parallel is a key of the harness",
+            hint="remove it, or train with the harness",
+            deepspeed="refuses the config: extra inputs are not permitted",
+            edits=edits.remove(view.document, SEQUENCE_PARALLEL),
+            is_safe=False,
+        )
+
+
+@rule(
+    "DS317",
+    "sequence-parallel-on-one-rank",
+    Severity.WARNING,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1, "sequence_parallel": true}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2, "sequence_parallel": true}}',
+)
+def sequence_parallel_on_one_rank(view: RunView) -> Iterator[Finding]:
+    """tensor_parallel.sequence_parallel is on, but there is no tensor parallelism.
+
+    Sequence parallelism splits the sequence over the ranks of a tensor-parallel group, so it needs at least
+    two of them.
+    """
+    if view.target == "harness" and view.tensor == 1 and view.on(SEQUENCE_PARALLEL):
+        yield Finding(
+            pointer=SEQUENCE_PARALLEL,
+            message="sequence_parallel has no effect: there is one tensor-parallel rank",
+            hint="set tensor_parallel.autotp_size to 2 or more, or remove it",
+            deepspeed="does not get this section from the harness",
+        )
 
 
 def _number(view: RunView, pointer: str) -> tuple[Edit, ...]:

@@ -69,7 +69,7 @@ MEGATRON = {
     "expert_model_parallel_size": "--expert_parallel_size",
     "data_parallel_size": LAYOUT,
     "context_parallel_size": "a smaller --block_size: there is no context parallelism",
-    "sequence_parallel": "nothing: there is no sequence parallelism",
+    "sequence_parallel": "tensor_parallel.sequence_parallel in the JSON",
     "seq_length": "--block_size",
     "max_position_embeddings": "--block_size; the model's own config.json says how long it can be",
     "train_iters": "--max_steps",

@@ -1,0 +1,93 @@
+"""Let the blocks of a layer that was cut take in and give out shares of the sequence.
+
+A block is a module of the layer: its attention, its feed-forward network. It needs all tokens, so its hidden state is
+gathered first. Norms, dropout and activations between the blocks work on each token alone, so they work on a share.
+Whatever else a layer holds is taken for a block: it computes on all tokens, alike on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from harness.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, SharedColumnLinear
+from harness.parallel.tensor.sequence import SequenceShare
+from harness.parallel.tensor.shard import shard_of
+
+_COLUMNS = (ColumnParallelLinear, SharedColumnLinear)
+
+
+def share_sequence(layer: Any, group: dist.ProcessGroup) -> SequenceShare:
+    """Let `layer` work on a share of the sequence; return the record of it, which each forward is to enter."""
+    share = SequenceShare(group)
+    layer.works_on_share = True  # see `harness.parallel.tensor.partial_gradients`
+    for block in _blocks(layer):
+        row = _last_row(block)
+        if row is not None:
+            row.sequence = share
+        if block is row:
+            continue
+        _gather_inputs(block, share, first_alone=row is not None)
+        if not _gives_columns(block):
+            _split_outputs(block, share)
+    return share
+
+
+def _blocks(layer: nn.Module) -> Iterator[nn.Module]:
+    for child in layer.children():
+        if type(child) in (nn.ModuleList, nn.ModuleDict):  # never called itself
+            yield from _blocks(child)
+        elif any(param.dim() > 1 or shard_of(param) is not None for param in child.parameters()):
+            yield child
+
+
+def _last_row(block: nn.Module) -> RowParallelLinear | None:
+    """Return the one layer of `block` that sums over the group, where nothing else in it does.
+
+    What follows it (a dropout, a residual) then works on a share.
+    """
+    rows = [module for module in block.modules() if isinstance(module, RowParallelLinear)]
+    return rows[0] if len(rows) == 1 and not _is_cut_otherwise(block) else None
+
+
+def _gives_columns(block: nn.Module) -> bool:
+    """Whether nothing in `block` sums over the group or gathers, so that it gives some columns of all tokens."""
+    columns = [module for module in block.modules() if isinstance(module, _COLUMNS)]
+    sums = any(isinstance(module, RowParallelLinear) for module in block.modules())
+    return bool(columns) and not sums and not any(getattr(module, "gather_output", False) for module in columns)
+
+
+def _is_cut_otherwise(block: nn.Module) -> bool:
+    """Whether `block` holds matrices that are cut and belong to no linear layer, as fused experts do."""
+    linears = [module for module in block.modules() if isinstance(module, (*_COLUMNS, RowParallelLinear))]
+    known = {id(param) for linear in linears for param in linear.parameters(recurse=False)}
+    cut = (param for param in block.parameters() if param.dim() > 1 and shard_of(param) is not None)
+    return any(id(param) not in known for param in cut)
+
+
+def _gather_inputs(block: nn.Module, share: SequenceShare, *, first_alone: bool) -> None:
+    """Gather the hidden states that `block` is given; `first_alone`: the first one, as others are added at its end."""
+
+    def before_forward(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given: dict[int | str, Any] = dict(enumerate(args)) | {**kwargs}
+        hidden = [place for place, value in given.items() if share.is_share(value)]
+        for place in hidden[:1] if first_alone else hidden:
+            given[place] = share.gather(given[place])
+        return tuple(given[place] for place in range(len(args))), {name: given[name] for name in kwargs}
+
+    block.register_forward_pre_hook(before_forward, with_kwargs=True)
+
+
+def _split_outputs(block: nn.Module, share: SequenceShare) -> None:
+    """Keep this rank's share of the hidden states that `block` gives for all tokens."""
+
+    def after_forward(_module: nn.Module, _args: object, output: Any) -> Any:
+        return tree_map(lambda value: share.split(value) if share.is_whole(value) else value, output)
+
+    block.register_forward_hook(after_forward)

@@ -1,0 +1,191 @@
+"""Sequence parallelism: between its blocks a layer computes on a share of the tokens on each tensor-parallel rank.
+
+After Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2. A hidden state (batch, sequence, width) is a *share*
+where a rank holds its stretch of the sequence. Before a block the shares are gathered; the sum after a block is
+scattered. Together that sends as much as the all-reduce in their place, and what lies between the blocks (norms,
+dropout, residuals) is computed and stored once, not once a rank. The first ranks hold a token more where the size of
+the group does not divide the sequence. A hidden state may also come as (batch * sequence, width).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from harness.config.model.shares import stretch
+from harness.parallel.comm import Context, apply, group_rank, group_size
+from harness.parallel.tensor.shared_input import keep_copy
+
+
+@dataclass
+class SequenceShare:
+    """How the hidden state that a layer works on now is shared out.
+
+    Attributes:
+        group: the tensor-parallel ranks that share it.
+        batch, length, width: the shape of the whole hidden state.
+    """
+
+    group: dist.ProcessGroup
+    batch: int = 0
+    length: int = 0
+    width: int = 0
+    _gathered: tuple[Tensor, list[Tensor]] | None = None
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """How many tokens of a sequence each rank has."""
+        return widths_of(self.length, self.group)
+
+    @contextmanager
+    def forward_of(self, share: Tensor, length: int) -> Iterator[None]:
+        """Enter a forward of the layer with `share` of sequences of `length` tokens."""
+        self.batch, self.length, self.width = share.shape[0], length, share.shape[-1]
+        try:
+            yield
+        finally:
+            self._gathered = None  # else it would outlive the step
+
+    def is_share(self, x: object) -> bool:
+        """Whether `x` is a hidden state of this rank's tokens."""
+        return self._is_hidden(x, self.widths[group_rank(self.group)])
+
+    def is_whole(self, x: object) -> bool:
+        """Whether `x` is a hidden state of all tokens."""
+        return self._is_hidden(x, self.length)
+
+    def gather(self, share: Tensor) -> Tensor:
+        """Return the hidden state of all tokens, and the same tensor again for the same share.
+
+        The gradient of what column-parallel layers make of it directly is reduced and scattered; any other must be
+        whole, and each rank keeps its share of it.
+        """
+        if not self._gathered or self._gathered[0] is not share:
+            kept: list[Tensor] = []
+            both = _gather(self._with_batch(share), self.group, self.widths, kept)
+            kept += [whole.flatten(0, 1) if share.dim() == 2 else whole for whole in both]
+            self._gathered = (share, kept)
+        kept = self._gathered[1]
+        if kept[0].requires_grad:
+            keep_copy(kept, self.group)
+        return kept[0]
+
+    def scatter(self, partial: Tensor) -> Tensor:
+        """Sum a hidden state of all tokens over the group; return this rank's share of the sum."""
+        share = apply(_ScatterSequence, self._with_batch(partial), self.group, self.widths)
+        return share.flatten(0, 1) if partial.dim() == 2 else share
+
+    def split(self, whole: Tensor) -> Tensor:
+        """Return this rank's share of a hidden state that all ranks have."""
+        share = split_sequence(self._with_batch(whole), self.group)
+        return share.flatten(0, 1) if whole.dim() == 2 else share
+
+    def _is_hidden(self, x: object, tokens: int) -> bool:
+        shapes = ((self.batch, tokens, self.width), (self.batch * tokens, self.width))
+        return isinstance(x, Tensor) and x.is_floating_point() and tuple(x.shape) in shapes
+
+    def _with_batch(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (self.batch, -1)) if x.dim() == 2 else x
+
+
+def widths_of(length: int, group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return how many of `length` tokens each rank of the group has."""
+    size = group_size(group)
+    return tuple(stop - start for start, stop in (stretch(length, rank, size) for rank in range(size)))
+
+
+def split_sequence(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Forward: this rank's share of what all ranks have. Backward: the gradients of the shares are joined."""
+    return apply(_SplitSequence, whole, group, widths_of(whole.shape[1], group))
+
+
+def join_sequence(share: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+    """Forward: the shares of sequences of `length` tokens are joined. Backward: each rank keeps its share of the
+    gradient, which must be whole."""
+    return _gather(share, group, widths_of(length, group), [])[0]
+
+
+def _gather(
+    share: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...], kept: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    both: tuple[Tensor, Tensor] = _GatherSequence.apply(  # type: ignore[no-untyped-call]  # torch gives it no types
+        share, group, widths, kept
+    )
+    return both
+
+
+def _join(share: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Tensor:
+    padded = _padded(share, max(widths))
+    parts = padded.new_empty((len(widths) * padded.shape[0], *padded.shape[1:]))
+    dist.all_gather_single(parts, padded.contiguous(), group=group)
+    shares = [part[:, :width] for part, width in zip(parts.chunk(len(widths)), widths, strict=True)]
+    return torch.cat(shares, dim=1)
+
+
+def _reduce(partial: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Tensor:
+    parts = torch.cat([_padded(part, max(widths)) for part in partial.split(list(widths), dim=1)])
+    total = parts.new_empty((partial.shape[0], *parts.shape[1:]))
+    dist.reduce_scatter_single(total, parts, group=group)
+    own = widths[group_rank(group)]
+    return total if own == total.shape[1] else total[:, :own].contiguous()
+
+
+def _own_share(whole: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Tensor:
+    rank = group_rank(group)
+    return whole.narrow(1, sum(widths[:rank]), widths[rank]).contiguous()
+
+
+def _padded(share: Tensor, tokens: int) -> Tensor:
+    """Return a share of `tokens` tokens: collectives want one size on all ranks."""
+    return pad(share, (0, 0, 0, tokens - share.shape[1])) if share.shape[1] < tokens else share
+
+
+class _GatherSequence(torch.autograd.Function):
+    """Gives the whole hidden state twice: for whole gradients, and for partial ones."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, share: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...], kept: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.group, ctx.widths, ctx.kept = group, widths, kept
+        whole = _join(share, group, widths)
+        return whole, whole.detach()
+
+    @staticmethod
+    def backward(
+        ctx: Context, whole_grad: Tensor | None, partial_grad: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
+        ctx.kept.clear()  # else the graph of the step would outlive it
+        grads = [] if whole_grad is None else [_own_share(whole_grad, ctx.group, ctx.widths)]
+        if partial_grad is not None:
+            grads.append(_reduce(partial_grad, ctx.group, ctx.widths))
+        return sum(grads[1:], grads[0]) if grads else None, None, None, None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, partial: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.widths = group, widths
+        return _reduce(partial, group, widths)
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _join(grad, ctx.group, ctx.widths), None, None
+
+
+class _SplitSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, whole: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.widths = group, widths
+        return _own_share(whole, group, widths)
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _join(grad, ctx.group, ctx.widths), None, None
