@@ -9,6 +9,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -125,6 +126,27 @@ def announce_instructions(
     before = engine._INSTRUCTION_MAP
     engine._INSTRUCTION_MAP = {kind: announced(kind.__name__, execute) for kind, execute in before.items()}
     return partial(setattr, engine, "_INSTRUCTION_MAP", before)
+
+
+def before_reduction(engine: PipelineEngine, act: Callable[[], None]) -> None:
+    """Have `act` called once a step, when all gradients of the step are accumulated and none is reduced yet."""
+    execute: Callable[..., None] = engine._INSTRUCTION_MAP[ReduceTiedGrads]
+
+    def run(self: PipelineEngine) -> None:
+        act()
+        execute(self)
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceTiedGrads: run}
+
+
+def accumulated_gradient(parameter: Tensor) -> Tensor | None:
+    """Return the gradient that a pipeline's engine accumulates, in the parameter's shape: the optimizer's own, where it
+    has one (flat in bf16), or torch's."""
+    for name in ("_hp_grad", "grad_accum"):
+        gradient: Tensor | None = getattr(parameter, name, None)
+        if gradient is not None:
+            return gradient.view_as(parameter)
+    return parameter.grad
 
 
 def scales_loss_dynamically(optimizer: EngineOptimizer) -> bool:

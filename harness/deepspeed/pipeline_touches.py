@@ -58,6 +58,13 @@ PIPELINE_TOUCHES = (
         "sums the gradients of the weights that the module names, of one dtype at a time",
         uses=("get_tied_weights_and_groups", "_hp_grad", "grad"),
     ),
+    Touch(
+        "pipeline: accumulated gradients",
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_gradient_for_reduction",
+        "read before they are reduced, to sum those that are partial on tensor-parallel ranks",
+        parameters=("param",),
+        uses=("grad_accum", "grad"),
+    ),
     # schedule
     Touch(
         "schedule: what a step executes",

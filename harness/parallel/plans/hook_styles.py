@@ -14,10 +14,9 @@ from harness.parallel.comm import (
     gather_from_group,
     reduce_from_group,
     split_to_group,
-    sum_over_group,
 )
 from harness.parallel.plans.target import PlanTarget
-from harness.parallel.tensor.summed_gradients import sum_gradients
+from harness.parallel.tensor.summed_gradients import GradientSum, sum_gradients
 
 
 def replicated_with_grad_allreduce(target: PlanTarget) -> nn.Module:
@@ -25,7 +24,7 @@ def replicated_with_grad_allreduce(target: PlanTarget) -> nn.Module:
     for module in target.module.modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]
         if names:
-            sum_gradients(module, names, lambda grad: sum_over_group(grad, target.tensor.group))
+            sum_gradients(module, names, GradientSum(target.tensor.group))
     return target.module
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from harness.errors import UserError
-from harness.parallel.comm import TensorParallel, sum_over_group
+from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.plan import Plan
 from harness.parallel.tensor.layers import (
@@ -28,7 +28,7 @@ from harness.parallel.tensor.layers import (
     SharedColumnLinear,
 )
 from harness.parallel.tensor.shard import Shard, cut_parameter, shard_of
-from harness.parallel.tensor.summed_gradients import sum_gradients, sum_gradients_of_copies
+from harness.parallel.tensor.summed_gradients import GradientSum, sum_gradients, sum_gradients_of_copies
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -99,7 +99,7 @@ def _follow_layer(wrapper: Any, base: Any, name: str, tensor: TensorParallel) ->
     if isinstance(base, SharedColumnLinear):
         for key, linear in list(wrapper.lora_B.items()):
             layer = SharedColumnLinear.from_linear(linear, base.group, pieces=base.pieces, weight_transposed=False)
-            sum_gradients(layer, ["weight", "bias"], lambda grad: sum_over_group(grad, tensor.group))
+            sum_gradients(layer, ["weight", "bias"], GradientSum(tensor.group))
             wrapper.lora_B[key] = layer
     elif shard is None:
         return  # whole on every rank, and so are its adapters

@@ -23,10 +23,9 @@ from harness.parallel.comm import (
     OUT_OF_SPLIT,
     SPLITS_SEQUENCE,
     TensorParallel,
-    sum_over_group,
 )
 from harness.parallel.tensor.shard import shard_of
-from harness.parallel.tensor.summed_gradients import sum_gradient, sums_gradient
+from harness.parallel.tensor.summed_gradients import GradientSum, sum_gradient, sums_gradient
 
 
 class Values(Enum):
@@ -114,7 +113,7 @@ def sum_partial_gradients(
             )
         for param in reached.partial:
             if not sums_gradient(param):
-                sum_gradient(param, lambda grad: sum_over_group(grad, tensor.group))
+                sum_gradient(param, GradientSum(tensor.group))
 
     handle = module.register_forward_hook(after_forward, with_kwargs=True)
 

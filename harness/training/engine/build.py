@@ -18,7 +18,13 @@ from torch import nn
 from harness.config import Resolved
 from harness.config.values.idle_keys import without_idle
 from harness.config.values.json_object import JsonObject
-from harness.deepspeed.engine import announce_instructions, check_every_gradient, forget_outputs
+from harness.deepspeed.engine import (
+    accumulated_gradient,
+    announce_instructions,
+    before_reduction,
+    check_every_gradient,
+    forget_outputs,
+)
 from harness.deepspeed.kept_in_fp32 import keeping_fp32, reduce_fp32_gradients
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_groups import MpuAdapter
@@ -29,6 +35,7 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.draws import DrawKeys
 from harness.parallel.pipeline.schedules.following import follow_schedule
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, deepspeed_topology
+from harness.parallel.tensor.summed_gradients import put_off_sums, sum_once
 from harness.parallel.values import Value
 from harness.parallel.zero.in_place_inputs import copy_hooked_inputs
 from harness.topology.groups import Groups
@@ -124,6 +131,8 @@ def build_engine(
     if isinstance(module, LayerSequence):
         announce_layers(module.calls)
     else:
+        put_off_sums(module.parameters())
+        before_reduction(engine, partial(sum_once, list(module.parameters()), accumulated_gradient))
         follow_schedule(engine, context.resolved.schedule)
         announce_instructions(engine, beat)
         guarded.release = partial(forget_outputs, engine)
