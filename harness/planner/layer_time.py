@@ -17,6 +17,8 @@ PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8, "
 # Operations that a host issues for a layer's forward, counted on a decoder of transformers; backward issues twice as
 # many, one gradient for each input. A collective takes as long as a few of them.
 OPERATIONS, COLLECTIVE_OPERATIONS = 50, 3
+# Rate of the backward kernel of attention beside the forward one (Dao 2023, section 4.1: 63% of the peak beside 73%).
+BACKWARD_RATE = 63 / 73
 # Bytes that each logit is moved for. Forward: written, widened to fp32, its maximum found and taken off, exponentials,
 # their sum. Backward: scaled, and narrowed again.
 LOGIT_BYTES = Seconds(32.0, 18.0)
@@ -27,11 +29,14 @@ def layer_seconds(hardware: Hardware, workload: Workload, strategy: Strategy, la
     """Return the seconds of a layer's own work; the host's where it is slower to issue it."""
     tokens = strategy.micro_batch * workload.sequence // strategy.context
     attention = _attention(hardware, workload, strategy, layer)
-    again = attention.forward if strategy.recompute == "selective" else 0.0
+    products = _projections(hardware, workload, strategy, layer, tokens)
+    elementwise = _elementwise(hardware, workload, strategy, layer, tokens)
+    half = products.forward / 2 + elementwise.forward
+    again = {"selective": attention.forward, "half": half}.get(strategy.recompute, 0.0)
     device = (
-        _projections(hardware, workload, strategy, layer, tokens)
+        products
         + attention
-        + _elementwise(hardware, workload, strategy, layer, tokens)
+        + elementwise
         + _summed(hardware, workload, strategy, layer)
         + Seconds(0.0, again)
     )
@@ -99,7 +104,7 @@ def _attention(hardware: Hardware, workload: Workload, strategy: Strategy, layer
         work = 2.0 * tokens * context(layer, length) * (layer.query + layer.output) / tp
         rate = hardware.flops[precision] * hardware.attention_efficiency * workload.attention_speed
         seconds = work / rate + hardware.kernel_seconds
-        return Seconds(seconds, 2.5 * seconds)
+        return Seconds(seconds, 2.5 * seconds / BACKWARD_RATE)
     heads = _share(layer.heads, tp)
     size = layer.query // layer.heads
     scores = product(hardware, precision, length, size, length, samples * heads)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from harness.planner.shape import DecoderShape, LayerShape
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "half", "full"]
 Schedule = Literal["1f1b", "zero-bubble", "zero-bubble-2p", "zero-bubble-v"]
 Offload = Literal["none", "optimizer", "optimizer+parameters"]
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}  # of what is stored; products may use fewer
@@ -57,7 +57,8 @@ class Strategy:
         tokens_travel: whether tokens are sent to the ranks of their experts; else these ranks see the same tokens.
         micro_batch: samples; accumulation: micro-batches of a data-parallel rank in a step.
         zero_stage: what data-parallel ranks share out: 1 optimizer states, 2 gradients too, 3 parameters too.
-        recompute: what the backward computes again: nothing, the core of attention, or whole layers.
+        recompute: what the backward computes again: nothing, the core of attention, all but it and every second matrix
+            product, or whole layers.
         virtual_stages: parts of the model on each stage (Narayanan et al. 2021, interleaved schedule).
         sequence_parallel: whether tensor-parallel ranks share out what lies between their layers (Korthikanti et al.
             2022).

@@ -173,7 +173,10 @@ def _at_500_watts(hardware: Hardware) -> Hardware:
     scale = (500 / 700) ** 0.5
     efficiency = {key: value * scale for key, value in hardware.matmul_efficiency.items()}
     rate = hardware.memory_bytes_per_second * 2400 / 3350
-    return replace(hardware, matmul_efficiency=efficiency, memory_bytes_per_second=rate)
+    attention = hardware.attention_efficiency * scale
+    return replace(
+        hardware, matmul_efficiency=efficiency, attention_efficiency=attention, memory_bytes_per_second=rate
+    )
 
 
 def _attention_speed(row: dict[str, str]) -> float:
@@ -234,11 +237,14 @@ def strategy_of(row: dict[str, str]) -> Strategy:
     tp, pp, cp = number(row, "tp"), number(row, "pp"), number(row, "cp")
     dp = number(row, "gpus") // (tp * pp * cp)
     micro, batch = number(row, "micro_batch"), number(row, "global_batch")
+    expert = number(row, "ep", dp if "DeepEP" in row["notes"] else 1)  # DeepEP sends tokens to expert-parallel ranks
     if dp < 1 or batch % (dp * micro):
         raise Unusable("sizes that do not multiply")
     overlaps = program.is_megatron and not program.is_early
     shares_states = "distributed" in row["zero_or_distopt"] or any(n in system for n in ("NeMo", "Bridge", "nanotron"))
     recompute: Recompute = "full" if row["recompute"].startswith("full") else "none"
+    if row["recompute"].startswith("selective"):  # torchtitan saves attention and every second matrix product
+        recompute = "half" if system == "torchtitan" else "selective"
     schedules: dict[str, Schedule] = {"ZB-1p": "zero-bubble", "ZB-2p": "zero-bubble-2p", "ZB-V": "zero-bubble-v"}
     schedule = next((value for name, value in schedules.items() if name in system), "1f1b")
     return Strategy(
@@ -246,12 +252,12 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         tensor=tp,
         data=dp,
         context=cp,
-        expert=number(row, "ep"),
+        expert=expert,
         tokens_travel=True,
         micro_batch=micro,
         accumulation=batch // (dp * micro),
         zero_stage=3 if program.is_fsdp else int(shares_states),
-        recompute="selective" if row["recompute"].startswith("selective") else recompute,
+        recompute=recompute,
         schedule=schedule,
         virtual_stages=number(row, "vpp"),
         sequence_parallel=row["seq_parallel"].startswith("yes") or (overlaps and tp > 1),
