@@ -33,13 +33,7 @@ def layer_seconds(hardware: Hardware, workload: Workload, strategy: Strategy, la
     elementwise = _elementwise(hardware, workload, strategy, layer, tokens)
     half = products.forward / 2 + elementwise.forward
     again = {"selective": attention.forward, "half": half}.get(strategy.recompute, 0.0)
-    device = (
-        products
-        + attention
-        + elementwise
-        + _summed(hardware, workload, strategy, layer)
-        + Seconds(0.0, again)
-    )
+    device = products + attention + elementwise + _summed(hardware, workload, strategy, layer) + Seconds(0.0, again)
     collectives = 2 * COLLECTIVE_OPERATIONS if strategy.tensor > 1 else 0
     operations = OPERATIONS * (2 if layer.experts else 1)  # routing takes as many again
     issue = (operations + collectives) * hardware.dispatch_seconds

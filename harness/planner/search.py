@@ -136,6 +136,8 @@ def _zero(task: Task, base: Strategy) -> list[tuple[int, Offload]]:
         plain.append((1, "none"))
     if base.pipeline > 1 or base.data == 1:
         return plain
+    if task.hardware.is_host:  # which has no other memory to offload to
+        return [*plain, (2, "none"), (3, "none")]
     return [*plain, (2, "none"), (3, "none"), (2, "optimizer"), (3, "optimizer"), (3, "optimizer+parameters")]
 
 

@@ -66,7 +66,11 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     times = strategy.accumulation
     compute, tensor = times * own[slowest], times * traffic[slowest]
     bubble = (sum(both) - both[slowest]) * _left_bubble(strategy) / strategy.virtual_stages
-    idle = 1 - times * sum(both) / (len(both) * (times * both[slowest] + bubble))
+    busy, whole = times * sum(both) / len(both), times * both[slowest] + bubble
+    # On a crowded host a stage that waits leaves its core to another: either the cores are all at work, or the slowest
+    # chain of stages has them to itself.
+    used = max(busy, whole / hardware.crowding) / whole
+    compute, tensor, bubble, idle = compute * used, tensor * used, bubble * used, 1 - busy / (whole * used)
     heaviest = max(local_parameters(workload, strategy, stage) for stage in stages)
     return StepSeconds(
         compute=compute,
@@ -139,6 +143,7 @@ def _data(hardware: Hardware, workload: Workload, strategy: Strategy, held: floa
     group = data_group(hardware, strategy)
     if group.size == 1:
         return 0.0
+    contention = 1.0 if hardware.is_host else CONTENTION
     width, times, stage = workload.element_bytes, strategy.accumulation, strategy.zero_stage
     gradients, parameters = held * _reduced_bytes(workload, strategy), held * width
     window = compute / times * 2 / 3  # the backward in which gradients are final: of the last micro-batch, and of
@@ -149,14 +154,14 @@ def _data(hardware: Hardware, workload: Workload, strategy: Strategy, held: floa
         once = 2 * half_ring(group, parameters / layers) + half_ring(group, gradients / layers)
         moved = times * layers * once
         ends = once  # the first gather and the last reduction
-        return max(0.0, moved - compute) + CONTENTION * min(moved, compute) + ends
+        return max(0.0, moved - compute) + contention * min(moved, compute) + ends
     whole = strategy.whole_gradients or not stage
     reduce = all_reduce(group, gradients) if whole else half_ring(group, gradients)
     reduce *= times if stage == 2 else 1
     hidden = (compute * 2 / 3 if stage == 2 else window) if strategy.overlap_data else 0.0
     gather = half_ring(group, parameters) if stage else 0.0
     shown = max(0.0, gather - window / 2) if strategy.overlap_parameters else gather
-    return max(0.0, reduce - hidden) + CONTENTION * min(reduce, hidden) + shown
+    return max(0.0, reduce - hidden) + contention * min(reduce, hidden) + shown
 
 
 def _reduced_bytes(workload: Workload, strategy: Strategy) -> float:

@@ -174,9 +174,7 @@ def _at_500_watts(hardware: Hardware) -> Hardware:
     efficiency = {key: value * scale for key, value in hardware.matmul_efficiency.items()}
     rate = hardware.memory_bytes_per_second * 2400 / 3350
     attention = hardware.attention_efficiency * scale
-    return replace(
-        hardware, matmul_efficiency=efficiency, attention_efficiency=attention, memory_bytes_per_second=rate
-    )
+    return replace(hardware, matmul_efficiency=efficiency, attention_efficiency=attention, memory_bytes_per_second=rate)
 
 
 def _attention_speed(row: dict[str, str]) -> float:

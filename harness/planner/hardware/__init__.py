@@ -42,6 +42,7 @@ class Hardware:
         host_bytes_per_second: between a device and its host's memory.
         host_memory_bytes: of the host, for each device.
         host_memory_bytes_per_second: of the host's memory, for each device.
+        crowding: ranks for each core of a host whose processor is the device; its constants are those of all at work.
     """
 
     name: str
@@ -60,6 +61,12 @@ class Hardware:
     host_bytes_per_second: float
     host_memory_bytes: float
     host_memory_bytes_per_second: float
+    crowding: float = 1.0
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the device is the host's own processor: its memory is the host's, and its cores do all traffic."""
+        return self.compute_units == 1
 
     @property
     def limit_bytes(self) -> float:
@@ -105,6 +112,11 @@ def _shared(hardware: Hardware, ranks: int, cores: float) -> Hardware:
         flops={key: value * speed for key, value in hardware.flops.items()},
         memory_bytes_per_second=hardware.memory_bytes_per_second * speed,
         dispatch_seconds=hardware.dispatch_seconds / speed,
+        host_memory_bytes_per_second=hardware.host_memory_bytes_per_second * speed,
+        node=Link(
+            bytes_per_second=hardware.node.bytes_per_second * speed, hop_seconds=hardware.node.hop_seconds / speed
+        ),
+        crowding=1 / speed,
     )
 
 

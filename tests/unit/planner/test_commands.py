@@ -83,6 +83,7 @@ def test_a_plan_has_the_schedules_and_the_whole_experts_that_a_run_can_have(caps
         (2, 2),
         (4, 4),
     }
+    assert {row["offload"] for row in rows} == {"none"}  # the device's memory is the host's
     assert {row["schedule"] for row in rows if row["layout"]["pipeline"] == 1} == {"1f1b"}
     assert {row["schedule"] for row in rows if row["layout"]["pipeline"] == 2} == {"1f1b", "zero-bubble"}
     both = [row["expert_parallel_size"] > 1 and row["schedule"] == "zero-bubble" for row in rows]

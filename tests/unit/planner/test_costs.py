@@ -75,6 +75,16 @@ def test_the_first_stage_keeps_most_activations():
     assert kept[0] / kept[-1] == pytest.approx(4)
 
 
+def test_on_a_crowded_host_other_ranks_use_the_time_of_those_that_wait():
+    cpu, work = load_hardware("cpu"), Workload(shape=EVEN, sequence=128, precision="fp32")
+    crowded = replace(cpu, crowding=4.0)
+    four = Strategy(pipeline=4)  # one micro-batch: with a core each, three of four ranks wait at any time
+    assert estimate(cpu, work, four).seconds.idle == pytest.approx(3 / 4, rel=0.02)
+    assert estimate(crowded, work, four).seconds.idle == pytest.approx(0, abs=0.01)
+    alone = Strategy(micro_batch=4)
+    assert estimate(crowded, work, alone).seconds == estimate(cpu, work, alone).seconds
+
+
 def test_the_loss_holds_the_logits_once():
     workload = replace(WORKLOAD, precision="fp32", gradient_bytes=4)
     logits = 8 * 2048 * SHAPE.vocab * 4
