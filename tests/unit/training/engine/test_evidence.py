@@ -48,8 +48,9 @@ def test_a_loss_remembers_what_was_not_finite_and_can_spoil_its_gradient(
     guarded(outputs, targets(torch.zeros(2, 1), 1.0, 2)).backward()
     assert guarded.finite and bool(outputs.grad.isfinite().all())  # type: ignore[union-attr]
     guarded(outputs, targets(torch.full((2, 1), float("inf")), 1.0, 2)).backward()
-    assert not guarded.finite
     assert bool(outputs.grad.isfinite().all()) is gradient_is_finite  # type: ignore[union-attr]
+    guarded(outputs, targets(torch.zeros(2, 1), 1.0, 2))  # what is finite later changes nothing
+    assert not guarded.finite
     guarded.reset()
     assert guarded.finite
 
