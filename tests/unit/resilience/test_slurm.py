@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -100,11 +101,15 @@ def test_the_shell_passes_signals_on_and_puts_back_what_was_saved(
         (tmp_path / name).chmod(0o755)
     program = shlex.quote(str(Path(sys.executable).with_name("ds-harness")))
     job = tmp_path / "job.sbatch"
-    job.write_text(text.replace(f"{program} launch", shlex.quote(str(tmp_path / "supervisor"))))
+    text = text.replace(f"{program} launch", shlex.quote(str(tmp_path / "supervisor")))
+    assert text.count("\nwait $supervisor\n") == 1
+    job.write_text(text.replace("\nwait $supervisor\n", "\ntouch waits\nwait $supervisor\n"))  # its traps are set
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
     shell = subprocess.Popen(["bash", job], env=environment)
-    while not (tmp_path / "said").exists():
-        assert shell.poll() is None
+    until = time.monotonic() + 30
+    while not all((tmp_path / name).exists() for name in ("said", "waits")):
+        assert shell.poll() is None and time.monotonic() < until
+        time.sleep(0.01)
     subprocess.run(["kill", f"-{signal}", str(shell.pid)], check=True)
     assert shell.wait(timeout=30) == code
     assert (tmp_path / "said").read_text().split() == ["started", signal]
