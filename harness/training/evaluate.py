@@ -7,6 +7,7 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from harness.errors import UserError
 from harness.topology.agreement import require_alike
 from harness.training.batches.collate import AnyDataset, Collator, MapDataset
 from harness.training.batches.evaluation import evaluation_batches, evaluation_steps
@@ -96,6 +97,8 @@ def mean_loss(
     `signals.Interrupted`, on all ranks alike, when a signal to any of them asks for the end of the training.
     """
     n = dataset_length(dataset)
+    if not n:
+        raise UserError("the data set to evaluate is empty: give at least one sample")
     whole = n - n % micro_batch
     if engine.has_router_loss:  # it counts padding, so the layout must have no say in it
         dataset = at_longest(dataset)

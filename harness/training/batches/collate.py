@@ -75,7 +75,10 @@ def hidden_tokens(sample: object) -> int:
 
 def _language(samples: Sequence[Mapping[str, object]]) -> MicroBatch:
     if "input_ids" not in samples[0]:
-        raise UserError(f"a sample has no input_ids (it has: {', '.join(map(str, samples[0]))})")
+        has = ", ".join(map(str, samples[0]))
+        raise UserError(
+            f"a sample has no input_ids (it has: {has}): give input_ids, text, messages, or prompt and completion"
+        )
     names = [
         name for name in ("input_ids", "labels", "attention_mask", "position_ids", *_NOT_CARRIED) if name in samples[0]
     ]

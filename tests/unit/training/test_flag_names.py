@@ -81,6 +81,12 @@ def test_a_flag_that_asks_for_what_is_done_anyway_may_stand() -> None:
         ("--training.seq_len 4", "use --block_size (torchtitan"),
         ("--parallelism.pipeline_parallel_degree=2", "use --pipeline_parallel_size (torchtitan"),
         ("--tensor-model-parallel-size 2", "use --tensor_parallel_size (Megatron-LM"),
+        ("--parallelism.num_pp_microbatches 4", "use --gradient_accumulation_steps (torchtitan"),
+        ("--finetuning_type lora", "use --use_peft (LoRA); without it all weights are trained (LLaMA-Factory"),
+        ("--sequence-parallel", "use tensor_parallel.sequence_parallel in the JSON (Megatron-LM"),
+        ("--eval_sequence_len 8", "use --block_size, which holds for evaluation too (axolotl"),
+        ("--qgalore_rank 8", "use --optim (GaLore is not supported"),
+        ("--lora_drop 0.1", "did you mean --lora_dropout?"),
         ("--batch-size 2", "use --per_device_train_batch_size"),
         ("--lerning-rate 2", "did you mean --learning_rate?"),
         ("--frobnicate 2", "unknown flag --frobnicate: see --help"),
@@ -155,6 +161,7 @@ learning_rate: 0.0002
 wandb_watch:
 wandb_entity: me
 micro_batch_size: 2
+wandb_log_model: false
 """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from harness.training.batches.collate import collate
 from harness.training.batches.stream import read_micro_batch
 from harness.training.batches.tokens_only import TokenCollator
 from harness.training.callbacks import instances, take_out
+from harness.training.evaluate import mean_loss
 from harness.training.prepare.inputs.input_types import require_types
 
 ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6]}]
@@ -40,6 +41,16 @@ def test_other_kinds_are_refused() -> None:
         require_types(TrainingArguments(), {"compute_metrics": 3}, {}, None)
     with pytest.raises(UserError, match="processing_class is the text 'bytes'"):
         require_types(TrainingArguments(), {}, {}, "bytes")
+
+
+def test_an_empty_data_set_is_not_evaluated_to_nan() -> None:
+    with pytest.raises(UserError, match="the data set to evaluate is empty"):
+        mean_loss(cast("Any", None), [], 4, collate)
+
+
+def test_samples_of_an_unknown_form_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(UserError, match=r"no input_ids \(it has: question, answer\): give input_ids, text, messages"):
+        collate([{"question": "a", "answer": "b"}])
 
 
 @pytest.mark.parametrize(

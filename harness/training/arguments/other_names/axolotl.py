@@ -1,12 +1,18 @@
-"""What axolotl calls the flags of this script, as its documentation lists the keys of a YAML file."""
+"""What axolotl calls the flags of this script, as the schema of its YAML file lists the keys."""
 
 from __future__ import annotations
 
-from harness.training.arguments.other_names.answers import ADAPTER, DATA, LAYOUT, ZERO
+from harness.training.arguments.other_names.answers import ADAPTER, DATA, LAYOUT, PRECISION, ZERO
 
 QUANTISED = "--use_peft; quantised weights are not supported"
 KERNELS = "nothing: such kernels replace the layers that the harness cuts"
 ONE_RATE = "--learning_rate: all parameters have one rate"
+OTHER_TRAINING = "another program: only next-token training is supported"
+SCRIPT = "a script with harness.Trainer"
+CACHED = "nothing: tokens are cached by the content of the files"
+LORA_ONLY = "--use_peft; peft's other settings are not supported"
+NO_MOE_KERNELS = "--expert_parallel_size to divide the experts; they compute as transformers does"
+CONFIG_SAYS = "nothing: the config.json says what the model is"
 TOKENS = "a tokenizer and a model that have the tokens already, as --model_name_or_path"
 
 AXOLOTL = {
@@ -17,7 +23,7 @@ AXOLOTL = {
     "datasets": DATA,
     "test_datasets": "--validation_file",
     "val_set_size": "--validation_split_percentage (below 1: a fraction)",
-    "dataset_prepared_path": "nothing: tokens are cached by the content of the files",
+    "dataset_prepared_path": CACHED,
     "dataset_processes": "nothing: all cores of the ranks tokenise",
     "sequence_len": "--block_size",
     "sample_packing": "--packing",
@@ -79,8 +85,8 @@ AXOLOTL = {
     "loss_watchdog_threshold": "--nonfinite, or a TrainerCallback that looks at the loss",
     "loss_watchdog_patience": "--nonfinite, or a TrainerCallback that looks at the loss",
     "save_first_step": "--save_steps",
-    "rl": "another program: only next-token training is supported",
-    "reward_model": "another program: only next-token training is supported",
+    "rl": OTHER_TRAINING,
+    "reward_model": OTHER_TRAINING,
     "dp_shard_size": f"{ZERO}; {LAYOUT}",
     "dp_replicate_size": LAYOUT,
     "sequence_parallel_degree": "a smaller --block_size: there is no context parallelism",
@@ -90,6 +96,67 @@ AXOLOTL = {
     "gpu_memory_limit": "nothing: ranks take what they need",
     "overrides_of_model_config": "a directory with the model's config.json as --model_name_or_path",
     "fix_untrained_tokens": TOKENS,
+    "tokenizer_use_fast": "nothing: the tokenizer is loaded as its files say",
+    "tokenizer_legacy": "nothing: the tokenizer is loaded as its files say",
+    "chat_template_jinja": "the tokenizer's own template: set it in tokenizer_config.json",
+    "chat_template_kwargs": "the tokenizer's own template: set it in tokenizer_config.json",
+    "eot_tokens": "the tokenizer's own template: the whole answer with the end of its turn is trained",
+    "eval_sequence_len": "--block_size, which holds for evaluation too",
+    "max_packed_sequence_len": "--packing and --block_size",
+    "pretraining_sample_concatenation": "nothing: plain text is joined and cut into blocks of --block_size",
+    "batch_flattening": "--packing",
+    "total_num_tokens": CACHED,
+    "dataset_num_proc": "nothing: all cores of the ranks tokenise",
+    "dataset_keep_in_memory": CACHED,
+    "push_dataset_to_hub": CACHED,
+    "overrides_of_model_kwargs": "a directory with the model's config.json as --model_name_or_path",
+    "rope_scaling": "a directory with the model's config.json as --model_name_or_path",
+    "type_of_model": CONFIG_SAYS,
+    "trainer_cls": SCRIPT,
+    "world_size": "it before the script: deepspeed --num_gpus N scripts/train.py ...",
+    "ddp": LAYOUT,
+    "device": "nothing: DeepSpeed says which accelerator there is; set DS_ACCELERATOR=cpu for a CPU",
+    "device_map": "--pipeline_parallel_size",
+    "max_memory": "nothing: ranks take what they need",
+    "use_ray": "ds-harness launch, or the deepspeed launcher with --hostfile",
+    "use_comet": "--report_to comet",
+    "hf_use_auth_token": "nothing: log in with `hf auth login`, or set HF_TOKEN in the environment",
+    "use_mlflow": "--report_to tensorboard, wandb, comet or csv",
+    "use_trackio": "--report_to tensorboard, wandb, comet or csv",
+    "use_otel_metrics": "--report_to tensorboard, wandb, comet or csv",
+    "include_tkps": "nothing: metrics.jsonl always has tokens_per_second",
+    "generate_samples": "--sample_prompts",
+    "num_generation_samples": "--sample_prompts",
+    "profiler_steps": "--profile",
+    "profiler_steps_start": "--profile, which begins after the first two steps",
+    "merge_lora": "nothing: peft's merge_and_unload merges the adapters of output_dir",
+    "selective_checkpointing": "--gradient_checkpointing; pipeline.activation_checkpoint_interval says how much",
+    "activation_offloading": "--gradient_checkpointing",
+    "layer_offloading": "--deepspeed_config zero3_offload",
+    "tiled_mlp": "a smaller --per_device_train_batch_size",
+    "chunked_cross_entropy": "nothing: the loss makes no copy of the logits",
+    "sage_attention": "--attn_implementation sdpa",
+    "experts_implementation": NO_MOE_KERNELS,
+    "quantize_moe_experts": QUANTISED,
+    "torch_compile_options": "nothing: the harness does not compile models",
+    "deepcompile": "nothing: the harness does not compile models",
+    "do_causal_lm_eval": "Trainer(compute_metrics=...) in a script; the loss and the perplexity are always there",
+    "do_bench_eval": "Trainer(compute_metrics=...) in a script; the loss and the perplexity are always there",
+    "dynamic_checkpoint": "nothing: SIGUSR1 and SIGTERM save a checkpoint and end the run",
+    "peft": LORA_ONLY,
+    "gc_steps": "nothing: the harness does not call the garbage collector",
+    "gc_collect_steps": "nothing: the harness does not call the garbage collector",
+    "embedding_lr_scale": ONE_RATE,
+    "rl_beta": OTHER_TRAINING,
+    "lora_embedding_kernel": KERNELS,
+    **dict.fromkeys(("lora_alpha_pattern", "lora_rank_pattern"), LORA_ONLY),
+    **dict.fromkeys(("lora_fan_in_fan_out", "lora_target_parameters"), LORA_ONLY),
+    **dict.fromkeys(("bfloat16", "float16", "float32"), PRECISION),
+    **dict.fromkeys(("fp8", "qat", "quantization", "use_onebitllms"), "--bf16; there is no training in 8 bits or less"),
+    **dict.fromkeys(("cosine_constant_lr_ratio", "lr_quadratic_warmup", "lr_div_factor"), "--lr_scheduler_type"),
+    **dict.fromkeys(("adam_beta3", "adam_epsilon2"), "--optim (CAME is not supported)"),
+    **dict.fromkeys(("trl", "vllm", "ebft", "process_reward_model", "num_labels", "use_eaft"), OTHER_TRAINING),
+    **dict.fromkeys(("shrink_embeddings", "mean_resizing_embeddings", "reinit_weights"), TOKENS),
 }
 """Where the value is false nothing is asked for, but by `shuffle_merged_datasets`."""
 
@@ -102,12 +169,34 @@ AXOLOTL_PREFIXES = {
     "gptq": QUANTISED,
     "bnb_": QUANTISED,
     "relora": ADAPTER,
-    "dpo_": "another program: only next-token training is supported",
+    "dpo_": OTHER_TRAINING,
     "fsdp": ZERO,
+    "model_quantization_": QUANTISED,
+    "fp8_": "--bf16; there is no training in 8 bits or less",
+    "peft_": LORA_ONLY,
+    "loraplus_": ONE_RATE,
+    "jagged_": "--lr_scheduler_type",
+    "qgalore_": "--optim (GaLore is not supported; optimizer.type Muon in the JSON is)",
+    "dion_": "--optim (Dion is not supported; optimizer.type Muon in the JSON is)",
+    "lisa_": ADAPTER,
+    "pose_": "--block_size (PoSE is not supported)",
+    "use_pose": "--block_size (PoSE is not supported)",
+    "sample_packing_": "--packing, which has no further settings",
+    "tiled_mlp_": "a smaller --per_device_train_batch_size",
+    "generation_": "--sample_tokens, with --sample_prompts; the continuations are greedy",
+    "gradio_": "`ds-harness generate` for text from a trained model",
+    "trackio_": "--report_to tensorboard, wandb, comet or csv",
+    "ray_": "ds-harness launch, or the deepspeed launcher with --hostfile",
+    "kto_": OTHER_TRAINING,
+    "orpo_": OTHER_TRAINING,
+    "cpo_": OTHER_TRAINING,
+    "rpo_": OTHER_TRAINING,
+    "simpo_": OTHER_TRAINING,
 }
 """The beginnings of axolotl's other keys."""
 
 
 def asks_for_nothing(name: str, value: object) -> bool:
     """Whether a key of axolotl's switches something off that is off."""
-    return str(value).lower() == "false" and name in AXOLOTL and not name.startswith("shuffle_")
+    known = name in AXOLOTL or name.startswith(tuple(AXOLOTL_PREFIXES))
+    return str(value).lower() == "false" and known and not name.startswith("shuffle_")

@@ -11,6 +11,7 @@ from harness.training.arguments.other_names.answers import (
     ZERO,
 )
 from harness.training.arguments.other_names.axolotl import AXOLOTL, AXOLOTL_PREFIXES
+from harness.training.arguments.other_names.llama_factory import FACTORY
 
 TORCHTITAN = {
     "training.seq_len": "--block_size",
@@ -19,6 +20,10 @@ TORCHTITAN = {
     "training.global_batch_size": "--global_batch_size",
     "training.steps": "--max_steps",
     "training.max_norm": "--max_grad_norm",
+    "training.max_context_length": "--block_size",
+    "training.num_tokens_per_microbatch_per_dp_rank": "--per_device_train_batch_size (samples of --block_size tokens)",
+    "training.num_tokens_per_train_step": "--global_batch_size (samples of --block_size tokens)",
+    "training.enable_cpu_offload": "--deepspeed_config zero3_offload",
     "training.dataset": DATA,
     "training.dataset_path": DATA,
     "training.seed": "--seed",
@@ -37,6 +42,8 @@ TORCHTITAN = {
     "optimizer.beta2": "--adam_beta2",
     "optimizer.weight_decay": "--weight_decay",
     "lr_scheduler.warmup_steps": "--warmup_steps",
+    "lr_scheduler.total_steps": "--max_steps",
+    "lr_scheduler.min_lr_factor": "--lr_scheduler_type (all end at 0)",
     "lr_scheduler.decay_type": "--lr_scheduler_type",
     "parallelism.tensor_parallel_degree": "--tensor_parallel_size",
     "parallelism.pipeline_parallel_degree": "--pipeline_parallel_size",
@@ -45,18 +52,34 @@ TORCHTITAN = {
     "parallelism.data_parallel_replicate_degree": LAYOUT,
     "parallelism.pipeline_parallel_microbatch_size": "--per_device_train_batch_size",
     "parallelism.context_parallel_degree": "a smaller --block_size: there is no context parallelism",
+    "parallelism.enable_sequence_parallel": "tensor_parallel.sequence_parallel in the DeepSpeed JSON",
+    "parallelism.num_pp_microbatches": "--gradient_accumulation_steps",
+    "parallelism.pipeline_parallel_schedule": "pipeline.schedule in the DeepSpeed JSON",
+    "parallelism.pipeline_parallel_layers_per_stage": "pipeline.partition in the DeepSpeed JSON",
+    "parallelism.fsdp_reshard_after_forward": "--deepspeed_config zero2 (never) or zero3 (always)",
     "activation_checkpoint.mode": f"{CHECKPOINTING} (none: false; full: true; there is no selective mode)",
     "checkpoint.enable": "--save_steps (0: no checkpoints)",
     "checkpoint.enable_checkpoint": "--save_steps (0: no checkpoints)",
     "checkpoint.interval": "--save_steps",
     "checkpoint.folder": "--output_dir",
     "checkpoint.keep_latest_k": "--save_total_limit",
+    "checkpoint.async_mode": "nothing: files are written while the training goes on",
+    "checkpoint.load_step": "--resume_from_checkpoint with the path of the checkpoint",
+    "checkpoint.initial_load_in_hf": "nothing: weights are read and written as HuggingFace's safetensors",
+    "checkpoint.last_save_in_hf": "nothing: weights are read and written as HuggingFace's safetensors",
+    "checkpoint.last_save_model_only": "--save_only_model",
     "checkpoint.initial_load_path": "--model_name_or_path",
     "metrics.log_freq": "--logging_steps",
     "metrics.enable_tensorboard": "--report_to tensorboard",
     "metrics.enable_wandb": "--report_to wandb",
     "validation.freq": "--eval_steps",
+    "validator.freq": "--eval_steps",
     "validation.enable": "--eval_steps",
+    "hf_assets_path": "--model_name_or_path",
+    "dump_folder": "--output_dir",
+    "profiling.enable_profiling": "--profile",
+    "profiler.enable_profiling": "--profile",
+    "debug.deterministic": "nothing: order, dropout and initial weights follow from --seed in every layout",
     "job.dump_folder": "--output_dir",
     "job.config_file": "--config",
     "comm.train_timeout_seconds": "--hang_seconds",
@@ -156,7 +179,13 @@ COMMON = {
     "use_lora": ADAPTER,
 }
 
-PROGRAMS = {"axolotl": AXOLOTL, "torchtitan": TORCHTITAN, "Megatron-LM": MEGATRON, "": COMMON}
+PROGRAMS = {
+    "axolotl": AXOLOTL,
+    "torchtitan": TORCHTITAN,
+    "Megatron-LM": MEGATRON,
+    "LLaMA-Factory": FACTORY,
+    "": COMMON,
+}
 
 
 def meant(name: str) -> tuple[str, str] | None:
