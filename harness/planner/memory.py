@@ -68,7 +68,7 @@ def local_parameters(workload: Workload, strategy: Strategy, stage: Stage) -> fl
     """
     shape, tp = workload.shape, strategy.tensor
     total = sum(count * layer_parameters(strategy, layer) for layer, count in stage.layers)
-    table = shape.vocab * shape.hidden / (tp if shape.tied or strategy.sequence_parallel else 1)
+    table = shape.vocab * shape.hidden / (tp if shape.tied or strategy.split_table else 1)
     if stage.is_first:
         total += table + shape.position_rows * shape.hidden
     if stage.is_last:

@@ -240,6 +240,7 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         raise Unusable("sizes that do not multiply")
     overlaps = program.is_megatron and not program.is_early
     shares_states = "distributed" in row["zero_or_distopt"] or any(n in system for n in ("NeMo", "Bridge", "nanotron"))
+    shares_sequence = row["seq_parallel"].startswith("yes") or (overlaps and tp > 1)
     recompute: Recompute = "full" if row["recompute"].startswith("full") else "none"
     if row["recompute"].startswith("selective"):  # torchtitan saves attention and every second matrix product
         recompute = "half" if system == "torchtitan" else "selective"
@@ -258,7 +259,8 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         recompute=recompute,
         schedule=schedule,
         virtual_stages=number(row, "vpp"),
-        sequence_parallel=row["seq_parallel"].startswith("yes") or (overlaps and tp > 1),
+        sequence_parallel=shares_sequence,
+        split_table=shares_sequence,
         overlap_data=overlaps,
         overlap_parameters=overlaps,
         overlap_tensor=0.5 if program.is_megatron and ("NeMo" in system or "Bridge" in system) else 0.0,

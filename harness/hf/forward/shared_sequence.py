@@ -10,6 +10,7 @@ from harness.errors import UserError
 from harness.hf.forward.payload import StagePayload, Tokens
 from harness.parallel.comm import group_size
 from harness.parallel.tensor.sequence import join_sequence, split_sequence
+from harness.wording import counted
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class SharedSequence:
         length, size = payload.hidden.shape[1], group_size(self.group)
         if length < size:
             raise UserError(
-                f"tensor_parallel.sequence_parallel: a sequence of {length} tokens cannot be split over {size} ranks: "
-                "use longer samples, or remove it"
+                f"tensor_parallel.sequence_parallel: a sequence of {counted(length, 'token')} cannot be split "
+                f"over {size} ranks: use longer samples, or remove it"
             )
         kept = payload.tokens or (tokens if length % size else None)
         return replace(payload, hidden=split_sequence(payload.hidden, self.group), tokens=kept)

@@ -97,6 +97,14 @@ def test_checkpointing_trades_memory_for_time():
     assert 1.2 < again.seconds.compute / plain.seconds.compute < 1.4
 
 
+def test_sequence_parallelism_stores_less_of_a_layer_and_holds_the_same_parameters():
+    untied = replace(WORKLOAD, shape=replace(SHAPE, tied=False))
+    whole, shared = (
+        of(Strategy(tensor=4, sequence_parallel=on), untied).row()["memory_gib"]["stages"][0] for on in (False, True)
+    )
+    assert shared["parameters"] == whole["parameters"] and shared["activations"] < whole["activations"]
+
+
 def test_offloading_moves_states_to_the_host():
     plain, off = of(Strategy(data=8, zero_stage=3)), of(Strategy(data=8, zero_stage=3, offload="optimizer"))
     assert off.stages[0].optimizer == 0 < plain.stages[0].optimizer
