@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from peft import LoraConfig
 
-from harness import Trainer
+from harness import Trainer, UserError
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import BLOCK, STEPS, Curve, Job, arguments_of, rows, tiny_model, worst
 from tests.distributed.training import reference as by_torch
@@ -18,6 +18,10 @@ pytestmark = pytest.mark.ranks
 
 LOSS, NORM = 2e-6, 2e-5  # fp32 sums in another order
 LORA = dict(r=4, lora_dropout=0.2, target_modules="all-linear", task_type="CAUSAL_LM")
+REFUSAL = (
+    "tensor_parallel.sequence_parallel: a sequence of 1 token cannot be split over 2 ranks: use longer samples, or "
+    "remove it"
+)
 SAVED = 2  # steps before the checkpoint from which a run goes on
 
 
@@ -74,8 +78,19 @@ def curve(case: Case, folder: str, *, shared: bool, done: int = 0) -> Curve:
     return records
 
 
-def check(cases: list[Case], ranks: int, folder: Path) -> None:
-    found = run_ranks(ranks, curves_of, cases, str(folder), timeout_s=300)[0]
+def curves_and_refusal(cases: list[Case], refused: Case | None, folder: str) -> tuple[list[tuple[Curve, Curve]], str]:
+    found = curves_of(cases, folder)
+    if refused is None:
+        return found, REFUSAL
+    with pytest.raises(UserError) as error:
+        curve(refused, f"{folder}/refused", shared=True)
+    return found, str(error.value)
+
+
+def check(cases: list[Case], ranks: int, folder: Path, refused: Case | None = None) -> None:
+    results = run_ranks(ranks, curves_and_refusal, cases, refused, str(folder), timeout_s=300)
+    assert {said for _, said in results} == {REFUSAL}
+    found = results[0][0]
     wrong = []
     for case, (got, wanted) in zip(cases, found, strict=True):
         loss, norm = worst(got, wanted or by_torch(case.model))
@@ -102,7 +117,7 @@ def test_two_ranks_share_the_sequence(models: dict[str, str], tmp_path: Path) ->
         Case(models["mixtral"], "tp2z1", drawn=True, arguments={"output_router_logits": True}),
         Case(models["llama"], "tp2z1", drawn=True, arguments={"lora": LORA, "neftune_noise_alpha": 5.0}),
     ]
-    check(cases, 2, tmp_path)
+    check(cases, 2, tmp_path, refused=Case(models["llama"], "tp2z1", length=1))
 
 
 def test_so_do_two_ranks_of_each_stage_and_four(models: dict[str, str], tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from harness.parallel.comm import (
 from harness.parallel.tensor.shard import shard_of
 from harness.parallel.tensor.summed_gradients import GradientSum, sum_gradient, sums_gradient
 
+SHARE_REMEDY = "remove tensor_parallel.sequence_parallel, which this layer may not allow"
+
 
 class Values(Enum):
     """What a rank has of the values at a place of the graph: all, its heads or columns, or its tokens."""
@@ -107,9 +109,10 @@ def sum_partial_gradients(
         mixed = sorted(names.get(id(param), "a parameter") for param in misused)
         if mixed or reached.input_is_partial:
             what = f"{', '.join(mixed)} is" if mixed else "its input is"
+            remedy = "set tensor_parallel.autotp_size to 1, or correct the plan"
             raise UserError(
                 f"the tensor-parallel plan of {name or type(module).__name__} gives wrong gradients: {what} used by "
-                "split and by whole layers: set tensor_parallel.autotp_size to 1, or correct the plan"
+                f"split and by whole layers: {SHARE_REMEDY if kind is Values.SHARE else remedy}"
             )
         for param in reached.partial:
             if not sums_gradient(param):

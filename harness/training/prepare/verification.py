@@ -92,6 +92,11 @@ def _told(source: ModelSource, context: RunContext, difference: Difference) -> s
     name = source.config.model_type
     if difference.tensor_parallel:
         size = context.groups.layout.tp_size
+        if context.resolved.sequence_parallel:
+            return (
+                f"model type {name!r}, with its sequence split over {size} tensor-parallel ranks, does not match the "
+                f"whole one: {difference} (on a tiny copy): remove tensor_parallel.sequence_parallel"
+            )
         return (
             f"model type {name!r}, split over {size} tensor-parallel ranks, does not match the whole one: {difference} "
             "(on a tiny copy): correct its plan, or set tensor_parallel.autotp_size to 1"
