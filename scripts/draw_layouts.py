@@ -10,7 +10,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from svg import COLOURS, GREY, INK, PALE, RULE, Drawing
 
-from harness.parallel.pipeline.schedules.passes import Kind, Order, one_forward_one_backward, zero_bubble_h1
+from harness.config.values.layout_keys import DUALPIPE_V, INTERLEAVED, NON_WAITING_1F1B, ZERO_BUBBLE, ZERO_BUBBLE_V
+from harness.config.values.stage_parts import StageParts, stage_parts
+from harness.parallel.pipeline.schedules.orders import ORDERS
+from harness.parallel.pipeline.schedules.passes import Kind
 from harness.parallel.pipeline.schedules.timeline import UNITS, end_of, idle_share, timeline
 
 LAYERS = ("embedding", "layer 1", "layer 2", "layer 3", "layer 4", "head")
@@ -98,37 +101,44 @@ class Step:
     """
 
     title: str
-    order: Order
+    schedule: str
     formula: str
     passes: Mapping[Kind, tuple[str, str]]
 
 
-ONE_FORWARD_ONE_BACKWARD = Step(
-    title="1F1B",
-    order=one_forward_one_backward,
-    formula="(stages - 1) / (micro-batches + stages - 1)",
-    passes={Kind.FORWARD: (COLOURS[0], "forward"), Kind.BACKWARD: (COLOURS[2], "backward")},
-)
-ZERO_BUBBLE = Step(
-    title="Zero-bubble",
-    order=zero_bubble_h1,
-    formula="(stages - 1) / (3 x micro-batches + stages - 1)",
-    passes={
-        Kind.FORWARD: (COLOURS[0], "forward"),
-        Kind.INPUT_GRADIENTS: (COLOURS[2], "gradients of inputs"),
-        Kind.WEIGHT_GRADIENTS: (COLOURS[1], "of weights"),
-    },
-)
+WHOLE = {Kind.FORWARD: (COLOURS[0], "forward"), Kind.BACKWARD: (COLOURS[2], "backward")}
+SPLIT = {
+    Kind.FORWARD: (COLOURS[0], "forward"),
+    Kind.INPUT_GRADIENTS: (COLOURS[2], "gradients of inputs"),
+    Kind.WEIGHT_GRADIENTS: (COLOURS[1], "of weights"),
+}
+STEPS = {
+    "schedule": Step("1F1B", NON_WAITING_1F1B, "(stages - 1) / (micro-batches + stages - 1)", WHOLE),
+    "zero-bubble": Step("Zero-bubble", ZERO_BUBBLE, "(stages - 1) / (3 x micro-batches + stages - 1)", SPLIT),
+    "interleaved": Step("Interleaved 1F1B", INTERLEAVED, "(stages - 1) / (2 x micro-batches + stages - 1)", WHOLE),
+    "zero-bubble-v": Step("ZB-V", ZERO_BUBBLE_V, "(stages - 1) / (6 x micro-batches + stages - 1)", SPLIT),
+    "dualpipe-v": Step(
+        "DualPipeV",
+        DUALPIPE_V,
+        "(stages - 1) / (6 x micro-batches + stages - 1)",
+        {**SPLIT, Kind.BACKWARD: ("#7a2f5b", "both")},
+    ),
+}
 
 
 def schedule(step: Step, stages: int = 4, batches: int = 8) -> Drawing:
     """Draw a step of a pipeline: who computes what, and who waits. All schedules have one scale."""
-    begins = timeline(step.order, stages, batches)
+    parts = stage_parts(stages, step.schedule)
+    begins = timeline(ORDERS[step.schedule], parts, batches)
     title = f"{stages} stages, {batches} micro-batches: one step by {step.title}"
     picture = Drawing(720, 56 + stages * 30 + 52, title)
-    left, unit = 70, (700 - 70) / end_of(timeline(one_forward_one_backward, stages, batches))
+    whole = end_of(timeline(ORDERS[NON_WAITING_1F1B], StageParts(stages), batches))
+    left, unit = 70, (700 - 70) / whole / parts.each
+    several = f", {parts.each} parts each; white bar: the later" if parts.each > 1 else ""
     picture.words(20, 24, f"One step by {step.title}", size=14, bold=True)
-    picture.words(215, 24, f"{stages} stages, {batches} micro-batches; grey: the stage waits", size=11, fill=GREY)
+    picture.words(
+        215, 24, f"{stages} stages{several}, {batches} micro-batches; grey: the stage waits", size=11, fill=GREY
+    )
     for stage in range(stages):
         y = 40 + stage * 30
         picture.words(20, y + 16, f"stage {stage}", size=12)
@@ -136,6 +146,8 @@ def schedule(step: Step, stages: int = 4, batches: int = 8) -> Drawing:
     for (stage, each), begin in begins.items():
         x, wide, (colour, _) = left + begin * unit, unit * UNITS[each.kind], step.passes[each.kind]
         picture.box(x, 40 + stage * 30, wide - 1, 24, colour, radius=0)
+        if each.part >= stages:
+            picture.box(x, 42 + stage * 30, wide - 1, 2, "#ffffff", radius=0)
         picture.words(
             x + wide / 2, 56 + stage * 30, str(each.micro_batch + 1), size=10, fill="#ffffff", anchor="middle"
         )
@@ -153,8 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path("docs/images"))
     folder = parser.parse_args().folder
-    steps = {"schedule": ONE_FORWARD_ONE_BACKWARD, "zero-bubble": ZERO_BUBBLE}
-    pictures = {"ways": ways(), "grid": grid(), **{name: schedule(step) for name, step in steps.items()}}
+    pictures = {"ways": ways(), "grid": grid(), **{name: schedule(step) for name, step in STEPS.items()}}
     for name, picture in pictures.items():
         (folder / f"{name}.svg").write_text(picture.text(), encoding="utf-8")
 

@@ -17,7 +17,9 @@ from harness.config.schema.normalize import as_read
 from harness.config.text.document import Document
 from harness.config.values.arguments import AutoValues
 from harness.config.values.json_object import JsonObject
+from harness.config.values.layout_keys import DEEPSPEED_1F1B, schedule_name
 from harness.config.values.pointers import AUTO, bf16_section, lookup, whole
+from harness.config.values.stage_parts import StageParts, stage_parts
 
 Target = Literal["harness", "hf", "deepspeed"]
 TARGETS: tuple[Target, ...] = ("harness", "hf", "deepspeed")
@@ -113,6 +115,12 @@ class RunView:
     def stages(self) -> int:
         """Pipeline stages that the config, or an argument in its place, asks for."""
         return self.pipeline_override or self.size("/pipeline/stages") or 1
+
+    @cached_property
+    def parts(self) -> StageParts:
+        """The parts of the model by which the schedule cuts it, for the harness."""
+        schedule = schedule_name(self.get("/pipeline/schedule")) if self.target == "harness" else None
+        return stage_parts(self.stages, schedule or DEEPSPEED_1F1B, self.size("/pipeline/parts_per_stage"))
 
     @cached_property
     def tensor(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -11,6 +12,8 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 from torch.distributed import ProcessGroup
+
+from harness.config.values.stage_parts import StageParts
 
 LayerCall: TypeAlias = Callable[..., Any]
 """A layer as the forward calls it: a module or a function."""
@@ -54,19 +57,26 @@ class StageBuilder:
     """What decides in the place of DeepSpeed.
 
     Attributes:
-        boundaries: stage i holds layers boundaries[i] to boundaries[i + 1] - 1.
-        build: `build(layers, start, stop, seed)` returns layers `start` to `stop` - 1, built.
+        boundaries: part i of the model holds layers boundaries[i] to boundaries[i + 1] - 1.
+        parts: which stage has which part.
+        build: `build(layers, indices, seed)` returns the layers with these indices, built.
         is_recomputed: whether activation checkpointing applies to some neighbouring layers.
     """
 
     boundaries: Sequence[int]
-    build: Callable[[Sequence[Layer], int, int, int], BuiltLayers]
+    parts: StageParts
+    build: Callable[[Sequence[Layer], Sequence[int], int], BuiltLayers]
     is_recomputed: Callable[[Sequence[LayerCall]], bool]
 
 
 class GivenStages(PipelineModule):
-    """PipelineModule with the boundaries and the layers of a `StageBuilder`; its other arguments are DeepSpeed's."""
+    """PipelineModule with the boundaries and the layers of a `StageBuilder`; its other arguments are DeepSpeed's.
 
+    Attributes:
+        part: of the model, that the next forward pass goes through.
+    """
+
+    part: int
     tied_comms: dict[str, Tie]
 
     def __init__(
@@ -77,14 +87,25 @@ class GivenStages(PipelineModule):
         # by now the stages hold the same tied weights; where those are frozen there is no gradient to share
         self.tied_comms = dict(_trained_ties(self.tied_comms))
 
+    def indexed_layers(self) -> list[tuple[int, LayerCall]]:
+        """Return this stage's layers, each with its index."""
+        return list(zip(self._indices, self.forward_funcs, strict=True))
+
     def blocks(self) -> Iterator[tuple[list[tuple[int, LayerCall]], bool]]:
-        """Yield runs of this stage's layers, each layer with its index, and whether the run is recomputed."""
-        layers = list(enumerate(self.forward_funcs, self._local_start))
+        """Yield runs of the layers of `part`, each layer with its index, and whether the run is recomputed."""
+        first, stop = self.parts[self.part : self.part + 2]
+        start = self._indices.index(first)
+        layers = self.indexed_layers()[start : start + stop - first]
         interval = self.activation_checkpoint_interval
         size = interval or len(layers)
         for start in range(0, len(layers), size):
-            recomputed = interval > 0 and self.is_checkpointable_results[start // interval]
-            yield layers[start : start + size], recomputed
+            block = layers[start : start + size]
+            yield block, interval > 0 and self._is_checkpointable([call for _, call in block])
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """Return the stage that has a layer."""
+        part = bisect_right(self.parts, layer_idx) - 1
+        return self._stage_parts.stage_of(part)
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, ProcessGroup]]:
         """Return the tied weights whose gradients are to be summed over stages, and over which; DeepSpeed asks for it.
@@ -98,12 +119,20 @@ class GivenStages(PipelineModule):
                 weight.grad = torch.zeros_like(weight)
         return tied
 
+    @property
+    def _stage_parts(self) -> StageParts:
+        parts: StageParts = self.__dict__["_builder"].parts
+        return parts
+
     def _partition_layers(self, method: str = "uniform") -> None:  # noqa: ARG002  # DeepSpeed gives it by name
         self.parts = list(self.__dict__["_builder"].boundaries)
-        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
+        own = self._stage_parts.of_stage(self.stage_id)
+        self.part = own[0]
+        self._indices = [index for part in own for index in range(self.parts[part], self.parts[part + 1])]
+        self._set_bounds(start=self._indices[0], stop=self._indices[-1] + 1)
 
     def _build(self) -> None:
-        built = self.__dict__["_builder"].build(self._layer_specs, self._local_start, self._local_stop, self.base_seed)
+        built = self.__dict__["_builder"].build(self._layer_specs, self._indices, self.base_seed)
         self.forward_funcs = built.calls
         for index, module in built.modules.items():
             self.add_module(str(index), module)

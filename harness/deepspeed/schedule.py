@@ -1,24 +1,23 @@
 """Schedules of one's own on DeepSpeed's PipelineEngine.
 
 The engine executes a list of instructions; it is given another list, and what it does not know yet: a backward pass
-whose weight gradients come later, and sends that do not wait.
+whose weight gradients come later, sends that do not wait, and several parts of the model on a stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch.distributed as dist
-from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as of_deepspeed
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-Execute = Callable[..., None]
+from harness.config.values.stage_parts import StageParts
+from harness.deepspeed.part_switch import PartSwitch
+from harness.deepspeed.transfers import Execute, Transfers, open_transfers
 
 
 class InputGradients(of_deepspeed.BufferOpInstruction):  # type: ignore[misc]  # DeepSpeed has no types
@@ -51,20 +50,22 @@ class StageProgram:
     """What one stage executes in a step.
 
     Attributes:
-        instructions: names of instructions, each with its micro-batch.
-        buffers: micro-batches that the stage holds at a time.
+        instructions: names of instructions, each with its micro-batch and its part of the model.
+        buffers: micro-batches that each part of the stage holds at a time.
     """
 
-    instructions: Sequence[tuple[str, int]]
+    instructions: Sequence[tuple[str, int, int]]
     buffers: int
 
 
 class OwnSchedule(of_deepspeed.PipeSchedule):  # type: ignore[misc]  # DeepSpeed has no types
-    """A program as the engine takes it; gradients are reduced and the optimizer steps after its last instruction."""
+    """A program as the engine takes it, and what comes after its last instruction."""
 
-    def __init__(self, engine: PipelineEngine, program: StageProgram) -> None:
+    def __init__(
+        self, engine: PipelineEngine, program: StageProgram, last: Sequence[type[of_deepspeed.PipeInstruction]]
+    ) -> None:
         super().__init__(engine.micro_batches, engine.num_stages, engine.stage_id)
-        self._program = program
+        self._program, self._last = program, last
 
     def num_pipe_buffers(self) -> int:
         """Return how many buffers the engine has to hold."""
@@ -72,10 +73,9 @@ class OwnSchedule(of_deepspeed.PipeSchedule):  # type: ignore[misc]  # DeepSpeed
 
     def steps(self) -> Iterator[list[of_deepspeed.PipeInstruction]]:
         """Yield the instructions."""
-        for name, micro_batch in self._program.instructions:
-            yield [INSTRUCTIONS[name](self._buffer_idx(micro_batch))]
-        last = (AwaitSends, of_deepspeed.ReduceTiedGrads, of_deepspeed.ReduceGrads, of_deepspeed.OptimizerStep)
-        yield [kind() for kind in last]
+        for name, micro_batch, part in self._program.instructions:
+            yield [INSTRUCTIONS[name](self._buffer_idx(micro_batch), part=part)]
+        yield [kind() for kind in self._last]
 
 
 INSTRUCTIONS: Mapping[str, type[of_deepspeed.BufferOpInstruction]] = {
@@ -94,65 +94,49 @@ INSTRUCTIONS: Mapping[str, type[of_deepspeed.BufferOpInstruction]] = {
 }
 
 
-@dataclass
-class _Transfers:
-    """The transfers of one stage with its neighbours, through one process group.
-
-    Activations and gradients have a group each: where a send is held back until its receive begins (NCCL), what goes
-    forwards must not wait for what goes backwards.
-    """
-
-    engine: PipelineEngine
-    group: dist.ProcessGroup | None
-    _under_way: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
-
-    def send(self, tensor: Tensor, stage: int) -> None:
-        """Begin to send a tensor, which is kept until it has arrived."""
-        self._under_way = [(work, sent) for work, sent in self._under_way if not work.is_completed()]
-        tensor = tensor.detach().contiguous()
-        work = dist.isend(tensor, self.engine.grid.stage_to_global(stage_id=stage), group=self.group)
-        if work is not None:
-            self._under_way.append((work, tensor))
-
-    def receive(self, tensor: Tensor, stage: int) -> None:
-        """Receive a tensor."""
-        dist.recv(tensor, self.engine.grid.stage_to_global(stage_id=stage), group=self.group)
-
-    def finish(self) -> None:
-        """Wait until all that was sent has arrived."""
-        for work, _ in self._under_way:
-            work.wait()
-        self._under_way.clear()
-
-    def carry(self, execute: Execute) -> Execute:
-        """Return an instruction of the engine whose transfers are these."""
-
-        def run(engine: PipelineEngine, **kwargs: object) -> None:
-            with _in_place_of_p2p(self):
-                execute(engine, **kwargs)
-
-        return run
+UPDATE = (AwaitSends, of_deepspeed.ReduceTiedGrads, of_deepspeed.ReduceGrads, of_deepspeed.OptimizerStep)
 
 
-@contextmanager
-def _in_place_of_p2p(transfers: _Transfers) -> Iterator[None]:
-    before = p2p.send, p2p.recv
-    p2p.send, p2p.recv = transfers.send, transfers.receive
-    try:
-        yield
-    finally:
-        p2p.send, p2p.recv = before
+def run_schedule(
+    engine: PipelineEngine,
+    parts: StageParts,
+    training: StageProgram,
+    evaluation: Callable[[int], StageProgram],
+    deferral: Deferral,
+) -> None:
+    """Have the engine train by a program. It evaluates some micro-batches by `evaluation`, if a stage has several
+    parts of the model; else it keeps DeepSpeed's schedule."""
+    switch = PartSwitch(engine, parts)
+    transfers = open_transfers(engine, parts)
+    engine._INSTRUCTION_MAP = _instructions(engine, switch, transfers, deferral)
+
+    def begin(program: StageProgram, last: Sequence[type[of_deepspeed.PipeInstruction]]) -> OwnSchedule:
+        for each in transfers:
+            each.clear()
+        switch.begin(program.buffers)
+        return OwnSchedule(engine, program, last)
+
+    def train_schedule() -> OwnSchedule:
+        deferral.clear()  # of a step that failed
+        return begin(training, UPDATE)
+
+    engine._train_schedule = train_schedule
+    if parts.each > 1:
+        engine._inference_schedule = lambda micro_batches: begin(evaluation(micro_batches), (AwaitSends,))
 
 
-def run_schedule(engine: PipelineEngine, program: StageProgram, deferral: Deferral) -> None:
-    """Have the engine train by `program`; evaluations keep DeepSpeed's schedule."""
-    forwards = _Transfers(engine, None)
-    backwards = _Transfers(engine, engine.grid.get_pipe_parallel_group())
+def _instructions(
+    engine: PipelineEngine, switch: PartSwitch, transfers: tuple[Transfers, Transfers], deferral: Deferral
+) -> dict[type[of_deepspeed.PipeInstruction], Execute]:
+    """Return what executes each instruction."""
+    activations, gradients = transfers
     own: dict[type[of_deepspeed.PipeInstruction], Execute] = dict(engine._INSTRUCTION_MAP)
-    own[of_deepspeed.SendActivation] = forwards.carry(own[of_deepspeed.SendActivation])
-    own[of_deepspeed.SendGrad] = backwards.carry(own[of_deepspeed.SendGrad])
-    own[of_deepspeed.RecvGrad] = backwards.carry(own[of_deepspeed.RecvGrad])
-    backward = own[of_deepspeed.BackwardPass]
+    for kind in (of_deepspeed.SendActivation, of_deepspeed.RecvActivation):
+        own[kind] = activations.carry(own[kind])
+    for kind in (of_deepspeed.SendGrad, of_deepspeed.RecvGrad):
+        own[kind] = gradients.carry(own[kind])
+    own[of_deepspeed.ForwardPass] = switch.keep_loss(own[of_deepspeed.ForwardPass])
+    own[of_deepspeed.BackwardPass] = backward = switch.give_loss(own[of_deepspeed.BackwardPass])
 
     def input_gradients(engine: PipelineEngine, buffer_id: int) -> None:
         received = engine.grad_layer
@@ -165,17 +149,13 @@ def run_schedule(engine: PipelineEngine, program: StageProgram, deferral: Deferr
         _accumulate(engine, deferral.compute)
 
     def await_sends(_engine: PipelineEngine) -> None:
-        forwards.finish()
-        backwards.finish()
+        for each in transfers:
+            each.finish()
+        switch.leave()
 
-    own |= {InputGradients: input_gradients, WeightGradients: weight_gradients, AwaitSends: await_sends}
-    engine._INSTRUCTION_MAP = own
-
-    def train_schedule() -> OwnSchedule:
-        deferral.clear()  # of a step that failed
-        return OwnSchedule(engine, program)
-
-    engine._train_schedule = train_schedule
+    own |= {InputGradients: input_gradients, WeightGradients: weight_gradients}
+    own |= {kind: switch.at_part(own[kind]) for kind in INSTRUCTIONS.values()}
+    return {**own, AwaitSends: await_sends}
 
 
 def _copied(value: Any) -> Any:

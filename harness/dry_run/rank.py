@@ -28,7 +28,7 @@ from harness.hf.layers.dry_run import ASKS_FOR_VALUES
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
 from harness.parallel.pipeline.schedules.instructions import most_in_flight
-from harness.parallel.pipeline.schedules.passes import ORDERS
+from harness.parallel.pipeline.schedules.orders import ORDERS
 from harness.parallel.pipeline.stage_transport import pack_payload
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.plans.experts import run_experts_by
@@ -174,7 +174,7 @@ def _in_flight(engine: Engine, plan: DryRun) -> int:
     if not isinstance(engine, PipelineStages):
         return 1
     if plan.resolved.schedule in ORDERS:
-        return most_in_flight(list(ORDERS[plan.resolved.schedule](stages, accumulation, stage)))
+        return most_in_flight(ORDERS[plan.resolved.schedule](plan.resolved.parts, accumulation, stage))
     return min(stages - stage, accumulation)
 
 

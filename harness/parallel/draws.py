@@ -14,6 +14,7 @@ generator, which is seeded for the micro-batch and the layer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -130,11 +131,13 @@ class DrawKeys:
 
     def begin_step(self, consumed_samples: int) -> None:
         """Begin a step; `consumed_samples`: by all ranks in the steps before."""
-        self._next = consumed_samples + self.data_rank * self.micro_batch
+        self._first = consumed_samples + self.data_rank * self.micro_batch
+        self._passed: Counter[int] = Counter()
 
-    def next(self) -> DrawKey:
-        """Return the key of this rank's next micro-batch of the step."""
-        first, self._next = self._next, self._next + self.data_size * self.micro_batch
+    def next(self, part: int = 0) -> DrawKey:
+        """Return the key of this rank's next micro-batch of the step in a part of the model."""
+        first = self._first + self._passed[part] * self.data_size * self.micro_batch
+        self._passed[part] += 1
         return DrawKey(
             seed=self.seed, first_sample=first, samples=self.micro_batch, tensor=self.tensor, device=self.device
         )

@@ -7,14 +7,22 @@ from dataclasses import asdict, dataclass, fields
 
 from harness.config.resolving.resolved import Resolved
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import ZERO_BUBBLE
+from harness.config.values.layout_keys import DUALPIPE_V, INTERLEAVED_ZERO_BUBBLE, ZERO_BUBBLE, ZERO_BUBBLE_V
 from harness.config.values.pointers import lookup, whole
 from harness.errors import UserError
 from harness.planner.hardware import GIB, Hardware
 from harness.planner.memory import StageMemory, stage_memory
 from harness.planner.shape import DecoderShape
 from harness.planner.step import StepSeconds, step_seconds, strategy_stages
-from harness.planner.workload import ELEMENT_BYTES, Offload, Strategy, Workload
+from harness.planner.workload import ELEMENT_BYTES, Offload, Schedule, Strategy, Workload
+
+SCHEDULES: Mapping[str, Schedule] = {
+    ZERO_BUBBLE: "zero-bubble",
+    INTERLEAVED_ZERO_BUBBLE: "zero-bubble",
+    ZERO_BUBBLE_V: "zero-bubble-v",
+    DUALPIPE_V: "zero-bubble-v",
+}
+"""Of a schedule in the config the one that is predicted; 1F1B for the others, in as many parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +134,8 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int) -> tuple[W
         whole_gradients=sums_whole(resolved.precision, resolved.zero_stage),
         bucket=whole(zero.get("reduce_bucket_size")) or 5e8,
         partition=resolved.partition,
-        schedule="zero-bubble" if resolved.schedule == ZERO_BUBBLE else "1f1b",
+        schedule=SCHEDULES.get(resolved.schedule, "1f1b"),
+        virtual_stages=1 if resolved.parts.folded else resolved.parts.each,
     )
     return workload, strategy
 

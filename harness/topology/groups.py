@@ -27,6 +27,7 @@ class Groups:
     pp_group: ProcessGroup | None  # the stages of one replica, in order
     dp_group: ProcessGroup | None  # the replicas of this rank's shard
     tp_group: ProcessGroup | None  # the shards of this rank's layers
+    loss_stage: int  # it has the last layers
 
     def along(self, axis: Axis) -> ProcessGroup | None:
         """Return this rank's group along `axis`."""
@@ -40,11 +41,13 @@ class Groups:
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank reads the labels and computes the loss."""
-        return self.coordinate.stage == self.layout.pp_size - 1
+        return self.coordinate.stage == self.loss_stage
 
 
-def build_groups(layout: Layout) -> Groups:
+def build_groups(layout: Layout, loss_stage: int | None = None) -> Groups:
     """Create the process groups of `layout`; every rank of the world calls this, at the same point.
+
+    The loss is computed on `loss_stage`, the last one unless it says otherwise.
 
     Raises UserError if the running world has another number of ranks than the layout.
     """
@@ -65,6 +68,7 @@ def build_groups(layout: Layout) -> Groups:
         pp_group=groups["pipeline"],
         dp_group=groups["data"],
         tp_group=groups["tensor"],
+        loss_stage=layout.pp_size - 1 if loss_stage is None else loss_stage,
     )
 
 

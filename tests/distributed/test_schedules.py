@@ -1,4 +1,8 @@
-"""No schedule changes a number: each trains and evaluates as DeepSpeed's own, to the last bit."""
+"""No schedule changes a number: each trains and evaluates as DeepSpeed's own.
+
+To the last bit, where a stage has one part of the model. With several parts other ranks sum the gradient norm, and the
+gradients of tied weights are summed in another order.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +12,48 @@ from pathlib import Path
 import pytest
 
 from harness import Trainer
-from harness.config.values.layout_keys import SCHEDULES
+from harness.config.values.layout_keys import DEEPSPEED_1F1B, FOLDED_SCHEDULES, ROUND_ROBIN_SCHEDULES, SCHEDULES
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, steps_of, tiny_model
 
 pytestmark = pytest.mark.ranks
+SEVERAL_PARTS = (*ROUND_ROBIN_SCHEDULES, *FOLDED_SCHEDULES)
 
 
-def by_schedule(job: Job, folder: str) -> dict[str, list[float]]:
-    """With each schedule the losses and gradient norms of two steps, of an evaluation, and of another step."""
-    found = {}
-    for name in SCHEDULES:
-        own = replace(job, config={**job.config, "pipeline": {**job.config["pipeline"], "schedule": name}})
-        trainer = Trainer(job.model, arguments_of(own, f"{folder}/{name}"), rows(), rows(masked=True))
-        numbers = [number for step in steps_of(trainer, 2) for number in step]
-        numbers.append(trainer.evaluate()["eval_loss"])
-        found[name] = numbers + [number for step in steps_of(trainer, 1) for number in step]
-        trainer.close()
-    return found
+def by_schedule(jobs: list[tuple[Job, list[str]]], folder: str) -> list[dict[str, list[float]]]:
+    """Of each job, with each schedule, the losses and gradient norms of two steps, of an evaluation, and of another
+    step."""
+    return [{name: _numbers(job, name, f"{folder}/{job.layout}/{name}") for name in names} for job, names in jobs]
 
 
-def test_four_stages_train_and_evaluate_alike_by_every_schedule(tmp_path: Path) -> None:
+def _numbers(job: Job, schedule: str, folder: str) -> list[float]:
+    own = replace(job, config={**job.config, "pipeline": {**job.config["pipeline"], "schedule": schedule}})
+    trainer = Trainer(job.model, arguments_of(own, folder), rows(), rows(masked=True))
+    numbers = [number for step in steps_of(trainer, 2) for number in step]
+    numbers.append(trainer.evaluate()["eval_loss"])
+    numbers += [number for step in steps_of(trainer, 1) for number in step]
+    trainer.close()
+    return numbers
+
+
+def test_four_ranks_train_and_evaluate_alike_by_every_schedule(tmp_path: Path) -> None:
     # the inner stages put off weight gradients past the next gradient that they receive
     model = tiny_model(tmp_path / "m", "llama", True, num_hidden_layers=4)
-    layout = {"pipeline": {"stages": 4, "partition": "uniform"}, "bf16": {"enabled": True}}
+    pipeline = {"pipeline": {"stages": 4, "partition": "uniform"}, "bf16": {"enabled": True}}
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
-    numbers = run_ranks(4, by_schedule, Job(model, "pp4z1", {**layout, **sizes}), str(tmp_path))[0]
+    one_part = [name for name in SCHEDULES if name not in SEVERAL_PARTS]
+    # a folded model: the tied embedding and head on one stage; one activation crosses to the same rank
+    both = {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}
+    numbers, several = run_ranks(
+        4,
+        by_schedule,
+        [
+            (Job(model, "pp4z1", {**pipeline, **sizes}), one_part),
+            (Job(model, "pp2tp2z1", {**both, **sizes}), [DEEPSPEED_1F1B, *SEVERAL_PARTS]),
+        ],
+        str(tmp_path),
+    )[0]
     assert numbers["1f1b"][0] > numbers["1f1b"][-2] > 0
     assert all(each == numbers["1f1b"] for each in numbers.values())
+    for each in several.values():
+        assert each == pytest.approx(several["1f1b"], rel=2e-6)

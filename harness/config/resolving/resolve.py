@@ -102,6 +102,7 @@ def _resolved(run: Resolution, view: RunView, stage: int) -> Resolved:
         precision=view.precision,
         partition=partition_method(view.get("/pipeline/partition")) or PARTITIONS[0],
         schedule=schedule_name(view.get("/pipeline/schedule")) or SCHEDULES[0],
+        parts=view.parts,
         activation_checkpoint_interval=view.size("/pipeline/activation_checkpoint_interval") or 0,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness.config.values.json_object import JsonObject
+from harness.config.values.stage_parts import StageParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,4 +36,5 @@ class Resolved:
     precision: str  # fp32, bf16 or fp16
     partition: str  # balanced, measured, uniform, parameters or type:REGEX
     schedule: str  # of the pipeline: one of `layout_keys.SCHEDULES`
+    parts: StageParts  # of the model, and which stage has which
     activation_checkpoint_interval: int  # in decoder layers; 0 is off

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness.config.values.arguments import AutoValues
-from harness.config.values.layout_keys import DEEPSPEED_1F1B, ZERO_BUBBLE
+from harness.config.values.layout_keys import DEEPSPEED_1F1B, INTERLEAVED_ZERO_BUBBLE, ZERO_BUBBLE
 from harness.config.values.pointers import AUTO, lookup, whole
+from harness.config.values.stage_parts import StageParts, stage_parts
 from harness.wording import counted, one_of
 
+MOST_IDLE = 0.2  # of a pipeline's step, before a user is advised to have more micro-batches
 TRAIN, MICRO, ACCUMULATION = "/train_batch_size", "/train_micro_batch_size_per_gpu", "/gradient_accumulation_steps"
 ARGUMENTS = {
     TRAIN: "global_batch_size",
@@ -96,30 +98,51 @@ def complete(train: int | None, micro: int | None, accumulation: int | None, dat
     return Batch(train=train, micro=micro, accumulation=accumulation)
 
 
-def bubble(stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B) -> float:
-    """Return the idle share of a pipeline step for p equal stages and m micro-batches.
+def bubble(
+    stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None
+) -> float:
+    """Return the idle share of a pipeline step for p equal stages of v parts and m micro-batches.
 
     It is (p - 1) / (m + p - 1) for GPipe (arXiv 1811.06965, section 2.3) and for 1F1B with a flush (arXiv 2104.04473,
-    section 2.2, which states it relative to the ideal time: (p - 1) / m). Zero-bubble leaves a third of that idle time
-    where forward, input gradients and weight gradients take equally long (arXiv 2401.10241, section 3.1, for m >= p;
-    with fewer micro-batches there are too few weight gradients to fill the rest).
+    section 2.2, which states it relative to the ideal time: (p - 1) / m). Interleaved parts divide that idle time by v
+    (the same section). Zero-bubble leaves a third of it where forward, input gradients and weight gradients take
+    equally long (arXiv 2401.10241, section 3.1, for m >= p; with fewer micro-batches there are too few weight gradients
+    to fill the rest). Folded parts leave a sixth, for m >= 2 p (section 6).
     """
-    if schedule == ZERO_BUBBLE:
-        waits = stages - 1 + max(0, stages - micro_batches) if stages > 1 else 0
-        return waits / (3 * micro_batches + waits)
-    return (stages - 1) / (micro_batches + stages - 1)
+    parts = stage_parts(stages, schedule, parts_per_stage)
+    waits = _waits(parts, micro_batches, schedule)
+    return waits / (3 * micro_batches * parts.each + waits)
 
 
-def idle(stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B) -> str:
+def _waits(parts: StageParts, micro_batches: int, schedule: str) -> int:
+    """Return how long a stage waits in a step, in units of the forward pass of one part."""
+    p, v, missing = parts.stages, parts.each, max(0, parts.stages - micro_batches)
+    if p == 1:
+        return 0
+    if schedule in (ZERO_BUBBLE, INTERLEAVED_ZERO_BUBBLE):
+        return p - 1 + v * missing + (v - 1) * max(0, p - 2 * micro_batches)
+    if parts.folded:
+        return max(p - 1, 4 * p - 2 - 2 * micro_batches)
+    return 3 * (p - 1) + 3 * (v - 1) * missing
+
+
+def idle(stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None) -> str:
     """`2 stages with 1 micro-batch are idle for 50% of a step`."""
     batches = counted(micro_batches, "micro-batch", "micro-batches")
-    return f"{stages} stages with {batches} are idle for {bubble(stages, micro_batches, schedule):.0%} of a step"
+    share = bubble(stages, micro_batches, schedule, parts_per_stage)
+    return f"{stages} stages with {batches} are idle for {share:.0%} of a step"
 
 
-def micro_batches_wanted(stages: int, schedule: str = DEEPSPEED_1F1B) -> int:
+def micro_batches_wanted(stages: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None) -> int:
     """Return the fewest micro-batches a step at which the stages of a pipeline idle for no more than a fifth of it."""
-    most = 4 * (stages - 1)
-    return max(stages, -(-most // 3)) if schedule == ZERO_BUBBLE and stages > 1 else most
+    least, enough = 0, 4 * (stages - 1)
+    while enough - least > 1:
+        middle = (least + enough) // 2
+        if bubble(stages, middle, schedule, parts_per_stage) <= MOST_IDLE:
+            enough = middle
+        else:
+            least = middle
+    return enough
 
 
 def misfit(sizes: StatedSizes, data_parallel: int, *, ranks_are_known: bool = True) -> tuple[str, str]:

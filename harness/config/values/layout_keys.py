@@ -9,11 +9,19 @@ from harness.config.values.pointers import AUTO, name_of, whole
 
 PARTITIONS = ("balanced", "measured", "uniform", "parameters")
 PARTITION_FORMS = (*PARTITIONS, "type:REGEX")
-DEEPSPEED_1F1B, NON_WAITING_1F1B, ZERO_BUBBLE = "1f1b", "1f1b-async", "zero-bubble"
-SCHEDULES = (DEEPSPEED_1F1B, NON_WAITING_1F1B, ZERO_BUBBLE)
+DEEPSPEED_1F1B, NON_WAITING_1F1B, GPIPE, ZERO_BUBBLE = "1f1b", "1f1b-async", "gpipe", "zero-bubble"
+# with several parts of the model a stage
+LOOPED_BFS, INTERLEAVED, INTERLEAVED_ZERO_BUBBLE = "looped-bfs", "interleaved", "interleaved-zero-bubble"
+ZERO_BUBBLE_V, DUALPIPE_V = "zero-bubble-v", "dualpipe-v"
+ROUND_ROBIN_SCHEDULES = (LOOPED_BFS, INTERLEAVED, INTERLEAVED_ZERO_BUBBLE)
+FOLDED_SCHEDULES = (ZERO_BUBBLE_V, DUALPIPE_V)
+SCHEDULES = (DEEPSPEED_1F1B, NON_WAITING_1F1B, GPIPE, ZERO_BUBBLE, *ROUND_ROBIN_SCHEDULES, *FOLDED_SCHEDULES)
+SPLIT_BACKWARD = (ZERO_BUBBLE, INTERLEAVED_ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
+"""The schedules that put off weight gradients."""
 # sizes that the harness itself reads, and the least that each may be; DeepSpeed takes any value for them
 LEAST = {
     "/pipeline/stages": 1,
+    "/pipeline/parts_per_stage": 1,
     "/pipeline/activation_checkpoint_interval": 0,
     "/tensor_parallel/autotp_size": 0,
     "/expert_parallel/autoep_size": 1,

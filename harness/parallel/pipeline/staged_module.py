@@ -8,6 +8,7 @@ is the input of the next. Every floating tensor of a tuple gets its gradient, on
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from harness.config.values.stage_parts import StageParts
 from harness.deepspeed.pipeline import BuiltLayers, GivenStages, Layer, LayerCall, StageBuilder, TiedWeights
 from harness.parallel.draws import DrawKeys
 from harness.parallel.pipeline.finite import FiniteWatch
@@ -37,7 +39,12 @@ class SharedLayerSpec(TiedLayerSpec):
 
 
 def build_layers(layers: Sequence[Layer], start: int, stop: int, seed: int) -> BuiltLayers:
-    """Build layers `start` to `stop` - 1; the random numbers of each depend on `seed` and its index alone.
+    """Build layers `start` to `stop` - 1."""
+    return build_chosen(layers, range(start, stop), seed)
+
+
+def build_chosen(layers: Sequence[Layer], indices: Sequence[int], seed: int) -> BuiltLayers:
+    """Build the layers with these indices, which rise; the random numbers of each depend on `seed` and its index alone.
 
     Two TiedLayerSpecs of one key and one type are one module, called twice. Of two types, and SharedLayerSpecs, they
     are two modules whose tied parameters are one: the spec's `tied_weight_attr` names them in each.
@@ -45,7 +52,7 @@ def build_layers(layers: Sequence[Layer], start: int, stop: int, seed: int) -> B
     built = BuiltLayers()
     owners: dict[str, nn.Module] = {}
     calls: dict[int, LayerCall] = {}
-    for index in _build_order(layers, start, stop):
+    for index in _build_order(layers, indices):
         layer = layers[index]
         torch.manual_seed(seed + index)
         if isinstance(layer, TiedLayerSpec):
@@ -56,20 +63,21 @@ def build_layers(layers: Sequence[Layer], start: int, stop: int, seed: int) -> B
             built.modules[index] = calls[index] = module
         else:
             calls[index] = layer
-    built.calls.extend(calls[index] for index in range(start, stop))
+    built.calls.extend(calls[index] for index in indices)
     return replace(built, modules=dict(sorted(built.modules.items())))
 
 
-def _build_order(layers: Sequence[Layer], start: int, stop: int) -> list[int]:
+def _build_order(layers: Sequence[Layer], indices: Sequence[int]) -> list[int]:
     """Return the first and the last layer, then the others.
 
     The ends hold the vocabulary, and under ZeRO-3, where a layer is whole until it is spread, the largest are best made
     while the least else is there. A last layer tied to one in the middle waits its turn: the first of a key names it.
     """
-    last = layers[stop - 1]
-    between = {spec.key for spec in layers[start + 1 : stop - 1] if isinstance(spec, TiedLayerSpec)}
+    first, last = indices[0], layers[indices[-1]]
+    inner = [layers[index] for index in indices[1:-1]]
+    between = {spec.key for spec in inner if isinstance(spec, TiedLayerSpec)}
     waits = isinstance(last, TiedLayerSpec) and last.key in between
-    return sorted(range(start, stop), key=lambda index: index != start and (waits or index != stop - 1))
+    return sorted(indices, key=lambda index: index != first and (waits or index != indices[-1]))
 
 
 def _build_tied(spec: TiedLayerSpec, index: int, owners: dict[str, nn.Module], built: BuiltLayers) -> nn.Module:
@@ -107,7 +115,8 @@ class StagedModule(GivenStages):
     Args:
         layers: the whole model's layers; only those of this rank's stage are built.
         layout: pipeline x data x tensor sizes.
-        boundaries: stage i holds layers boundaries[i] to boundaries[i + 1] - 1.
+        boundaries: part i of the model holds layers boundaries[i] to boundaries[i + 1] - 1.
+        parts: which stage has which part; one part each, unless it says otherwise.
         loss_fn: loss of one micro-batch, `loss_fn(outputs, labels)`.
         checkpoint_interval: layers between stored activations; 0 stores all.
         seed: of the layers' initial weights.
@@ -123,14 +132,16 @@ class StagedModule(GivenStages):
         *,
         layout: Layout,
         boundaries: Sequence[int],
+        parts: StageParts | None = None,
         loss_fn: Callable[..., Tensor],
         checkpoint_interval: int,
         seed: int,
         keys: DrawKeys | None = None,
     ) -> None:
+        parts = parts or StageParts(layout.pp_size)
         super().__init__(
             layers,
-            StageBuilder(boundaries=boundaries, build=build_layers, is_recomputed=is_recomputed),
+            StageBuilder(boundaries=boundaries, parts=parts, build=build_chosen, is_recomputed=is_recomputed),
             deepspeed_topology(layout),
             loss_fn=loss_fn,
             activation_checkpoint_interval=checkpoint_interval,
@@ -138,15 +149,15 @@ class StagedModule(GivenStages):
         )
         self.finite = FiniteWatch()
         self._keys = keys
-        self._unpack = Unpacker()
-        self._parts: dict[str, Tensor | None] = dict.fromkeys(getattr(loss_fn, "reports", ()))
+        self._unpack: defaultdict[int, Unpacker] = defaultdict(Unpacker)
+        self._reported: dict[str, Tensor | None] = dict.fromkeys(getattr(loss_fn, "reports", ()))
 
     def forward(self, forward_input: Value) -> Value:
-        """Return the output of this stage's last layer, in the form in which it is sent to the next."""
-        first, last = self.stage_id == 0, self.stage_id == self.num_stages - 1
-        output = self._run(forward_input if first else self._unpack(forward_input))
-        if last and self._parts:
-            self._parts = self.loss_fn.parts(output)
+        """Return the output of the last layer of `part`, in the form in which it is sent to the next part."""
+        first, last = self.part == 0, self.part == len(self.parts) - 2
+        output = self._run(forward_input if first else self._unpack[self.part](forward_input))
+        if last and self._reported:
+            self._reported = self.loss_fn.parts(output)
         if last:
             return output
         self.finite.see(output)
@@ -154,7 +165,7 @@ class StagedModule(GivenStages):
 
     def _run(self, value: Value) -> Value:
         """As DeepSpeed's forward, with the draws of each layer keyed, also where it is run again."""
-        key = self._keys.next() if self._keys is not None and self.training else None
+        key = self._keys.next(self.part) if self._keys is not None and self.training else None
         for block, recomputed in self.blocks():
             run = partial(run_block, block, key)
             tensors = value if isinstance(value, tuple) else (value,)
@@ -166,7 +177,7 @@ class StagedModule(GivenStages):
 
         DeepSpeed asks all stages, and brings every stage the means.
         """
-        return self._parts or None
+        return self._reported or None
 
 
 class LayerSequence(nn.Module):

@@ -133,7 +133,7 @@ def build_engine(
     else:
         put_off_sums(module.parameters())
         before_reduction(engine, partial(sum_once, list(module.parameters()), accumulated_gradient))
-        follow_schedule(engine, context.resolved.schedule)
+        follow_schedule(engine, context.resolved.schedule, context.resolved.parts)
         announce_instructions(engine, beat)
         guarded.release = partial(forget_outputs, engine)
     kind = PipelineStages if context.is_pipeline else WholeModel
@@ -155,6 +155,7 @@ def _build_module(
             layers,
             layout=layout,
             boundaries=boundaries,
+            parts=context.resolved.parts,
             loss_fn=loss,
             checkpoint_interval=interval,
             seed=seed,

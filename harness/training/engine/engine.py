@@ -168,8 +168,8 @@ class Engine(ABC):
         with torch.no_grad():
             mean = self._evaluate(self.weigh(micro_batches, (counted, rows), by_label=True), steps)
         if self.groups.pp_group is not None:
-            last = dist.get_process_group_ranks(self.groups.pp_group)[-1]
-            dist.broadcast(counted, src=last, group=self.groups.pp_group)
+            source = dist.get_process_group_ranks(self.groups.pp_group)[self.groups.loss_stage]
+            dist.broadcast(counted, src=source, group=self.groups.pp_group)
         return float(mean) * float(counted), float(counted)
 
     def count(self, micro_batches: Sequence[EvaluationBatch]) -> tuple[Tensor, Tensor]:

@@ -83,8 +83,9 @@ class KeptOutputs:
         else:
             parts = [[]] * groups.layout.world_size
             dist.gather_object(fresh, parts if groups.rank == 0 else None, dst=0)
-        last = groups.layout.pp_size - 1
-        ranks = [groups.layout.rank(stage=last, dp_rank=i, tp_rank=0) for i in range(groups.layout.dp_size)]
+        ranks = [
+            groups.layout.rank(stage=groups.loss_stage, dp_rank=i, tp_rank=0) for i in range(groups.layout.dp_size)
+        ]
         for step in zip(*(parts[rank] for rank in ranks), strict=True):
             self._gathered += step
 

@@ -114,6 +114,8 @@ def plan_run(inputs: RunInputs) -> RunPlan:
     _require_evaluation(args, data)
     samples = None if data.train is None else dataset_length(data.train)
     resolved, max_steps, layout = resolve_for(source, config, samples, env.world_size)
+    if args.profile:
+        require_one_part(resolved, "--profile")
     adapters = fingerprint(adaptation, args.seed if source and source.weights is None else None)
     checkpoint = None
     if not inputs.may_hold_a_run:
@@ -144,6 +146,15 @@ def resolve_for(
     resolved, max_steps = config.for_data(samples, getattr(text_config, "hidden_size", None))
     sizes = {"pp_size": resolved.pp_size, "tp_size": resolved.tp_size, "ep_size": resolved.ep_size}
     return resolved, max_steps, Layout.from_world(world_size, **sizes)
+
+
+def require_one_part(resolved: Resolved, what: str) -> None:
+    """Raise UserError where stages have several parts of the model, which `what` cannot tell apart."""
+    if resolved.parts.each > 1:
+        raise UserError(
+            f"pipeline.schedule {resolved.schedule} gives a stage {resolved.parts.each} parts of the model: "
+            f"{what} needs a schedule with one part a stage, as zero-bubble"
+        )
 
 
 def _require_types(inputs: RunInputs) -> None:

@@ -42,7 +42,7 @@ from harness.training.prepare.inputs.sample_prompts import SamplePrompts, sample
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
 from harness.training.prepare.plan import RunInputs, RunPlan, intact_checkpoint, plan_run
 from harness.training.prepare.shared_output import require_shared
-from harness.training.prepare.stages import StageLine, choose_boundaries, stage_lines
+from harness.training.prepare.stages import StageLine, choose_boundaries, stage_costs, stage_lines
 from harness.training.prepare.trainable import TrainableModel, trainable_decoder, trainable_layers
 from harness.training.prepare.verification import verify_plan
 from harness.training.process.distributed import close_groups, open_groups, require_device, require_precision, start
@@ -141,10 +141,10 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
         _first_samples(data_check, plan, inputs.args)
     samples = all_or_none(lambda: sample_prompts(inputs.args, plan, trainable))
     boundaries = choose_boundaries(trainable, context, sample)
-    expect_costs(trainable.costs, boundaries)
+    expect_costs(stage_costs(trainable.costs, boundaries, plan.resolved.parts))
     startup_report.compilation(console, plan.resolved, context.device)
     engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
-    stages = stage_lines(trainable, boundaries, engine.deepspeed.module, context.groups)
+    stages = stage_lines(trainable, boundaries, engine.deepspeed.module, context)
     startup_report.stages(console, plan.layout, plan.resolved, plan.max_steps, stages)
     startup_report.adapters(console, plan.adaptation, trainable)
     run = PreparedRun(
@@ -190,7 +190,7 @@ def _join(inputs: RunInputs, plan: RunPlan) -> tuple[RunContext, frozenset[dist.
         )
         all_or_none(lambda: lock_directory(Path(args.output_dir)) if inputs.env.rank == 0 else None)
         foreign_groups = open_groups()
-        groups = build_groups(plan.layout)
+        groups = build_groups(plan.layout, plan.resolved.parts.loss_stage)
         HERE.rank, HERE.stage = groups.rank, groups.coordinate.stage
         watch_run(args, groups, inputs.console)
     startup_report.version(inputs.console)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from harness.config.values.stage_parts import StageParts
 from harness.deepspeed.pipeline import LayerCall
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.errors import UserError
@@ -22,11 +23,11 @@ from harness.parallel.pipeline.partition import stage_boundaries
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.values import Value
 from harness.topology.agreement import values_of_all
-from harness.topology.groups import Groups
 from harness.training.batches.collate import MicroBatch
 from harness.training.engine.build import RunContext
 from harness.training.engine.losses import Loss, targets
 from harness.training.prepare.trainable import TrainableModel
+from harness.wording import counted
 
 ROUNDS = 3
 
@@ -38,6 +39,7 @@ class StageLine:
     Attributes:
         ranks: global ranks that hold it.
         first, last: indices of its pipeline layers.
+        parts: first and last index of each of its parts of the model.
         kinds: class name -> number of layers.
         parameters: of one rank of the stage, as it holds them.
     """
@@ -46,63 +48,83 @@ class StageLine:
     ranks: list[int]
     first: int
     last: int
+    parts: list[tuple[int, int]]
     kinds: dict[str, int]
     parameters: int
 
     def __str__(self) -> str:
         kinds = ", ".join(name if n == 1 else f"{n} x {name}" for name, n in self.kinds.items())
         ranks = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {self.ranks[0]}-{self.ranks[-1]}"
-        return (
-            f"stage {self.stage} on {ranks}: layers {self.first}-{self.last} ({kinds}), "
-            f"{self.parameters:,} parameters a rank"
-        )
+        layers = " and ".join(f"{first}-{last}" for first, last in self.parts)
+        return f"stage {self.stage} on {ranks}: layers {layers} ({kinds}), {self.parameters:,} parameters a rank"
 
 
 def choose_boundaries(trainable: TrainableModel, context: RunContext, sample: MicroBatch | None) -> list[int]:
-    """Return the stage boundaries by the config's `pipeline.partition`; all ranks call it and get the same.
+    """Return the boundaries of the parts of the model by the config's `pipeline.partition`: of the stages, where each
+    has one part. All ranks call it and get the same.
 
     Args:
         sample: inputs and labels of one micro-batch, for `measured`; None if there is no training data.
 
     Raises:
-        UserError: a stage would hold nothing to train, which DeepSpeed's engines cannot run.
+        UserError: there are fewer layers than parts, or a part would hold nothing to train, which DeepSpeed's engines
+            cannot run.
     """
+    parts = context.resolved.parts
+    if parts.each > 1 and parts.count > len(trainable.layers):
+        raise UserError(
+            f"pipeline.schedule {context.resolved.schedule}: {parts.stages} stages of {parts.each} parts, but the "
+            f"model has only {counted(len(trainable.layers), 'layer')}: use fewer stages or parts, or another schedule"
+        )
     boundaries = _boundaries(trainable, context, sample)
-    for stage, (start, stop) in enumerate(pairwise(boundaries)):
+    for part, (start, stop) in enumerate(pairwise(boundaries)):
         if not sum(trainable.trained[start:stop]):
-            raise UserError(f"stage {stage} has nothing to train: use another pipeline.partition or fewer stages")
+            where = f"stage {part}" if parts.each == 1 else f"part {part} of the model"
+            raise UserError(f"{where} has nothing to train: use another pipeline.partition or fewer stages")
     return boundaries
 
 
+def stage_costs(layers: Sequence[float], boundaries: Sequence[int], parts: StageParts) -> list[float]:
+    """Return what the layers of each stage cost together."""
+    cost = [sum(layers[start:stop]) for start, stop in pairwise(boundaries)]
+    return [sum(cost[part] for part in parts.of_stage(stage)) for stage in range(parts.stages)]
+
+
 def _boundaries(trainable: TrainableModel, context: RunContext, sample: MicroBatch | None) -> list[int]:
-    stages = context.groups.layout.pp_size
-    if stages == 1:
+    parts = context.resolved.parts.count
+    if parts == 1:
         return [0, len(trainable.layers)]
     method = context.resolved.partition
     costs = trainable.costs
     if method == "measured" and sample is not None:
         costs = measured_costs(trainable, context, *sample)
-    return stage_boundaries(method, stages, costs=costs, parameters=trainable.parameters, names=trainable.names)
+    return stage_boundaries(method, parts, costs=costs, parameters=trainable.parameters, names=trainable.names)
 
 
 def stage_lines(
-    trainable: TrainableModel, boundaries: Sequence[int], module: nn.Module, groups: Groups
+    trainable: TrainableModel, boundaries: Sequence[int], module: nn.Module, context: RunContext
 ) -> list[StageLine]:
     """One line a stage; all ranks call it."""
+    groups, parts = context.groups, context.resolved.parts
     held = sum(_size(parameter) for parameter in module.parameters())
     sizes = values_of_all((groups.coordinate.stage, held))
     largest = {stage: max(size for s, size in sizes if s == stage) for stage, _ in sizes}
-    return [
-        StageLine(
-            stage=stage,
-            ranks=groups.layout.stage_ranks(stage),
-            first=start,
-            last=stop - 1,
-            kinds=dict(Counter(trainable.names[start:stop])),
-            parameters=largest[stage],
+    lines = []
+    for stage in sorted(largest):
+        own = [(boundaries[part], boundaries[part + 1] - 1) for part in parts.of_stage(stage)]
+        kinds = Counter(name for first, last in own for name in trainable.names[first : last + 1])
+        lines.append(
+            StageLine(
+                stage=stage,
+                ranks=groups.layout.stage_ranks(stage),
+                first=own[0][0],
+                last=own[-1][1],
+                parts=own,
+                kinds=dict(kinds),
+                parameters=largest[stage],
+            )
         )
-        for stage, (start, stop) in enumerate(pairwise(boundaries))
-    ]
+    return lines
 
 
 def measured_costs(trainable: TrainableModel, context: RunContext, inputs: Value, labels: Value) -> list[float]:

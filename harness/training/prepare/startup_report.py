@@ -95,23 +95,27 @@ def stages(console: Console, layout: Layout, resolved: Resolved, steps: int, lin
     )
     for line in lines:
         console.say(f"  {line}")
-    warning = batch_warning(layout.pp_size, resolved.micro_batch, resolved.accumulation, resolved.schedule)
+    order = resolved.schedule, resolved.parts.each
+    warning = batch_warning(layout.pp_size, resolved.micro_batch, resolved.accumulation, *order)
     if warning is not None:
         console.warn(warning)
 
 
-def batch_warning(stages: int, micro: int, accumulation: int, schedule: str = DEEPSPEED_1F1B) -> str | None:
+def batch_warning(
+    stages: int, micro: int, accumulation: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None
+) -> str | None:
     """How much of a step a pipeline idles, and what to set; None up to a fifth."""
-    wanted = micro_batches_wanted(stages, schedule)
+    order = schedule, parts_per_stage
+    wanted = micro_batches_wanted(stages, *order)
     if accumulation >= wanted:
         return None
     flag = "--gradient_accumulation_steps"
-    remedy = f"{flag} {wanted} leaves {bubble(stages, wanted, schedule):.0%}"
+    remedy = f"{flag} {wanted} leaves {bubble(stages, wanted, *order):.0%}"
     share = micro * accumulation
     finer = next((size for size in range(micro - 1, 0, -1) if share % size == 0 and share // size >= wanted), None)
     if finer is not None:
         remedy += f"; with the same batch --per_device_train_batch_size {finer} {flag} {share // finer}"
-    return f"{idle(stages, accumulation, schedule)}: {remedy}"
+    return f"{idle(stages, accumulation, *order)}: {remedy}"
 
 
 def adapters(console: Console, adaptation: Adaptation | None, trainable: TrainableModel) -> None:

@@ -87,7 +87,7 @@ def _logged(log: SpanLog, kind: str, name: str, method: Callable[..., Any]) -> C
 def layers_of(module: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     """Yield the layers of a stage, or of the whole model, that are modules, with their indices; each module once."""
     if isinstance(module, GivenStages):
-        calls = [pair for block, _ in module.blocks() for pair in block]
+        calls = module.indexed_layers()
     else:
         assert isinstance(module, LayerSequence)
         calls = list(enumerate(module.calls))

@@ -112,6 +112,8 @@ def obstacle(run: PreparedRun) -> str | None:
     """Return why the layers of a run cannot move; None if they can."""
     if run.plan.layout.pp_size == 1:
         return "there is one pipeline stage"
+    if run.resolved.parts.each > 1:
+        return f"under the schedule {run.resolved.schedule} a stage has several parts of the model"
     if any(isinstance(layer, nn.Module) for layer in run.trainable.layers):
         return "the list of layers has modules, which cannot be built once more: give LayerSpecs"
     return None

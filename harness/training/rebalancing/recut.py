@@ -12,7 +12,7 @@ from harness.checkpoint.tensors.held import Held
 from harness.checkpoint.training_state import restore
 from harness.training.engine.build import build_engine
 from harness.training.prepare.run import PreparedRun, release_engine
-from harness.training.prepare.stages import stage_lines
+from harness.training.prepare.stages import stage_costs, stage_lines
 from harness.training.watch.activity import expect_costs, inside
 
 
@@ -28,9 +28,9 @@ def recut(run: PreparedRun, boundaries: list[int], progress: Progress) -> Prepar
     files.clear()
     release_engine(run.engine)
     engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
-    stages = stage_lines(trainable, boundaries, engine.deepspeed.module, context.groups)
+    stages = stage_lines(trainable, boundaries, engine.deepspeed.module, context)
     run = replace(run, boundaries=boundaries, engine=engine, stages=stages)
-    expect_costs(trainable.costs, boundaries)
+    expect_costs(stage_costs(trainable.costs, boundaries, run.resolved.parts))
 
     def fill(stem: str, want: Sequence[Held]) -> None:
         exchange(kept.pop(stem), want, context.groups.coordinate.stage, context.device)

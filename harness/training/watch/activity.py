@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import pairwise
 
 from harness.training.process.records import HERE, is_lost_peer
 
@@ -62,9 +61,9 @@ def begin_step() -> None:
     beat("training")
 
 
-def expect_costs(layers: Sequence[float], boundaries: Sequence[int]) -> None:
-    """Note what a step is expected to cost on each stage, of which `boundaries` has the first layer."""
-    ACTIVITY.stage_costs = [sum(layers[start:stop]) for start, stop in pairwise(boundaries)]
+def expect_costs(stages: Sequence[float]) -> None:
+    """Note what a step is expected to cost on each stage."""
+    ACTIVITY.stage_costs = stages
 
 
 @contextmanager

@@ -48,6 +48,7 @@ ACTS = {
     "/pipeline/stages": "the layout",
     "/pipeline/partition": "stage boundaries",
     "/pipeline/schedule": "the order in which stages compute",
+    "/pipeline/parts_per_stage": "stage boundaries",
     "/pipeline/activation_checkpoint_interval": "the staged module",
     "/pipeline/pipe_partitioned": "PipelineEngine",
     "/pipeline/grad_partitioned": "PipelineEngine",

@@ -9,9 +9,24 @@ import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
 from harness.config.values.batch import bubble, micro_batches_wanted
-from harness.config.values.layout_keys import DEEPSPEED_1F1B, NON_WAITING_1F1B, SCHEDULES, ZERO_BUBBLE
-from harness.parallel.pipeline.schedules.instructions import Action, Instruction, instructions, most_in_flight
-from harness.parallel.pipeline.schedules.passes import ORDERS, Kind, Pass, one_forward_one_backward, zero_bubble_h1
+from harness.config.values.layout_keys import (
+    DEEPSPEED_1F1B,
+    DUALPIPE_V,
+    FOLDED_SCHEDULES,
+    GPIPE,
+    INTERLEAVED,
+    LOOPED_BFS,
+    NON_WAITING_1F1B,
+    ROUND_ROBIN_SCHEDULES,
+    SCHEDULES,
+    SPLIT_BACKWARD,
+    ZERO_BUBBLE,
+    ZERO_BUBBLE_V,
+)
+from harness.config.values.stage_parts import StageParts, stage_parts
+from harness.parallel.pipeline.schedules.instructions import Action, Instruction, buffers, instructions, most_in_flight
+from harness.parallel.pipeline.schedules.orders import ORDERS
+from harness.parallel.pipeline.schedules.passes import Kind, Pass, one_forward_one_backward, zero_bubble_h1
 from harness.parallel.pipeline.schedules.timeline import end_of, idle_share, timeline
 
 SIZES = list(product(range(1, 8), (1, 2, 3, 4, 7, 8, 13)))  # stages, micro-batches
@@ -22,66 +37,125 @@ PEER = {Action.SEND_ACTIVATION: 1, Action.RECEIVE_ACTIVATION: -1, **BACKWARDS}
 SENDS = {Action.SEND_ACTIVATION, Action.SEND_GRADIENT}
 
 
-def programs(name: str, stages: int, micro_batches: int) -> list[deque[Instruction]]:
+def partings(name: str, stages: int) -> list[StageParts]:
+    """How a schedule may cut the model."""
+    if name in FOLDED_SCHEDULES and stages == 1:
+        return []
+    several = name in ROUND_ROBIN_SCHEDULES and stages > 1
+    return [stage_parts(stages, name, asked) for asked in ((2, 3) if several else (None,))]
+
+
+def programs(name: str, parts: StageParts, micro_batches: int) -> list[deque[Instruction]]:
     """What each stage executes."""
-    orders = [ORDERS[name](stages, micro_batches, stage) for stage in range(stages)]
-    return [deque(instructions(order, stages, stage)) for stage, order in enumerate(orders)]
+    orders = [ORDERS[name](parts, micro_batches, stage) for stage in range(parts.stages)]
+    return [deque(instructions(order, parts.count)) for order in orders]
 
 
-def execute(own: list[deque[Instruction]]) -> None:
+def execute(own: list[deque[Instruction]], parts: StageParts) -> None:
     """Execute the stages' programs; AssertionError where a transfer does not match, or stages wait for ever.
 
     The strictest rules there are: a send is held back until its receive begins, and holds up the later transfers of its
-    direction, on both sides. It does not hold up the stage itself.
+    kind to the same stage. It does not hold up the stage itself.
     """
-    lines: dict[tuple[int, bool], deque[Instruction]] = {
-        (stage, forwards): deque() for stage in range(len(own)) for forwards in (False, True)
-    }
-    while any(own) or any(lines.values()):
+    lines: dict[tuple[bool, int, int], tuple[deque[Instruction], deque[Instruction]]] = {}
+    blocked: set[int] = set()  # stages that wait for a receive
+
+    def line(stage: int, each: Instruction) -> tuple[deque[Instruction], deque[Instruction]]:
+        other = parts.stage_of(each.part + PEER[each.action])
+        ends = (stage, other) if each.action in SENDS else (other, stage)
+        return lines.setdefault((each.action in FORWARDS, *ends), (deque(), deque()))
+
+    while any(own) or blocked:
         moved = False
         for stage, program in enumerate(own):
-            receives = [
-                line for line in (lines[stage, True], lines[stage, False]) if line and line[-1].action not in SENDS
-            ]
-            while program and not receives:
-                instruction = program.popleft()
+            while program and stage not in blocked:
+                each, moved = program.popleft(), True
+                if each.action in PEER:
+                    line(stage, each)[each.action not in SENDS].append(each)
+                    if each.action not in SENDS:
+                        blocked.add(stage)
+        for (_, _, to), (sent, received) in lines.items():
+            if sent and received:
+                sends, receives = sent.popleft(), received.popleft()
+                assert (sends.micro_batch, sends.part + PEER[sends.action]) == (receives.micro_batch, receives.part)
                 moved = True
-                if instruction.action in PEER:
-                    lines[stage, instruction.action in FORWARDS].append(instruction)
-                    receives = [] if instruction.action in SENDS else [lines[stage, instruction.action in FORWARDS]]
-        for (stage, forwards), line in lines.items():
-            if line and line[0].action in SENDS:
-                other = lines[stage + PEER[line[0].action], forwards]
-                if other and other[0].action not in SENDS:
-                    assert other.popleft().micro_batch == line.popleft().micro_batch
-                    moved = True
+                blocked.remove(to)
         assert moved, "stages wait for each other for ever"
+    assert not any(sent for sent, _ in lines.values()), "a send has no receive"
 
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_every_send_has_its_receive_and_no_stage_waits_for_ever(name: str) -> None:
     for stages, micro_batches in SIZES:
-        execute(programs(name, stages, micro_batches))
+        for parts in partings(name, stages):
+            execute(programs(name, parts, micro_batches), parts)
 
 
 def test_stages_that_wait_for_each_other_are_found() -> None:
-    own = programs(ZERO_BUBBLE, 2, 2)
-    own[1].append(Instruction(Action.RECEIVE_ACTIVATION, 2))
+    parts = StageParts(2)
+    own = programs(ZERO_BUBBLE, parts, 2)
+    own[1].append(Instruction(Action.RECEIVE_ACTIVATION, 2, 1))
     with pytest.raises(AssertionError, match="for ever"):
-        execute(own)
+        execute(own, parts)
     with pytest.raises(ValueError, match="2 stages and 1 micro-batch wait"):
-        timeline(lambda p, m, s: iter(list(zero_bubble_h1(p, m, s))[:: 1 if s else -1]), 2, 1)  # backward first
+        timeline(lambda p, m, s: iter(list(zero_bubble_h1(p, m, s))[:: 1 if s else -1]), parts, 1)  # backward first
 
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_each_pass_comes_once_and_in_the_order_of_the_micro_batches(name: str) -> None:
-    kinds = {NON_WAITING_1F1B: {Kind.FORWARD, Kind.BACKWARD}, ZERO_BUBBLE: set(Kind) - {Kind.BACKWARD}}[name]
+    # so the gradients of a parameter are summed in the same order by every schedule
     for stages, micro_batches in SIZES:
-        for stage in range(stages):
-            passes = list(ORDERS[name](stages, micro_batches, stage))
-            for kind in Kind:
-                expected = list(range(micro_batches)) if kind in kinds else []
-                assert [each.micro_batch for each in passes if each.kind is kind] == expected
+        for parts, stage in ((parts, stage) for parts in partings(name, stages) for stage in range(stages)):
+            passes = list(ORDERS[name](parts, micro_batches, stage))
+            for part in parts.of_stage(stage):
+                own = [each for each in passes if each.part == part]
+                at = {each: index for index, each in enumerate(own)}
+                forward, inputs, weights = (
+                    [each for each in own if each.kind in kinds]
+                    for kinds in (
+                        {Kind.FORWARD},
+                        {Kind.BACKWARD, Kind.INPUT_GRADIENTS},
+                        {Kind.BACKWARD, Kind.WEIGHT_GRADIENTS},
+                    )
+                )
+                for one in (forward, inputs, weights):
+                    assert [each.micro_batch for each in one] == list(range(micro_batches))
+                assert all(at[a] < at[b] <= at[c] for a, b, c in zip(forward, inputs, weights, strict=True))
+            assert name in SPLIT_BACKWARD or {each.kind for each in passes} == {Kind.FORWARD, Kind.BACKWARD}
+            put_off, computed = (
+                [(each.micro_batch, each.part) for each in passes if each.kind is kind]
+                for kind in (Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS)
+            )
+            assert put_off == computed
+
+
+@pytest.mark.parametrize("name", FOLDED_SCHEDULES)
+def test_the_first_stage_has_the_first_and_the_last_part_of_a_folded_model(name: str) -> None:
+    parts = stage_parts(4, name)
+    assert [parts.of_stage(stage) for stage in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert parts.loss_stage == 0
+    round_robin = stage_parts(4, INTERLEAVED, 3)
+    assert round_robin.of_stage(1) == [1, 5, 9] and round_robin.loss_stage == 3
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 8), (3, 9), (4, 16), (8, 32)])
+def test_several_parts_hold_as_many_activations_as_in_the_papers(stages: int, micro_batches: int) -> None:
+    def most(name: str) -> float:
+        """Of any stage, in micro-batches of a whole stage."""
+        parts, ends = stage_parts(stages, name), {Kind.BACKWARD, Kind.WEIGHT_GRADIENTS}
+        orders = [list(ORDERS[name](parts, micro_batches, stage)) for stage in range(stages)]
+        return max(most_held(passes, ends=ends) for passes in orders) / parts.each
+
+    assert most(NON_WAITING_1F1B) == most(ZERO_BUBBLE_V) == stages  # Qi et al. 2024, section 6
+    assert most(DUALPIPE_V) == stages + 1 / 2
+    # Narayanan et al. 2021, section 2.2: (p - 1) / (p v) more
+    assert most(INTERLEAVED) == pytest.approx(stages * (1 + (stages - 1) / (2 * stages)), abs=0.51)
+    assert most(GPIPE) == most(LOOPED_BFS) == micro_batches
+
+
+def test_a_part_needs_a_buffer_for_each_micro_batch_that_it_holds() -> None:
+    assert buffers(list(ORDERS[GPIPE](StageParts(2), 5, 0))) == 5
+    assert buffers(list(ORDERS[INTERLEAVED](StageParts(2, 2), 8, 0))) == 4
 
 
 def test_1f1b_computes_in_deepspeeds_order() -> None:
@@ -90,7 +164,7 @@ def test_1f1b_computes_in_deepspeeds_order() -> None:
         for stage in range(stages):
             schedule = TrainSchedule(micro_batches, stages, stage)
             theirs = [kinds[type(c)] for commands in schedule.steps() for c in commands if type(c) in kinds]
-            passes = list(one_forward_one_backward(stages, micro_batches, stage))
+            passes = list(one_forward_one_backward(StageParts(stages), micro_batches, stage))
             assert [each.kind for each in passes] == theirs
             assert max(2, most_in_flight(passes)) == schedule.num_pipe_buffers()
 
@@ -105,19 +179,22 @@ def most_held(passes: list[Pass], *, ends: set[Kind]) -> int:
 
 def test_zero_bubble_holds_no_more_than_the_first_stage_of_1f1b() -> None:
     for stages, micro_batches in SIZES:
-        first = most_in_flight(one_forward_one_backward(stages, micro_batches, 0))
+        parts = StageParts(stages)
+        first = most_in_flight(one_forward_one_backward(parts, micro_batches, 0))
         for stage in range(stages):
-            passes = list(zero_bubble_h1(stages, micro_batches, stage))
-            assert most_in_flight(passes) == most_in_flight(one_forward_one_backward(stages, micro_batches, stage))
+            passes = list(zero_bubble_h1(parts, micro_batches, stage))
+            assert most_in_flight(passes) == most_in_flight(one_forward_one_backward(parts, micro_batches, stage))
             assert most_held(passes, ends={Kind.WEIGHT_GRADIENTS}) <= first
 
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_idle_share_is_that_of_the_formula(name: str) -> None:
     for stages, micro_batches in SIZES:
-        assert idle_share(timeline(ORDERS[name], stages, micro_batches)) == pytest.approx(
-            bubble(stages, micro_batches, name)
-        )
+        if name in FOLDED_SCHEDULES and micro_batches < 2 * stages:
+            continue
+        for parts in partings(name, stages):
+            found = idle_share(timeline(ORDERS[name], parts, micro_batches))
+            assert found == pytest.approx(bubble(stages, micro_batches, name, parts.each))
 
 
 @pytest.mark.parametrize(("forward", "inputs", "weights"), [(1, 1, 1), (1, 1.2, 0.8), (1, 2, 1), (1, 1, 0.5)])
@@ -127,9 +204,9 @@ def test_zero_bubble_waits_as_in_the_paper_for_passes_of_any_length(
     # table 1 of the paper, for weight gradients that take no longer than the others
     durations = {Kind.FORWARD: forward, Kind.INPUT_GRADIENTS: inputs, Kind.WEIGHT_GRADIENTS: weights}
     for stages, micro_batches in ((2, 8), (4, 8), (8, 16)):
-        waits = end_of(timeline(zero_bubble_h1, stages, micro_batches, durations), durations) - micro_batches * sum(
-            durations.values()
-        )
+        waits = end_of(
+            timeline(zero_bubble_h1, StageParts(stages), micro_batches, durations), durations
+        ) - micro_batches * sum(durations.values())
         assert waits == pytest.approx((stages - 1) * (forward + inputs - weights))
 
 

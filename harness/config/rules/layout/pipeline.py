@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
 from harness.config.values.batch import bubble, idle, micro_batches_wanted
-from harness.config.values.layout_keys import PARTITION_FORMS, SCHEDULES, ZERO_BUBBLE, partition_method, schedule_name
+from harness.config.values.layout_keys import PARTITION_FORMS, SCHEDULES, partition_method, schedule_name
 from harness.config.values.pointers import AUTO
 from harness.config.view import RunView
 from harness.wording import counted
@@ -82,9 +82,10 @@ def pipeline_bubble(view: RunView) -> Iterator[Finding]:
 
     With p stages and m micro-batches (gradient_accumulation_steps) every stage idles for (p - 1) / (m + p -
     1) of a step. From 4 (p - 1) micro-batches on that is at most a fifth. `"schedule": "zero-bubble"` leaves
-    a third of the idle time, (p - 1) / (3 m + p - 1) of a step. The layout never changes the number of
-    micro-batches; the start of a run says how much is idle where it is more. Sources: GPipe, arXiv
-    1811.06965, section 2.3; Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1.
+    a third of the idle time, (p - 1) / (3 m + p - 1) of a step; schedules with several parts of the model a
+    stage leave less, as docs/layouts.md says. The layout never changes the number of micro-batches; the
+    start of a run says how much is idle where it is more. Sources: GPipe, arXiv 1811.06965, section 2.3; Zero
+    Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1.
     """
     steps = view.size("/gradient_accumulation_steps")
     if (
@@ -94,14 +95,14 @@ def pipeline_bubble(view: RunView) -> Iterator[Finding]:
     ):
         steps = 1 if view.get("/train_batch_size") is None else None
     schedule = schedule_name(view.get("/pipeline/schedule")) if view.target == "harness" else None
-    schedule = schedule or SCHEDULES[0]
-    wanted = micro_batches_wanted(view.stages, schedule)
+    order = schedule or SCHEDULES[0], view.parts.each
+    wanted = micro_batches_wanted(view.stages, *order)
     if view.stages == 1 or steps is None or steps >= wanted:
         return
-    less = bubble(view.stages, wanted, schedule)
+    less = bubble(view.stages, wanted, *order)
     yield Finding(
         pointer="/gradient_accumulation_steps" if view.has("/gradient_accumulation_steps") else "/pipeline/stages",
-        message=idle(view.stages, steps, schedule),
+        message=idle(view.stages, steps, *order),
         hint=f"{counted(wanted, 'micro-batch', 'micro-batches')} reduce that to {less:.0%}",
         deepspeed="runs; the stages wait for each other",
         on_value=True,
@@ -124,10 +125,10 @@ def unknown_partition(view: RunView) -> Iterator[Finding]:
     itself reads the key and does nothing with it; `best`, its default, stands for balanced.
     """
     if partition_method(view.get("/pipeline/partition")) is None:
-        yield _unknown(view, "partition", PARTITION_FORMS, "does nothing with it")
+        yield unknown_word(view, "partition", PARTITION_FORMS, "does nothing with it")
 
 
-def _unknown(view: RunView, key: str, known: Iterable[str], deepspeed: str) -> Finding:
+def unknown_word(view: RunView, key: str, known: Iterable[str], deepspeed: str) -> Finding:
     """Return what is said of a word of `pipeline` that is not known; a run of several stages refuses it."""
     pointer, refused = f"/pipeline/{key}", view.target == "harness" and view.stages > 1
     return Finding(
@@ -205,7 +206,7 @@ def pipeline_without_a_pipeline(view: RunView) -> Iterator[Finding]:
     DeepSpeed reads the section for a model that is a PipelineModule. The HuggingFace Trainer hands it the whole
     model: every rank holds all layers and is data-parallel.
     """
-    for name in ("stages", "partition", "schedule", "activation_checkpoint_interval"):
+    for name in ("stages", "partition", "schedule", "parts_per_stage", "activation_checkpoint_interval"):
         value = view.get(f"/pipeline/{name}")
         if view.target == "hf" and value not in (None, AUTO, 0, False) and not (name == "stages" and value == 1):
             yield Finding(
@@ -215,52 +216,3 @@ def pipeline_without_a_pipeline(view: RunView) -> Iterator[Finding]:
                 deepspeed="reads the section, but trains the whole model on every rank",
             )
             return
-
-
-@rule(
-    "DS608",
-    "unknown-schedule",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"schedule": "zb-h2"}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"schedule": "zero-bubble"}}',
-)
-def unknown_schedule(view: RunView) -> Iterator[Finding]:
-    """pipeline.schedule does not name a schedule of the harness.
-
-    The harness knows `1f1b` (DeepSpeed's own, the default), `1f1b-async` (whose sends do not wait) and
-    `zero-bubble` (ZB-H1, arXiv 2401.10241), and refuses another word when more than one stage is asked for.
-    DeepSpeed itself reads the key and does nothing with it: it always runs 1F1B.
-    """
-    if schedule_name(view.get("/pipeline/schedule")) is None:
-        yield _unknown(view, "schedule", SCHEDULES, "does nothing with it, and runs 1F1B")
-
-
-@rule(
-    "DS609",
-    "zero-bubble-with-recomputation",
-    Severity.INFO,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,'
-    ' "schedule": "zero-bubble", "activation_checkpoint_interval": 1}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,'
-    ' "schedule": "zero-bubble"}}',
-)
-def zero_bubble_with_recomputation(view: RunView) -> Iterator[Finding]:
-    """The zero-bubble schedule together with activation checkpointing.
-
-    A weight gradient that is put off needs the input of its layer and the gradient of its output until it is
-    computed. Stage s (from 0) keeps them for s micro-batches, although activation checkpointing has thrown the
-    rest away. The numbers stay the same; the last stages save less memory than under 1F1B.
-    """
-    zero_bubble = schedule_name(view.get("/pipeline/schedule")) == ZERO_BUBBLE and view.target == "harness"
-    interval = view.size("/pipeline/activation_checkpoint_interval")
-    if zero_bubble and interval and view.stages > 1:
-        yield Finding(
-            pointer="/pipeline/schedule",
-            message="zero-bubble keeps the inputs of linear layers for up to "
-            f"{counted(view.stages - 1, 'micro-batch', 'micro-batches')}, which activation checkpointing would free",
-            hint="use the schedule 1f1b if memory runs short",
-            deepspeed="does nothing with the schedule, and runs 1F1B",
-            on_value=True,
-        )

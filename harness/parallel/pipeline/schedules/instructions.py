@@ -1,9 +1,9 @@
 """A stage's passes with what it receives, loads and sends for them: what a pipeline engine executes.
 
 A stage receives just before the pass that needs it, and sends just after the pass that makes it. A send does not
-wait. Activations and gradients travel apart from each other, and those of one kind in the order of the micro-batches:
-so the transfers of each kind match, and no two stages wait for each other even where a send is held back until
-its receive begins.
+wait. Activations and gradients travel apart from each other, as do those of one kind in each direction, and they arrive
+in the order in which they are sent: so no two stages wait for each other even where a send is held back until its
+receive begins. Two neighbouring parts of one stage exchange in the same way, within the stage.
 """
 
 from __future__ import annotations
@@ -39,32 +39,33 @@ COMPUTES = {
 
 @dataclass(frozen=True)
 class Instruction:
-    """One action for one micro-batch."""
+    """One action for one micro-batch, in one part of the model."""
 
     action: Action
     micro_batch: int
+    part: int
 
 
-def instructions(passes: Iterable[Pass], stages: int, stage: int) -> Iterator[Instruction]:
-    """Yield the passes of a stage with the exchanges around them."""
-    first, last = stage == 0, stage == stages - 1
+def instructions(passes: Iterable[Pass], parts: int) -> Iterator[Instruction]:
+    """Yield the passes of a stage with the exchanges around them; `parts`: of the whole model."""
     for each in passes:
+        first, last = each.part == 0, each.part == parts - 1
         before: list[Action] = []
         after: list[Action] = []
         if each.kind is Kind.FORWARD:
             before += [] if first else [Action.RECEIVE_ACTIVATION]
-            before += [Action.LOAD] if first or last else []  # the first stage reads inputs, the last one labels
+            before += [Action.LOAD] if first or last else []  # the first part reads inputs, the last one labels
             after += [] if last else [Action.SEND_ACTIVATION]
         elif each.kind is not Kind.WEIGHT_GRADIENTS:
             before += [] if last else [Action.RECEIVE_GRADIENT]
             after += [] if first else [Action.SEND_GRADIENT]
         for action in (*before, COMPUTES[each.kind], *after):
-            yield Instruction(action, each.micro_batch)
+            yield Instruction(action, each.micro_batch, each.part)
 
 
 def most_in_flight(passes: Iterable[Pass]) -> int:
-    """Return how many micro-batches at most have begun their forward pass, and not ended their backward pass, on a
-    stage: as many buffers it needs."""
+    """Return how many micro-batches at most have begun their forward pass, and not ended their backward pass, in the
+    parts of a stage; in one part it is the number of buffers that it needs."""
     most = now = 0
     for each in passes:
         if each.kind is Kind.FORWARD:
@@ -73,3 +74,11 @@ def most_in_flight(passes: Iterable[Pass]) -> int:
         elif each.kind is not Kind.WEIGHT_GRADIENTS:
             now -= 1
     return most
+
+
+def buffers(passes: Iterable[Pass]) -> int:
+    """Return how many buffers each part of a stage needs."""
+    by_part: dict[int, list[Pass]] = {}
+    for each in passes:
+        by_part.setdefault(each.part, []).append(each)
+    return max(map(most_in_flight, by_part.values()))

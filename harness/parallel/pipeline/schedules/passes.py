@@ -1,19 +1,22 @@
-"""The order in which each stage of a pipeline computes, as a pure function of stages, micro-batches and stage.
+"""The order in which each stage of a pipeline computes, where a stage has one part of the model.
 
-1F1B (Narayanan et al. 2019, PipeDream, SOSP) runs a few forward passes ahead and then one forward and one backward
-pass in turns. ZB-H1 (Qi et al. 2024, Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1) splits the
-backward pass: the gradients of inputs, for which the stage before waits, come at once; those of weights, for which
-nobody waits, are put off until the stage would be idle. A stage puts off no more of them than it has fewer forward
-passes ahead than the first stage, so no stage holds more activations than the first one does under 1F1B.
+GPipe (Huang et al. 2019, arXiv 1811.06965) runs all forward passes and then all backward passes. 1F1B (Narayanan et al.
+2019, PipeDream, SOSP) runs a few forward passes ahead and then one forward and one backward pass in turns. ZB-H1 (Qi et
+al. 2024, Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1) splits the backward pass: the gradients of
+inputs, for which the stage before waits, come at once; those of weights, for which nobody waits, are put off until the
+stage would be idle. A stage puts off no more of them than it has fewer forward passes ahead than the first stage, so no
+stage holds more activations than the first one does under 1F1B.
+
+Each order is a pure function of the parts of the model, the micro-batches and the stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.config.values.layout_keys import NON_WAITING_1F1B, ZERO_BUBBLE
+from harness.config.values.stage_parts import StageParts
 
 
 class Kind(Enum):
@@ -27,40 +30,45 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch's computation of one kind, on one stage."""
+    """One micro-batch's computation of one kind, by one part of the model."""
 
     kind: Kind
     micro_batch: int
+    part: int
 
 
-def one_forward_one_backward(stages: int, micro_batches: int, stage: int) -> Iterator[Pass]:
+Order = Callable[[StageParts, int, int], Iterator[Pass]]
+"""Of parts, micro-batches and stage: the passes of that stage."""
+
+
+def gpipe(_parts: StageParts, micro_batches: int, stage: int) -> Iterator[Pass]:
+    """Yield the passes of a stage under GPipe."""
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for index in range(micro_batches):
+            yield Pass(kind, index, stage)
+
+
+def one_forward_one_backward(parts: StageParts, micro_batches: int, stage: int) -> Iterator[Pass]:
     """Yield the passes of a stage under 1F1B."""
-    ahead = min(stages - stage, micro_batches)
+    ahead = min(parts.stages - stage, micro_batches)
     for index in range(ahead):
-        yield Pass(Kind.FORWARD, index)
+        yield Pass(Kind.FORWARD, index, stage)
     for index in range(micro_batches):
-        yield Pass(Kind.BACKWARD, index)
+        yield Pass(Kind.BACKWARD, index, stage)
         if ahead + index < micro_batches:
-            yield Pass(Kind.FORWARD, ahead + index)
+            yield Pass(Kind.FORWARD, ahead + index, stage)
 
 
-def zero_bubble_h1(stages: int, micro_batches: int, stage: int) -> Iterator[Pass]:
+def zero_bubble_h1(parts: StageParts, micro_batches: int, stage: int) -> Iterator[Pass]:
     """Yield the passes of a stage under ZB-H1; `stage` is also how many weight gradients it puts off at most."""
-    ahead = min(stages - stage, micro_batches)
+    ahead = min(parts.stages - stage, micro_batches)
     for index in range(ahead):
-        yield Pass(Kind.FORWARD, index)
+        yield Pass(Kind.FORWARD, index, stage)
     for index in range(micro_batches):
-        yield Pass(Kind.INPUT_GRADIENTS, index)
+        yield Pass(Kind.INPUT_GRADIENTS, index, stage)
         if index >= stage:
-            yield Pass(Kind.WEIGHT_GRADIENTS, index - stage)
+            yield Pass(Kind.WEIGHT_GRADIENTS, index - stage, stage)
         if ahead + index < micro_batches:
-            yield Pass(Kind.FORWARD, ahead + index)
+            yield Pass(Kind.FORWARD, ahead + index, stage)
     for index in range(max(0, micro_batches - stage), micro_batches):
-        yield Pass(Kind.WEIGHT_GRADIENTS, index)
-
-
-Order = Callable[[int, int, int], Iterator[Pass]]
-"""Of stages, micro-batches and stage: the passes of that stage."""
-
-ORDERS: Mapping[str, Order] = {NON_WAITING_1F1B: one_forward_one_backward, ZERO_BUBBLE: zero_bubble_h1}
-"""The schedules of the harness by their names in `pipeline.schedule`; the default, DeepSpeed's own, is not here."""
+        yield Pass(Kind.WEIGHT_GRADIENTS, index, stage)

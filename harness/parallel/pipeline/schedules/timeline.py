@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
+from harness.config.values.stage_parts import StageParts
 from harness.parallel.pipeline.schedules.passes import Kind, Order, Pass
 from harness.wording import counted
 
@@ -19,42 +20,44 @@ UNITS: Mapping[Kind, float] = {
 """How long passes take where forward, input gradients and weight gradients take equally long."""
 
 
-def timeline(order: Order, stages: int, micro_batches: int, durations: Mapping[Kind, float] = UNITS) -> Begins:
+def timeline(order: Order, parts: StageParts, micro_batches: int, durations: Mapping[Kind, float] = UNITS) -> Begins:
     """Return when each pass begins: as soon as its stage is free and what it needs from a neighbour is there.
 
     Raises ValueError for an order in which stages wait for each other for ever.
     """
-    passes = [list(order(stages, micro_batches, stage)) for stage in range(stages)]
+    passes = [list(order(parts, micro_batches, stage)) for stage in range(parts.stages)]
     begins: Begins = {}
-    free, position = [0.0] * stages, [0] * stages
+    ends: dict[tuple[bool, int, int], float] = {}  # of the forward and backward pass of each part and micro-batch
+    free, position = [0.0] * parts.stages, [0] * parts.stages
     while any(at < len(own) for at, own in zip(position, passes, strict=True)):
         before = sum(position)
         for stage, own in enumerate(passes):
             while position[stage] < len(own):
-                needed = _needed(passes, stage, own[position[stage]])
-                if needed is not None and needed not in begins:
+                each = own[position[stage]]
+                needed = _needed(each, parts)
+                if needed is not None and needed not in ends:
                     break
-                ready = 0.0 if needed is None else begins[needed] + durations[needed[1].kind]
-                begins[stage, own[position[stage]]] = begin = max(free[stage], ready)
-                free[stage] = begin + durations[own[position[stage]].kind]
+                begins[stage, each] = begin = max(free[stage], 0.0 if needed is None else ends[needed])
+                free[stage] = begin + durations[each.kind]
+                if each.kind is not Kind.WEIGHT_GRADIENTS:
+                    ends[each.kind is Kind.FORWARD, each.part, each.micro_batch] = free[stage]
                 position[stage] += 1
         if sum(position) == before:
             batches = counted(micro_batches, "micro-batch", "micro-batches")
-            raise ValueError(f"{stages} stages and {batches} wait for each other for ever")
+            raise ValueError(f"{parts.stages} stages and {batches} wait for each other for ever")
     return begins
 
 
-def _needed(passes: Sequence[Sequence[Pass]], stage: int, own: Pass) -> tuple[int, Pass] | None:
-    """Return the pass of a neighbour whose result a pass takes."""
+def _needed(own: Pass, parts: StageParts) -> tuple[bool, int, int] | None:
+    """Return the pass whose result a pass takes from the part before or after: whether it is a forward pass, the part
+    and the micro-batch."""
     if own.kind is Kind.WEIGHT_GRADIENTS:
         return None
-    neighbour = stage - 1 if own.kind is Kind.FORWARD else stage + 1
-    if not 0 <= neighbour < len(passes):
-        return None
-    kinds = {own.kind} if own.kind is Kind.FORWARD else {Kind.BACKWARD, Kind.INPUT_GRADIENTS}
-    return next(
-        (neighbour, each) for each in passes[neighbour] if each.micro_batch == own.micro_batch and each.kind in kinds
-    )
+    forward = own.kind is Kind.FORWARD
+    neighbour = own.part - 1 if forward else own.part + 1
+    if neighbour == parts.count:
+        return True, own.part, own.micro_batch
+    return (forward, neighbour, own.micro_batch) if neighbour >= 0 else None
 
 
 def end_of(begins: Begins, durations: Mapping[Kind, float] = UNITS) -> float:

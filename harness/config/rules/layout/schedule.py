@@ -1,0 +1,100 @@
+"""Rules about the order in which pipeline stages compute, and the parts of the model that each of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.diagnostic import Severity
+from harness.config.rules.layout.pipeline import unknown_word
+from harness.config.rules.rule import Finding, rule
+from harness.config.values.layout_keys import ROUND_ROBIN_SCHEDULES, SCHEDULES, SPLIT_BACKWARD, schedule_name
+from harness.config.view import RunView
+from harness.wording import counted
+
+
+@rule(
+    "DS608",
+    "unknown-schedule",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"schedule": "zb-h2"}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"schedule": "zero-bubble"}}',
+)
+def unknown_schedule(view: RunView) -> Iterator[Finding]:
+    """pipeline.schedule does not name a schedule of the harness.
+
+    The harness knows `1f1b` (DeepSpeed's own, the default), `1f1b-async` (whose sends do not wait), `gpipe` and
+    `zero-bubble` (ZB-H1, arXiv 2401.10241); with several parts of the model a stage `looped-bfs`,
+    `interleaved`, `interleaved-zero-bubble`, `zero-bubble-v` and `dualpipe-v`. It refuses another word when
+    more than one stage is asked for. DeepSpeed itself reads the key and does nothing with it: it always runs
+    1F1B.
+    """
+    if schedule_name(view.get("/pipeline/schedule")) is None:
+        yield unknown_word(view, "schedule", SCHEDULES, "does nothing with it, and runs 1F1B")
+
+
+@rule(
+    "DS609",
+    "zero-bubble-with-recomputation",
+    Severity.INFO,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,'
+    ' "schedule": "zero-bubble", "activation_checkpoint_interval": 1}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,'
+    ' "schedule": "zero-bubble"}}',
+)
+def zero_bubble_with_recomputation(view: RunView) -> Iterator[Finding]:
+    """A zero-bubble schedule together with activation checkpointing.
+
+    A weight gradient that is put off needs the input of its layer and the gradient of its output until it is
+    computed. Under `zero-bubble` stage s (from 0) keeps them for s micro-batches, although activation
+    checkpointing has thrown the rest away. The other schedules that put off weight gradients do likewise. The
+    numbers stay the same; some stages save less memory than under 1F1B.
+    """
+    schedule = schedule_name(view.get("/pipeline/schedule"))
+    zero_bubble = schedule in SPLIT_BACKWARD and view.target == "harness"
+    interval = view.size("/pipeline/activation_checkpoint_interval")
+    if zero_bubble and interval and view.stages > 1:
+        yield Finding(
+            pointer="/pipeline/schedule",
+            message=f"{schedule} keeps the inputs of linear layers for up to "
+            f"{counted(view.stages - 1, 'micro-batch', 'micro-batches')}, which activation checkpointing would free",
+            hint="use the schedule 1f1b if memory runs short",
+            deepspeed="does nothing with the schedule, and runs 1F1B",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS610",
+    "parts-of-another-schedule",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,'
+    ' "parts_per_stage": 4}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,'
+    ' "schedule": "interleaved", "parts_per_stage": 4}}',
+)
+def parts_of_another_schedule(view: RunView) -> Iterator[Finding]:
+    """pipeline.parts_per_stage asks for parts of the model that the schedule does not have.
+
+    `interleaved`, `interleaved-zero-bubble` and `looped-bfs` take 2 parts a stage or more, 2 unless the key says
+    otherwise. `zero-bubble-v` and `dualpipe-v` have 2, every other schedule has 1. The harness refuses another
+    number when more than one stage is asked for. DeepSpeed itself reads the key and does nothing with it.
+    """
+    asked, schedule = view.size("/pipeline/parts_per_stage"), schedule_name(view.get("/pipeline/schedule"))
+    several = schedule in ROUND_ROBIN_SCHEDULES
+    if asked is None or schedule is None or view.target != "harness" or view.stages == 1:
+        return
+    if asked < 2 if several else asked != view.parts.each:
+        yield Finding(
+            pointer="/pipeline/parts_per_stage",
+            message=f"the schedule {schedule} has "
+            + ("2 parts a stage or more" if several else f"{counted(view.parts.each, 'part')} a stage"),
+            hint="write 2 or more, or remove the key"
+            if several
+            else f"remove the key, or use a schedule that takes it: {', '.join(ROUND_ROBIN_SCHEDULES)}",
+            severity=Severity.ERROR,
+            deepspeed="does nothing with it",
+            on_value=True,
+        )
