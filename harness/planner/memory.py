@@ -34,9 +34,14 @@ class StageMemory:
     host: float = 0.0
 
     @property
+    def states(self) -> float:
+        """What is there between two steps, on the device."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
     def total(self) -> float:
         """On the device."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.logits + self.buffers
+        return self.states + self.activations + self.logits + self.buffers
 
 
 def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: int) -> StageMemory:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from harness.training.process.distributed import largest
 
 GIB = 2**30
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
 
 
@@ -57,6 +59,24 @@ def host_bytes() -> int:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         return pages * resource.getpagesize()
     return _host_peak_bytes()
+
+
+def device_limit_bytes(device: torch.device) -> int | None:
+    """Return the memory of an accelerator; None for a CPU, whose ranks share the host's."""
+    return None if device.type == "cpu" else int(get_accelerator().total_memory(device.index))
+
+
+def host_limit_bytes() -> float:
+    """Return what the processes of this host may hold together: memory and swap, or less where a container says so."""
+    limits = [float("inf")]
+    with suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        limits.append(sizes["MemTotal"] + sizes.get("SwapTotal", 0))
+    for path in CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # "max" is no number
+            limits.append(int(Path(path).read_text(encoding="ascii")))
+    return min(limits)
 
 
 def _host_peak_bytes() -> int:

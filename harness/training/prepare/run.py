@@ -36,6 +36,7 @@ from harness.training.engine.build import RunContext, build_engine
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import logits_loss
 from harness.training.prepare import startup_report
+from harness.training.prepare.forecast import Forecast, forecast, require_memory
 from harness.training.prepare.hyperparameters import hyperparameters
 from harness.training.prepare.inputs.dataset_check import DatasetCheck, sample_length
 from harness.training.prepare.inputs.sample_prompts import SamplePrompts, sample_prompts
@@ -62,6 +63,7 @@ class PreparedRun:
         hyperparameters: what decides about the steps to come, by the names that a user knows.
         foreign_groups: process groups that were open before the run.
         samples: what the model continues at each evaluation.
+        expected: what the planner says of memory and speed; None where it does not know the model.
         run_id: made when the run began afresh; a run that goes on from a checkpoint has the one of that.
     """
 
@@ -77,6 +79,7 @@ class PreparedRun:
     foreign_groups: frozenset[dist.ProcessGroup]
     run_id: str
     samples: SamplePrompts | None = None
+    expected: Forecast | None = None
 
     @property
     def args(self) -> TrainingArguments:
@@ -133,6 +136,7 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
     collator = inputs.data_collator if plan.source is None else TokenCollator(inputs.data_collator)
     data_check = DatasetCheck(source=plan.source, context=context, collator=collator)
     sample = _first_samples(data_check, plan, inputs.args)
+    expected = _expected(inputs, plan, context, sample)
     trainable = _trainable(inputs, plan, context, sample)
     if trainable.causal is not None:  # the vocabulary is known now
         own_labels = inputs.loss_fn is not None or inputs.compute_loss_func is not None
@@ -160,6 +164,7 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
         foreign_groups=foreign_groups,
         run_id=values_of_all(run_id(plan.checkpoint))[0],
         samples=samples,
+        expected=expected,
     )
     if inputs.args.saves:
         state = run.engine_state
@@ -196,6 +201,19 @@ def _join(inputs: RunInputs, plan: RunPlan) -> tuple[RunContext, frozenset[dist.
     startup_report.version(inputs.console)
     context = RunContext(args=args, resolved=plan.resolved, groups=groups, device=device, max_steps=plan.max_steps)
     return context, foreign_groups
+
+
+def _expected(inputs: RunInputs, plan: RunPlan, context: RunContext, sample: MicroBatch | None) -> Forecast | None:
+    """Return what the planner expects of the run, and say so. UserError for what cannot fit."""
+    if plan.source is None or plan.data.train is None:
+        return None
+    found = forecast(plan, sample_length(sample), context.device, inputs.env.local_world_size)
+    if found is None:
+        return None
+    inputs.console.say(str(found))
+    if not inputs.args.skip_memory_check:
+        all_or_none(lambda: require_memory(found, plan, inputs.env, context.device))
+    return found
 
 
 def _first_samples(check: DatasetCheck, plan: RunPlan, args: TrainingArguments) -> MicroBatch | None:

@@ -153,5 +153,6 @@ def describe(run: PreparedRun) -> JsonObject:
         "adapters": json.loads(run.plan.adapters) if run.plan.adapters else None,
         "stage_boundaries": run.boundaries,
         "stages": [asdict(line) for line in run.stages],
+        "expected": None if run.expected is None else run.expected.as_json(),
         "output_dir": str(run.output_dir.resolve()),
     }

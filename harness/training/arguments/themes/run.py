@@ -45,6 +45,8 @@ class RunArguments(Flags):
         choices=("auto", "on", "off"),
     )
 
+    skip_memory_check: bool = flag(False, "start even if the model's states are expected not to fit into memory")
+
     def check(self) -> None:
         """Make paths absolute: the run may change its directory."""
         self.output_dir = str(Path(self.output_dir).absolute())

@@ -1,0 +1,91 @@
+"""What a run is expected to need is said before its model is built; what cannot fit is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from harness import TrainingArguments, UserError
+from harness.topology.env import LaunchEnv
+from harness.training.console import plain_console
+from harness.training.memory import host_limit_bytes
+from harness.training.prepare import forecast as forecasts
+from harness.training.prepare.forecast import Forecast, forecast, require_memory
+from harness.training.prepare.plan import RunInputs, RunPlan, plan_run
+
+CPU = torch.device("cpu")
+GIB = 2**30
+STAGES = {"pipeline": {"stages": 2}, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+OFFLOAD = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+}
+
+
+def planned(
+    tmp_path: Any, config: dict[str, Any] | None = None, ranks: int = 2, **more: Any
+) -> tuple[RunPlan, LaunchEnv]:
+    env = LaunchEnv(world_size=ranks, local_world_size=ranks)
+    args = TrainingArguments(deepspeed_config=config or STAGES, output_dir=str(tmp_path / "run"), max_steps=1)
+    data = [{"input_ids": list(range(32))}] * 16
+    inputs = RunInputs(model="tiny-llama", args=args, console=plain_console(0), env=env, train_dataset=data, **more)
+    return plan_run(inputs), env
+
+
+def expected(plan: RunPlan, ranks: int = 2) -> Forecast:
+    found = forecast(plan, 32, CPU, ranks)
+    assert found is not None
+    return found
+
+
+def test_each_stage_has_its_states_in_float32(tmp_path: Any) -> None:
+    plan, _ = planned(tmp_path)
+    assert plan.source is not None
+    found = expected(plan)
+    with torch.device("meta"):
+        elements = sum(
+            parameter.numel() for parameter in AutoModelForCausalLM.from_config(plan.source.config).parameters()
+        )
+    # the parameters, their gradients and AdamW's two states
+    assert sum(stage.states for stage in found.stages) == 16 * elements
+    assert found.limit == host_limit_bytes() / 2
+    words = r"expected memory: 0\.0\d to 0\.0\d GiB a rank beside the process itself, of \d+\.\d"
+    assert re.fullmatch(words, str(found))
+    kept = found.as_json()
+    assert kept["estimate"] is None and len(kept["memory_gib"]["stages"]) == 2
+
+
+@pytest.mark.parametrize("config", [STAGES, OFFLOAD])
+def test_what_the_ranks_of_a_host_hold_together_must_fit(
+    config: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, env = planned(tmp_path, config)
+    found = expected(plan)
+    held = sum((found.stages * 2)[rank].states + (found.stages * 2)[rank].host for rank in range(2))
+    monkeypatch.setattr(forecasts, "host_limit_bytes", lambda: held + 1)
+    require_memory(found, plan, env, CPU)
+    monkeypatch.setattr(forecasts, "host_limit_bytes", lambda: held - 1)
+    with pytest.raises(UserError, match=r"what the 2 ranks of this host take for .* --skip_memory_check"):
+        require_memory(found, plan, env, CPU)
+
+
+def test_a_device_must_hold_the_states_of_its_rank(tmp_path: Any) -> None:
+    plan, env = planned(tmp_path)
+    found, device = expected(plan), torch.device("cuda")
+    most = max(stage.states for stage in found.stages)
+    require_memory(Forecast(stages=found.stages, limit=most + 1), plan, env, device)
+    with pytest.raises(UserError, match="what a rank takes for parameters"):
+        require_memory(Forecast(stages=found.stages, limit=most - 1), plan, env, device)
+
+
+def test_what_the_planner_cannot_count_has_no_forecast(tmp_path: Any) -> None:
+    adapters, _ = planned(tmp_path, peft_config=LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    assert forecast(adapters, 32, CPU, 2) is None
+    other, _ = planned(tmp_path, {**STAGES, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}})
+    assert forecast(other, 32, CPU, 2) is None
