@@ -1,0 +1,115 @@
+"""DeepSpeed alone: its PipelineEngine, ZeRO-1, ZeRO-3 and AutoTP, driven as its documentation shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from peer_programs.task import LARGEST_NORM, Task, Work, adamw, loss_of, mean_over_ranks
+
+
+def config(work: Work, replicas: int, **sections: Any) -> dict[str, Any]:
+    """Return a DeepSpeed config for a step that some replicas share."""
+    return {
+        "train_micro_batch_size_per_gpu": work.samples,
+        "gradient_accumulation_steps": work.micro_batches // replicas,
+        "gradient_clipping": LARGEST_NORM,
+        "bf16": {"enabled": work.dtype == "bfloat16"},
+        **sections,
+    }
+
+
+def zero1(task: Task) -> None:
+    """Share the optimizer's states out."""
+    _train(task, task.size, {"zero_optimization": {"stage": 1}})
+
+
+def zero3(task: Task) -> None:
+    """Share parameters, gradients and states out."""
+    _train(task, task.size, {"zero_optimization": {"stage": 3}})
+
+
+def autotp(task: Task) -> None:
+    """Cut the layers by DeepSpeed's own search for linear layers."""
+    _train(task, 1, {"zero_optimization": {"stage": 0}, "tensor_parallel": {"autotp_size": task.size}})
+
+
+def _train(task: Task, replicas: int, sections: dict[str, Any]) -> None:
+    deepspeed.init_distributed("gloo")
+    model, batches = task.model(), task.micro_batches(replicas)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=adamw(model.parameters()), config=config(task.work, replicas, **sections)
+    )
+
+    def step() -> float:
+        total = 0.0
+        for ids in batches:
+            loss = loss_of(engine(ids, use_cache=False).logits, ids)
+            engine.backward(loss)
+            engine.step()
+            total += float(loss.detach()) / len(batches)
+        return mean_over_ranks(total)
+
+    task.run(step)
+
+
+class Embedding(nn.Module):
+    """Token ids to hidden states."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.embedding = model.model.embed_tokens
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the hidden states."""
+        found: Tensor = self.embedding(ids)
+        return found
+
+
+class Layer(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, model: LlamaForCausalLM, index: int) -> None:
+        super().__init__()
+        self.layer, self.rotary = model.model.layers[index], model.model.rotary_emb
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the hidden states."""
+        places = torch.arange(x.shape[1]).unsqueeze(0)
+        found: Tensor = self.layer(x, position_ids=places, position_embeddings=self.rotary(x, places))
+        return found
+
+
+class Head(nn.Module):
+    """Hidden states to logits."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.norm, self.head = model.model.norm, model.lm_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits."""
+        found: Tensor = self.head(self.norm(x))
+        return found
+
+
+def pipeline(task: Task) -> None:
+    """Two stages, cut by their parameters."""
+    deepspeed.init_distributed("gloo")
+    model = task.model()
+    layers = [Layer(model, index) for index in range(len(model.model.layers))]
+    module = PipelineModule([Embedding(model), *layers, Head(model)], num_stages=task.size, loss_fn=loss_of)
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=adamw(parameter for parameter in module.parameters() if parameter.requires_grad),
+        config=config(task.work, 1, zero_optimization={"stage": 0}),
+    )
+    batches = [(ids, ids) for ids in task.micro_batches()]
+    task.run(lambda: float(engine.train_batch(iter(batches))))
+    dist.barrier()

@@ -1,0 +1,88 @@
+"""Trainers: HuggingFace's with DeepSpeed, and the harness in each of its layouts."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from transformers import Trainer as HFTrainer
+from transformers import TrainerCallback, default_data_collator
+from transformers import TrainingArguments as HFArguments
+
+from harness import Trainer, TrainingArguments
+from peer_programs.raw_deepspeed import config
+from peer_programs.task import LARGEST_NORM, RATE, Task
+
+SAME: dict[str, Any] = {
+    "learning_rate": RATE,
+    "lr_scheduler_type": "constant",
+    "weight_decay": 0.0,
+    "max_grad_norm": LARGEST_NORM,
+    "logging_steps": 1,
+}
+
+
+class _Clock(TrainerCallback):
+    def __init__(self, task: Task) -> None:
+        self._task, self._begun = task, 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._begun = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._task.seconds.append(time.perf_counter() - self._begun)
+
+
+def hf_trainer(stage: int, task: Task) -> None:
+    """Train with HuggingFace's Trainer and a ZeRO stage of DeepSpeed."""
+    data = [{"input_ids": row, "labels": row} for row in task.samples().tolist()]
+    arguments = HFArguments(
+        output_dir=str(task.folder / "hf"),
+        deepspeed=config(task.work, task.size, zero_optimization={"stage": stage}),
+        gradient_accumulation_steps=task.work.micro_batches // task.size,
+        max_steps=task.steps,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=task.device.type == "cpu",
+        disable_tqdm=True,
+        per_device_train_batch_size=task.work.samples,
+        bf16=task.work.dtype == "bfloat16",
+        **SAME,
+    )
+    trainer = HFTrainer(
+        task.model(), arguments, train_dataset=data, data_collator=default_data_collator, callbacks=[_Clock(task)]
+    )
+    trainer.train()
+    task.losses += [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def harness(sections: dict[str, Any], replicas: int, task: Task) -> None:
+    """Train with the harness, in the layout of some sections of a DeepSpeed config."""
+    arguments = TrainingArguments(
+        deepspeed_config=config(task.work, replicas, **sections),
+        output_dir=str(task.folder / "harness"),
+        overwrite_output_dir=True,
+        gradient_accumulation_steps=task.work.micro_batches // replicas,
+        max_steps=task.steps,
+        save_steps=0,
+        verify_plan="off",
+        per_device_train_batch_size=task.work.samples,
+        bf16=task.work.dtype == "bfloat16",
+        **SAME,
+    )
+    data = [{"input_ids": row} for row in task.samples().tolist()]
+    trainer = Trainer(str(task.folder), arguments, train_dataset=data)
+    task.run(lambda: trainer.training_step().loss)
+    trainer.close()
+
+
+harness_one = partial(harness, {"zero_optimization": {"stage": 0}}, 1)
+harness_zero1 = partial(harness, {"zero_optimization": {"stage": 1}}, 2)
+harness_zero3 = partial(harness, {"zero_optimization": {"stage": 3}}, 2)
+harness_pipeline = partial(harness, {"pipeline": {"stages": 2}}, 1)
+harness_zero_bubble = partial(harness, {"pipeline": {"stages": 2, "schedule": "zero-bubble"}}, 1)
+harness_tensor = partial(harness, {"tensor_parallel": {"autotp_size": 2}}, 1)
+hf_zero3 = partial(hf_trainer, 3)
+hf_zero1 = partial(hf_trainer, 1)
+harness_zero1_alone = partial(harness, {"zero_optimization": {"stage": 1}}, 1)
