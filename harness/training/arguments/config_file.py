@@ -33,6 +33,8 @@ def read_config_file(file: str, known: Mapping[str, Field[Any]]) -> list[ConfigF
     import yaml
 
     path = Path(file)
+    if path.suffix == ".toml":  # torchtitan's
+        raise UserError(f"--config {file}: TOML is not read: give flags in YAML or JSON, as `max_steps: 100`")
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":

@@ -136,6 +136,7 @@ def test_a_config_file_holds_flags_and_the_command_line_wins(tmp_path: Path) -> 
     [
         ("a.yaml", "max_steps: 3\n\nsequence_len: 4\n", "a.yaml:3: unknown flag --sequence_len: use --block_size"),
         ("a.json", '{\n\t"max_steps": "many"}', "a.json:2: argument --max_steps: 'many' is not a number"),
+        ("a.toml", "[training]\nsteps = 3\n", "a.toml: TOML is not read: give flags in YAML or JSON"),
         ("a.yaml", "seed: 1\nseed: 2\n", "a.yaml:2: seed is given twice"),
         ("a.yaml", "a: [1\n", "a.yaml:2: is neither YAML nor JSON"),
         ("a.yaml", "- 1\n", "give flags and their values"),
