@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from harness.config import Resolved
 from harness.deepspeed.engine import announce_instructions
@@ -108,7 +107,6 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
         boundaries = choose_boundaries(trainable, context, None)
         with (
             replaced(clipping, "BLOCK", 2**62),
-            replaced(functional, "linear", functional.linear),  # ZeRO-3 replaces it for good
             fake_tensors(),
             Ledger(plan.layout, env.rank) as ledger,
         ):
