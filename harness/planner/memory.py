@@ -163,7 +163,8 @@ def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape)
     tp, width = strategy.tensor, workload.element_bytes
     tokens = strategy.micro_batch * workload.sequence / strategy.context
     shared = tp if strategy.sequence_parallel else 1
-    outside = layer.hidden * layer.norms * _norm_bytes(workload) / shared
+    whole_input = width if shared > 1 and not strategy.gathers_again else 0  # gathered, it is kept by the next product
+    outside = layer.hidden * layer.norms * ((_norm_bytes(workload) - whole_input) / shared + whole_input)
     repeated = layer.heads // max(layer.kv_heads, 1)
     keys = (layer.key + layer.value) * (1 if workload.fused_elementwise or repeated == 1 else repeated)
     attention = (layer.query + keys + 2 * layer.output) * width / tp

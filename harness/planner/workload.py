@@ -63,6 +63,7 @@ class Strategy:
         sequence_parallel: whether tensor-parallel ranks share out what lies between their layers (Korthikanti et al.
             2022).
         split_table: whether tensor-parallel ranks share an embedding that is not tied to the head, as in Megatron-LM.
+        gathers_again: whether these gather the input of a block again for its backward, instead of keeping it whole.
         overlap_data, overlap_parameters: whether gradients and parameters travel while layers compute.
         whole_gradients: whether each data-parallel rank gets all summed gradients, though it needs only its part.
         bucket: gradients that are reduced at once.
@@ -84,6 +85,7 @@ class Strategy:
     virtual_stages: int = 1
     sequence_parallel: bool = False
     split_table: bool = False
+    gathers_again: bool = False
     overlap_data: bool = False
     overlap_parameters: bool = False
     whole_gradients: bool = False

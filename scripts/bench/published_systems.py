@@ -261,6 +261,7 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         virtual_stages=number(row, "vpp"),
         sequence_parallel=shares_sequence,
         split_table=shares_sequence,
+        gathers_again=program.is_megatron and system != "nanotron",
         overlap_data=overlaps,
         overlap_parameters=overlaps,
         overlap_tensor=0.5 if program.is_megatron and ("NeMo" in system or "Bridge" in system) else 0.0,

@@ -75,6 +75,16 @@ def test_the_first_stage_keeps_most_activations():
     assert kept[0] / kept[-1] == pytest.approx(4)
 
 
+@pytest.mark.parametrize(("dp", "tp", "gib"), [(2, 4, 25.2), (4, 2, 42.63), (1, 8, 16.5)])
+def test_published_peaks_of_sequence_parallel_runs_are_met(dp, tp, gib):
+    """All ranks need the same here: nanotron, Llama 3.2 1B, sequences of 4,096 in micro-batches of 8 on 8 H100."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+    shape = decoder_of(sizes | {"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True}, "1b")
+    work = Workload(shape=shape, sequence=4096)
+    layout = Strategy(data=dp, tensor=tp, micro_batch=8, zero_stage=1, whole_gradients=True, sequence_parallel=True)
+    assert of(layout, work).peak_bytes / 2**30 == pytest.approx(gib, rel=0.1)
+
+
 def test_on_a_crowded_host_other_ranks_use_the_time_of_those_that_wait():
     cpu, work = load_hardware("cpu"), Workload(shape=EVEN, sequence=128, precision="fp32")
     crowded = replace(cpu, crowding=4.0)
