@@ -15,7 +15,7 @@ from tests.distributed.training import BATCH, BLOCK, Curve, rows, steps_of
 pytestmark = pytest.mark.ranks
 
 MODEL = "tiny-llama"
-PLAN = ["plan", "--model", MODEL, "--world_size", "2", "--hardware", "cpu"]
+PLAN = ["plan", "--model", MODEL, "--world_size", "2", "--hardware", "h100", "--precision", "fp32"]
 PLAN += ["--global_batch_size", str(BATCH), "--block_size", str(BLOCK)]
 
 
@@ -34,8 +34,13 @@ def curves(files: list[str], folder: str) -> list[Curve]:
 def test_what_is_written_trains_to_the_same_numbers_in_every_layout(tmp_path: Path, capsys) -> None:
     assert main([*PLAN, "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
-    kinds = [(tuple(row["layout"].values()), row["zero_stage"], row["offload"]) for row in planned]
-    wanted = [kinds[0], ((2, 1, 1), 0, "none"), ((1, 2, 1), 0, "none"), ((1, 1, 2), 3, "optimizer")]
+    kinds = [(tuple(row["layout"].values()), row["zero_stage"], row["offload"], row["schedule"]) for row in planned]
+    wanted = [
+        kinds[0],
+        ((2, 1, 1), 0, "none", "zero-bubble"),
+        ((1, 2, 1), 0, "none", "1f1b"),
+        ((1, 1, 2), 3, "optimizer", "1f1b"),
+    ]
     files = [str(tmp_path / f"plan-{number}.json") for number in range(len(wanted))]
     for kind, file in zip(wanted, files, strict=True):
         assert main([*PLAN, "--row", str(kinds.index(kind) + 1), "--write", file]) == 0
