@@ -31,8 +31,10 @@ KNOWN_ELEMENTS = 256  # up to this size a tensor keeps its values: shapes of wha
 def fake_world(env: LaunchEnv) -> Iterator[None]:
     """Be the rank `env.rank` of `env.world_size` while the context lasts; nothing is sent.
 
-    torch.distributed must not be initialised. The environment is as before afterwards.
+    The environment is as before afterwards. RuntimeError if this process is in a process group already.
     """
+    if dist.is_initialized():
+        raise RuntimeError("this process is in a process group already: a dry run needs one of its own")
     before = inherited()
     env.export(os.environ)
     dist.init_process_group("fake", store=FakeStore(), rank=env.rank, world_size=env.world_size)
