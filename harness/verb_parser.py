@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, NoReturn
+from typing import NoReturn
 
 
 class VerbParser(argparse.ArgumentParser):
@@ -13,13 +13,16 @@ class VerbParser(argparse.ArgumentParser):
         example: for the end of --help.
     """
 
-    def __init__(self, verb: str, description: str, example: str = "", **more: Any) -> None:
+    def __init__(
+        self, verb: str, description: str, example: str = "", *, usage: str | None = None, allow_abbrev: bool = True
+    ) -> None:
         super().__init__(
             prog=f"ds-harness {verb}",
             description=description,
             epilog=example,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            **more,
+            usage=usage,
+            allow_abbrev=allow_abbrev,
         )
 
     def error(self, message: str) -> NoReturn:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
@@ -29,7 +29,9 @@ from harness.checkpoint.tensors.whole_tensors import PlannedFiles, plan_tensors
 from harness.errors import UserError
 from harness.topology.agreement import all_or_none, values_of_all
 
-Phases: TypeAlias = Generator[Callable[[], Any], Any, None]
+T = TypeVar("T")
+
+Phases: TypeAlias = Generator[Callable[[], object], Any, None]
 """What the thread of this rank does; each gives back to the generator what it returned."""
 _NUMBERS = itertools.count()
 
@@ -63,7 +65,7 @@ class Writer:
         self._buffer = KeptBuffer()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def run(self, phase: Callable[[], Any]) -> Future[Any]:
+    def run(self, phase: Callable[[], T]) -> Future[T]:
         """Do something in the thread."""
         return self._thread.submit(phase)
 
@@ -165,7 +167,7 @@ class BackgroundSave:
             if target.write_others is not None:
                 target.write_others(self._folder)
 
-    def _try(self, action: Callable[[], Any]) -> Any:
+    def _try(self, action: Callable[[], T]) -> T:
         """Return what `action` returns if it succeeds on all ranks; else remove what is written, raise NotSaved."""
         try:
             return all_or_none(action)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeAlias
+from typing import ParamSpec, TypeAlias, TypeVar
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -17,6 +17,9 @@ from deepspeed.runtime.utils import PartitionedTensor
 from deepspeed.runtime.zero import utils
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Received: TypeAlias = Tensor | tuple[Tensor, ...]
 """A tensor or a tuple of tensors, as stages exchange them."""
@@ -97,9 +100,9 @@ def announce_halves(engine: DeepSpeedEngine, announce: Callable[[str], None]) ->
 
 
 def _announced(
-    engine: DeepSpeedEngine, run: Callable[..., Any], names: tuple[str, str], announce: Callable[[str], None]
-) -> Callable[..., Any]:
-    def announced(*args: Any, **kwargs: Any) -> Any:
+    engine: DeepSpeedEngine, run: Callable[P, R], names: tuple[str, str], announce: Callable[[str], None]
+) -> Callable[P, R]:
+    def announced(*args: P.args, **kwargs: P.kwargs) -> R:
         announce(names[engine.is_gradient_accumulation_boundary()])
         return run(*args, **kwargs)
 
@@ -111,7 +114,7 @@ def gradients_of(engine: DeepSpeedEngine, parameters: Iterable[Tensor]) -> list[
     parts that ZeRO keeps of them."""
     found = [getattr(parameter, name, None) for parameter in parameters for name in ("grad", "_hp_grad")]
     names = ("averaged_gradients", "grad_partitions_flat_buffer", "single_partition_of_fp32_groups")
-    kept: list[Any] = [getattr(engine.optimizer, name, None) for name in names]
-    kept[-1] = [part.grad for part in kept[-1] or ()]  # where gradients are offloaded, they are here
+    *kept, offloaded = (getattr(engine.optimizer, name, None) for name in names)
+    kept += [part.grad for part in offloaded or ()]  # where gradients are offloaded, they are here
     found += [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)]
     return list({id(gradient): gradient for gradient in found if gradient is not None}.values())

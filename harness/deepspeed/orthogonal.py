@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from deepspeed.runtime import compiler
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def newton_schulz(matrix: Tensor, method: str) -> Tensor:
@@ -35,13 +38,13 @@ def import_muon_without_compiler() -> None:
         compiler.compile = compile_at_once
 
 
-def _compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled_when_called(function: Callable[P, R]) -> Callable[P, R]:
     @functools.cache
-    def compiled() -> Callable[..., Any]:
+    def compiled() -> Callable[P, R]:
         return torch.compile(function)
 
     @functools.wraps(function)
-    def call(*args: object, **named: object) -> Any:
+    def call(*args: P.args, **named: P.kwargs) -> R:
         return compiled()(*args, **named)
 
     return call

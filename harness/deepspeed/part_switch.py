@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
@@ -37,7 +36,7 @@ class PartSwitch:
         self._at: int | None = None
         self._buffers = 0
         self._losses: dict[int, Tensor] = {}
-        self._loaded: dict[int, deque[Any]] = {part: deque() for part in self._own if part in (0, self._last)}
+        self._loaded: dict[int, deque[object]] = {part: deque() for part in self._own if part in (0, self._last)}
         if parts.each > 1:
             state = {name: getattr(engine, name) for name in OF_A_PART}
             self._kept = {part: copy.deepcopy(state) for part in self._own}
@@ -53,7 +52,7 @@ class PartSwitch:
                 reset()
             self.leave()
 
-        def load() -> Any:
+        def load() -> object:
             if not self._loaded[self._here[0]]:  # a stage with the first and the last part reads each batch for both
                 batch = next_batch()
                 for waiting in self._loaded.values():

@@ -7,8 +7,9 @@ whose weight gradients come later, sends that do not wait, and several parts of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from deepspeed.runtime.pipe import schedule as of_deepspeed
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -35,7 +36,7 @@ class AwaitSends(of_deepspeed.PipeInstruction):  # type: ignore[misc]  # DeepSpe
 class Deferral(Protocol):
     """What puts off weight gradients, and computes them."""
 
-    def put_off(self) -> Any:
+    def put_off(self) -> AbstractContextManager[object]:
         """Return a context in which a backward pass puts them off."""
 
     def compute(self) -> None:
@@ -158,7 +159,7 @@ def _instructions(
     return {**own, AwaitSends: await_sends}
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) else value
 
 

@@ -79,7 +79,7 @@ class PartitionInPlace(deepspeed.zero.Init):
 
     parted = 0
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
+    def __init__(self, module: nn.Module, **options: object) -> None:
         whole = sum(not is_partitioned(parameter) for parameter in module.parameters())
         super().__init__(module=module, **options)
         if self.parted != whole:

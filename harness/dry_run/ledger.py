@@ -11,7 +11,6 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from harness.parallel.values import Keyword, Operation, Positional
 from harness.topology.layout import AXES, Layout
 
 OPERATIONS = {
@@ -99,8 +99,8 @@ class Ledger(TorchDispatchMode):
         return dict(sorted(found.items()))
 
     def __torch_dispatch__(
-        self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Operation, _types: object, args: Positional = (), kwargs: Keyword | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self._count(func.overloadpacket.__name__, args)
@@ -121,7 +121,7 @@ class Ledger(TorchDispatchMode):
     def _drop(self, size: int) -> None:
         self.live -= size
 
-    def _count(self, name: str, args: Sequence[Any]) -> None:
+    def _count(self, name: str, args: Sequence[object]) -> None:
         group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
         operation = OPERATIONS.get(name, name.removesuffix("_"))
         if group is None or operation in ("barrier", "monitored_barrier"):

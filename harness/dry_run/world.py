@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.deepspeed.no_peers import replaced, trusting_peers
 from harness.deepspeed.zero3_parameters import restore_linear
+from harness.parallel.values import Keyword, Operation, Positional
 from harness.topology.env import LaunchEnv, inherited, replace_environment
 
 ALL_OF = (torch.ops.aten.all.default, torch.ops.aten.all.dim)
@@ -93,8 +94,8 @@ class _Echo(_Mode):
     """Gives a rank its own tensors for those of the others."""
 
     def __torch_dispatch__(
-        self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Operation, _types: object, args: Positional = (), kwargs: Keyword | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.c10d.allgather_.default:
             for outputs, given in zip(args[0], args[1], strict=True):
@@ -110,8 +111,8 @@ class _Values(_Mode):
     """
 
     def __torch_dispatch__(
-        self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Operation, _types: object, args: Positional = (), kwargs: Keyword | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if isinstance(tensor, FakeTensor) and tensor.constant is None and tensor.numel() == 1:

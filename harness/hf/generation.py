@@ -6,11 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.errors import UserError
 from harness.hf.locate import ADAPTERS, model_directory
 from harness.verb_parser import VerbParser
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 EXAMPLE = """example:
   ds-harness generate runs/demo --prompt "def " --temperature 0"""
@@ -41,7 +44,7 @@ def generate(argv: Sequence[str]) -> int:
     return 0
 
 
-def load(name: str) -> tuple[Any, Any]:
+def load(name: str) -> tuple[PreTrainedTokenizerBase, Any]:
     """Return tokenizer and model of a directory, or of what `model_directory` finds by its name; adapters with their
     base model."""
     import torch
@@ -59,24 +62,24 @@ def load(name: str) -> tuple[Any, Any]:
     return tokenizer, model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def brings_template(tokenizer: Any) -> bool:
+def brings_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer has a chat template; that of the bytes tokenizer, which always has one, does not count."""
     return bool(tokenizer.chat_template) and "harness_tokenizer" not in getattr(tokenizer, "init_kwargs", {})
 
 
-def padding_id(tokenizer: Any) -> int | None:
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id that pads, or else the one that ends a text."""
     found: int | None = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return found
 
 
-def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) -> list[int]:
     """Return the prompt's ids, as a user's message in the chat template where `chat` says so."""
     if chat:
         if not tokenizer.chat_template:
             raise UserError("--chat: the tokenizer has no chat template")
         message = [{"role": "user", "content": prompt}]
-        text: str = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        text = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
         found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
     found = tokenizer(prompt)["input_ids"]

@@ -50,8 +50,8 @@ class DrawCatcher(TorchFunctionMode, ABC):
         self,
         func: Callable[..., object],
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         draw = _CAUGHT.get(func) if _active.get() is self else None
         return func(*args, **(kwargs or {})) if draw is None else draw(self, *args, **(kwargs or {}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from harness.checkpoint.atomic import replace_text
 from harness.errors import UserError
@@ -45,13 +45,13 @@ def report(argv: Sequence[str]) -> int:
     return 0
 
 
-def _pyplot() -> Any:
+def _pyplot() -> ModuleType:
     """Return matplotlib's pyplot, which then draws into files alone."""
     installed("matplotlib").use("agg")
     return installed("matplotlib.pyplot")
 
 
-def installed(module: str) -> Any:
+def installed(module: str) -> ModuleType:
     """Return a module of the extra `report`; UserError if it is missing."""
     try:
         return import_module(module)

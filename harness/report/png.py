@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from harness.report.charts import BarChart, Chart, LineChart
 from harness.report.page import RunCharts
 from harness.report.palette import OF_MARK, PALE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DOTS_PER_INCH = 200
 WIDTH, HEIGHT, ROW = 7.0, 2.6, 0.32  # inches
@@ -17,7 +21,7 @@ NARROWEST_TEXT = 0.02  # of the chart's width; a number would not fit into less
 STYLE = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 
 
-def write_pngs(folder: Path, curves: Sequence[Chart], runs: Sequence[RunCharts], pyplot: Any) -> list[Path]:
+def write_pngs(folder: Path, curves: Sequence[Chart], runs: Sequence[RunCharts], pyplot: ModuleType) -> list[Path]:
     """Write each chart as a file of its name; those of several runs begin with the run's."""
     folder.mkdir(parents=True, exist_ok=True)
     named = [(chart.key, chart) for chart in curves]
@@ -34,7 +38,8 @@ def write_pngs(folder: Path, curves: Sequence[Chart], runs: Sequence[RunCharts],
     return paths
 
 
-def _lines(chart: LineChart, pyplot: Any) -> Any:
+def _lines(chart: LineChart, pyplot: ModuleType) -> Figure:
+    picture: Figure
     picture, axes = pyplot.subplots(figsize=(WIDTH / 2, HEIGHT), layout="constrained")
     for line in chart.lines:
         values = [float("nan") if value is None else value for value in line.y]
@@ -52,8 +57,9 @@ def _lines(chart: LineChart, pyplot: Any) -> Any:
     return picture
 
 
-def _bars(chart: BarChart, pyplot: Any) -> Any:
+def _bars(chart: BarChart, pyplot: ModuleType) -> Figure:
     height = HEIGHT if chart.is_upright else 1.0 + ROW * len(chart.rows)
+    picture: Figure
     picture, axes = pyplot.subplots(figsize=(WIDTH, height), layout="constrained")
     place = {row: number for number, row in enumerate(chart.rows)}
     shown = [bars for bars in chart.bars if not bars.is_hidden]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import finished_name
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.training.arguments import TrainingArguments
-from harness.training.callbacks import TrainerCallback, TrainerControl, TrainerState
+from harness.training.callbacks import MomentValues, TrainerCallback, TrainerControl, TrainerState
 from harness.training.prepare.run import PreparedRun
 
 
@@ -23,7 +23,9 @@ class EarlyStoppingCallback(TrainerCallback):
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
         self.patience, self.threshold = early_stopping_patience, early_stopping_threshold
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
+    ) -> None:
         """Count, and ask for the end."""
         if improves(args, state, metric_of(args, kwargs["metrics"]), self.threshold):
             state.evaluations_without_best = 0
@@ -38,7 +40,7 @@ def asked_for(args: TrainingArguments) -> list[TrainerCallback]:
     return [EarlyStoppingCallback(args.early_stopping_patience)] if args.early_stopping_patience else []
 
 
-def metric_of(args: TrainingArguments, metrics: Mapping[str, Any]) -> float:
+def metric_of(args: TrainingArguments, metrics: Mapping[str, object]) -> float:
     """Return the metric that says which model is the best; UserError if the evaluation has none of that name."""
     name = args.best_metric_name
     found = metrics.get(f"eval_{name}", metrics.get(name))
@@ -58,7 +60,7 @@ def improves(args: TrainingArguments, state: TrainerState, value: float, thresho
 
 
 def note_evaluation(
-    args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Mapping[str, Any] | None
+    args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Mapping[str, object] | None
 ) -> None:
     """Note the best evaluation of a run; with `--save_strategy best` ask for its checkpoint."""
     if metrics is not None and improves(args, state, value := metric_of(args, metrics)):

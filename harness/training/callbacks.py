@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict, Unpack
 
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.training.arguments import TrainingArguments
 from harness.training.process import signals
 from harness.training.watch.activity import Phase, inside
+
+if TYPE_CHECKING:
+    from harness.training.prepare.run import PreparedRun
 
 EACH_STEP = ("on_step_begin", "on_step_end", "on_log")
 
@@ -88,52 +92,75 @@ class TrainerControl:
     should_evaluate: bool = False
 
 
+class RunningTrainer(Protocol):
+    """What callbacks are given as `trainer`: the Trainer, of which they may use more than this."""
+
+    args: TrainingArguments
+    state: TrainerState
+    control: TrainerControl
+    run: PreparedRun
+
+
+class MomentValues(TypedDict, total=False):
+    """The keyword arguments of callbacks: `trainer`, and the others at the moments that they belong to."""
+
+    trainer: RunningTrainer
+    record: StepRecord
+    logs: JsonObject
+    metrics: JsonObject
+    checkpoint: Path
+
+
 class TrainerCallback:
     """Override what you need. Keyword arguments: `trainer`, and `record`, `metrics` or `checkpoint` where they fit."""
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         """Before the first step."""
 
     def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         """Before the first step of a pass through the data; a step may reach from one pass into the next."""
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         """After the step that used the last sample of a pass through the data."""
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         """Before each step."""
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         """After each step; `record` is its StepRecord."""
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
+    ) -> None:
         """Every `logging_steps` and after the last step; `logs` is the step's record as a dict."""
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         """After an evaluation; `metrics` holds eval_loss and more."""
 
     def on_predict(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         """After a prediction; `metrics` holds test_loss and more."""
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
+    ) -> None:
         """After a checkpoint was written; `checkpoint` is its directory."""
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         """After the last step."""
 
@@ -143,7 +170,9 @@ AnyCallback: TypeAlias = TrainerCallback | type[TrainerCallback]
 MOMENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 
-def call(callbacks: Sequence[TrainerCallback], moment: str, trainer: Any, **kwargs: object) -> None:
+def call(
+    callbacks: Sequence[TrainerCallback], moment: str, trainer: RunningTrainer, /, **kwargs: Unpack[MomentValues]
+) -> None:
     """Call the method `moment` of every callback, in order; an evaluation that a signal interrupts ends that call."""
     phase = Phase.STEP if moment in EACH_STEP else Phase.SLOW
     for callback in tuple(callbacks):  # one may remove itself

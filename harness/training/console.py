@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -98,11 +101,11 @@ def _duplicate(stream: TextIO) -> TextIO:
 class _Unheard(io.FileIO):
     """A file whose reader may be gone: a run goes on although its terminal was closed, or its pipe."""
 
-    def write(self, data: Any) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         try:
             return super().write(data)
         except OSError:
-            return len(data)
+            return memoryview(data).nbytes
 
 
 def _show_ours(console: Console, show: Callable[..., None]) -> Callable[..., None]:

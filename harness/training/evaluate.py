@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.topology.agreement import require_alike
 from harness.training.batches.collate import AnyDataset, Collator, MapDataset
@@ -43,7 +44,7 @@ def default_batch(loss: Loss, micro_batch: int) -> int:
 
 def evaluation_metrics(
     run: PreparedRun, dataset: AnyDataset, own: OwnMetrics, prefix: str = "eval", *, is_new: bool
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return eval_loss, perplexity, eval_samples, eval_seconds and the user's own metrics; all ranks call it.
 
     Args:
@@ -67,7 +68,7 @@ def predict(run: PreparedRun, dataset: AnyDataset, own: OwnMetrics, prefix: str)
 
 def _evaluated(
     run: PreparedRun, dataset: MapDataset, own: OwnMetrics, prefix: str, kept: KeptOutputs | None, *, is_new: bool
-) -> dict[str, Any]:
+) -> JsonObject:
     micro_batch = run.args.per_device_eval_batch_size or default_batch(run.trainable.loss, run.resolved.micro_batch)
     if is_new:
         require_alike({"evaluation data": data_digest(dataset)}, run.engine.device)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.training.engine.kept_outputs import Preprocess
+from harness.training.engine.losses import Labels, Outputs
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import EvalPrediction
@@ -24,10 +26,10 @@ class OwnMetrics:
         preprocess: of logits and labels of a micro-batch, makes what is kept of the logits.
     """
 
-    compute: Callable[[EvalPrediction], Mapping[str, Any]] | None = None
+    compute: Callable[[EvalPrediction], Mapping[str, object]] | None = None
     preprocess: Preprocess | None = None
 
-    def of(self, predictions: Any, labels: Any, prefix: str) -> dict[str, Any]:
+    def of(self, predictions: Outputs, labels: Labels, prefix: str) -> JsonObject:
         """Return the metrics by names that begin with the prefix; all ranks call it and get those of rank 0.
 
         An exception on rank 0 is raised there; a UserError on the others.
@@ -36,7 +38,7 @@ class OwnMetrics:
             return {}
         from transformers.trainer_utils import EvalPrediction
 
-        sent: list[dict[str, Any] | None] = [None]
+        sent: list[JsonObject | None] = [None]
         try:
             if dist.get_rank() == 0:
                 found = self.compute(EvalPrediction(predictions=predictions, label_ids=labels))
@@ -48,7 +50,7 @@ class OwnMetrics:
         return sent[0]
 
 
-def _named(found: object, prefix: str) -> dict[str, Any]:
+def _named(found: object, prefix: str) -> JsonObject:
     if not isinstance(found, Mapping):
         raise UserError(f"compute_metrics returned {type(found).__name__}: it must return a dict of numbers by name")
     from transformers.trainer_utils import denumpify_detensorize

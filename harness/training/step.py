@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Protocol
 
+from harness.config.values.json_object import JsonObject
 from harness.training.batches.stream import BatchStream
 from harness.training.best_model import load_best, note_evaluation
 from harness.training.cadence import agree_on_control, due_after, step_record
-from harness.training.callbacks import StepRecord, TrainerState, call
+from harness.training.callbacks import RunningTrainer, StepRecord, TrainerCallback, TrainerState, call
+from harness.training.engine.engine import Engine
 from harness.training.memory import peak_memory_gib
 from harness.training.nonfinite import NonFinite
 from harness.training.prepare import startup_report
 from harness.training.prepare.run import PreparedRun
 from harness.training.report.recorder import Recorder
+from harness.training.saving.checkpoints import Checkpoints
+
+
+class StepTrainer(RunningTrainer, Protocol):
+    """What the Trainer has for what is due after a step."""
+
+    callbacks: list[TrainerCallback]
+    checkpoints: Checkpoints
+    engine: Engine
+    nonfinite: NonFinite
+    stream: BatchStream | None
+
+    def evaluate(self) -> JsonObject:
+        """Return the metrics of the evaluation data."""
 
 
 def one_step(run: PreparedRun, stream: BatchStream, state: TrainerState, nonfinite: NonFinite) -> StepRecord:
@@ -31,7 +47,7 @@ def one_step(run: PreparedRun, stream: BatchStream, state: TrainerState, nonfini
     return step_record(outcome, state, learning_rate, seconds, stream.tokens(units) / seconds, memory)
 
 
-def end_training(trainer: Any, stop: int) -> None:
+def end_training(trainer: StepTrainer, stop: int) -> None:
     """Finish what training has begun, and end the process where a signal, `stop`, asks for that."""
     run, state = trainer.run, trainer.state
     trainer.checkpoints.finish()
@@ -44,7 +60,7 @@ def end_training(trainer: Any, stop: int) -> None:
         raise startup_report.stopped(run.console, stop, state.global_step, newest, model_only=model_only)
 
 
-def after_step(trainer: Any, record: StepRecord, recorder: Recorder) -> int:
+def after_step(trainer: StepTrainer, record: StepRecord, recorder: Recorder) -> int:
     """Do what is due after a step: callbacks, log, evaluation, checkpoint; return the signal that ends the run."""
     control, device, checkpoints = trainer.control, trainer.engine.device, trainer.checkpoints
     checkpoints.wait_a_moment()

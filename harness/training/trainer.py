@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from transformers import PreTrainedModel
 
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
@@ -107,7 +108,7 @@ class Trainer:
         console: Console | None = None,
         peft_config: LoraConfig | None = None,
         compute_loss_func: LossFunction | None = None,
-        compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None = None,
+        compute_metrics: Callable[[EvalPrediction], Mapping[str, object]] | None = None,
         preprocess_logits_for_metrics: Preprocess | None = None,
         **others: object,
     ) -> None:
@@ -206,7 +207,7 @@ class Trainer:
         return one_step(self.run, self.stream, self.state, self.nonfinite)
 
     @inside("evaluating", Phase.STEP)
-    def evaluate(self, eval_dataset: AnyDataset | None = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
+    def evaluate(self, eval_dataset: AnyDataset | None = None, metric_key_prefix: str = "eval") -> JsonObject:
         """Return eval_loss, perplexity, eval_samples, eval_seconds, and what `compute_metrics` makes; each sample once.
 
         A signal during training raises `signals.Interrupted` on all ranks.
@@ -224,7 +225,7 @@ class Trainer:
     def predict(self, test_dataset: AnyDataset, metric_key_prefix: str = "test") -> PredictionOutput:
         """Return logits (or what is kept of them), label_ids and metrics, the same on every rank; all ranks call it."""
         found = predict(self.run, test_dataset, self.run.inputs.metrics, metric_key_prefix)
-        call(self.callbacks, "on_predict", self, metrics=found.metrics)
+        call(self.callbacks, "on_predict", self, metrics=found.metrics or {})
         return found
 
     def add_callback(self, callback: AnyCallback) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.hf.layers.dry_run import ASKS_FOR_VALUES
-from harness.hf.layers.inputs import Argument, Call, Keyword, LayerInputs, LayerOutput, Positional
+from harness.hf.layers.inputs import Call, LayerInputs, LayerOutput
+from harness.parallel.values import Argument, Keyword, Positional
 
 
 class AttributeProxy(nn.Module):

@@ -10,13 +10,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from harness.parallel.values import Argument, Keyword, Positional
+
 HIDDEN = "hidden_states"
 
 
-Argument: TypeAlias = Any
-"""What a layer of a HuggingFace model may be given: tensors, flags, caches, mappings of these."""
-Positional: TypeAlias = tuple[Argument, ...]
-Keyword: TypeAlias = dict[str, Argument]
 Call: TypeAlias = tuple[Positional, Keyword]
 LayerOutput: TypeAlias = Any
 """What such a layer returns: a hidden state, or a tuple or list that begins with one."""
@@ -84,7 +82,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
-def _mapped(value: Any, change: Callable[[Tensor], object]) -> Any:
+def _mapped(value: Argument, change: Callable[[Tensor], object]) -> Argument:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, MutableMapping):

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_map_only
 
 from harness.deepspeed.pipeline import LayerCall
 from harness.hf.layers.dry_run import ASKS_FOR_VALUES, CPU, META, zeroed
-from harness.hf.layers.inputs import Argument, Keyword, LayerOutput, Positional
+from harness.hf.layers.inputs import LayerOutput
 from harness.parallel.plans.experts import run_where_aligned
-from harness.parallel.values import Value
+from harness.parallel.values import Argument, Keyword, Positional, Value
 
 
 @torch.no_grad()

@@ -21,13 +21,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from harness.config.model.shares import stretch
 from harness.errors import UserError
 from harness.hf.causal import CausalModel
+from harness.hf.layers.inputs import LayerOutput
 from harness.hf.skeleton import ModelSource
 from harness.hf.verify.tiny_copy import tiny_ids, tiny_model
 from harness.parallel.comm import TensorParallel
 from harness.parallel.generators import own_generators
 from harness.parallel.pipeline.stage_transport import Unpacker, pack_payload
 from harness.parallel.pipeline.staged_module import build_layers
-from harness.parallel.tensor.shard import shard_of
+from harness.parallel.tensor.shard import Shard, shard_of
 
 Cut: TypeAlias = Callable[[ModelSource, TensorParallel], CausalModel]
 """Prepares a model for a place in a tensor-parallel group; its parameters are to be float32."""
@@ -172,7 +173,7 @@ def _compare(
     stages = [cut(source, place) for _ in range(2)]  # each runs a forward of its own, as ranks do
     depth = len(stages[0].layers)
     built = [build_layers(stages[0].layers, 0, depth // 2, 0), build_layers(stages[1].layers, depth // 2, depth, 0)]
-    value: Any = ids
+    value: LayerOutput = ids
     for stage in built:
         value = Unpacker()(pack_payload(value))
         for layer in stage.calls:
@@ -201,7 +202,7 @@ def _gradient_differences(
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     own: dict[str, Tensor] = {}
-    shards: dict[str, Any] = {}
+    shards: dict[str, Shard | None] = {}
     parameters = {id(p): (name, p) for module in modules for name, p in module.named_parameters()}  # a shared one once
     for name, parameter in parameters.values():
         key = names[name]  # tied weights have one name in the whole model, and the gradients of all stages are summed
@@ -211,7 +212,8 @@ def _gradient_differences(
     found: list[tuple[str, float] | None] = [(f"{name}, which belongs to no layer,", float("inf")) for name in missing]
     for key, gradient in own.items():
         full = whole.gradients[key]
-        wanted = full if shards[key] is None else shards[key].take(full)
+        shard = shards[key]
+        wanted = full if shard is None else shard.take(full)
         found.append(_difference(f"the gradient of {key}", gradient, wanted, allowed.gradients[key], full))
     return found
 

@@ -8,7 +8,6 @@ or numbers positions by itself does not, and would learn from documents that hav
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from harness.errors import UserError
 from harness.hf.attention import attention_of, choose_attention, is_flash
 from harness.hf.layers.dry_run import CANNOT_RUN
+from harness.hf.verify.comparison import on_device
 from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model
 
 LENGTHS = (13, 9, 10)
@@ -65,8 +65,8 @@ def _try(config: PretrainedConfig, attention: str | None, device: torch.device, 
     try:
         tiny = shrink(config)
         choose_attention(tiny, attention)
-        model: Any = tiny_model(tiny, dtype=dtype)
-        return _difference(model.to(device), tiny_ids(model)[:1].to(device))
+        model = on_device(tiny_model(tiny, dtype=dtype), device)
+        return _difference(model, tiny_ids(model)[:1].to(device))
     except (UserError, *CANNOT_RUN) as error:
         reason = " ".join(str(error).split())[:160]
         raise UserError(

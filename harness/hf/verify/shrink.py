@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 from harness.hf.verify.tiny_fields import Fields, is_size, overrides_in, parts_of
 from harness.hf.verify.tiny_heads import LEAST_HEADS, fewer_heads
@@ -67,7 +66,7 @@ class _Scale:
 
 def _counts(part: Fields, names: list[str]) -> set[int]:
     """Return all numbers of heads that stand in fields of these names."""
-    found: list[Any] = [place.get(name) for place in (part, *overrides_in(part)) for name in names]
+    found: list[object] = [place.get(name) for place in (part, *overrides_in(part)) for name in names]
     return {n for value in found for n in (value if isinstance(value, list) else [value]) if is_size(n)}
 
 
@@ -87,7 +86,7 @@ def _resize(part: Fields, table: Fields, tensor: int) -> None:
         part["rope_parameters"] = _shorter_factors(part["rope_parameters"], HEAD_SIZE // 2)
 
 
-def _resized(key: str, value: Any, scale: _Scale, table: Fields) -> Any:
+def _resized(key: str, value: object, scale: _Scale, table: Fields) -> object:
     """Return the tiny value of one field."""
     if any(fnmatchcase(key, pattern) for pattern in table["off"]) and isinstance(value, float):
         return 0.0
@@ -96,7 +95,9 @@ def _resized(key: str, value: Any, scale: _Scale, table: Fields) -> Any:
     for kind in HEAD_KINDS:
         if key in table[kind]:
             fewer = scale.heads[kind]
-            return [fewer.get(n, n) for n in value] if isinstance(value, list) else fewer.get(value, value)
+            if isinstance(value, list):
+                return [fewer.get(n, n) for n in value]
+            return fewer.get(value, value) if is_size(value) else value
     if key in table["head_size"] and is_size(value):
         return _head_size(value, scale)
     if key.endswith(("token_id", "token_index")):
@@ -155,14 +156,14 @@ def _resize_override(override: Fields, old: Fields, new: Fields, scale: _Scale, 
         override["head_dim"] = sum({**new, **override}[name] for name in HEAD_PARTS)
 
 
-def _as_override(value: object, old: Any, new: Any) -> Any:
+def _as_override(value: object, old: object, new: object) -> object:
     """Return what a layer has where the config has `new`: larger or smaller than that, as before."""
     if not (is_size(value) and is_size(old) and is_size(new)):
         return value
     return new if value == old else new * 2 if value > old else max(new // 2, 1)
 
 
-def _shorter_factors(value: object, length: int) -> Any:
+def _shorter_factors(value: object, length: int) -> object:
     """Return rotary parameters with lists of one factor for each pair of a head's entries, now of smaller heads."""
     if isinstance(value, dict):
         return {key: _shorter_factors(item, length) for key, item in value.items()}

@@ -10,7 +10,7 @@ choice of sizes, others are tried (`variants`). A tiny copy has been run: its lo
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def tiny_config(model_type: str, *, tensor: int = 1) -> PretrainedConfig:
 
     Where the family takes it, two query heads share a key/value head, as most checkpoints have it and few defaults do.
     """
-    kind: Any = CONFIG_MAPPING[model_type]
+    kind: Callable[..., PretrainedConfig] = CONFIG_MAPPING[model_type]
     default = kind()
     tiny = shrink(kind(is_decoder=True) if hasattr(default, "is_decoder") else default, tensor=tensor)
     heads, shared = (vars(tiny).get(name) for name in ("num_attention_heads", "num_key_value_heads"))

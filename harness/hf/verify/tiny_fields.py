@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TypeGuard
 
 from harness.config.values.json_object import JsonObject
 
@@ -48,6 +49,6 @@ def overrides_in(part: Fields) -> list[Fields]:
     return list((part.get("per_layer_config") or {}).values())
 
 
-def is_size(value: object) -> bool:
+def is_size(value: object) -> TypeGuard[int]:
     """Return whether a field's value is a positive integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

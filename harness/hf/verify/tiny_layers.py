@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from harness.hf.verify.tiny_fields import Fields, is_size
 
@@ -56,7 +55,7 @@ class _LayerFields:
     """
 
     depth: int
-    lists: dict[str, list[Any]]
+    lists: dict[str, list[object]]
     indices: dict[str, list[int]]
     first: dict[str, int]
     last: dict[str, int]
@@ -88,8 +87,8 @@ class _LayerFields:
         for key, values in self.lists.items():
             if key not in self.indices:
                 part[key] = [values[layer] for layer in chosen]
-        for key, values in self.indices.items():
-            part[key] = [place for place, layer in enumerate(chosen) if layer in values]
+        for key, layers in self.indices.items():
+            part[key] = [place for place, layer in enumerate(chosen) if layer in layers]
         part.update({key: sum(layer < n for layer in chosen) for key, n in self.first.items()})
         part.update({key: sum(layer >= self.depth - n for layer in chosen) for key, n in self.last.items()})
         if self.overrides:

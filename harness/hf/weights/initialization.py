@@ -26,6 +26,7 @@ from transformers import initialization
 from harness.hf.weights.buffers import SMALL
 from harness.hf.weights.slices import Box
 from harness.parallel.generators import own_generators
+from harness.parallel.values import Keyword, Operation, Positional
 
 PIECE_BYTES = 4 << 20  # the most that is drawn at once
 
@@ -184,7 +185,9 @@ class _Recording(TorchDispatchMode):
         self.changes: list[Change] = []
         self.complete = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operation, types: object, args: Positional = (), kwargs: Keyword | None = None
+    ) -> object:
         kwargs = kwargs or {}
         schema = func._schema  # noqa: SLF001  # torch has no public name for it
         written = [

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from harness.hf.weights.slices import Box, TensorSlice, TensorSource
+from harness.parallel.values import Keyword, Positional
 
 aten = torch.ops.aten
 
@@ -154,8 +155,11 @@ def computed(func: Callable[..., Tensor], args: tuple[object, ...], kwargs: dict
     return Computed(func, args, kwargs, tuple(shaped.shape), shaped.dtype)
 
 
-def _map_lazy(change: Callable[[LazyTensor], object], args: object, kwargs: object) -> Any:
-    return tree_map(lambda arg: change(arg) if isinstance(arg, LazyTensor) else arg, (args, kwargs))
+def _map_lazy(change: Callable[[LazyTensor], object], args: Positional, kwargs: Keyword) -> tuple[Positional, Keyword]:
+    mapped: tuple[Positional, Keyword] = tree_map(
+        lambda arg: change(arg) if isinstance(arg, LazyTensor) else arg, (args, kwargs)
+    )
+    return mapped
 
 
 # -- arrangements: what is done to patches alone -------------------------------------------------------------

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -87,8 +86,7 @@ class OpenFile:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the host."""
-    flat: Any = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
-    return memoryview(flat)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, eq=False)

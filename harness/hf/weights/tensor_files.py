@@ -129,7 +129,7 @@ def _open_pickled(path: Path) -> dict[str, LazyTensor]:
         raise ValueError("it is not a file saved by torch")
     mapped = start.startswith(ZIP)  # what torch saved before 1.6 can only be read whole
     try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        content: object = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise UserError(f"{path}: contains more than tensors, so it is not loaded: save it as safetensors") from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):

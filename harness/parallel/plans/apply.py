@@ -30,6 +30,7 @@ from harness.parallel.plans.target import PlanTarget
 from harness.parallel.tensor.partial_gradients import Values, sum_partial_gradients
 from harness.parallel.tensor.segments import sum_of
 from harness.parallel.tensor.shard import shard_of
+from harness.parallel.values import Keyword, Positional
 
 
 def cut(
@@ -236,9 +237,7 @@ def _cut_inputs(
         run = runs[key] or x.shape[rules[key].dim]
         return own_part(x, rules[key], run, deal(run, tensor.size, f"{key}, given to {name}", heads=heads)[tensor.rank])
 
-    def before_forward(
-        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before_forward(_module: nn.Module, args: Positional, kwargs: Keyword) -> tuple[Positional, Keyword]:
         given, kwargs = list(args), dict(kwargs)
         for key in rules:
             if key in kwargs:

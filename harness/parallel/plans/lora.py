@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -30,6 +30,9 @@ from harness.parallel.tensor.layers import (
 from harness.parallel.tensor.shard import Shard, cut_parameter, shard_of
 from harness.parallel.tensor.summed_gradients import GradientSum, sum_gradients, sum_gradients_of_copies
 
+Wrapper: TypeAlias = Any
+"""A layer of peft's with adapters around another layer, which may be one too."""
+
 
 def is_wrapper(module: nn.Module) -> bool:
     """Whether `module` is a layer with adapters around it."""
@@ -43,9 +46,9 @@ def without_adapters(module: nn.Module) -> nn.Module:
     return module
 
 
-def wrappers_in(module: nn.Module) -> dict[str, list[Any]]:
+def wrappers_in(module: nn.Module) -> dict[str, list[Wrapper]]:
     """Name -> wrappers, the outermost first, of all layers with adapters in `module`."""
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[Wrapper]] = {}
     for name, child in module.named_modules():
         if is_wrapper(child):
             found.setdefault(name.replace(".base_layer", ""), []).append(child)
@@ -92,7 +95,7 @@ def _acts_on_both(wrapper: nn.Module, plan: Plan, name: str) -> bool:
     return not cuts and not hasattr(wrapper, "parameter_name")
 
 
-def _follow_layer(wrapper: Any, base: Any, name: str, tensor: TensorParallel) -> None:
+def _follow_layer(wrapper: Wrapper, base: Wrapper, name: str, tensor: TensorParallel) -> None:
     """Cut the adapters of a linear layer."""
     _hand_on_hooks(base, wrapper)
     shard = shard_of(base.weight)
@@ -126,7 +129,7 @@ def _hand_on_hooks(base: nn.Module, wrapper: nn.Module) -> None:
         getattr(base, name).clear()
 
 
-def _follow_parameter(wrapper: Any, base: Any, _name: str, _tensor: TensorParallel) -> None:
+def _follow_parameter(wrapper: Wrapper, base: Wrapper, _name: str, _tensor: TensorParallel) -> None:
     """Cut the adapters of a parameter: of one matrix (out, in), or of all experts' (experts, out, in), or, where the
     module says `is_transposed`, (experts, in, out). What is left whole has partial gradients (see `partial.py`)."""
     shard = shard_of(getattr(base, wrapper.parameter_name))

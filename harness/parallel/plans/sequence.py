@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from harness.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, SharedColumnLinear
 from harness.parallel.tensor.sequence import SequenceShare
 from harness.parallel.tensor.shard import shard_of
+from harness.parallel.values import Argument, Keyword, Positional
 
 _COLUMNS = (ColumnParallelLinear, SharedColumnLinear)
 
@@ -72,10 +73,8 @@ def _is_cut_otherwise(block: nn.Module) -> bool:
 def _gather_inputs(block: nn.Module, share: SequenceShare, *, first_alone: bool) -> None:
     """Gather the hidden states that `block` is given; `first_alone`: the first one, as others are added at its end."""
 
-    def before_forward(
-        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given: dict[int | str, Any] = dict(enumerate(args)) | {**kwargs}
+    def before_forward(_module: nn.Module, args: Positional, kwargs: Keyword) -> tuple[Positional, Keyword]:
+        given: dict[int | str, Argument] = dict(enumerate(args)) | {**kwargs}
         hidden = [place for place, value in given.items() if share.is_share(value)]
         for place in hidden[:1] if first_alone else hidden:
             given[place] = share.gather(given[place])
@@ -87,7 +86,7 @@ def _gather_inputs(block: nn.Module, share: SequenceShare, *, first_alone: bool)
 def _split_outputs(block: nn.Module, share: SequenceShare) -> None:
     """Keep this rank's share of the hidden states that `block` gives for all tokens."""
 
-    def after_forward(_module: nn.Module, _args: object, output: Any) -> Any:
+    def after_forward(_module: nn.Module, _args: object, output: object) -> object:
         return tree_map(lambda value: share.split(value) if share.is_whole(value) else value, output)
 
     block.register_forward_hook(after_forward)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,10 +63,9 @@ class Shard:
             yield start, stop, offset
             offset += stop - start + self.padding
 
-    def take(self, full: Any) -> Tensor:
-        """Return the local tensor, cut from the whole: a tensor, or what safetensors' `get_slice` returns, of which
-        only the pieces are read. Always a new tensor. Raises ValueError on another shape."""
-        shape = tuple(full.get_shape() if hasattr(full, "get_shape") else full.shape)
+    def take(self, full: Tensor) -> Tensor:
+        """Return the local tensor, cut from the whole: always a new tensor. Raises ValueError on another shape."""
+        shape = tuple(full.shape)
         if shape != self.full_shape:
             raise ValueError(f"got a tensor of shape {shape}, expected {self.full_shape}")
         parts = []
@@ -79,7 +77,7 @@ class Shard:
                 parts.append(part.new_zeros(zeros))
         return torch.cat(parts, dim=self.dim)
 
-    def read_into(self, local: Tensor, full: Any) -> None:
+    def read_into(self, local: Tensor, full: Tensor) -> None:
         """Fill the local tensor from the whole, piece by piece: as `take`, without a second copy in memory."""
         for start, stop, offset in self.spans():
             local.narrow(self.dim, offset, stop - start).copy_(full[self._index(start, stop)])

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+R = TypeVar("R")
 HOOKED = "BackwardHookFunctionBackward"
 """The name of the node that a backward hook puts before a module."""
 
@@ -27,7 +28,7 @@ def copy_hooked_inputs(model: nn.Module) -> None:
             module.forward = partial(_on_copies, module.forward)
 
 
-def _on_copies(forward: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+def _on_copies(forward: Callable[..., R], *args: object, **kwargs: object) -> R:
     args, kwargs = tree_map(_copied, (args, kwargs))
     return forward(*args, **kwargs)
 

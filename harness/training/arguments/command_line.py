@@ -34,18 +34,16 @@ def _add_group(parser: argparse._ArgumentGroup, kind: type[Flags]) -> None:
     for item in fields(kind):
         text, default = item.metadata["help"].replace("%", "%%"), shown_default(item)
         suffix = f" (default: {default})" if default else ""
-        hint = hints[item.name]
-        extra: dict[str, Any] = {"nargs": "?", "const": True} if takes(hint, "bool") else {}
-        if takes(hint, "tuple"):
-            extra = {"nargs": "+", "action": "store" if item.metadata["paths"] else _Names}
-        parser.add_argument(
-            f"--{item.name}",
-            type=str if takes(hint, "tuple") else partial(_typed, hint),
-            default=argparse.SUPPRESS,
-            help=text + suffix,
-            metavar=item.name.upper(),
-            **extra,
+        hint, name = hints[item.name], item.name
+        add = partial(
+            parser.add_argument, f"--{name}", default=argparse.SUPPRESS, help=text + suffix, metavar=name.upper()
         )
+        if takes(hint, "tuple"):
+            add(nargs="+", action="store" if item.metadata["paths"] else _Names)
+        elif takes(hint, "bool"):
+            add(type=partial(_typed, hint), nargs="?", const=True)
+        else:
+            add(type=partial(_typed, hint))
 
 
 def parse(
@@ -71,9 +69,9 @@ def parse(
     return tuple(kind(**{f.name: given[f.name] for f in fields(kind) if f.name in given}) for kind in kinds)
 
 
-def _of_files(parser: Parser, in_files: Sequence[ConfigFlag], known: Known) -> dict[str, Any]:
+def _of_files(parser: Parser, in_files: Sequence[ConfigFlag], known: Known) -> dict[str, object]:
     """Parse the flags of config files; UserErrors for all that cannot be used."""
-    given: dict[str, Any] = {}
+    given: dict[str, object] = {}
     problems = []
     for item in in_files:
         try:
@@ -106,8 +104,8 @@ class _Names(argparse.Action):
         self,
         _parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: Any,
+        values: str | Sequence[str] | None,
         _option_string: str | None = None,
     ) -> None:
-        names = tuple(name for value in values for name in value.split(",") if name)
+        names = tuple(name for value in values or () for name in value.split(",") if name)
         setattr(namespace, self.dest, names)

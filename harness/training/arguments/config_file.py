@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from harness.errors import UserError
 from harness.training.arguments.values import takes
@@ -25,7 +25,7 @@ class ConfigFlag:
     words: tuple[str, ...]
 
 
-def read_config_file(file: str, known: Mapping[str, Field[Any]]) -> list[ConfigFlag]:
+def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[ConfigFlag]:
     """Return the flags in a file; UserError if it cannot be read.
 
     Of a run.json those are left out that have their default: the run was not given them.
@@ -58,7 +58,7 @@ def read_config_file(file: str, known: Mapping[str, Field[Any]]) -> list[ConfigF
 
 
 def _flags(
-    file: str, node: yaml.MappingNode, known: Mapping[str, Field[Any]], *, of_run: bool = False
+    file: str, node: yaml.MappingNode, known: Mapping[str, Field[object]], *, of_run: bool = False
 ) -> Iterator[ConfigFlag]:
     seen: set[str] = set()
     for key, value in node.value:
@@ -75,7 +75,7 @@ def _flags(
         yield ConfigFlag(where, _words(name, plain, several=item is None or takes(item.type, "tuple")))
 
 
-def _plain(node: yaml.Node) -> Any:
+def _plain(node: yaml.Node) -> object:
     """Return a node's value; scalars as they are written, so that `no`, `1e-5` and `2024-01-01` stay words."""
     import yaml
 
@@ -84,18 +84,18 @@ def _plain(node: yaml.Node) -> Any:
     return yaml.SafeLoader("").construct_object(node, deep=True)
 
 
-def _words(name: str, value: Any, *, several: bool) -> tuple[str, ...]:
+def _words(name: str, value: object, *, several: bool) -> tuple[str, ...]:
     if isinstance(value, list) and not any(isinstance(item, dict | list) for item in value):
         return (f"--{name}", *map(str, value)) if several else (f"--{name}={','.join(map(str, value))}",)
     return (f"--{name}={value if isinstance(value, str) else json.dumps(value)}",)
 
 
-def _same(value: Any, default: object) -> bool:
+def _same(value: object, default: object) -> bool:
     if isinstance(default, bool):
         return str(value).lower() == str(default).lower()
     if isinstance(default, int | float):
         try:
-            return float(value) == default
-        except (TypeError, ValueError):
+            return float(str(value)) == default
+        except ValueError:
             return False
     return bool(value == (list(default) if isinstance(default, tuple) else default))

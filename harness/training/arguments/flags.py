@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import ClassVar, Self, TypeVar, get_type_hints
 
 from harness.errors import UserError
 from harness.training.arguments.values import typed
 
+T = TypeVar("T")
 
-def flag(
-    default: object, text: str, *, least: float | None = None, choices: Sequence[str] = (), paths: bool = False
-) -> Any:
+
+def flag(default: T, text: str, *, least: float | None = None, choices: Sequence[str] = (), paths: bool = False) -> T:
     """Return the field of a flag.
 
     Args:
@@ -26,7 +26,7 @@ def flag(
     return field(default=default, metadata=about)
 
 
-def shown_default(item: Field[Any]) -> str:
+def shown_default(item: Field[object]) -> str:
     """Return a flag's default for the user; empty without one."""
     default = None if item.default is MISSING else item.default
     if isinstance(default, tuple):
@@ -74,7 +74,7 @@ def groups(kind: type[Flags]) -> tuple[type[Flags], ...]:
     return bases or (kind,)
 
 
-def _allowed(item: Field[Any], hint: object, value: Any) -> Any:
+def _allowed(item: Field[object], hint: object, value: object) -> object:
     """Return a flag's value in its type; None stands for the default. UserError for a value that is not allowed."""
     if value is None:
         return item.default
@@ -85,7 +85,7 @@ def _allowed(item: Field[Any], hint: object, value: Any) -> Any:
         raise UserError(f"--{item.name} {value!r}: {error}") from error
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"--{item.name} {value}: must be a finite number")
-    if least is not None and value < least:
+    if least is not None and isinstance(value, int | float) and value < least:
         raise UserError(f"--{item.name} {value}: must be at least {least}")
     if choices and value not in choices:
         raise UserError(f"--{item.name} {value}: not one of {', '.join(choices)}")

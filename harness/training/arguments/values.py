@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from enum import Enum
 from numbers import Real
-from typing import Any
 
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
@@ -17,7 +16,7 @@ def takes(hint: object, kind: str) -> bool:
     return kind in str(hint)
 
 
-def typed(hint: object, value: Any) -> Any:
+def typed(hint: object, value: object) -> object:
     """Return a value in the type of `hint`. ValueError, in words, if it is not of that type."""
     if isinstance(value, Enum):
         value = value.value
@@ -37,7 +36,7 @@ def typed(hint: object, value: Any) -> Any:
     return os.fspath(value)
 
 
-def _words(value: Any) -> tuple[Any, ...]:
+def _words(value: object) -> tuple[object, ...]:
     if isinstance(value, str | os.PathLike):
         return (os.fspath(value),)
     if not isinstance(value, list | tuple | set):
@@ -45,7 +44,7 @@ def _words(value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def _mapping(value: Any) -> Any:
+def _mapping(value: object) -> object:
     """Return a mapping as it is, a text that is a JSON object as a dictionary, any other text as a path."""
     if isinstance(value, Mapping):
         return value
@@ -60,14 +59,14 @@ def _mapping(value: Any) -> Any:
         raise ValueError(f"not JSON: {error}") from error
 
 
-def _boolean(value: Any) -> bool:
+def _boolean(value: object) -> bool:
     text = str(value).lower()
     if text in TRUE + FALSE:
         return text in TRUE
     raise ValueError("not true or false")
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if not isinstance(value, str | Real) or isinstance(value, bool):
         raise ValueError("not a number")
     try:
@@ -76,7 +75,7 @@ def _number(value: Any) -> float:
         raise ValueError("not a number") from None
 
 
-def _whole(value: Any) -> int:
+def _whole(value: object) -> int:
     number = _number(value)
     if number != number or abs(number) == float("inf") or int(number) != number:
         raise ValueError("not a whole number")

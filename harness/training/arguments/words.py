@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, fields
-from typing import Any
 
 from harness.errors import UserError
 from harness.training.arguments.config_file import ConfigFlag, read_config_file
@@ -23,10 +22,10 @@ ALIASES = {
 }
 LAUNCHER = {"local_rank", "help", "h", "config"}  # local_rank: DeepSpeed's launcher adds it
 
-Known = Mapping[str, Field[Any]]
+Known = Mapping[str, Field[object]]
 
 
-def known_flags(kinds: Sequence[type[Flags]]) -> dict[str, Field[Any]]:
+def known_flags(kinds: Sequence[type[Flags]]) -> dict[str, Field[object]]:
     """Return the flags of several dataclasses by name."""
     return {item.name: item for kind in kinds for item in fields(kind)}
 
@@ -70,7 +69,7 @@ def own_words(words: Sequence[str], known: Known) -> list[str]:
     return kept
 
 
-def own_arguments(given: Mapping[str, object], items: Iterable[Field[Any]]) -> dict[str, object]:
+def own_arguments(given: Mapping[str, object], items: Iterable[Field[object]]) -> dict[str, object]:
     """Return keyword arguments with the harness's names. UserError for an unknown one."""
     known = {item.name for item in items}
     kept: dict[str, object] = {}

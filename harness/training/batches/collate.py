@@ -55,7 +55,7 @@ def collate(samples: Sequence[Any]) -> MicroBatch:
     )
 
 
-def as_micro_batch(collated: Any) -> MicroBatch:
+def as_micro_batch(collated: object) -> MicroBatch:
     """Turn what a collator returned into (inputs, labels): a dict with input_ids and labels, or the pair itself."""
     if isinstance(collated, Mapping):
         if "input_ids" not in collated:

@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -69,7 +69,7 @@ class ReadAhead(Generic[Plan, Step]):
         """End the workers."""
         self._coming = None  # the iterator ends them when nobody holds it
 
-    def _loader(self, plan: Plan) -> DataLoader[Any]:
+    def _loader(self, plan: Plan) -> DataLoader[tuple[Plan, Step | UserError]]:
         return DataLoader(
             self._steps,  # type: ignore[arg-type]  # torch names its own class, but only indexes
             sampler=self._following(plan),
@@ -82,7 +82,7 @@ class ReadAhead(Generic[Plan, Step]):
         )
 
 
-def _as_it_is(item: Any) -> Any:
+def _as_it_is(item: Step) -> Step:
     return item
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ class TokenCollator:
     vocabulary: int | None = None
     checks_labels: bool = True
 
-    def __call__(self, samples: list[Any]) -> Any:
+    def __call__(self, samples: list[object]) -> object:
         """Return what the collator makes of the samples."""
         return self.collator(samples)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +21,13 @@ from harness.parallel.comm import gather_from_group, group_size
 from harness.topology.agreement import values_of_all
 from harness.training.batches.collate import IGNORED
 from harness.training.engine.engine import Engine
-from harness.training.engine.losses import CausalLoss, Loss, Outputs, RouterLoss, Targets
+from harness.training.engine.losses import CausalLoss, Labels, Loss, Outputs, RouterLoss, Targets
 
-Preprocess: TypeAlias = Callable[[Any, Any], Any]
+Preprocess: TypeAlias = Callable[[Outputs, Labels], Outputs]
 """HuggingFace's `preprocess_logits_for_metrics`: of logits and labels, what is kept of the logits."""
+Array: TypeAlias = npt.NDArray[np.generic]
+Arrays: TypeAlias = Array | tuple[Array, ...]
+"""Outputs or labels on the CPU."""
 
 
 def whole_outputs(loss: Loss, outputs: Outputs) -> Outputs:
@@ -51,8 +54,8 @@ class KeptOutputs:
 
     def __init__(self, engine: Engine, preprocess: Preprocess | None = None, *, everywhere: bool = False) -> None:
         self._engine, self._preprocess, self._everywhere = engine, preprocess, everywhere
-        self._fresh: list[Any] = []
-        self._gathered: list[Any] = []
+        self._fresh: list[tuple[Arrays, Arrays]] = []
+        self._gathered: list[tuple[Arrays, Arrays]] = []
 
     def __enter__(self) -> Self:
         self._engine.loss.observer = self._keep
@@ -89,21 +92,21 @@ class KeptOutputs:
         for step in zip(*(parts[rank] for rank in ranks), strict=True):
             self._gathered += step
 
-    def joined(self) -> tuple[Any, Any]:
+    def joined(self) -> tuple[Outputs, Labels]:
         """Return outputs and labels of all samples; micro-batches of shorter samples are filled with -100."""
         if not self._gathered:
             return None, None
-        joined: tuple[Any, Any] = tree_map(lambda *arrays: _join(arrays), *self._gathered)
+        joined: tuple[Arrays, Arrays] = tree_map(lambda *arrays: _join(arrays), *self._gathered)
         return joined
 
 
-def _as_array(value: Any, rows: int) -> npt.NDArray[Any]:
+def _as_array(value: object, rows: int) -> Array:
     tensor = torch.as_tensor(value).detach()
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor[:rows]
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
 
 
-def _join(arrays: tuple[npt.NDArray[Any], ...]) -> npt.NDArray[Any]:
+def _join(arrays: tuple[Array, ...]) -> Array:
     shape = np.max([array.shape[1:] for array in arrays], axis=0).astype(int)
     whole = np.full((sum(len(array) for array in arrays), *shape), IGNORED, dtype=arrays[0].dtype)
     start = 0

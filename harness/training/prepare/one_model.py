@@ -127,8 +127,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
 
 def checksum(tensor: Tensor) -> int:
     """CRC-32 of a tensor's bytes."""
-    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return zlib.crc32(data)
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _digest(value: object) -> str:

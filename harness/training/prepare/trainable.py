@@ -8,13 +8,14 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from harness.config.values.json_object import JsonObject
 from harness.deepspeed.pipeline import Layer
 from harness.errors import UserError
 from harness.hf.attention import require_available, with_attention
@@ -116,7 +117,7 @@ class TrainableModel:
         return self.saved_name(self._first_names.get(name, name))
 
     @property
-    def shaping_config(self) -> dict[str, Any]:
+    def shaping_config(self) -> JsonObject:
         """What a decoder's config says of its computation, by which another model of equal sizes is recognised."""
         if self.causal is None:
             return {}
@@ -293,7 +294,7 @@ def module_name(layer: object) -> str:
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
 
 
-def _on_meta(layer: Layer) -> Any:
+def _on_meta(layer: Layer) -> object:
     if isinstance(layer, LayerSpec):
         with torch.device("meta"):
             return layer.build()

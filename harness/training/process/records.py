@@ -13,9 +13,9 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from harness.checkpoint.atomic import UNFINISHED
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.topology.env import records_folder
 
@@ -157,7 +157,7 @@ def _write(name: str, record: dict[str, object]) -> None:
         unfinished.replace(folder / name)
 
 
-def _read(folder: Path, pattern: str) -> list[dict[str, Any]]:
+def _read(folder: Path, pattern: str) -> list[JsonObject]:
     records = []
     for path in sorted(folder.glob(pattern)):
         with suppress(OSError, ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -16,6 +16,9 @@ from harness.deepspeed.engine import announce_instructions
 from harness.deepspeed.pipeline import GivenStages
 from harness.parallel.pipeline.staged_module import LayerSequence
 from harness.training.profiling.span_log import SpanLog
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 KINDS = {
     "ForwardPass": "forward",
@@ -47,11 +50,11 @@ def log_instructions(engine: DeepSpeedEngine, log: SpanLog, before_update: Calla
     hook = engine.module.register_forward_pre_hook(lambda *_: log.begin("forward", "Forward"))
     stack.callback(hook.remove)
 
-    def backward(*args: Any, **kwargs: Any) -> Any:
+    def backward(*args: object, **kwargs: object) -> object:
         log.end_all()
         return _logged(log, "backward", "Backward", of_engine["backward"])(*args, **kwargs)
 
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(*args: object, **kwargs: object) -> object:
         if not engine.is_gradient_accumulation_boundary():
             return of_engine["step"](*args, **kwargs)
         before_update()
@@ -74,8 +77,8 @@ def _begin_instruction(log: SpanLog, before_update: Callable[[], object], instru
     log.begin(kind, name)
 
 
-def _logged(log: SpanLog, kind: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _logged(log: SpanLog, kind: str, name: str, method: Callable[P, R]) -> Callable[P, R]:
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
         log.begin(kind, name)
         result = method(*args, **kwargs)
         log.end()
@@ -111,12 +114,12 @@ def log_layers(module: nn.Module, names: Sequence[str], log: SpanLog, instructio
     return stack
 
 
-def _before(log: SpanLog, instructions: SpanLog, name: str, index: int, _layer: nn.Module, _inputs: Any) -> None:
+def _before(log: SpanLog, instructions: SpanLog, name: str, index: int, _layer: nn.Module, _inputs: object) -> None:
     if instructions.kind in ("forward", "backward"):
         log.begin("forward" if instructions.kind == "forward" else "recompute", name, index)
 
 
-def _after(log: SpanLog, name: str, index: int, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+def _after(log: SpanLog, name: str, index: int, _layer: nn.Module, _inputs: object, output: object) -> None:
     if log.kind not in ("forward", "recompute"):
         return
     log.end()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -78,7 +77,7 @@ def held_bytes(engine: DeepSpeedEngine, device: torch.device) -> dict[str, int]:
     return {"parameters": parameters, "gradients": gradients, "optimizer": rest}
 
 
-def _tensors(value: Any, is_gradient: bool = False, depth: int = 0) -> Iterator[tuple[bool, Tensor]]:
+def _tensors(value: object, is_gradient: bool = False, depth: int = 0) -> Iterator[tuple[bool, Tensor]]:
     """Yield the tensors on this rank that an optimizer holds, and whether their names say that they are gradients."""
     if isinstance(value, Tensor):
         yield is_gradient, value

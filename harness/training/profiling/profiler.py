@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from harness.profile.record import FOLDER, RankProfile, StepProfile, write_object, write_step
 from harness.profile.summary import summary
 from harness.profile.trace import trace
 from harness.topology.agreement import values_of_all
 from harness.training.arguments import TrainingArguments
-from harness.training.callbacks import TrainerCallback, TrainerControl, TrainerState
+from harness.training.callbacks import MomentValues, TrainerCallback, TrainerControl, TrainerState
 from harness.training.prepare.run import PreparedRun
 from harness.training.process.records import HERE
 from harness.training.profiling.clocks import Offset, offset_to_first
@@ -41,7 +41,7 @@ class ProfileCallback(TrainerCallback):
         self._is_open = True  # whether there are steps to come
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         """Choose the steps; what an earlier run has left gets another name."""
         done = state.global_step
@@ -51,7 +51,7 @@ class ProfileCallback(TrainerCallback):
             set_aside(Path(args.output_dir) / FOLDER)
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         """Begin to measure, if this step is one to profile."""
         self._stop()  # a step that failed has not ended
@@ -63,7 +63,9 @@ class ProfileCallback(TrainerCallback):
                 self._offset = offset_to_first(f"step {step}")
             self._measuring = _Measurement(kwargs["trainer"].run, is_timed, takes_memory)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
+    ) -> None:
         """Take what was measured; all ranks share it."""
         measured = self._measuring
         self._stop()
@@ -72,16 +74,16 @@ class ProfileCallback(TrainerCallback):
         if measured.memory is not None:
             self._memory = measured.memory.end()
         if measured.is_timed:
-            run: PreparedRun = kwargs["trainer"].run
+            run = kwargs["trainer"].run
             own = replace(measured.profile(run, self._offset.seconds), memory_bytes=self._memory)
             self._keep(run, step_profile(run, state.global_step, values_of_all(own)))
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         """Finish, and say so, if there were fewer steps than were asked for."""
         if self._is_open:
-            run: PreparedRun = kwargs["trainer"].run
+            run = kwargs["trainer"].run
             self._write(run, [], is_last=True)
             run.console.warn(f"--profile {self.steps}: the run ended after {counted(self._count, 'profiled step')}")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
 from harness.profile.record import Span
+from harness.training.process.moments import Moment, moment, seconds_between
 
 OF_MICRO_BATCHES = ("forward", "recompute", "backward", "send", "receive", "data")
 
@@ -19,7 +19,7 @@ class Clock:
     """The time of a device, as this process's `time.perf_counter` shows it. Nothing waits for the device in a step."""
 
     device: torch.device
-    _base: tuple[float, Any] = (0.0, None)
+    _base: tuple[float, Moment] = (0.0, 0.0)
 
     def start(self) -> None:
         """Begin a step; waits for the device."""
@@ -27,21 +27,14 @@ class Clock:
             torch.accelerator.synchronize(self.device)
         self._base = time.perf_counter(), self.now()
 
-    def now(self) -> Any:
+    def now(self) -> Moment:
         """Return this moment, for `seconds`."""
-        if self.device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self.device, enable_timing=True)
-        event.record()
-        return event
+        return moment(self.device)
 
-    def seconds(self, moment: Any) -> float:
+    def seconds(self, at: Moment) -> float:
         """Return a moment of the step in seconds; waits for the device to reach it."""
-        if self.device.type == "cpu":
-            return float(moment)
-        moment.synchronize()
         begun, base = self._base
-        return begun + float(base.elapsed_time(moment)) / 1000
+        return at if isinstance(at, float) else begun + seconds_between(base, at)
 
 
 @dataclass(slots=True)
@@ -52,7 +45,7 @@ class _Doing:
     name: str
     layer: int | None
     number: int
-    start: Any
+    start: Moment
 
 
 @dataclass
@@ -61,7 +54,7 @@ class SpanLog:
 
     clock: Clock
     inner: SpanLog | None = None  # of what happens within; all of it ends where something begins or ends here
-    _noted: list[tuple[_Doing, Any]] = field(default_factory=list)
+    _noted: list[tuple[_Doing, Moment]] = field(default_factory=list)
     _open: list[_Doing] = field(default_factory=list)
     _counts: Counter[tuple[str, int | None]] = field(default_factory=Counter)
 

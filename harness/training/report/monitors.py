@@ -12,10 +12,15 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from harness.checkpoint.atomic import replace_text
 from harness.config.values.json_object import JsonObject
+
+if TYPE_CHECKING:
+    import wandb
+    from deepspeed.monitor.comet import CometMonitor
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class Monitors:
@@ -23,9 +28,9 @@ class Monitors:
 
     def __init__(self, sections: Mapping[str, JsonObject], run_id: str, first_step: int) -> None:
         self._sections, self._run_id = sections, run_id
-        self._tensorboard: Any = None
-        self._wandb: Any = None
-        self._comet: Any = None
+        self._tensorboard: SummaryWriter | None = None
+        self._wandb: wandb.Run | None = None
+        self._comet: CometMonitor | None = None
         self._tables: Path | None = None
         self._open(first_step)
 
@@ -95,14 +100,14 @@ def _folder(section: JsonObject) -> str:
     return str(Path(section.get("output_path", "")) / section.get("job_name", "DeepSpeedJobName"))
 
 
-def _wandb(section: JsonObject, run_id: str) -> Any:
+def _wandb(section: JsonObject, run_id: str) -> wandb.Run:
     import wandb
 
     names = {"entity": section.get("team"), "group": section.get("group"), "name": section.get("name")}
     return wandb.init(project=section.get("project", "deepspeed"), id=run_id, resume="allow", **names)
 
 
-def _comet(section: JsonObject) -> Any:
+def _comet(section: JsonObject) -> CometMonitor:
     from deepspeed.monitor.comet import CometMonitor
     from deepspeed.monitor.config import CometConfig
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import NoReturn, Unpack
 
 from tqdm import tqdm
 
 from harness.training.arguments import TrainingArguments
-from harness.training.callbacks import StepRecord, TrainerCallback, TrainerControl, TrainerState
+from harness.training.callbacks import MomentValues, StepRecord, TrainerCallback, TrainerControl, TrainerState
 from harness.training.console import Console
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -22,13 +22,13 @@ class ProgressCallback(TrainerCallback):
     def __init__(self, console: Console, unit: str = "tokens") -> None:
         self.console = console
         self.unit = unit  # of the speed
-        self.bar: tqdm[Any] | None = None
+        self.bar: tqdm[NoReturn] | None = None
         self._last_line = 0.0
         self._last_step = time.monotonic()
         self._seconds: float | None = None  # of a step with all that follows it, smoothed
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         self._last_line = self._last_step = time.monotonic()
         if self.console.speaks and self.console.is_terminal:
@@ -40,8 +40,10 @@ class ProgressCallback(TrainerCallback):
                 bar_format=BAR,
             )
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        record: StepRecord = kwargs["record"]
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
+    ) -> None:
+        record = kwargs["record"]
         now = time.monotonic()
         self._seconds = smoothed(self._seconds, now - self._last_step)
         self._last_step = now
@@ -61,16 +63,20 @@ class ProgressCallback(TrainerCallback):
             return state.global_step % args.logging_steps == 0
         return now - self._last_line > SECONDS_BETWEEN_LINES
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
+    ) -> None:
         loss: float = kwargs["metrics"]["eval_loss"]
         self._above_the_bar(f"step {state.global_step}: evaluation loss {loss:.4f}")
         self._last_step = time.monotonic()  # else the next step would seem to take as long as an evaluation
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
+    ) -> None:
         self._above_the_bar(f"checkpoint in {kwargs['checkpoint']}")
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         if self.bar is not None:
             self.bar.close()

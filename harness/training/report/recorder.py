@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from harness.checkpoint.directories import EVALUATIONS, METRICS
 from harness.config.values.json_object import JsonObject
@@ -102,7 +101,7 @@ class Recorder:
             self._monitors.write(shown, self.state.global_step)
         return logs
 
-    def evaluation(self, evaluate: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    def evaluation(self, evaluate: Callable[[], JsonObject]) -> JsonObject | None:
         """Evaluate, write one line in evaluations.jsonl and return it; nothing, None, if a signal interrupts it."""
         try:
             metrics = evaluate()
@@ -131,7 +130,7 @@ class Recorder:
                 self._monitors.write_text(f"samples/{number}", f"{prompt}\n\n{text}", step)
 
 
-def _shown(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _shown(metrics: Mapping[str, object]) -> dict[str, float]:
     """Return the numbers of an evaluation that monitors show, by their names there; perplexity is the loss again."""
     left_out = ("eval_samples", "eval_seconds")
     named = {name: value for name, value in metrics.items() if name.startswith("eval_") and name not in left_out}

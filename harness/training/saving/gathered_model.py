@@ -19,12 +19,12 @@ from harness.topology.groups import Groups
 from harness.training.prepare.run import PreparedRun
 
 
-def with_config(run: PreparedRun) -> Any:
+def with_config(run: PreparedRun) -> nn.Module:
     """Return this rank's layers, with the model's `config`."""
     module: Any = run.module
     if run.trainable.causal is not None:
         module.config = run.trainable.causal.source.config
-    return module
+    return run.module
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def _to_first_rank(
         dist.send_object_list([None], dst=0)
 
 
-def _receive_object(source: int) -> Any:
-    received: list[Any] = [None]
+def _receive_object(source: int) -> tuple[str, tuple[int, ...], torch.dtype] | None:
+    received: list[tuple[str, tuple[int, ...], torch.dtype] | None] = [None]
     dist.recv_object_list(received, src=source)
     return received[0]

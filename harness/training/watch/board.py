@@ -10,7 +10,6 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from harness.training.watch.activity import Phase
 
@@ -55,11 +54,11 @@ class Board:
         self._memory = mmap.mmap(descriptor, size)
         os.close(descriptor)
 
-    def show(self, row: int, *content: Any) -> None:
+    def show(self, row: int, *content: object) -> None:
         """Write when progress was made, the count, phase, step and what is done, of a rank's row."""
         MAIN.pack_into(self._memory, VERDICT + row * ROW, *content)
 
-    def watch(self, row: int, *content: Any) -> None:
+    def watch(self, row: int, *content: object) -> None:
         """Write the rest of a row."""
         WATCHER.pack_into(self._memory, VERDICT + row * ROW + MAIN.size, *content)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -21,11 +20,11 @@ def announce_layers(calls: Sequence[LayerCall]) -> None:
             call.register_forward_hook(partial(_backward, f"backward of layer {index}"))
 
 
-def _forward(doing: str, _layer: nn.Module, _inputs: Any) -> None:
+def _forward(doing: str, _layer: nn.Module, _inputs: object) -> None:
     beat(doing)
 
 
-def _backward(doing: str, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+def _backward(doing: str, _layer: nn.Module, _inputs: object, output: object) -> None:
     """Show the backward of a layer as soon as the gradient of its output is there."""
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:

@@ -1,14 +1,9 @@
-"""Shards: what a rank takes and gives back, with and without copies and padding, from a tensor or from a
-file."""
-
-from pathlib import Path
+"""Shards: what a rank takes and gives back, with and without copies and padding."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from harness.config.model.shares import Heads, stretch
@@ -78,16 +73,6 @@ def test_a_packed_weight_gives_a_share_of_every_part() -> None:
     query, key, value = torch.arange(4), torch.arange(10, 14), torch.arange(20, 24)
     shard = share_of((12,), 0, rank=1, size=2, parts=3)
     assert shard.take(torch.cat([query, key, value])).tolist() == [2, 3, 12, 13, 22, 23]
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_only_its_pieces_are_read_from_a_file(tmp_path: Path, dim: int) -> None:
-    full = torch.arange(35.0).view(5, 7)
-    save_file({"weight": full}, tmp_path / "model.safetensors")
-    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-        for rank in range(3):
-            shard = share_of((5, 7), dim, rank, 3, multiple=2)
-            assert torch.equal(shard.take(file.get_slice("weight")), shard.take(full))
 
 
 def test_another_shape_is_told() -> None:

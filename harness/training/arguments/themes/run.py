@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from harness.training.arguments.flags import Flags, flag
 
@@ -18,7 +18,7 @@ class RunArguments(Flags):
 
     TITLE: ClassVar[str] = "The run"
 
-    deepspeed_config: str | Mapping[str, Any] | None = flag(None, "DeepSpeed JSON: a file or a preset's name")
+    deepspeed_config: str | Mapping[str, object] | None = flag(None, "DeepSpeed JSON: a file or a preset's name")
     output_dir: str = flag("runs/default", "where checkpoints, metrics and the trained model go")
     resume_from_checkpoint: str | None = flag(
         None, "auto: the newest whole checkpoint in output_dir; or a checkpoint's path"

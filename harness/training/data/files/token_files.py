@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -124,7 +123,7 @@ def _datatrove(path: Path, vocabulary: int) -> TokenFile:
     return TokenFile(path, ids, np.concatenate([[0], ends[:-1]]).astype(np.int64) if len(ends) else ends)
 
 
-def _mapped(path: Path, dtype: np.dtype[Any]) -> Ids:
+def _mapped(path: Path, dtype: np.dtype[np.generic]) -> Ids:
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise UserError(f"{path} has {size:,} bytes, no multiple of the {dtype.itemsize} of a token: it is cut off")

@@ -6,7 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 BAR_AFTER_S = 2.0
 LINE_EVERY_S = 10.0
@@ -35,7 +38,7 @@ class Progress:
     def __init__(self, total: int, doing: str, say: Callable[[str], None]) -> None:
         self.total, self.doing, self.say = total, doing, say
         self._terminal = say.terminal if isinstance(say, Speaker) else None
-        self._bar: Any = None
+        self._bar: tqdm[NoReturn] | None = None
         self._begun = self._said = time.monotonic()
 
     def show(self, done: float) -> None:

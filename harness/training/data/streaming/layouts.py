@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from harness.training.data.files.rows import TEXT
 from harness.training.data.packing import best_fit_decreasing
 from harness.training.data.pieces import PieceEncoder
 from harness.training.data.samples import laid_out
-from harness.training.data.streaming.rows import Rows
+from harness.training.data.streaming.rows import Row, Rows
 from harness.training.data.tokenizer import Tokenizer
 
 PACKED_TOGETHER = 256
@@ -47,7 +47,8 @@ class Place:
     starts: Ids = field(default_factory=_none)
 
 
-Sample = Any
+Sample: TypeAlias = object
+"""What the collator takes."""
 Made = Iterator[tuple[Sample, Place | None]]
 """Samples, and after each the place of the next; None where the stream can only go on from an earlier one."""
 
@@ -154,7 +155,7 @@ def layout_of(kind: str | None, tokenizer: Tokenizer, block_size: int, *, packin
     return makes(tokenizer, block_size, packing=packing)
 
 
-def _neighbours(rows: Rows, origin: Place) -> Iterator[tuple[Any, Any, tuple[int, int], Any]]:
+def _neighbours(rows: Rows, origin: Place) -> Iterator[tuple[Row, Row, tuple[int, int], Row]]:
     """Give each row from a place on, with the row before (None: it is the first), the next one's place, and that."""
     before, reached = None, False
     for (section, row, found), (*following, after) in itertools.pairwise(rows.since(origin.section)):

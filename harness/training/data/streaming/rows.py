@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torch.utils.data import IterableDataset
 
@@ -26,6 +26,8 @@ from harness.wording import counted
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
+Row: TypeAlias = Any
+"""A document of a file, or what a program's data set gives."""
 _END = object()
 
 
@@ -42,7 +44,7 @@ class Rows(Protocol):
     def kind(self) -> str | None:
         """The kind of the rows, as in `files/rows.py`; None for samples as a program made them."""
 
-    def since(self, section: int) -> Iterator[tuple[int, int, Any]]:
+    def since(self, section: int) -> Iterator[tuple[int, int, Row]]:
         """Give section, number and content of each row from the first one of a section on, without end."""
 
 
@@ -54,7 +56,7 @@ class FileRows:
         stamps = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         self.key = fingerprint("stream", kind, *stamps)
 
-    def since(self, section: int) -> Iterator[tuple[int, int, Any]]:
+    def since(self, section: int) -> Iterator[tuple[int, int, Row]]:
         """Give the rows of all files; a section is a file."""
         count = len(self.files)
         for number in itertools.chain(range(section, count), itertools.cycle(range(count))):
@@ -77,7 +79,7 @@ class IterableRows:
         as_they_are: leave rows of text and of conversations as they are.
     """
 
-    def __init__(self, dataset: Iterable[Any], name: str, *, as_they_are: bool) -> None:
+    def __init__(self, dataset: Iterable[Row], name: str, *, as_they_are: bool) -> None:
         self._dataset, self._name = dataset, name
         first = next(self._pass(0), None)
         if first is None:
@@ -88,7 +90,7 @@ class IterableRows:
             self.kind = kind_of_row(first, f"{name}, row 1")
         self.key = fingerprint("iterable", type(dataset).__name__, digest(first))
 
-    def since(self, section: int) -> Iterator[tuple[int, int, Any]]:
+    def since(self, section: int) -> Iterator[tuple[int, int, Row]]:
         """Give the rows of all passes; a section is a pass."""
         for number in itertools.count(section):
             row = -1
@@ -99,7 +101,7 @@ class IterableRows:
                     f"{self._name} gives no sample in pass {number + 1}: its __iter__ must begin anew each time"
                 )
 
-    def _documents(self, number: int) -> Iterator[Any]:
+    def _documents(self, number: int) -> Iterator[Row]:
         """Give the rows of a pass; a text in pieces, a conversation with its place."""
         for count, row in enumerate(self._pass(number), start=1):
             place = f"{self._name}, row {count}"
@@ -110,7 +112,7 @@ class IterableRows:
             else:
                 raise UserError(f"{place} is {type(row).__name__}, unlike earlier rows: give dicts alone")
 
-    def _pass(self, number: int) -> Iterator[Any]:
+    def _pass(self, number: int) -> Iterator[Row]:
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(number)
         with own_generators(seed_of("pass", number)):
@@ -123,7 +125,7 @@ class IterableRows:
             yield found
 
 
-def is_iterable(dataset: object) -> TypeIs[IterableDataset[Any]]:
+def is_iterable(dataset: object) -> TypeIs[IterableDataset[Row]]:
     """Whether this is an IterableDataset, of torch or of the package `datasets`."""
     return isinstance(dataset, IterableDataset)
 

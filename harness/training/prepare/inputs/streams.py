@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource
@@ -28,7 +27,7 @@ def stream_of_files(
 
 
 def stream_of_dataset(
-    dataset: Any, tokenizer: Tokenizer | None, source: ModelSource | None, args: TrainingArguments
+    dataset: Iterable[object], tokenizer: Tokenizer | None, source: ModelSource | None, args: TrainingArguments
 ) -> Streamed:
     """Return the samples of an IterableDataset; without a `source`, the model's, as they are."""
     require_streamable(args, "an IterableDataset")
