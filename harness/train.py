@@ -91,6 +91,7 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
     from harness.hf.skeleton import read_source
     from harness.training.prepare.inputs.datasets import script_datasets
     from harness.training.prepare.plan import RunInputs
+    from harness.training.report.metrics import note_wall_clock
     from harness.training.trainer import Trainer
 
     console.say(f"preparing {script.model} and {' '.join(script.train_file)}")
@@ -126,6 +127,8 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
         _shut_down(trainer)
         raise
     directory = trainer.save_model()
+    if env.rank == 0:
+        note_wall_clock(trainer.run.output_dir)
     what = "model is" if trainer.run.plan.adaptation is None else "adapters are"
     console.say(f"the {what} in {directory}, the metrics in {directory / 'metrics.jsonl'}")
     _shut_down(trainer)

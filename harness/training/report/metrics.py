@@ -18,6 +18,7 @@ from harness.checkpoint.atomic import replace_text
 from harness.checkpoint.directories import RUN
 from harness.config.values.json_object import JsonObject
 from harness.training.callbacks import StepRecord
+from harness.training.process.wall_clock import CLOCK
 
 PACKAGES = ("ds-harness", "deepspeed", "torch", "transformers", "datasets")
 
@@ -96,6 +97,16 @@ def write_run(output_dir: Path, content: JsonObject) -> None:
     """Write `run.json`: what is given, and the versions it ran with."""
     content = {**content, "versions": versions()}
     replace_text(output_dir / RUN, json.dumps(content, indent=2, default=str) + "\n")
+
+
+def note_wall_clock(output_dir: Path, first_step: float | None = None) -> None:
+    """Write into `run.json` where this process' time has gone so far; `first_step`: seconds, kept if not given."""
+    path = output_dir / RUN
+    with suppress(OSError, ValueError):  # a full disk, or somebody's own file: the run has its numbers all the same
+        content = json.loads(path.read_text(encoding="utf-8"))
+        first_step = first_step or content.get("wall_clock", {}).get("first_step")
+        content["wall_clock"] = {**CLOCK.seconds(), "first_step": first_step}
+        replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def versions() -> dict[str, str]:

@@ -18,7 +18,7 @@ from harness.training.engine.continuation import continued
 from harness.training.prepare.inputs.sample_prompts import SamplePrompts
 from harness.training.prepare.run import PreparedRun
 from harness.training.process import signals
-from harness.training.report.metrics import MetricsFile, set_aside, write_run
+from harness.training.report.metrics import MetricsFile, note_wall_clock, set_aside, write_run
 from harness.training.report.monitors import Monitors
 from harness.training.report.origin import origin
 
@@ -42,6 +42,7 @@ class Recorder:
         self._samples: MetricsFile | None = None
         self._monitors: Monitors | None = None
         self._origin: JsonObject = {}
+        self._first_step = 0.0  # seconds
 
     def __enter__(self) -> Recorder:
         hosts = values_of_all(socket.gethostname())
@@ -64,6 +65,8 @@ class Recorder:
         for file in (self._metrics, self._evaluations, self._samples, self._monitors):
             if file is not None:
                 file.close()
+        if self.writes:
+            note_wall_clock(self.run.output_dir, self._first_step)
 
     def rewind(self, step: int) -> None:
         """Drop what was written of the steps after `step`, which are made once more."""
@@ -91,6 +94,7 @@ class Recorder:
         """One line in metrics.jsonl."""
         if self._metrics is not None:
             self._metrics.write(record)
+        self._first_step = self._first_step or record.step_seconds
 
     def log(self, record: StepRecord) -> JsonObject:
         """Hand the step's figures to the monitors, keep them in the trainer's history, and return them."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from harness.training.process.records import HERE, is_lost_peer
+from harness.training.process.wall_clock import CLOCK
 
 NAMING_S = 8.0  # for the watch to end this process with the name of the rank that was lost
 
@@ -73,7 +74,8 @@ def inside(doing: str, phase: Phase = Phase.SLOW) -> Iterator[None]:
     ACTIVITY.phase = phase
     beat(doing)
     try:
-        yield
+        with CLOCK.spent_on(doing):
+            yield
     except BaseException as error:
         if outer is not Phase.OUTSIDE:
             ACTIVITY.phase = outer
