@@ -17,7 +17,7 @@ from harness.config.schema.normalize import as_read
 from harness.config.text.document import Document
 from harness.config.values.arguments import AutoValues
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import DEEPSPEED_1F1B, schedule_name
+from harness.config.values.layout_keys import DEEPSPEED_1F1B, INDUCTOR, schedule_name
 from harness.config.values.pointers import AUTO, bf16_section, lookup, whole
 from harness.config.values.stage_parts import StageParts, stage_parts
 
@@ -131,6 +131,14 @@ class RunView:
     def sequence_parallel(self) -> bool:
         """Whether tensor-parallel ranks share the sequence between the blocks of a layer."""
         return self.tensor > 1 and self.on("/tensor_parallel/sequence_parallel")
+
+    @property
+    def compile_backend(self) -> str | None:
+        """The backend of torch.compile by which decoder layers are compiled; None if they are not."""
+        if not self.on("/compile/enabled"):
+            return None
+        named = self.get("/compile/backend")
+        return named if isinstance(named, str) and named != AUTO else INDUCTOR
 
     @cached_property
     def expert(self) -> int:

@@ -39,6 +39,7 @@ from harness.training.arguments import TrainingArguments
 from harness.training.engine import clipping
 from harness.training.engine.build import RunContext, build_engine
 from harness.training.engine.engine import Engine, PipelineStages
+from harness.training.prepare.compilation import require_compilable
 from harness.training.prepare.stages import choose_boundaries
 from harness.training.prepare.trainable import TrainableModel, trainable_decoder
 from harness.training.process.distributed import start
@@ -98,12 +99,15 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
         groups = build_groups(plan.layout)
         context = RunContext(
             args=plan.args,
-            resolved=replace(plan.resolved, schedule=""),  # DeepSpeed's can be cut short
+            # DeepSpeed's schedule can be cut short; a compiled layer asks for the sizes of tensors that have no values
+            resolved=replace(plan.resolved, schedule="", compile_backend=None),
             groups=groups,
             device=device,
             max_steps=plan.max_steps,
         )
         trainable = trainable_decoder(plan.source, context, plan.block_size, plan.adaptation)
+        if plan.resolved.compile_backend is not None:
+            require_compilable(trainable, plan.resolved.compile_backend)
         boundaries = choose_boundaries(trainable, context, None)
         with (
             replaced(clipping, "BLOCK", 2**62),

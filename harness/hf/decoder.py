@@ -99,6 +99,10 @@ class ModelLayer(nn.Module):
         self.schema = blueprint.schema
         self.sequence = blueprint.sequence
 
+    def compiled_parts(self) -> Sequence[nn.Module]:
+        """Return the modules that torch.compile compiles, each by itself."""
+        return ()
+
 
 class Prologue(ModelLayer):
     """Token ids [batch, sequence], or a tuple of token ids and position ids -> hidden state [batch, sequence, width].
@@ -143,6 +147,9 @@ class DecoderLayer(ModelLayer):
         if self.sequence is not None:
             self.works_on_share = True
             self.share = share_sequence(self.get_submodule(name), self.sequence.group)
+
+    def compiled_parts(self) -> Sequence[nn.Module]:
+        return [self.get_submodule(self.name)]
 
     def forward(self, value: Value) -> Value:
         payload = self.schema.open(self.index, value)

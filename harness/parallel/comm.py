@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from harness.parallel.compiling import eager
+
 Context: TypeAlias = Any
 """What torch hands from a forward to its backward: an object that takes any attribute."""
 
@@ -59,6 +61,7 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+@eager
 def apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:
     """Call a function that has a backward of its own; torch's `apply` has no types."""
     output: Tensor = function.apply(*inputs)

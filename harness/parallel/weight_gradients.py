@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from harness.parallel.comm import Context, apply
+from harness.parallel.compiling import eager
 
 Product = tuple[Tensor, Tensor, Tensor]
 """A weight, the input of its layer, and the gradient of the output."""
@@ -82,9 +83,12 @@ def attach(module: nn.Module, gradients: WeightGradients) -> None:
 def linear(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `F.linear(x, weight, bias)` for a layer, whose weight gradient may be put off."""
     gradients: WeightGradients | None = getattr(layer, "weight_gradients", None)
-    if gradients is None or not _can_wait(x, weight):
-        return F.linear(x, weight, bias)
-    return apply(_Linear, x, weight, bias, gradients)
+    return F.linear(x, weight, bias) if gradients is None else _linear(x, weight, bias, gradients)
+
+
+@eager
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients) -> Tensor:
+    return apply(_Linear, x, weight, bias, gradients) if _can_wait(x, weight) else F.linear(x, weight, bias)
 
 
 def _can_wait(x: Tensor, weight: Tensor) -> bool:

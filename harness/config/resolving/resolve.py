@@ -95,6 +95,7 @@ def _resolved(run: Resolution, view: RunView, stage: int) -> Resolved:
         dp_size=view.data_parallel or 1,
         ep_size=view.expert,
         sequence_parallel=view.sequence_parallel,
+        compile_backend=view.compile_backend,
         micro_batch=run.config["train_micro_batch_size_per_gpu"],
         accumulation=run.config["gradient_accumulation_steps"],
         train_batch=run.config["train_batch_size"],
@@ -114,7 +115,9 @@ def _for_deepspeed_alone(run: Resolution, pipeline: int, tensor: int) -> JsonObj
     model: the global batch is left for it to multiply.
     """
     alone = copy.deepcopy(run.config)
-    alone.get("tensor_parallel", {}).pop("sequence_parallel", None)
+    for section, names in {"tensor_parallel": ("sequence_parallel",), "compile": ("enabled", "backend")}.items():
+        for name in names:
+            alone.get(section, {}).pop(name, None)
     if tensor > 1:
         put(alone, "/tensor_parallel/autotp_size", tensor)
     elif run.get("/tensor_parallel/autotp_size") is not None:

@@ -29,6 +29,7 @@ class Resolved:
     dp_size: int
     ep_size: int  # ranks over which whole experts are spread: 1, or as many as tp_size
     sequence_parallel: bool  # whether tensor-parallel ranks share the sequence between the blocks of a layer
+    compile_backend: str | None  # torch.compile's, for decoder layers; None: they are not compiled
     micro_batch: int
     accumulation: int
     train_batch: int

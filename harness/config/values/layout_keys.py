@@ -18,6 +18,8 @@ FOLDED_SCHEDULES = (ZERO_BUBBLE_V, DUALPIPE_V)
 SCHEDULES = (DEEPSPEED_1F1B, NON_WAITING_1F1B, GPIPE, ZERO_BUBBLE, *ROUND_ROBIN_SCHEDULES, *FOLDED_SCHEDULES)
 SPLIT_BACKWARD = (ZERO_BUBBLE, INTERLEAVED_ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
 """The schedules that put off weight gradients."""
+INDUCTOR = "inductor"
+"""The backend of torch.compile where none is named."""
 # sizes that the harness itself reads, and the least that each may be; DeepSpeed takes any value for them
 LEAST = {
     "/pipeline/stages": 1,

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from harness.config.model.shares import stretch
 from harness.parallel.comm import Context, apply, group_rank, group_size
+from harness.parallel.compiling import eager
 from harness.parallel.tensor.shared_input import keep_copy
 
 
@@ -36,7 +37,7 @@ class SequenceShare:
     batch: int = 0
     length: int = 0
     width: int = 0
-    _gathered: tuple[Tensor, list[Tensor]] | None = None
+    gathered: tuple[Tensor, list[Tensor]] | None = None
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -50,7 +51,7 @@ class SequenceShare:
         try:
             yield
         finally:
-            self._gathered = None  # else it would outlive the step
+            self.gathered = None  # else it would outlive the step
 
     def is_share(self, x: object) -> bool:
         """Whether `x` is a hidden state of this rank's tokens."""
@@ -66,31 +67,23 @@ class SequenceShare:
         The gradient of what column-parallel layers make of it directly is reduced and scattered; any other must be
         whole, and each rank keeps its share of it.
         """
-        if not self._gathered or self._gathered[0] is not share:
-            kept: list[Tensor] = []
-            both = _gather(self._with_batch(share), self.group, self.widths, kept)
-            kept += [whole.flatten(0, 1) if share.dim() == 2 else whole for whole in both]
-            self._gathered = (share, kept)
-        kept = self._gathered[1]
-        if kept[0].requires_grad:
-            keep_copy(kept, self.group)
-        return kept[0]
+        return _gather_once(self, share)
 
     def scatter(self, partial: Tensor) -> Tensor:
         """Sum a hidden state of all tokens over the group; return this rank's share of the sum."""
-        share = apply(_ScatterSequence, self._with_batch(partial), self.group, self.widths)
+        share = apply(_ScatterSequence, self.with_batch(partial), self.group, self.widths)
         return share.flatten(0, 1) if partial.dim() == 2 else share
 
     def split(self, whole: Tensor) -> Tensor:
         """Return this rank's share of a hidden state that all ranks have."""
-        share = split_sequence(self._with_batch(whole), self.group)
+        share = split_sequence(self.with_batch(whole), self.group)
         return share.flatten(0, 1) if whole.dim() == 2 else share
 
     def _is_hidden(self, x: object, tokens: int) -> bool:
         shapes = ((self.batch, tokens, self.width), (self.batch * tokens, self.width))
         return isinstance(x, Tensor) and x.is_floating_point() and tuple(x.shape) in shapes
 
-    def _with_batch(self, x: Tensor) -> Tensor:
+    def with_batch(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (self.batch, -1)) if x.dim() == 2 else x
 
 
@@ -109,6 +102,19 @@ def join_sequence(share: Tensor, length: int, group: dist.ProcessGroup) -> Tenso
     """Forward: the shares of sequences of `length` tokens are joined. Backward: each rank keeps its share of the
     gradient, which must be whole."""
     return _gather(share, group, widths_of(length, group), [])[0]
+
+
+@eager
+def _gather_once(to: SequenceShare, share: Tensor) -> Tensor:
+    if not to.gathered or to.gathered[0] is not share:
+        kept: list[Tensor] = []
+        both = _gather(to.with_batch(share), to.group, to.widths, kept)
+        kept += [whole.flatten(0, 1) if share.dim() == 2 else whole for whole in both]
+        to.gathered = (share, kept)
+    kept = to.gathered[1]
+    if kept[0].requires_grad:
+        keep_copy(kept, to.group)
+    return kept[0]
 
 
 def _gather(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.parallel.comm import Context, apply, copy_to_group, group_size, sum_over_group
+from harness.parallel.compiling import eager
 
 
 @dataclass
@@ -28,6 +29,7 @@ class _Latest(threading.local):
 _LATEST = _Latest()
 
 
+@eager
 def copy_once(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """`copy_to_group`, which returns the same copy again where it is called for the same input in a row."""
     if group_size(group) == 1 or not (torch.is_grad_enabled() and x.requires_grad):

@@ -30,8 +30,10 @@ from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_groups import MpuAdapter
 from harness.deepspeed.zero3_parameters import restore_linear
 from harness.errors import UserError
+from harness.hf.decoder import ModelLayer
 from harness.hf.layers.zero3_leaves import leaves_of_sequence
 from harness.parallel.comm import TensorParallel
+from harness.parallel.compiling import compile_modules
 from harness.parallel.draws import DrawKeys
 from harness.parallel.pipeline.schedules.following import follow_schedule
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, deepspeed_topology
@@ -105,6 +107,7 @@ def build_engine(
     index = context.device.index  # where a rank sees its own device alone, not its local rank
     keys = draw_keys(context) if traits.draws else None
     module, grid = _build_module(context, layers, boundaries, guarded, keys, traits.example)
+    _compile(module, context)
     _configure_checkpointing(context)
     stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", context.args.weight_decay)
     groups = parameter_groups(module, stated)
@@ -167,6 +170,19 @@ def _build_module(
     if context.resolved.zero_stage == 3 and example is not None:
         mark_leaves(whole, leaves_of_sequence(whole, whole.calls, example))
     return whole, grid
+
+
+def _compile(module: nn.Module, context: RunContext) -> None:
+    """Have the decoder layers of this rank compiled, where the config asks for it."""
+    backend = context.resolved.compile_backend
+    if backend is None:
+        return
+    layers: Sequence[object] = module.calls if isinstance(module, LayerSequence) else []
+    if isinstance(module, StagedModule):
+        layers = [call for _, call in module.indexed_layers()]
+    compile_modules(
+        (part for layer in layers if isinstance(layer, ModelLayer) for part in layer.compiled_parts()), backend
+    )
 
 
 def draw_keys(context: RunContext) -> DrawKeys:

@@ -36,6 +36,7 @@ from harness.training.engine.build import RunContext, build_engine
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import logits_loss
 from harness.training.prepare import startup_report
+from harness.training.prepare.compilation import require_compilable
 from harness.training.prepare.forecast import Forecast, forecast, require_memory
 from harness.training.prepare.hyperparameters import hyperparameters
 from harness.training.prepare.inputs.dataset_check import DatasetCheck, sample_length
@@ -233,6 +234,8 @@ def _trainable(inputs: RunInputs, plan: RunPlan, context: RunContext, sample: Mi
         startup_report.origin(inputs.console, plan.source, inputs.args.seed)
         own_loss = logits_loss(inputs.loss_fn, inputs.compute_loss_func)
         trainable = trainable_decoder(plan.source, context, sample_length(sample), plan.adaptation, own_loss)
+    if context.resolved.compile_backend is not None:
+        require_compilable(trainable, context.resolved.compile_backend)
     if trainable.causal is not None:
         verify_plan(trainable.causal, context, inputs.console)
     if plan.checkpoint is not None:

@@ -67,6 +67,8 @@ ACTS = {
     "/timers": "the engine's throughput timer",
     "/tensor_parallel/autotp_size": "the layout",
     "/tensor_parallel/sequence_parallel": "the decoder layers, and the rules on sequence parallelism",
+    "/compile/enabled": "the decoder layers, and the rule on ZeRO-3",
+    "/compile/backend": "the decoder layers",
     "/expert_parallel/enabled": "the layout",
     "/expert_parallel/autoep_size": "the layout",
 }

@@ -34,10 +34,10 @@ def _asks(view: RunView, pointer: str) -> bool:
 def no_effect_in_the_harness(view: RunView) -> Iterator[Finding]:
     """A key configures something that the harness does itself, or does not do.
 
-    The harness reads the data, cuts the model and writes checkpoints and model on its own, and does not compile
-    or tune: `data_efficiency`, `compile.deepcompile`, `hybrid_engine`, `autotuning`, `checkpoint.writer` and
-    others have nothing to act on, and most are not handed on to DeepSpeed. With `--target deepspeed` or `hf`
-    this is not reported.
+    The harness reads the data, cuts the model and writes checkpoints and model on its own, and neither compiles
+    through DeepSpeed nor tunes: `data_efficiency`, `compile.deepcompile`, `hybrid_engine`, `autotuning`,
+    `checkpoint.writer` and others have nothing to act on, and most are not handed on to DeepSpeed. With
+    `--target deepspeed` or `hf` this is not reported.
     """
     reported: set[str] = set()
     for pointer, why in IDLE.items() if view.target == "harness" else ():
@@ -147,6 +147,13 @@ _REFUSED = (
         "zero_quantized_gradients does not work with reduce_scatter false",
         "remove reduce_scatter, or zero_quantized_gradients",
         "raises AssertionError when the engine starts",
+    ),
+    _Refusal(
+        "/compile/enabled",
+        lambda view: _zero_3(view) and view.compile_backend is not None,
+        "torch.compile cannot compile a layer whose parameters ZeRO-3 gathers and frees while it runs",
+        "use ZeRO stage 0, 1 or 2, or remove it",
+        "refuses the key by itself; from the harness it does not get this section",
     ),
     _Refusal(
         "/activation_checkpointing/partition_activations",

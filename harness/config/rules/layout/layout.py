@@ -163,29 +163,33 @@ def size_that_is_none(view: RunView) -> Iterator[Finding]:
 
 @rule(
     "DS316",
-    "sequence-parallel-outside-the-harness",
+    "key-of-the-harness",
     Severity.ERROR,
     claim="refuses",
     wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1, "sequence_parallel": true}}',
     right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}',
     target="deepspeed",
 )
-def sequence_parallel_outside_the_harness(view: RunView) -> Iterator[Finding]:
-    """tensor_parallel.sequence_parallel in a config that is not for the harness.
+def key_of_the_harness(view: RunView) -> Iterator[Finding]:
+    """A key that only the harness knows, in a config that is not for the harness.
 
-    The harness splits the sequence over the tensor-parallel ranks between the blocks of a layer
-    (Korthikanti et al. 2022, arXiv 2205.05198) and keeps the key to itself. DeepSpeed checks this section
-    and refuses keys that it does not know.
+    These are `tensor_parallel.sequence_parallel` (tensor-parallel ranks share the sequence between the blocks
+    of a layer; Korthikanti et al. 2022, arXiv 2205.05198), `compile.enabled` and `compile.backend`
+    (torch.compile of the decoder layers). DeepSpeed checks these sections and refuses keys that it does not
+    know.
     """
-    if view.target != "harness" and view.has(SEQUENCE_PARALLEL) and view.get(SEQUENCE_PARALLEL) != AUTO:
-        yield Finding(
-            pointer=SEQUENCE_PARALLEL,
-            message="sequence_parallel is a key of the harness",
-            hint="remove it, or train with the harness",
-            deepspeed="refuses the config: extra inputs are not permitted",
-            edits=edits.remove(view.document, SEQUENCE_PARALLEL),
-            is_safe=False,
-        )
+    if view.target == "harness":
+        return
+    for visit in view.visits:
+        if visit.key is not None and visit.key.spec.get("x-harness") and visit.value != AUTO:
+            yield Finding(
+                pointer=visit.pointer,
+                message=f"{visit.name} is a key of the harness",
+                hint="remove it, or train with the harness",
+                deepspeed="refuses the config: extra inputs are not permitted",
+                edits=edits.remove(view.document, visit.pointer),
+                is_safe=False,
+            )
 
 
 @rule(

@@ -26,7 +26,7 @@ ANY = (True, False)
 REDUCES = NotTaken("DeepSpeed reduces gradients, not DDP: set zero_optimization in the DeepSpeed JSON", OFF)
 SHARDS = NotTaken("use --deepspeed_config zero3, which shares out weights as FSDP does", (*OFF, "[]"))
 UPLOAD = NotTaken("upload output_dir when the run is done: `hf upload NAME output_dir`", (*OFF, "every_save"))
-COMPILE = NotTaken("the harness does not compile models", OFF)
+COMPILE = NotTaken('set "compile": {"enabled": true} in the DeepSpeed JSON', OFF)
 LIGER = NotTaken("its kernels replace the layers that the harness cuts", OFF)
 ON_CPU = NotTaken("set DS_ACCELERATOR=cpu in the environment", OFF)
 TRACKIO = NotTaken("trackio is not supported: use --report_to tensorboard, wandb or csv", ("huggingface", *OFF))
@@ -66,9 +66,9 @@ NOT_TAKEN = {
         "set pipeline.use_reentrant in the DeepSpeed JSON", ("{}", '{"use_reentrant": false}')
     ),
     "torch_compile": COMPILE,
-    "torch_compile_backend": COMPILE,
-    "torch_compile_mode": COMPILE,
-    "torchdynamo": COMPILE,
+    "torch_compile_backend": NotTaken("set compile.backend in the DeepSpeed JSON", OFF),
+    "torch_compile_mode": NotTaken("only torch's default mode: see compile.backend", ("default", *OFF)),
+    "torchdynamo": NotTaken("set compile.backend in the DeepSpeed JSON", OFF),
     "jit_mode_eval": COMPILE,
     "use_liger_kernel": LIGER,
     "liger_kernel_config": LIGER,

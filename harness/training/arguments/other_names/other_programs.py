@@ -83,7 +83,7 @@ TORCHTITAN = {
     "job.dump_folder": "--output_dir",
     "job.config_file": "--config",
     "comm.train_timeout_seconds": "--hang_seconds",
-    "compile.enable": "nothing: the harness does not compile models",
+    "compile.enable": "compile.enabled in the DeepSpeed JSON",
 }
 
 MEGATRON = {
