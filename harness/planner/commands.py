@@ -9,24 +9,21 @@ from pathlib import Path
 
 from harness.config import AutoValues, load, resolve
 from harness.config.model.families import require_trainable_family
-from harness.config.model.plans import spreads_experts
-from harness.config.model.shape import read_model_config, read_shape
+from harness.config.model.shape import read_model_config
 from harness.errors import UserError
 from harness.planner.calibrate import calibrate
 from harness.planner.estimate import estimate as estimate_layout
 from harness.planner.estimate import of_config, require_precision
-from harness.planner.hardware import Hardware, load_hardware, names
+from harness.planner.hardware import load_hardware, names
 from harness.planner.model_config import read_decoder
 from harness.planner.preset import write_preset
-from harness.planner.search import Task, require_fit, search
+from harness.planner.search import require_fit, search
 from harness.planner.sensitivity import more_devices, more_memory
 from harness.planner.table import estimate_lines, plan_lines
-from harness.planner.workload import Workload
+from harness.planner.task import LARGEST, Task, task_of
 from harness.verb_parser import VerbParser
 
 BLOCK_SIZE = 1024  # of a run that gives none
-LARGEST = 10**7  # of any size
-SAMPLES_PER_RANK = 8  # likewise: HF's default micro-batch
 ESTIMATE_EXAMPLE = """example:
   ds-harness estimate --deepspeed_config zero3 --model DIRECTORY --world_size 8 --hardware h100 --bf16"""
 PLAN_EXAMPLE = """example:
@@ -123,22 +120,12 @@ def _calibrate(argv: Sequence[str]) -> int:
 
 def _task(args: argparse.Namespace) -> Task:
     """Return what the arguments ask for."""
-    hardware = load_hardware(args.hardware, args.world_size)
-    precision = args.precision or _usual_precision(hardware)
-    width = 2 if precision == "fp16" else 4
-    workload = Workload(
-        shape=read_decoder(args.model), sequence=args.block_size, precision=precision, gradient_bytes=width
-    )
-    return Task(
-        hardware=hardware,
-        workload=workload,
+    return task_of(
+        read_model_config(args.model),
+        args.model,
+        load_hardware(args.hardware, args.world_size),
         world_size=args.world_size,
-        global_batch=args.global_batch_size or SAMPLES_PER_RANK * args.world_size,
-        no_tensor=read_shape(args.model).plan_refusal,
-        spreads_experts=any(layer.experts for layer in workload.shape.layers)
-        and spreads_experts(read_model_config(args.model)),
+        sequence=args.block_size,
+        global_batch=args.global_batch_size,
+        precision=args.precision,
     )
-
-
-def _usual_precision(hardware: Hardware) -> str:
-    return "bf16" if hardware.reached_flops("bf16") > hardware.reached_flops("fp32") else "fp32"

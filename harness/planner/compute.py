@@ -30,7 +30,8 @@ class Seconds:
     forward: float
     backward: float
 
-    def __add__(self, other: Seconds) -> Seconds:
+    def plus(self, other: Seconds) -> Seconds:
+        """Return the sum of both."""
         return Seconds(self.forward + other.forward, self.backward + other.backward)
 
 

@@ -33,7 +33,8 @@ def layer_seconds(hardware: Hardware, workload: Workload, strategy: Strategy, la
     elementwise = _elementwise(hardware, workload, strategy, layer, tokens)
     half = products.forward / 2 + elementwise.forward
     again = {"selective": attention.forward, "half": half}.get(strategy.recompute, 0.0)
-    device = products + attention + elementwise + _summed(hardware, workload, strategy, layer) + Seconds(0.0, again)
+    summed = _summed(hardware, workload, strategy, layer)
+    device = products.plus(attention).plus(elementwise).plus(summed).plus(Seconds(0.0, again))
     collectives = 2 * COLLECTIVE_OPERATIONS if strategy.tensor > 1 else 0
     operations = OPERATIONS * (2 if layer.experts else 1)  # routing takes as many again
     issue = (operations + collectives) * hardware.dispatch_seconds
@@ -51,18 +52,18 @@ def _projections(hardware: Hardware, workload: Workload, strategy: Strategy, lay
     total = Seconds(0.0, 0.0)
     for inner, columns in layer.attention_matrices:
         is_cut = columns not in (layer.q_rank, layer.kv_rank + layer.rope)
-        total += product(hardware, precision, tokens, inner, _share(columns, tp) if is_cut else columns)
-    total += product(hardware, precision, tokens, _share(layer.output, tp), layer.hidden)
+        total = total.plus(product(hardware, precision, tokens, inner, _share(columns, tp) if is_cut else columns))
+    total = total.plus(product(hardware, precision, tokens, _share(layer.output, tp), layer.hidden))
     for width, rows, copies in _feed_forward(strategy, layer, tokens):
         for _ in range(1 if workload.fused_elementwise else layer.into_ffn):
             columns = width * (layer.into_ffn if workload.fused_elementwise else 1)
-            total += product(hardware, precision, rows, layer.hidden, columns, copies)
-        total += product(hardware, precision, rows, width, layer.hidden, copies)
+            total = total.plus(product(hardware, precision, rows, layer.hidden, columns, copies))
+        total = total.plus(product(hardware, precision, rows, width, layer.hidden, copies))
     if PRODUCT_BYTES[precision] < 2:  # inputs, weights and gradients are narrowed before each product
         moved = FUSED["cast"] * tokens * (2 * layer.hidden + layer.output / tp + layer.dense_ffn / tp)
         moved += FUSED["cast"] * tokens * layer.top_k * (layer.hidden + layer.expert_ffn)
         cast = moved / hardware.memory_bytes_per_second
-        total += Seconds(cast, 2 * cast)
+        total = total.plus(Seconds(cast, 2 * cast))
     return total
 
 
@@ -105,7 +106,7 @@ def _attention(hardware: Hardware, workload: Workload, strategy: Strategy, layer
     values = product(hardware, precision, length, length, size, samples * heads)
     passes = (FUSED if workload.fused_elementwise else PLAIN)["scores"]
     moved = passes * samples * heads * float(length) ** 2 * workload.element_bytes / hardware.memory_bytes_per_second
-    return scores + values + Seconds(moved, 1.2 * moved)  # the softmax's backward reads its output besides
+    return scores.plus(values).plus(Seconds(moved, 1.2 * moved))  # the softmax's backward reads its output besides
 
 
 def _elementwise(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int) -> Seconds:
@@ -132,7 +133,7 @@ def head_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     logits = tokens * columns / hardware.memory_bytes_per_second
     summed = columns * workload.shape.hidden * 2 * workload.gradient_bytes / hardware.memory_bytes_per_second
     moved = Seconds(LOGIT_BYTES.forward * logits, LOGIT_BYTES.backward * logits + summed)
-    return product(hardware, precision, tokens, workload.shape.hidden, columns) + moved
+    return product(hardware, precision, tokens, workload.shape.hidden, columns).plus(moved)
 
 
 @lru_cache(maxsize=65536)
@@ -166,5 +167,5 @@ def layer_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, la
     if layer.experts and strategy.expert > 1 and strategy.tokens_travel:
         stride = 1 if strategy.expert <= strategy.tensor else strategy.tensor * strategy.context
         moved = 2 * expert_exchange(hardware, strategy.expert, stride, state / strategy.tensor, layer.top_k)
-        total += Seconds(moved, moved)
+        total = total.plus(Seconds(moved, moved))
     return total

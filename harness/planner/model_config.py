@@ -71,17 +71,17 @@ class Traits:
     head_bias: bool = False
     tied: bool = True
 
-    @classmethod
-    def of(cls, config: Mapping[str, object]) -> Traits:
-        """Return the traits of a family, with what a config.json says otherwise."""
-        traits = cls(**_family(config).get("traits", {}))
-        stated = {key: value for key, value in config.items() if isinstance(value, bool)}
-        changes: dict[str, bool] = {}
-        if (bias := stated.get("attention_bias")) is not None and "output_follows_bias" in _family(config):
-            changes = {"query_bias": bias, "output_bias": bias and _family(config)["output_follows_bias"]}
-        if "mlp_bias" in stated:
-            changes["ffn_bias"] = stated["mlp_bias"]
-        return replace(traits, **changes, tied=stated.get("tie_word_embeddings", traits.tied))
+
+def _traits(config: Mapping[str, object]) -> Traits:
+    """Return the traits of a family, with what a config.json says otherwise."""
+    traits = Traits(**_family(config).get("traits", {}))
+    stated = {key: value for key, value in config.items() if isinstance(value, bool)}
+    changes: dict[str, bool] = {}
+    if (bias := stated.get("attention_bias")) is not None and "output_follows_bias" in _family(config):
+        changes = {"query_bias": bias, "output_bias": bias and _family(config)["output_follows_bias"]}
+    if "mlp_bias" in stated:
+        changes["ffn_bias"] = stated["mlp_bias"]
+    return replace(traits, **changes, tied=stated.get("tie_word_embeddings", traits.tied))
 
 
 @cache
@@ -96,9 +96,13 @@ def _family(config: Mapping[str, object]) -> JsonObject:
 
 def read_decoder(source: str) -> DecoderShape:
     """Return the shape of a preset, a directory with config.json, or a model type. UserError where it has none."""
-    config = read_model_config(source)
+    return text_decoder(read_model_config(source), source)
+
+
+def text_decoder(config: Mapping[str, object], source: str) -> DecoderShape:
+    """Return the shape of the decoder of a model, which may have other parts; `source` is what the user calls it."""
     text = config.get("text_config")
-    inner = text if isinstance(text, dict) else {}
+    inner = text if isinstance(text, Mapping) else {}
     tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     return decoder_of({**config, **inner, **tied}, source)
 
@@ -112,7 +116,7 @@ def decoder_of(config: Mapping[str, object], source: str) -> DecoderShape:
             raise UserError(
                 f"--model {source}: its config.json gives no {SIZE_NAMES[name][0]} above 0: nothing to plan"
             )
-    traits = Traits.of(config)
+    traits = _traits(config)
     dense = min(sizes["dense_layers"], sizes["layers"]) if sizes["experts"] else sizes["layers"]
     kinds = {is_dense: _layer(sizes, traits, is_dense=is_dense) for is_dense in (True, False)}
     rows = sizes["positions"] + traits.positions if traits.positions is not None else 0

@@ -9,32 +9,16 @@ from dataclasses import dataclass, replace
 from harness.config.model.shares import Heads
 from harness.errors import UserError
 from harness.planner.estimate import Estimate, memory_of, require_precision, sums_whole
-from harness.planner.hardware import GIB, Hardware
+from harness.planner.hardware import GIB
 from harness.planner.step import step_seconds
-from harness.planner.workload import Offload, Recompute, Strategy, Workload
+from harness.planner.task import Task
+from harness.planner.workload import Offload, Recompute, Strategy
 from harness.topology.layout import divisors
 from harness.wording import counted
 
 LARGEST_MICRO_BATCH = 64
 NO_MEMORY = "needs more memory than a device has"
 NO_HOST_MEMORY = "needs more memory than the host has for each device"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What is to be laid out: `global_batch` samples a step on `world_size` ranks.
-
-    Attributes:
-        no_tensor: why the model cannot be cut for tensor parallelism; None if it can, or if that is not known.
-        spreads_experts: whether tensor-parallel ranks can hold whole experts instead of a part of each.
-    """
-
-    hardware: Hardware
-    workload: Workload
-    world_size: int
-    global_batch: int
-    no_tensor: str | None = None
-    spreads_experts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +38,9 @@ class Found:
 def search(task: Task) -> Found:
     """Return all layouts of a task. UserError where the device lacks the precision."""
     require_precision(task.hardware, task.workload.precision)
-    fitting, too_large, reasons = [], [], Counter[str]()
+    fitting: list[Estimate] = []
+    too_large: list[Estimate] = []
+    reasons: Counter[str] = Counter()
     for candidate in candidates(task):
         if isinstance(candidate, str):
             reasons[candidate] += 1

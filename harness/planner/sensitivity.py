@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from harness.planner.estimate import Estimate
 from harness.planner.hardware import GIB
-from harness.planner.search import Found, Task, search
+from harness.planner.search import Found, search
+from harness.planner.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)

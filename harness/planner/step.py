@@ -62,7 +62,7 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     own = [_stage_compute(hardware, workload, strategy, stage) for stage in stages]
     traffic = [_stage_traffic(hardware, workload, strategy, stage) for stage in stages]
     both = [a + b for a, b in zip(own, traffic, strict=True)]
-    slowest = max(range(len(stages)), key=both.__getitem__)
+    slowest = max(range(len(stages)), key=lambda index: both[index])
     times = strategy.accumulation
     compute, tensor = times * own[slowest], times * traffic[slowest]
     bubble = (sum(both) - both[slowest]) * _left_bubble(strategy) / strategy.virtual_stages
@@ -99,13 +99,13 @@ def _stage_compute(hardware: Hardware, workload: Workload, strategy: Strategy, s
     total, forward_again = Seconds(0.0, 0.0), 0.0
     for layer, count in stage.layers:
         seconds = layer_seconds(hardware, workload, strategy, layer)
-        total += Seconds(count * seconds.forward, count * seconds.backward)
+        total = total.plus(Seconds(count * seconds.forward, count * seconds.backward))
         if strategy.recompute == "full":
             forward_again += count * seconds.forward
     if stage.is_first:
-        total += embedding_seconds(hardware, workload, strategy)
+        total = total.plus(embedding_seconds(hardware, workload, strategy))
     if stage.is_last:
-        total += head_seconds(hardware, workload, strategy)
+        total = total.plus(head_seconds(hardware, workload, strategy))
     return total.forward + total.backward + forward_again
 
 

@@ -13,13 +13,17 @@ REFUSED = "refused: "
 
 
 def require_trainable_family(source: str) -> None:
+    """Raise UserError where `require_trainable_config` does, for a model that the user names."""
+    require_trainable_config(read_model_config(source), is_model_type(source))
+
+
+def require_trainable_config(config: Mapping[str, object], is_type_alone: bool) -> None:
     """Raise UserError for a family that every layout refused when it was tried, with the reason.
 
     Also for a config.json without the `is_decoder` that makes a decoder of its family. Such a run would end with the
     same reason, but only after the model has been built. Nothing is known of a family that was tried with another
     transformers than the installed one, or of a config with a plan of its own.
     """
-    config = read_model_config(source)
     text = config.get("text_config")
     parts = [config, *([text] if isinstance(text, Mapping) else [])]
     rows = families_of_matrix()
@@ -31,7 +35,7 @@ def require_trainable_family(source: str) -> None:
         reason = rows[family][LAYOUTS[0]].removeprefix(REFUSED).removeprefix(f"model type {family!r}: ")
         reason = reason.replace(f"model type {family!r}", "it", 1)
         raise UserError(f"model type {family!r} cannot be trained: {reason}; see docs/models.md for those that can")
-    is_encoder = part.get("is_decoder") is not True and not is_model_type(source)
+    is_encoder = part.get("is_decoder") is not True and not is_type_alone
     if is_encoder and rows[family].get("is_decoder") == "needed":
         raise UserError(
             f"model type {family!r}: its logits depend on later tokens, so it is not a causal decoder: set is_decoder "

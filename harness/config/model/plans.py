@@ -35,10 +35,14 @@ def plan_refusal(config: Mapping[str, object]) -> str | None:
 
 def spreads_experts(config: Mapping[str, object]) -> bool:
     """Whether the family's configuration in the installed transformers declares an expert-parallel plan."""
-    found = util.find_spec("transformers")
     text = config.get("text_config")
     part = text if isinstance(text, Mapping) else config
-    family = str(part.get("model_type")).replace("-", "_").removesuffix("_text")
+    return declares_expert_plan(str(part.get("model_type")).replace("-", "_").removesuffix("_text"))
+
+
+def declares_expert_plan(family: str) -> bool:
+    """Whether a family's folder in the installed transformers has a configuration with an expert-parallel plan."""
+    found = util.find_spec("transformers")
     folders = found.submodule_search_locations if found is not None else None
     return any(
         "ep_dispatch_experts" in path.read_text(encoding="utf-8")
@@ -71,20 +75,24 @@ def families_of_matrix() -> dict[str, dict[str, str]]:
 
 
 def _is_planless(family: str, rows: Mapping[str, Mapping[str, str]]) -> bool:
-    return "plan" not in rows[family] and _plan_file(family) is None
+    return "plan" not in rows[family] and plan_file(family) is None
 
 
-def _plan_file(family: object) -> Path | None:
+def plan_file(family: object) -> JsonObject | None:
+    """Return the content of a family's packaged plan file; None where there is none."""
     path = MODELS / "plans" / f"{family}.json"
-    return path if path.is_file() else None
+    if not path.is_file():
+        return None
+    content: JsonObject = json.loads(path.read_text(encoding="utf-8"))
+    return content
 
 
 def _refused_case(config: Mapping[str, object]) -> str | None:
     """Return what a plan file says of a case that this config.json spells out; a field left out has its default."""
-    path = _plan_file(config.get("model_type"))
-    if path is None:
+    plan = plan_file(config.get("model_type"))
+    if plan is None:
         return None
-    for case in json.loads(path.read_text(encoding="utf-8")).get("cases", []):
+    for case in plan.get("cases", []):
         if "refuse" in case and all(config.get(field, ...) == value for field, value in case["if"].items()):
             stated = " and ".join(f"{field} {value}" for field, value in case["if"].items())
             return f"model type {config['model_type']!r} with {stated} has no tensor-parallel plan: {case['refuse']}"

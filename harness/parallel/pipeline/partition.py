@@ -12,9 +12,8 @@ model's.
 
 import re
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from itertools import accumulate
-from math import inf, isfinite, lcm
+from math import inf, isfinite
 
 from harness.config.values.layout_keys import PARTITION_FORMS
 from harness.errors import UserError
@@ -65,10 +64,10 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
     finite.
     """
     _require_enough_layers(len(costs), stages)
-    ends = [0, *accumulate(_as_integers(costs))]
+    ends = list(accumulate(_as_integers([0.0, *costs])))
     highest, _ = _cut(ends, stages, max)
-    forbidden = ends[-1] ** 2 + 1  # more than any sum of squares
-    _, boundaries = _cut(ends, stages, lambda first, rest: rest + (first**2 if first <= highest else forbidden))
+    forbidden = ends[-1] * ends[-1] + ends[-1]  # more than any sum of squares
+    _, boundaries = _cut(ends, stages, lambda first, rest: rest + (first * first if first <= highest else forbidden))
     return boundaries
 
 
@@ -110,7 +109,8 @@ def narrowest(weights: Sequence[int], stages: int) -> list[int]:
                 heaviest, lightest = max(known[0], weight), min(known[1], weight)
                 if heaviest - lightest <= least:
                     least = heaviest - lightest
-                    extremes[stop], cut[stop] = (heaviest, lightest), start
+                    extremes[stop] = (heaviest, lightest)
+                    cut[stop] = start
         cuts.append(cut)
     boundaries = [n_layers]
     for cut in reversed(cuts):
@@ -125,7 +125,7 @@ def _cut(ends: Sequence[int], stages: int, combine: Callable[[int, int], int]) -
     O(layers^2 x stages). `combine` must not fall when its second argument rises.
     """
     n_layers = len(ends) - 1
-    best = [combine(ends[-1] - start, 0) for start in ends[:-1]]  # one stage for all that is left
+    best = [combine(ends[-1] - start, ends[0]) for start in ends[:-1]]  # one stage for all that is left
     choices: list[list[int]] = []
     for left in range(2, stages + 1):
         first_values, choice = best, [0] * n_layers
@@ -143,12 +143,15 @@ def _cut(ends: Sequence[int], stages: int, combine: Callable[[int, int], int]) -
 
 
 def _as_integers(costs: Sequence[float]) -> list[int]:
-    """Return the costs times one common factor that makes all of them whole numbers, so that sums do not round."""
+    """Return the costs times one common factor that makes all of them whole numbers, so that sums do not round.
+
+    The denominators of floats are powers of two, so the largest is a multiple of all.
+    """
     if not all(isfinite(cost) and cost >= 0 for cost in costs):
         raise ValueError(f"layer costs must be finite and not negative: {list(costs)}")
-    exact = [Fraction(cost) for cost in costs]
-    scale = lcm(*(cost.denominator for cost in exact))
-    return [int(cost * scale) for cost in exact]
+    exact = [cost.as_integer_ratio() for cost in costs]
+    scale = max(denominator for _, denominator in exact)
+    return [numerator * (scale // denominator) for numerator, denominator in exact]
 
 
 def _require_enough_layers(n_layers: int, stages: int) -> None:

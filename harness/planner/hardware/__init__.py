@@ -96,9 +96,14 @@ def load_hardware(name: str, world_size: int = 1) -> Hardware:
     except (OSError, ValueError):
         known = ", ".join(names())
         raise UserError(f"--hardware {name}: unknown: use one of {known}, or the path of a file like those") from None
-    hardware = _read(content, str(path))
+    return device_of(content, str(path), world_size)
+
+
+def device_of(content: object, path: str, world_size: int = 1) -> Hardware:
+    """Return the device that a file's content describes, as each of `world_size` ranks has it."""
+    hardware = _read(content, path)
     if isinstance(content, Mapping) and "cores" in content:
-        return _shared(hardware, world_size, _number(content, str(path), "cores"))
+        return _shared(hardware, world_size, _number(content, path, "cores"))
     return hardware
 
 
@@ -140,7 +145,7 @@ def _read(content: object, path: str) -> Hardware:
         return Link(bytes_per_second=rate, hop_seconds=value(key, "hop_seconds"))
 
     precisions = content.get("tflops") if isinstance(content, Mapping) else None
-    if not isinstance(precisions, Mapping) or not {"fp32", "bf16"} <= set(precisions):
+    if not isinstance(precisions, Mapping) or any(key not in precisions for key in ("fp32", "bf16")):
         raise UserError(f"{path}: no tflops of fp32 and bf16: write them as the packaged files of `--hardware` do")
     assert isinstance(content, Mapping)
     return Hardware(
