@@ -10,6 +10,8 @@ Plain numbers in, plain numbers out: no torch, no process. In the order in which
 - `memory.py`: what each stage holds
 - `stages.py`: which layers a stage holds
 - `step.py`: seconds of a step, from the four above
-- `estimate.py`: one config, as a row; `search.py`: all layouts, ranked; `sensitivity.py`: what more would bring
-- `preset.py`: the DeepSpeed JSON of a row; `table.py`: rows in the terminal; `commands.py`: the verbs
+- `estimate.py`: one config, as a row; `task.py`: what is asked of a plan; `search.py`: all layouts, ranked;
+  `sensitivity.py`: what more would bring
+- `preset.py`: the DeepSpeed JSON of a row; `table.py`: rows in the terminal; `page/`: the planner in a browser;
+  `commands.py`: the verbs
 """

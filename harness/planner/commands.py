@@ -16,6 +16,7 @@ from harness.planner.estimate import estimate as estimate_layout
 from harness.planner.estimate import of_config, require_precision
 from harness.planner.hardware import load_hardware, names
 from harness.planner.model_config import read_decoder
+from harness.planner.page.write import write_page
 from harness.planner.preset import write_preset
 from harness.planner.search import require_fit, search
 from harness.planner.sensitivity import more_devices, more_memory
@@ -91,10 +92,15 @@ def plan(argv: Sequence[str]) -> int:
     parser.add_argument("--top", type=positive, default=10, help="rows of the table (default: 10)")
     parser.add_argument("--row", type=positive, default=1, help="with --write: the row to write (default: 1, the best)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the DeepSpeed JSON of a row")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="write a page that plans in a browser, without a server"
+    )
     args = parser.parse_args(argv)
     require_trainable_family(args.model)
     task = _task(args)
     found = search(task)
+    if args.page is not None:
+        write_page(args.page, args.model, args.hardware, task)
     require_fit(task, found)
     if args.row > len(found.fitting):
         raise UserError(f"--row {args.row}: there are {len(found.fitting)} layouts that fit")

@@ -24,6 +24,8 @@ from harness.planner.estimate import memory_of
 from harness.planner.hardware import GIB
 from harness.planner.step import step_seconds
 
+PAGE_TABLES = Path(__file__).resolve().parents[2] / "harness/planner/page/parts/predictions.md"
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -122,7 +124,9 @@ def main() -> None:
     """Print or write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path)
-    parser.add_argument("--markdown", type=Path, help="write the page of the documentation")
+    parser.add_argument(
+        "--markdown", type=Path, help="write the page of the documentation, and the planner page's tables"
+    )
     parser.add_argument("--worst", type=int, default=40, help="single rows to list")
     args = parser.parse_args()
     with args.csv.open(encoding="utf-8", newline="") as file:
@@ -144,6 +148,7 @@ def main() -> None:
         return
     head, mark, _ = args.markdown.read_text(encoding="utf-8").partition("<!-- tables -->\n")
     args.markdown.write_text(head + mark + text, encoding="utf-8")
+    PAGE_TABLES.write_text(text.lstrip(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 
 FOLDER = Path(__file__).parent
@@ -88,6 +89,12 @@ def load_hardware(name: str, world_size: int = 1) -> Hardware:
 
     UserError where there is none, or where the file is no device.
     """
+    content, path = read_device(name)
+    return device_of(content, path, world_size)
+
+
+def read_device(name: str) -> tuple[JsonObject, str]:
+    """Return the content of a device file and its path. UserError where there is none."""
     packaged = FOLDER / f"{name.lower()}.json"
     is_packaged = name.lower() in names()
     path = packaged if is_packaged else Path(name)
@@ -96,7 +103,7 @@ def load_hardware(name: str, world_size: int = 1) -> Hardware:
     except (OSError, ValueError):
         known = ", ".join(names())
         raise UserError(f"--hardware {name}: unknown: use one of {known}, or the path of a file like those") from None
-    return device_of(content, str(path), world_size)
+    return content, str(path)
 
 
 def device_of(content: object, path: str, world_size: int = 1) -> Hardware:

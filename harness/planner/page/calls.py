@@ -50,7 +50,9 @@ class Calls(Expressions):
 
     def _object(self, keywords: Sequence[ast.keyword]) -> str:
         parts = [
-            f"...Object.fromEntries({self.visit(one.value)})" if one.arg is None else f"{one.arg}: {self.visit(one.value)}"
+            f"...Object.fromEntries({self.visit(one.value)})"
+            if one.arg is None
+            else f"{one.arg}: {self.visit(one.value)}"
             for one in keywords
         ]
         return f"{{ {', '.join(parts)} }}"

@@ -14,7 +14,7 @@ from harness.planner.hardware import FOLDER, names
 from harness.planner.model_config import families
 from harness.planner.page.program import Program
 
-HERE = Path(__file__).parent
+PARTS = Path(__file__).parent / "parts"
 EXPORTED = (
     "harness.config.model.families.require_trainable_config",
     "harness.planner.hardware.device_of",
@@ -51,7 +51,9 @@ def data() -> JsonObject:
         "matrix": {family: dict(_facts(row)) for family, row in matrix.items()},
         "plans": {family: _refusals(family) for family in plans},
         "expert_plans": [name for name in sorted(_folders()) if declares_expert_plan(name)],
-        "hardware": {name: _values(json.loads((FOLDER / f"{name}.json").read_text("utf-8"))) for name in names()},
+        "hardware": {
+            name: without_sources(json.loads((FOLDER / f"{name}.json").read_text("utf-8"))) for name in names()
+        },
         "models": _models(),
     }
 
@@ -75,15 +77,15 @@ def _folders() -> set[str]:
     return {name.replace("-", "_").removesuffix("_text") for name in (*families(), *families_of_matrix())}
 
 
-def _values(content: object) -> object:
+def without_sources(content: object) -> object:
     """Return a device file without its sources."""
     if not isinstance(content, dict):
         return content
-    return content["value"] if "value" in content else {key: _values(value) for key, value in content.items()}
+    return content["value"] if "value" in content else {key: without_sources(value) for key, value in content.items()}
 
 
 def _models() -> JsonObject:
     """Return the config.json of well-known models and of the presets, by name."""
-    known: JsonObject = json.loads((HERE / "models.json").read_text("utf-8"))
+    known: JsonObject = json.loads((PARTS / "models.json").read_text("utf-8"))
     presets = {path.parent.name: json.loads(path.read_text("utf-8")) for path in sorted(PRESETS.glob("*/config.json"))}
     return known | presets

@@ -1,7 +1,7 @@
 """A JavaScript program of the planner's functions: those that the page calls, and all that these need.
 
-The sources are those of the modules that run, so the page and the command line have one cost model. Reading files has no
-translation: functions that do it are replaced by what the page holds instead (`replaced`).
+The sources are those of the modules that run, so the page and the command line have one cost model. Reading files has
+no translation: functions that do it are replaced by what the page holds instead (`replaced`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,30 @@ from pathlib import Path
 from harness.planner.page.expressions import METHODS, Reference, Untranslatable, fields_of
 from harness.planner.page.statements import Statements, decorators
 
-BUILTINS = {"all", "any", "bool", "divmod", "enumerate", "float", "getattr", "int", "len", "list", "max", "min", "next", "range"}
+BUILTINS = {
+    "all",
+    "any",
+    "bool",
+    "divmod",
+    "enumerate",
+    "float",
+    "getattr",
+    "int",
+    "len",
+    "list",
+    "max",
+    "min",
+    "next",
+    "range",
+}
 BUILTINS |= {"reversed", "round", "set", "sorted", "str", "sum", "tuple", "zip", "ValueError"}
-EXTERNAL = {"collections.Counter", "dataclasses.asdict", "dataclasses.fields", "dataclasses.replace", "functools.partial"}
+EXTERNAL = {
+    "collections.Counter",
+    "dataclasses.asdict",
+    "dataclasses.fields",
+    "dataclasses.replace",
+    "functools.partial",
+}
 EXTERNAL |= {"itertools.accumulate", "itertools.pairwise", "math.ceil", "math.inf", "math.isfinite"}
 EXTERNAL |= {"math.log2", "harness.errors.UserError"}
 LIBRARY = {"json"}

@@ -17,12 +17,10 @@ from harness.cli import main
 from harness.profile.record import FOLDER, write_step
 from harness.profile.summary import summary
 from harness.report.curves import MOST_POINTS, Point, thinned
+from tests.unit.browser import dom_of, needs_browser
 from tests.unit.profile.made import MEMORY, profile
 
 BATCH = 4
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-BROWSER_FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
-BROWSER_FLAGS += ["--disable-background-networking", "--disable-component-update", "--virtual-time-budget=8000"]
 
 
 @pytest.fixture
@@ -172,12 +170,11 @@ def test_pictures_are_written_without_a_browser_and_torch_is_not_imported(run: P
         assert content.startswith(b"\x89PNG") and width >= 700 and height >= 250
 
 
-@pytest.mark.skipif(BROWSER is None, reason="there is no browser")
+@needs_browser
 def test_a_browser_draws_every_figure(run: Path, tmp_path: Path) -> None:
     _, figures = made(tmp_path / "report.html", run)
-    command = [str(BROWSER), *BROWSER_FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    done = subprocess.run([*command, f"file://{tmp_path}/report.html"], capture_output=True, text=True, timeout=120)
-    page = done.stdout.rpartition('id="figures"')[0] or done.stdout
+    shown = dom_of(tmp_path / "report.html")
+    page = shown.rpartition('id="figures"')[0] or shown
     assert 'data-theme="light"' in page or 'data-theme="dark"' in page
     for name, figure in figures.items():
         drawn = page.partition(f'id="{name}"')[2].partition("</figure>")[0]

@@ -1,0 +1,300 @@
+"""The planner's page: in a browser it finds what the planner finds, says what is wrong, and is current in the docs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from harness.cli import main
+from harness.config.model.families import require_trainable_config
+from harness.config.model.shape import read_model_config
+from harness.errors import UserError
+from harness.planner.hardware import device_of, load_hardware
+from harness.planner.model_config import text_decoder
+from harness.planner.page.content import PARTS, data, program
+from harness.planner.page.expressions import Reference, Untranslatable
+from harness.planner.page.statements import Statements
+from harness.planner.page.write import page
+from harness.planner.preset import preset
+from harness.planner.search import require_fit, search
+from harness.planner.sensitivity import more_memory
+from harness.planner.task import task_of
+from tests.unit.browser import dom_of, needs_browser
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCS_PAGE = ROOT / "docs/planner.html"
+ASKED = ["--model", "llama-1b", "--world_size", "16", "--hardware", "h100"]
+ASKED += ["--global_batch_size", "512", "--block_size", "4096"]
+COMMAND = f"ds-harness plan {' '.join(ASKED)} --page docs/planner.html"
+ROWS = 12  # of each case that are compared whole
+PARAMETERS = {"Llama 3.1 8B": 8.03e9, "Llama 3.1 70B": 70.55e9, "Llama 3.1 405B": 405.85e9, "Qwen3 8B": 8.19e9}
+PARAMETERS |= {"Qwen3 32B": 32.76e9, "Qwen3 30B-A3B": 30.53e9, "Mixtral 8x7B": 46.7e9, "DeepSeek V3": 671e9}
+PARAMETERS |= {"GPT-2 XL": 1.5576e9}
+SIZES = [1, 2, 3, 4, 6, 8, 12, 16]
+
+# What the page computes for a case, as `found_by_python` does.
+FIND = """
+function foundInPage([config, hardware, gpus, sequence, batch, precision]) {
+  try {
+    const model = py.mapped(config);
+    planner.require_trainable_config(model, false);
+    const device = planner.device_of(DATA.get("hardware").get(hardware), hardware, gpus);
+    const task = planner.task_of(model, "model", device, gpus, sequence, batch, precision);
+    const found = planner.search(task);
+    planner.require_fit(task, found);
+    const memory = planner.more_memory(found);
+    return {
+      rows: found.fitting.slice(0, ROWS).map((one) => py.plain(one.row())),
+      speeds: found.fitting.map((one) => one.tokens_per_second),
+      too_large: found.too_large.length,
+      reasons: py.plain(found.reasons),
+      memory: memory && memory.gib,
+      preset: py.plain(planner.preset(found.fitting[0].strategy, task.workload.precision)),
+    };
+  } catch (error) {
+    if (!py.isUserError(error)) throw error;
+    return { error: error.message };
+  }
+}
+"""
+# Chooses one address after the other, and keeps what the page then shows.
+VISIT = """
+const pause = (ms) => new Promise((done) => setTimeout(done, ms));
+async function visit(address) {
+  location.hash = address;
+  await pause(1000);
+  const chosen = document.querySelector("#rows tr.chosen");
+  return {
+    message: at("message").textContent,
+    verdict: at("result").hidden ? null : document.querySelector("#chosen h2").textContent,
+    chosen: chosen && [...chosen.children].map((cell) => cell.textContent),
+    bars: document.querySelectorAll("#chosen .bar").length,
+    address: Object.fromEntries(new URLSearchParams(location.hash.slice(1))),
+  };
+}
+"""
+
+
+def cases() -> list[list[Any]]:
+    """Models, devices and sizes of many kinds: some that fit, some that do not, some that are refused."""
+    draw, held = random.Random(7), data()
+    models = [*held["models"].values(), *({"model_type": family} for family in held["families"])]
+    kinds = [
+        {"model_type": "made-up", "hidden_size": 1024, "num_hidden_layers": 7, "num_attention_heads": 6},
+        {"model_type": "bert", "num_hidden_layers": 2},
+        {"model_type": "nothing"},
+        {"text_config": {"model_type": "gemma3_text"}, "tie_word_embeddings": False},
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
+    ]
+    kinds[0]["vocab_size"] = 5001
+    drawn = [
+        [
+            model,
+            draw.choice(sorted(held["hardware"])),
+            draw.choice(SIZES),
+            draw.choice([128, 777, 2048, 8192]),
+            draw.choice([8, 24, 48, 60]),
+            draw.choice(["fp32", "bf16", "fp16"]),
+        ]
+        for model in (*kinds, *draw.sample(models, 21))
+    ]
+    deep = [[held["models"]["Llama 3.1 70B"], "h200", 32, 4096, 32, "bf16"]]
+    return [*drawn, *deep, [held["models"]["Qwen3 30B-A3B"], "b200", 16, 4096, 32, "bf16"]]
+
+
+def found_by_python(case: list[Any]) -> dict[str, Any]:
+    config, hardware, gpus, sequence, batch, precision = case
+    try:
+        require_trainable_config(config, False)
+        device = load_hardware(hardware, gpus)
+        asked = {"world_size": gpus, "sequence": sequence, "global_batch": batch, "precision": precision}
+        task = task_of(config, "model", device, **asked)
+        found = search(task)
+        require_fit(task, found)
+    except UserError as error:
+        return {"error": str(error)}
+    memory = more_memory(found)
+    return {
+        "rows": [one.row() for one in found.fitting[:ROWS]],
+        "speeds": [one.tokens_per_second for one in found.fitting],
+        "too_large": len(found.too_large),
+        "reasons": dict(found.reasons),
+        "memory": memory and memory.gib,
+        "preset": preset(found.fitting[0].strategy, task.workload.precision),
+    }
+
+
+def require_equal(page: Any, python: Any, where: str) -> None:
+    """Numbers to 1e-9 of their size, all else exactly."""
+    if isinstance(python, dict):
+        assert list(page) == list(python), where
+        for key in python:
+            require_equal(page[key], python[key], f"{where}/{key}")
+    elif isinstance(python, list):
+        assert len(page) == len(python), where
+        for index, (one, other) in enumerate(zip(page, python, strict=True)):
+            require_equal(one, other, f"{where}/{index}")
+    elif isinstance(python, (int, float)) and not isinstance(python, bool):
+        assert page == pytest.approx(python, rel=1e-9, abs=0), where
+    else:
+        assert page == python, where
+
+
+def in_browser(folder: Path, script: str) -> Any:
+    """What a script returns that runs in the page; it may wait."""
+    task = task_of(read_model_config("llama-1b"), "llama-1b", load_hardware("h100"), world_size=8, sequence=2048)
+    html = page("llama-1b", "h100", task)
+    report = "document.body.replaceChildren(); document.title = JSON.stringify(found).replaceAll('<', '\\\\u003c');"
+    body = f"const found = await (async () => {{ {script} }})(); {report}"
+    run = f"<script>window.onload = async () => {{ {body} }};</script>"
+    path = folder / "page.html"
+    path.write_text(html.replace("</body>", run + "</body>"), encoding="utf-8")
+    title = dom_of(path, seconds=60).partition("<title>")[2].partition("</title>")[0]
+    return json.loads(title.replace("&lt;", "<").replace("&gt;", ">").replace("&nbsp;", "\xa0").replace("&amp;", "&"))
+
+
+@needs_browser
+def test_the_page_finds_what_the_planner_finds(tmp_path: Path) -> None:
+    drawn = cases()
+    script = f"const ROWS = {ROWS}; {FIND} return {json.dumps(drawn)}.map(foundInPage);"
+    shown = in_browser(tmp_path, script)
+    python = [found_by_python(case) for case in drawn]
+    for case, one, other in zip(drawn, shown, python, strict=True):
+        require_equal(one, other, str(case))
+    assert sum("rows" in one for one in python) > 15 and sum("error" in one for one in python) > 3
+
+
+@needs_browser
+def test_the_page_shows_a_choice_and_its_address_holds_it(tmp_path: Path) -> None:
+    pasted = json.dumps({"model_type": "gpt2", "n_layer": 6, "n_embd": 384, "n_head": 6, "vocab_size": 50257})
+    addresses = [
+        "model=Llama 3.1 8B&gpus=8&batch=64",
+        f"model=paste a config.json&config={quote(pasted)}&gpus=4&batch=64&memory_gib=24&network.gb_per_second=25",
+        "model=llama-1b&gpus=2&batch=8&row=pp2.tp1.dp1.ep1.zero1.micro4.full.none.1f1b",
+        "model=Llama 3.1 405B&gpus=2&batch=8",
+        "gpus=0",
+        "batch=many",
+        "memory_gib=-3",
+        "model=paste a config.json&config={not json",
+        "model=paste a config.json&config=[1]",
+        'model=paste a config.json&config={"model_type": "nothing"}',
+        'model=paste a config.json&config={"model_type": "xlm"}',
+        'model=paste a config.json&config={"model_type": "x", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 9}',
+    ]
+    script = (
+        f"{VISIT} const seen = []; for (const one of {json.dumps(addresses)}) seen.push(await visit(one)); return seen;"
+    )
+    best, small, row, huge, *wrong, unknown = in_browser(tmp_path, script)
+    expected = found_by_python([data()["models"]["Llama 3.1 8B"], "h100", 8, 2048, 64, "bf16"])["rows"][0]
+    assert best["verdict"] == "fits" and best["message"] == ""
+    assert best["chosen"][-2] == f"{expected['tokens_per_second']:,.0f}"
+    assert best["bars"] == expected["layout"]["pipeline"] + 1
+    assert small["address"]["config"] == pasted and small["address"]["memory_gib"] == "24"
+    assert row["chosen"][1:8] == ["2", "1", "1", "1", "4", "2", "yes"] and row["address"]["row"].startswith("pp2.tp1")
+    assert huge["verdict"].startswith("does not fit: needs") and huge["message"].startswith("no layout of 2 ranks fits")
+    starts = [
+        'GPUs: "0" is no whole',
+        'Global batch: "many"',
+        'Memory of a GPU, GiB: "-3" is no',
+        "config.json is not JSON",
+    ]
+    starts += ["config.json is not an object", "unknown model type 'nothing'", "model type 'xlm' cannot be trained"]
+    for one, start in zip(wrong, starts, strict=True):
+        assert one["message"].startswith(start) and one["verdict"] is None and "\n" not in one["message"]
+    assert unknown["message"].startswith("model type 'x' is unknown") and unknown["verdict"] == "fits"
+
+
+def test_the_page_of_the_docs_is_current(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = tmp_path / "planner.html"
+    assert main(["plan", *ASKED, "--page", str(made)]) == 0
+    assert made.read_text("utf-8") == DOCS_PAGE.read_text("utf-8"), f"write it again: {COMMAND}"
+    assert made.read_text("utf-8").count("<td>all</td>") == 1  # the table of what the predictions are worth
+
+
+def test_the_page_has_the_tables_of_the_docs() -> None:
+    tables = (PARTS / "predictions.md").read_text("utf-8")
+    assert (ROOT / "docs/predictions.md").read_text("utf-8").endswith(f"<!-- tables -->\n\n{tables}")
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *ASKED, "--page", str(tmp_path / "no" / "page.html")]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_well_known_models_have_the_parameters_that_are_published() -> None:
+    known = json.loads((PARTS / "models.json").read_text("utf-8"))
+    assert set(known) == set(PARAMETERS)
+    for name, config in known.items():
+        assert text_decoder(config, name).parameters == pytest.approx(PARAMETERS[name], rel=2e-3), name
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "try:\n    a = 1\nexcept ValueError:\n    a = 2",
+        "with a as b:\n    pass",
+        "while a:\n    a = 0",
+        "return [1] + b",
+        "return a @ b",
+        "return f'{a:>8}'",
+        "return a() < b() < c()",
+        "return unknown(1)",
+        "return lambda a=1: a",
+        "return Seconds(1.0, 2.0, third=3.0)",
+        "return Seconds(1.0)",
+        "return add(1, c=2)",
+        "return ~a",
+        "del a",
+    ],
+)
+def test_python_outside_of_the_subset_is_refused(code: str) -> None:
+    with pytest.raises(Untranslatable, match="line"):
+        translated(code)
+
+
+def test_python_of_the_subset_keeps_its_meaning() -> None:
+    assert "py.floorDivide(a, b)" in translated("return a // b")
+    assert "if (py.truthy(a))" in translated("if a:\n    return 1")
+    assert "py.or(a, () => b)" in translated("return a or b")
+    assert "add(1, undefined, 3)" in translated("return add(1, d=3)")
+    assert "new Seconds({ forward: 1.0, backward: 2.0 })" in translated("return Seconds(1.0, 2.0)")
+
+
+def translated(code: str) -> str:
+    """A function's body in JavaScript, where `Seconds` and `add` are known."""
+    lines = "\n".join(f"    {line}" for line in code.split("\n"))
+    seconds, add, function = ast.parse(
+        "class Seconds:\n    forward: float\n    backward: float\n"
+        "def add(a, b=2, d=4): pass\n"
+        f"def function(a, b, c):\n{lines}"
+    ).body
+    assert isinstance(seconds, ast.ClassDef) and isinstance(add, ast.FunctionDef)
+    known = {"Seconds": Reference(javascript="Seconds", node=seconds), "add": Reference(javascript="add", node=add)}
+
+    def lookup(name: str, node: ast.AST) -> Reference:
+        if name not in known:
+            raise Untranslatable(node, name)
+        return known[name]
+
+    return Statements(lookup, set()).function(function, "function")
+
+
+def test_the_program_has_no_reader_of_files() -> None:
+    text = program()
+    assert "read_text" not in text and "Path(" not in text and "const planner = {" in text
+
+
+def test_a_custom_device_and_model_are_on_its_page(tmp_path: Path) -> None:
+    content = json.loads((ROOT / "harness/planner/hardware/h100.json").read_text("utf-8"))
+    content["memory_gib"]["value"], content["name"] = 61.5, "My GPU"
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    device = device_of(content, "mine")
+    task = task_of({"model_type": "llama"}, "llama", device, world_size=4, sequence=512)
+    html = page("llama", str(tmp_path / "mine.json"), task)
+    assert '"name":"My GPU","memory_gib":61.5' in html and '"model":"llama","gpus":"4","hardware":"mine"' in html
