@@ -13,6 +13,7 @@ from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.training.arguments import TrainingArguments
 from harness.training.callbacks import MomentValues, TrainerCallback, TrainerControl, TrainerState
+from harness.training.prepare.plan import require_metric_of_one
 from harness.training.prepare.run import PreparedRun
 
 
@@ -23,10 +24,22 @@ class EarlyStoppingCallback(TrainerCallback):
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
         self.patience, self.threshold = early_stopping_patience, early_stopping_threshold
 
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,  # noqa: ARG002  the signature of every callback
+        control: TrainerControl,  # noqa: ARG002
+        **kwargs: Unpack[MomentValues],
+    ) -> None:
+        """Refuse several data sets of which none decides."""
+        require_metric_of_one(args, kwargs["trainer"].run.plan.data.evaluation)
+
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """Count, and ask for the end."""
+        """Count, and ask for the end; what has not the metric is of another data set."""
+        if not has_metric(args, kwargs["metrics"]):
+            return
         if improves(args, state, metric_of(args, kwargs["metrics"]), self.threshold):
             state.evaluations_without_best = 0
         else:
@@ -35,9 +48,24 @@ class EarlyStoppingCallback(TrainerCallback):
             control.should_training_stop = True
 
 
+def own_early_stopping(callback: TrainerCallback) -> TrainerCallback:
+    """Return any callback as it is, but transformers' early stopping as ours: it does not know the metric's direction
+    where `greater_is_better` is not given, nor where a resumed run stands."""
+    kind = type(callback)
+    if (kind.__module__, kind.__name__) != ("transformers.trainer_callback", "EarlyStoppingCallback"):
+        return callback
+    theirs = vars(callback)
+    return EarlyStoppingCallback(theirs["early_stopping_patience"], theirs["early_stopping_threshold"] or 0.0)
+
+
 def asked_for(args: TrainingArguments) -> list[TrainerCallback]:
     """Return the callbacks that the arguments ask for."""
     return [EarlyStoppingCallback(args.early_stopping_patience)] if args.early_stopping_patience else []
+
+
+def has_metric(args: TrainingArguments, metrics: Mapping[str, object]) -> bool:
+    """Whether an evaluation has the metric that says which model is the best."""
+    return not metrics.keys().isdisjoint((f"eval_{args.best_metric_name}", args.best_metric_name))
 
 
 def metric_of(args: TrainingArguments, metrics: Mapping[str, object]) -> float:
@@ -63,7 +91,9 @@ def note_evaluation(
     args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Mapping[str, object] | None
 ) -> None:
     """Note the best evaluation of a run; with `--save_strategy best` ask for its checkpoint."""
-    if metrics is not None and improves(args, state, value := metric_of(args, metrics)):
+    if metrics is None or (args.metric_for_best_model is None and not has_metric(args, metrics)):
+        return  # no metric was asked for, and none of several data sets is the one that decides
+    if improves(args, state, value := metric_of(args, metrics)):
         state.best_metric, state.best_global_step = value, state.global_step
         control.should_save = control.should_save or args.save_strategy == "best"
 

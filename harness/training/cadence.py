@@ -58,9 +58,10 @@ def agree_on_control(control: TrainerControl, device: torch.device, checkpoints:
     A checkpoint that is being written advances where all ranks are ready. Returns the number of the signal that asks
     for the end, 0 if none does.
     """
-    asked = (control.should_training_stop, control.should_save or checkpoints.is_due, control.should_evaluate)
+    saves = control.should_save or checkpoints.is_due
+    asked = (control.should_training_stop, saves, control.should_evaluate, control.should_log)
     waits, stop, *flags = largest([not checkpoints.is_ready, signals.precedence(signals.received()), *asked], device)
-    control.should_training_stop, control.should_save, control.should_evaluate = map(bool, flags)
+    control.should_training_stop, control.should_save, control.should_evaluate, control.should_log = map(bool, flags)
     if not waits and checkpoints.advance():  # callbacks were called
         return agree_on_control(control, device, checkpoints)
     return signals.of_precedence(stop)

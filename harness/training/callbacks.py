@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict, Unpack
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.training.arguments import TrainingArguments
+from harness.training.callback_arguments import GivingTrainer, keywords, require_called
 from harness.training.process import signals
 from harness.training.watch.activity import Phase, inside
 
@@ -66,6 +67,8 @@ class TrainerState:
     """Where the run stands.
 
     Attributes:
+        num_train_epochs: passes through the data that the run begins, 0 without data or end of it.
+        train_batch_size: samples of a micro-batch.
         consumed_samples: those that all ranks together have used or left out.
         skipped_samples: where batches are left out, as a rollback found: the place of the first sample, past the last.
     """
@@ -80,19 +83,36 @@ class TrainerState:
     consumed_samples: int = 0
     skipped_samples: list[list[int]] = field(default_factory=list)
     is_world_process_zero: bool = True
+    is_local_process_zero: bool = True
+    num_train_epochs: int = 0
+    logging_steps: int = 0
+    eval_steps: int = 0
+    save_steps: int = 0
+    train_batch_size: int = 0
     log_history: list[JsonObject] = field(default_factory=list)
 
 
 @dataclass
 class TrainerControl:
-    """What a callback may ask for. `should_save` and `should_evaluate` are reset once it is done."""
+    """What a callback may ask for. All but `should_training_stop` are reset once it is done."""
 
     should_training_stop: bool = False
     should_save: bool = False
     should_evaluate: bool = False
+    should_log: bool = False
+
+    @property
+    def should_epoch_stop(self) -> bool:
+        """Whether the epoch is to end early, which is never done here."""
+        return False
+
+    @should_epoch_stop.setter
+    def should_epoch_stop(self, wanted: bool) -> None:
+        if wanted:
+            raise UserError("control.should_epoch_stop: no epoch ends early here: set should_training_stop")
 
 
-class RunningTrainer(Protocol):
+class RunningTrainer(GivingTrainer, Protocol):
     """What callbacks are given as `trainer`: the Trainer, of which they may use more than this."""
 
     args: TrainingArguments
@@ -105,6 +125,10 @@ class MomentValues(TypedDict, total=False):
     """The keyword arguments of callbacks: `trainer`, and the others at the moments that they belong to."""
 
     trainer: RunningTrainer
+    model: object
+    processing_class: object
+    optimizer: object
+    lr_scheduler: object
     record: StepRecord
     logs: JsonObject
     metrics: JsonObject
@@ -112,12 +136,18 @@ class MomentValues(TypedDict, total=False):
 
 
 class TrainerCallback:
-    """Override what you need. Keyword arguments: `trainer`, and `record`, `metrics` or `checkpoint` where they fit."""
+    """Override what you need. Keyword arguments: `trainer`; `model`, `processing_class`, `optimizer` and `lr_scheduler`
+    as in HuggingFace; `record`, `logs`, `metrics` or `checkpoint` where they fit."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         """Before the first step."""
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
+    ) -> None:
+        """After the Trainer was made."""
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
@@ -177,7 +207,8 @@ def call(
     phase = Phase.STEP if moment in EACH_STEP else Phase.SLOW
     for callback in tuple(callbacks):  # one may remove itself
         with suppress(signals.Interrupted), inside(moment, phase):
-            getattr(callback, moment)(trainer.args, trainer.state, trainer.control, trainer=trainer, **kwargs)
+            method = getattr(callback, moment)
+            method(trainer.args, trainer.state, trainer.control, **keywords(method, trainer), **kwargs)
 
 
 def instance(callback: AnyCallback) -> TrainerCallback:
@@ -185,6 +216,7 @@ def instance(callback: AnyCallback) -> TrainerCallback:
     made = callback() if isinstance(callback, type) else callback
     if missing := [name for name in MOMENTS if not callable(getattr(made, name, None))]:
         raise UserError(f"callback {made!r} has no {missing[0]}: derive its class from harness.TrainerCallback")
+    require_called(made, MOMENTS)
     return made
 
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.topology.agreement import require_alike
 from harness.training.batches.collate import AnyDataset, Collator, MapDataset
-from harness.training.batches.evaluation import evaluation_batches, evaluation_steps
+from harness.training.batches.evaluation import EvaluationData, by_prefix, evaluation_batches, evaluation_steps
 from harness.training.batches.padding import at_longest
 from harness.training.batches.same_data import require_same_data
 from harness.training.batches.stream import data_digest, dataset_length
+from harness.training.callbacks import RunningTrainer, TrainerCallback, call
 from harness.training.data.streaming.rows import read_all
 from harness.training.engine.engine import Engine
 from harness.training.engine.kept_outputs import KeptOutputs
 from harness.training.engine.losses import Loss, RouterLoss
 from harness.training.metrics import OwnMetrics
+from harness.training.nonfinite import NonFinite
 from harness.training.prepare.run import PreparedRun
 from harness.training.process import signals
 from harness.training.process.distributed import any_rank
@@ -54,6 +57,37 @@ def evaluation_metrics(
     """
     kept = KeptOutputs(run.engine, own.preprocess) if own.compute is not None else None
     return _evaluated(run, read_all(dataset, "eval_dataset"), own, prefix, kept, is_new=is_new)
+
+
+class EvaluatingTrainer(RunningTrainer, Protocol):
+    """What the Trainer has for its evaluations."""
+
+    callbacks: list[TrainerCallback]
+    eval_dataset: EvaluationData
+    nonfinite: NonFinite
+
+
+def evaluate_each(
+    trainer: EvaluatingTrainer, given: AnyDataset | Mapping[str, AnyDataset] | str | None, prefix: str
+) -> JsonObject:
+    """Return the metrics of all data sets; `on_evaluate` is called after each. `given`: see `Trainer.evaluate`."""
+    data: AnyDataset | Mapping[str, AnyDataset] | None = trainer.eval_dataset
+    if isinstance(given, str):
+        if not (isinstance(data, Mapping) and given in data):
+            raise UserError(f"evaluate({given!r}): eval_dataset has no data set of that name")
+        data = data[given]
+    elif given is not None:
+        data = given
+    if isinstance(data, Mapping | None) and not data:
+        raise UserError("evaluate() needs an eval_dataset")
+    is_new = given is not None and not isinstance(given, str)
+    found: JsonObject = {}
+    for name, each in by_prefix(data, prefix).items():
+        metrics = evaluation_metrics(trainer.run, each, trainer.run.inputs.metrics, name, is_new=is_new)
+        trainer.nonfinite.judge_evaluation(metrics[f"{name}_loss"])
+        call(trainer.callbacks, "on_evaluate", trainer, metrics=metrics)
+        found |= metrics
+    return found
 
 
 def predict(run: PreparedRun, dataset: AnyDataset, own: OwnMetrics, prefix: str) -> PredictionOutput:

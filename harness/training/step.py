@@ -6,7 +6,7 @@ import time
 from typing import Protocol
 
 from harness.config.values.json_object import JsonObject
-from harness.training.batches.stream import BatchStream
+from harness.training.batches.stream import BatchStream, dataset_length
 from harness.training.best_model import load_best, note_evaluation
 from harness.training.cadence import agree_on_control, due_after, step_record
 from harness.training.callbacks import RunningTrainer, StepRecord, TrainerCallback, TrainerState, call
@@ -30,6 +30,22 @@ class StepTrainer(RunningTrainer, Protocol):
 
     def evaluate(self) -> JsonObject:
         """Return the metrics of the evaluation data."""
+
+
+def initial_state(run: PreparedRun) -> TrainerState:
+    """Return the state of a run before its first step."""
+    args, steps, env = run.args, run.plan.max_steps, run.inputs.env
+    samples = 0 if run.plan.data.train is None else dataset_length(run.plan.data.train)
+    return TrainerState(
+        max_steps=steps,
+        is_world_process_zero=env.rank == 0,
+        is_local_process_zero=env.local_rank == 0,
+        num_train_epochs=-(-steps * run.resolved.config["train_batch_size"] // samples) if samples else 0,
+        logging_steps=args.logging_steps,
+        eval_steps=args.eval_steps or args.logging_steps,
+        save_steps=args.save_steps,
+        train_batch_size=run.resolved.micro_batch,
+    )
 
 
 def one_step(run: PreparedRun, stream: BatchStream, state: TrainerState, nonfinite: NonFinite) -> StepRecord:
@@ -71,6 +87,9 @@ def after_step(trainer: StepTrainer, record: StepRecord, recorder: Recorder) -> 
     if due.log:
         call(trainer.callbacks, "on_log", trainer, logs=recorder.log(record))
     stop = agree_on_control(control, device, checkpoints)
+    if control.should_log and not due.log:
+        call(trainer.callbacks, "on_log", trainer, logs=recorder.log(record))
+    control.should_log = False
     if not stop and (control.should_evaluate or due.evaluate):
         control.should_evaluate = False
         note_evaluation(trainer.args, trainer.state, control, recorder.evaluation(trainer.evaluate))

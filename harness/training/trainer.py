@@ -22,7 +22,7 @@ from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.arguments import TrainingArguments
 from harness.training.batches.collate import AnyDataset, Collator, collate
-from harness.training.best_model import asked_for
+from harness.training.best_model import asked_for, own_early_stopping
 from harness.training.callbacks import (
     AnyCallback,
     StepRecord,
@@ -39,7 +39,7 @@ from harness.training.data.tokenizer import Tokenizer
 from harness.training.engine.kept_outputs import Preprocess
 from harness.training.engine.losses import LossFunction
 from harness.training.engine.profiling import communication_summary
-from harness.training.evaluate import evaluation_metrics, predict
+from harness.training.evaluate import evaluate_each, predict
 from harness.training.hf_names import require_ours
 from harness.training.metrics import OwnMetrics
 from harness.training.nonfinite import NonFinite
@@ -57,7 +57,7 @@ from harness.training.saving.gathered_model import gather_model, with_config
 from harness.training.saving.resume import begin_or_resume, resume_named
 from harness.training.saving.rollback import Rollback
 from harness.training.saving.writing import write_model
-from harness.training.step import after_step, end_training, one_step
+from harness.training.step import after_step, end_training, initial_state, one_step
 from harness.training.watch.activity import Phase, inside
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Trainer:
             (modules, LayerSpecs, functions) with `loss_fn`.
         args: the arguments; `args.deepspeed_config` is the DeepSpeed JSON.
         train_dataset, eval_dataset: map-style or an IterableDataset; items are dicts with input_ids (and labels), or
-            with text or messages to be tokenised, or pairs (inputs, labels).
+            with text or messages to be tokenised, or pairs (inputs, labels). Several eval_datasets by name: a dict.
         loss_fn: `loss_fn(outputs, labels)`, the mean over the samples it is given: needed for a list of layers; of a
             HuggingFace model it takes the logits, in the place of the cross entropy (see `LogitsLoss`).
         compute_loss_func: the same of a HuggingFace model with HuggingFace's signature.
@@ -99,7 +99,7 @@ class Trainer:
         model: Model,
         args: TrainingArguments,
         train_dataset: AnyDataset | None = None,
-        eval_dataset: AnyDataset | None = None,
+        eval_dataset: AnyDataset | Mapping[str, AnyDataset] | None = None,
         *,
         loss_fn: LossFunction | None = None,
         processing_class: Tokenizer | None = None,
@@ -135,14 +135,13 @@ class Trainer:
         """Prepare the run, and resume it where there is a checkpoint to resume."""
         given = instances(callbacks)
         self.run = run = prepare_run(inputs)
-        data, steps, first = run.plan.data, run.plan.max_steps, run.groups.rank == 0
         self.args, self.engine = run.args, run.engine
-        self.train_dataset, self.eval_dataset, self.processing_class = data.train, data.evaluation, data.tokenizer
-        self.state, self.control = TrainerState(max_steps=steps, is_world_process_zero=first), TrainerControl()
+        self.train_dataset, self.eval_dataset = run.plan.data.train, run.plan.data.evaluation
+        self.processing_class, self.state, self.control = run.plan.data.tokenizer, initial_state(run), TrainerControl()
         self.nonfinite = NonFinite(run.args.nonfinite, run.console)
         self.callbacks: list[TrainerCallback] = [
             ProgressCallback(run.console, run.trainable.speed_unit),
-            *given,
+            *map(own_early_stopping, given),
             *asked_for(run.args),
             *profiler(run.args),
         ]
@@ -153,6 +152,7 @@ class Trainer:
         self.rollback = Rollback(run, self.state, self.stream)
         begin_or_resume(run, self.state, self.stream)
         self.checkpoints.resumed(run.plan.checkpoint)
+        call(self.callbacks, "on_init_end", self)
 
     def close(self) -> None:
         """Let go of the engine's memory and of its process groups, so that another Trainer may take its place."""
@@ -207,19 +207,17 @@ class Trainer:
         return one_step(self.run, self.stream, self.state, self.nonfinite)
 
     @inside("evaluating", Phase.STEP)
-    def evaluate(self, eval_dataset: AnyDataset | None = None, metric_key_prefix: str = "eval") -> JsonObject:
+    def evaluate(
+        self,
+        eval_dataset: AnyDataset | Mapping[str, AnyDataset] | str | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> JsonObject:
         """Return eval_loss, perplexity, eval_samples, eval_seconds, and what `compute_metrics` makes; each sample once.
 
-        A signal during training raises `signals.Interrupted` on all ranks.
+        `eval_dataset`: in place of the Trainer's, or the name of one of its; of several by name the metrics begin with
+        eval_NAME. A signal during training raises `signals.Interrupted` on all ranks.
         """
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if dataset is None:
-            raise UserError("evaluate() needs an eval_dataset")
-        own = self.run.inputs.metrics
-        metrics = evaluation_metrics(self.run, dataset, own, metric_key_prefix, is_new=eval_dataset is not None)
-        self.nonfinite.judge_evaluation(metrics[f"{metric_key_prefix}_loss"])
-        call(self.callbacks, "on_evaluate", self, metrics=metrics)
-        return metrics
+        return evaluate_each(self, eval_dataset, metric_key_prefix)
 
     @inside("predicting", Phase.STEP)
     def predict(self, test_dataset: AnyDataset, metric_key_prefix: str = "test") -> PredictionOutput:
@@ -230,7 +228,7 @@ class Trainer:
 
     def add_callback(self, callback: AnyCallback) -> None:
         """Call this one too, after the others."""
-        self.callbacks.append(instance(callback))
+        self.callbacks.append(own_early_stopping(instance(callback)))
 
     def pop_callback(self, callback: AnyCallback) -> TrainerCallback | None:
         """Remove a callback, or the first of a class, and return it; None if there is none."""

@@ -8,8 +8,9 @@ the data ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -17,9 +18,28 @@ import torch
 from harness.errors import UserError
 from harness.parallel.generators import seed_of
 from harness.parallel.values import Value
-from harness.training.batches.collate import IGNORED, Collator, MapDataset, collate
+from harness.training.batches.collate import IGNORED, AnyDataset, Collator, MapDataset, collate
 from harness.training.batches.padding import Padding, at_length, padding_of
-from harness.training.batches.stream import dataset_length, read_micro_batch
+from harness.training.batches.stream import data_digest, dataset_length, read_micro_batch
+
+EvaluationData: TypeAlias = "MapDataset | Mapping[str, MapDataset] | None"
+"""What a run evaluates: nothing, one data set, or several by name."""
+
+
+_Data = TypeVar("_Data", bound=AnyDataset)
+
+
+def by_prefix(data: _Data | Mapping[str, _Data] | None, prefix: str = "eval") -> dict[str, _Data]:
+    """Return the data sets by what the names of their metrics begin with: `eval`, or of several `eval_NAME`."""
+    if data is None:
+        return {}
+    return {f"{prefix}_{name}": each for name, each in data.items()} if isinstance(data, Mapping) else {prefix: data}
+
+
+def evaluation_digest(data: EvaluationData) -> str:
+    """Return a short hash of the data sets, empty without any: ranks with the same data agree."""
+    digests = {prefix: data_digest(each) for prefix, each in by_prefix(data).items()}
+    return digests.get("eval") or " ".join(f"{prefix} {digest}" for prefix, digest in digests.items())
 
 
 @dataclass(frozen=True, kw_only=True)

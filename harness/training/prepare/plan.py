@@ -24,6 +24,7 @@ from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.training.arguments import TrainingArguments
 from harness.training.batches.collate import AnyDataset, Collator, collate
+from harness.training.batches.evaluation import EvaluationData
 from harness.training.batches.stream import data_digest, dataset_length
 from harness.training.console import Console
 from harness.training.data.tokenizer import Tokenizer
@@ -55,7 +56,7 @@ class RunInputs:
     console: Console
     env: LaunchEnv
     train_dataset: AnyDataset | None = None
-    eval_dataset: AnyDataset | None = None
+    eval_dataset: AnyDataset | Mapping[str, AnyDataset] | None = None
     loss_fn: LossFunction | None = None
     compute_loss_func: LossFunction | None = None
     processing_class: Tokenizer | None = None
@@ -177,8 +178,20 @@ def _require_evaluation(args: TrainingArguments, data: Datasets) -> None:
     if args.evaluates and data.evaluation is None:
         flags = f"--eval_steps {args.eval_steps}" if args.eval_steps else f"--eval_strategy {args.eval_strategy}"
         raise UserError(f"{flags}: there is no eval_dataset: give one")
+    if args.early_stopping_patience or args.load_best_model_at_end or args.save_strategy == "best":
+        require_metric_of_one(args, data.evaluation)
     if args.save_only_model and args.nonfinite == "rollback":
         raise UserError("--nonfinite rollback needs whole checkpoints: remove --save_only_model")
+
+
+def require_metric_of_one(args: TrainingArguments, evaluation: EvaluationData) -> None:
+    """Raise UserError where several data sets are evaluated and no metric of one of them says which model is best."""
+    if isinstance(evaluation, Mapping) and args.metric_for_best_model is None:
+        name = next(iter(evaluation))
+        raise UserError(
+            f"eval_dataset has several data sets: say whose metric decides which model is the best, as "
+            f"metric_for_best_model={name + '_loss'!r}"
+        )
 
 
 def intact_checkpoint(plan: RunPlan, inputs: RunInputs) -> Path | None:

@@ -29,7 +29,8 @@ from harness.topology.agreement import all_or_none, check_agreement, values_of_a
 from harness.topology.groups import Groups, build_groups
 from harness.training.arguments import TrainingArguments
 from harness.training.batches.collate import MicroBatch
-from harness.training.batches.stream import BatchStream, data_digest
+from harness.training.batches.evaluation import by_prefix, evaluation_digest
+from harness.training.batches.stream import BatchStream
 from harness.training.batches.tokens_only import TokenCollator
 from harness.training.console import Console
 from harness.training.engine.build import RunContext, build_engine
@@ -189,7 +190,7 @@ def _join(inputs: RunInputs, plan: RunPlan) -> tuple[RunContext, frozenset[dist.
             others={
                 "set of arguments": {item.name: str(getattr(args, item.name)) for item in fields(args)},
                 "training data": plan.digest,
-                "evaluation data": "" if data.evaluation is None else data_digest(data.evaluation),
+                "evaluation data": evaluation_digest(data.evaluation),
                 "set of adapters": plan.adapters,
                 "checkpoint to resume": str(plan.checkpoint),
             },
@@ -220,7 +221,8 @@ def _expected(inputs: RunInputs, plan: RunPlan, context: RunContext, sample: Mic
 def _first_samples(check: DatasetCheck, plan: RunPlan, args: TrainingArguments) -> MicroBatch | None:
     """Return a micro-batch of the training data, after a look at both data sets."""
     micro_batch = plan.resolved.micro_batch
-    check.first_batch(plan.data.evaluation, args.per_device_eval_batch_size or micro_batch)
+    for evaluation in by_prefix(plan.data.evaluation).values():
+        check.first_batch(evaluation, args.per_device_eval_batch_size or micro_batch)
     return check.first_batch(plan.data.train, micro_batch)
 
 

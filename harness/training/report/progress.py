@@ -66,8 +66,10 @@ class ProgressCallback(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        loss: float = kwargs["metrics"]["eval_loss"]
-        self._above_the_bar(f"step {state.global_step}: evaluation loss {loss:.4f}")
+        metrics = kwargs["metrics"]
+        key = next(name for name in metrics if name.endswith("_loss"))
+        what = "evaluation" if key == "eval_loss" else key.removesuffix("_loss")
+        self._above_the_bar(f"step {state.global_step}: {what} loss {metrics[key]:.4f}")
         self._last_step = time.monotonic()  # else the next step would seem to take as long as an evaluation
 
     def on_save(

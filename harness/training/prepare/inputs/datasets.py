@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from harness.errors import UserError
 from harness.hf.causal import require_cut
@@ -17,6 +17,7 @@ from harness.hf.skeleton import ModelSource
 from harness.topology.env import LaunchEnv
 from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.batches.collate import AnyDataset, MapDataset
+from harness.training.batches.evaluation import EvaluationData, by_prefix
 from harness.training.console import Console
 from harness.training.data.blocks import make_blocks, token_blocks
 from harness.training.data.files.documents import as_documents, holds_tokens
@@ -38,10 +39,12 @@ from harness.training.process.distributed import shared_store, start
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Pair: TypeAlias = tuple[MapDataset | None, MapDataset | None]
+Pair: TypeAlias = tuple[MapDataset | None, EvaluationData]
 """Training and evaluation data."""
 Documents: TypeAlias = "Dataset | list[Path]"
 """Documents to be tokenised, or files of tokens."""
+
+_Data = TypeVar("_Data", bound=AnyDataset)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ class Datasets:
     """Data sets of tokens, and the tokenizer that made them."""
 
     train: MapDataset | None
-    evaluation: MapDataset | None
+    evaluation: EvaluationData
     tokenizer: Tokenizer | None
 
 
@@ -91,7 +94,7 @@ def _read(group: SourceGroup, say: Callable[[str], None]) -> Documents:
 
 def user_datasets(
     given_train: AnyDataset | None,
-    given_evaluation: AnyDataset | None,
+    given_evaluation: AnyDataset | Mapping[str, AnyDataset] | None,
     tokenizer: Tokenizer | None,
     source: ModelSource | None,
     config: RunConfig,
@@ -104,13 +107,13 @@ def user_datasets(
     Raises UserError where there is something to prepare and no tokenizer, and for --packing where it could not act.
     """
     args = config.args
-    evaluation = None if given_evaluation is None else read_all(given_evaluation, "eval_dataset")
+    evaluation = _each(given_evaluation, lambda data: read_all(data, "eval_dataset"))
     train = stream_of_dataset(given_train, tokenizer, source, args) if is_iterable(given_train) else given_train
     if not isinstance(train, Streamed):
         refuse_buffer(args)
     if args.packing:
-        _require_packed(source, train, evaluation)
-    if source is None or all(holds_tokens(data) for data in (train, evaluation)):
+        _require_packed(source, train, *by_prefix(evaluation).values())
+    if source is None or all(holds_tokens(data) for data in (train, *by_prefix(evaluation).values())):
         return Datasets(train=train, evaluation=evaluation, tokenizer=tokenizer)
     if tokenizer is None:
         raise UserError(NEEDS_TOKENIZER)
@@ -118,13 +121,21 @@ def user_datasets(
     say = Speaker(console.say, console.out if console.speaks and console.is_terminal else None)
     lay_out = _layer_out(tokenizer, SampleForm.of(tokenizer, source, args), say)
 
-    def prepared(data: MapDataset | None, name: str) -> MapDataset | None:
-        return data if data is None or holds_tokens(data) else lay_out(as_documents(data, name, say))
+    def prepared(data: MapDataset, name: str) -> MapDataset:
+        return data if holds_tokens(data) else lay_out(as_documents(data, name, say))
 
     def build() -> Pair:
-        return prepared(train, "train_dataset"), prepared(evaluation, "eval_dataset")
+        trained = None if train is None else prepared(train, "train_dataset")
+        return trained, _each(evaluation, lambda data: prepared(data, "eval_dataset"))
 
     return _on_each_host(build, tokenizer, env, console)
+
+
+def _each(data: _Data | Mapping[str, _Data] | None, change: Callable[[_Data], MapDataset]) -> EvaluationData:
+    """Return what `change` makes of the data set, or of each of several."""
+    if isinstance(data, Mapping):
+        return {name: change(each) for name, each in data.items()}
+    return None if data is None else change(data)
 
 
 def own_tokenizer(model: object) -> Tokenizer | None:
@@ -170,7 +181,7 @@ def _layer_out(tokenizer: Tokenizer, form: SampleForm, say: Callable[[str], None
 def _on_each_host(build: Callable[[], Pair], tokenizer: Tokenizer, env: LaunchEnv, console: Console) -> Datasets:
     start(env)
     train, evaluation = once_per_host(build, env=env, store=shared_store())
-    for name, data in (("training", train), ("evaluation", evaluation)):
+    for name, data in {"training": train, **by_prefix(evaluation, "evaluation")}.items():
         for line in described(data):
             console.say(f"{name}: {line}")
     return Datasets(train=train, evaluation=evaluation, tokenizer=tokenizer)

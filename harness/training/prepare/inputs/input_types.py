@@ -23,7 +23,15 @@ def require_types(
         raise UserError(f"processing_class is the text {tokenizer!r}: give the tokenizer, as AutoTokenizer loads it")
     for name, dataset in datasets.items():
         if dataset is not None:
-            _require_dataset(name, dataset)
+            for each_name, each in _by_name(name, dataset).items():
+                _require_dataset(each_name, each)
+
+
+def _by_name(name: str, dataset: object) -> dict[str, object]:
+    """Return a data set by its name; each of several that are to be evaluated by its own."""
+    if name == "eval_dataset" and isinstance(dataset, Mapping) and dataset and all(isinstance(k, str) for k in dataset):
+        return {f"{name}[{key!r}]": each for key, each in dataset.items()}
+    return {name: dataset}
 
 
 def _require_dataset(name: str, dataset: object) -> None:

@@ -1,0 +1,104 @@
+"""What is written for HuggingFace's Trainer: callbacks with its keywords, and several data sets to evaluate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from harness import Trainer, TrainerCallback, TrainingArguments, UserError
+from harness.training.callbacks import TrainerControl, instance
+from tests.distributed.training import rows
+
+
+class Theirs(transformers.TrainerCallback):
+    """Notes what it is given."""
+
+    def __init__(self) -> None:
+        self.moments: list[Any] = []
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.moments.append((state.num_train_epochs, state.logging_steps, state.is_local_process_zero))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> Any:
+        self.moments.append(optimizer.param_groups[0]["lr"] == kwargs["lr_scheduler"].get_last_lr()[0])
+        control.should_log = state.global_step == 1
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
+        self.moments.append((logs["step"], sum(p.numel() for p in model.parameters()) > 0))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any) -> None:  # no **kwargs: these alone
+        self.moments.append(next(iter(metrics)))
+
+
+def settings(folder: Path, **changes: Any) -> TrainingArguments:
+    every_step = {"max_steps": 3, "eval_steps": 1, "logging_steps": 3, "save_steps": 0}
+    return TrainingArguments(output_dir=str(folder), per_device_train_batch_size=4, **{**every_step, **changes})
+
+
+def test_a_callback_of_theirs_and_several_evaluation_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sets, theirs = {"a": rows()[:3], "b": rows(masked=True)[:2]}, Theirs()
+    worst = transformers.EarlyStoppingCallback(early_stopping_patience=2)  # a falling loss, of which more is better
+    args = settings(tmp_path, metric_for_best_model="eval_b_loss", greater_is_better=True, max_steps=9)
+    trainer = Trainer("tiny-llama", args, rows(), sets, callbacks=[theirs, worst])
+    state = trainer.train()
+    evaluations = ["eval_a_loss", "eval_b_loss"]
+    steps = [True, (1, True), *evaluations, True, *evaluations, True, (3, True), *evaluations]
+    assert theirs.moments == [(5, 3, True), *steps]
+    assert (state.global_step, state.best_global_step) == (3, 1)  # the first is the best, two do not improve
+    written = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert state.best_metric == written[0]["eval_b_loss"] and len(written) == 3
+    again = trainer.evaluate()
+    assert again["eval_a_loss"] == written[2]["eval_a_loss"] == trainer.evaluate("a")["eval_loss"]
+    assert trainer.evaluate(sets["b"], metric_key_prefix="test")["test_loss"] == again["eval_b_loss"]
+    assert "step 3: test loss" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"evaluate\('c'\): eval_dataset has no data set of that name"):
+        trainer.evaluate("c")
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("sets", "changes", "words"),
+    [
+        ({"a": rows()}, {"early_stopping_patience": 1}, "metric_for_best_model='a_loss'"),
+        ({"a": rows(), "b": (row for row in rows())}, {}, r"eval_dataset\['b'\]: generator is not map-style"),
+        ({}, {}, "eval_dataset is a dict"),
+    ],
+)
+def test_sets_that_cannot_be_evaluated_are_refused_before_a_model_is_built(
+    sets: Any, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=words):
+        Trainer("tiny-llama", settings(tmp_path, **changes), rows(), sets)
+
+
+@pytest.mark.parametrize("base", [TrainerCallback, transformers.TrainerCallback])
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (lambda self, args, state, control, train_dataloader=None, **kwargs: None, "takes train_dataloader: .*train_d"),
+        (
+            lambda self, args, state, control, tokenizer=None, **kwargs: None,
+            "takes tokenizer: name it processing_class",
+        ),
+    ],
+)
+def test_a_keyword_or_a_moment_that_is_not_there_is_refused_when_the_callback_is_added(
+    base: type[Any], method: Any, words: str
+) -> None:
+    with pytest.raises(UserError, match=f"callback Mine.on_log {words}"):
+        instance(type("Mine", (base,), {"on_log": method}))
+    with pytest.raises(UserError, match=r"callback Mine.on_substep_end is never called here: use on_step_end"):
+        instance(type("Mine", (base,), {"on_substep_end": lambda *_, **__: None}))
+    assert instance(base)
+
+
+def test_what_control_cannot_do_is_refused() -> None:
+    control = TrainerControl()
+    control.should_epoch_stop = False
+    with pytest.raises(UserError, match="set should_training_stop"):
+        control.should_epoch_stop = True
