@@ -7,6 +7,7 @@ host, share a tensor-parallel group. Nothing here needs torch or a running proce
 """
 
 from dataclasses import dataclass
+from math import isqrt
 from typing import Literal
 
 from harness.errors import UserError
@@ -135,4 +136,5 @@ def _does_not_fit(world_size: int, model: Layout) -> str:
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, ascending."""
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return [*small, *(number // divisor for divisor in reversed(small) if divisor * divisor < number)]

@@ -132,7 +132,7 @@ def main() -> None:
     with args.csv.open(encoding="utf-8", newline="") as file:
         found, left_out = compare(csv.DictReader(file))
     lines = [
-        *table("rows", summary(found)),
+        *table("nodes", summary(found)),
         *table("system", by(found, lambda one: one.case.system)),
         *table("device", by(found, lambda one: one.case.device)),
         *table("model", by(found, lambda one: one.case.model)),

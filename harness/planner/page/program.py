@@ -40,7 +40,7 @@ EXTERNAL = {
     "functools.partial",
 }
 EXTERNAL |= {"itertools.accumulate", "itertools.pairwise", "math.ceil", "math.inf", "math.isfinite"}
-EXTERNAL |= {"math.log2", "harness.errors.UserError"}
+EXTERNAL |= {"math.isqrt", "math.log2", "harness.errors.UserError"}
 LIBRARY = {"json"}
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 
 from harness.config.model.shape import read_model_config
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.planner.hardware import read_device
 from harness.planner.page.content import PARTS, data, program, without_sources
@@ -29,8 +30,9 @@ def write_page(path: Path, model: str, hardware: str, task: Task) -> None:
 def page(model: str, hardware: str, task: Task) -> str:
     """Return the page."""
     held = data()
-    model_name, device_name = Path(model).name, Path(hardware).stem.lower()
-    held["models"][model_name] = read_model_config(model)
+    folder = Path(model)
+    model_name, device_name = folder.resolve().name if folder.exists() else model, Path(hardware).stem.lower()
+    held["models"][model_name] = _finite(read_model_config(model))
     held["hardware"][device_name] = without_sources(read_device(hardware)[0])
     held["start"] = {
         "model": model_name,
@@ -53,6 +55,12 @@ def page(model: str, hardware: str, task: Task) -> str:
     before, *pieces = (PARTS / "page.html").read_text("utf-8").split("{{")
     named = (piece.partition("}}") for piece in pieces)
     return before + "".join(content[name] + rest for name, _, rest in named)
+
+
+def _finite(config: JsonObject) -> JsonObject:
+    """Return a config.json without the Infinity and NaN that browsers refuse in JSON; no size of a model is one."""
+    content: JsonObject = json.loads(json.dumps(config), parse_constant=lambda _: None)
+    return content
 
 
 def tables(markdown: str) -> Iterator[str]:

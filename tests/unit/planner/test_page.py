@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import random
+from math import inf
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -172,7 +173,9 @@ def test_the_page_finds_what_the_planner_finds(tmp_path: Path) -> None:
 
 @needs_browser
 def test_the_page_shows_a_choice_and_its_address_holds_it(tmp_path: Path) -> None:
-    pasted = json.dumps({"model_type": "gpt2", "n_layer": 6, "n_embd": 384, "n_head": 6, "vocab_size": 50257})
+    pasted = json.dumps(
+        {"model_type": "gpt2", "n_layer": 6, "n_embd": 384, "n_head": 6, "vocab_size": 50257, "limit": [0, -inf]}
+    )
     addresses = [
         "model=Llama 3.1 8B&gpus=8&batch=64",
         f"model=paste a config.json&config={quote(pasted)}&gpus=4&batch=64&memory_gib=24&network.gb_per_second=25",
@@ -295,6 +298,9 @@ def test_a_custom_device_and_model_are_on_its_page(tmp_path: Path) -> None:
     content["memory_gib"]["value"], content["name"] = 61.5, "My GPU"
     (tmp_path / "mine.json").write_text(json.dumps(content))
     device = device_of(content, "mine")
-    task = task_of({"model_type": "llama"}, "llama", device, world_size=4, sequence=512)
-    html = page("llama", str(tmp_path / "mine.json"), task)
-    assert '"name":"My GPU","memory_gib":61.5' in html and '"model":"llama","gpus":"4","hardware":"mine"' in html
+    config = {"model_type": "mamba", "hidden_size": 64, "num_heads": 2, "num_layers": 2, "vocab_size": 9, "limit": inf}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    task = task_of(config, "mine", device, world_size=4, sequence=512)
+    html = page(str(tmp_path), str(tmp_path / "mine.json"), task)
+    assert '"name":"My GPU","memory_gib":61.5' in html and '"vocab_size":9,"limit":null}' in html
+    assert f'"start":{{"model":"{tmp_path.name}","gpus":"4","hardware":"mine"' in html

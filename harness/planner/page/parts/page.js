@@ -1,5 +1,6 @@
 // Reads the form, lets the translated planner search, and draws what it finds. The address behind # holds all choices.
 const PASTED = "paste a config.json";
+const NOT_FINITE = /("(?:[^"\\]|\\.)*")|-?\b(?:Infinity|NaN)\b/g; // which Python's JSON has, and browsers refuse
 const SHOWN = 40; // rows that fit, and as many again where asked for
 const SHOWN_TOO_LARGE = 10;
 const FEW_STAGES = 16; // of which each has its bar at once
@@ -101,7 +102,7 @@ function modelConfig(state) {
   if (state.model !== PASTED) return DATA.get("models").get(state.model);
   if (!state.config.trim()) refuse("paste the content of a model's config.json");
   try {
-    const config = py.mapped(JSON.parse(state.config));
+    const config = py.mapped(JSON.parse(state.config.replace(NOT_FINITE, (_, text) => text ?? "null")));
     if (config instanceof Map) return config;
   } catch (error) {
     refuse(`config.json is not JSON: ${error.message.split("\n")[0]}`);

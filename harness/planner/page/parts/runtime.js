@@ -165,7 +165,7 @@ const py = (() => {
     ValueError: (message) => new ValueError(message),
     isUserError: (error) => error instanceof UserError,
     iterate, list, truthy, equal, at, put, slice, floorDivide, modulo, isinstance, str, format, cached,
-    inf: Infinity, ceil: Math.ceil, log2: Math.log2, isfinite: Number.isFinite, ellipsis: Symbol("..."),
+    inf: Infinity, ceil: Math.ceil, log2: Math.log2, isqrt: (x) => Math.floor(Math.sqrt(x)), isfinite: Number.isFinite, ellipsis: Symbol("..."),
     all: (x) => list(x).every(truthy),
     any: (x) => list(x).some(truthy),
     bool: truthy,
