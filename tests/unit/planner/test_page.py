@@ -67,14 +67,25 @@ function foundInPage([config, hardware, gpus, sequence, batch, precision]) {
 # Chooses one address after the other, and keeps what the page then shows.
 VISIT = """
 const pause = (ms) => new Promise((done) => setTimeout(done, ms));
+async function enter(id, value) {
+  at(id).value = value;
+  at(id).dispatchEvent(new Event("input", { bubbles: true }));
+  return visit();
+}
+async function click(row) {
+  document.querySelectorAll("#rows tbody tr")[row - 1].click();
+  return visit();
+}
 async function visit(address) {
-  location.hash = address;
+  if (address !== undefined) location.hash = address;
   await pause(1000);
   const chosen = document.querySelector("#rows tr.chosen");
   return {
     message: at("message").textContent,
     verdict: at("result").hidden ? null : document.querySelector("#chosen h2").textContent,
     chosen: chosen && [...chosen.children].map((cell) => cell.textContent),
+    numbers: [...document.querySelectorAll("#rows td:first-child")].map((cell) => cell.textContent),
+    precisions: [...at("precision").options].map((one) => one.value),
     bars: document.querySelectorAll("#chosen .bar").length,
     address: Object.fromEntries(new URLSearchParams(location.hash.slice(1))),
   };
@@ -211,6 +222,33 @@ def test_the_page_shows_a_choice_and_its_address_holds_it(tmp_path: Path) -> Non
     for one, start in zip(wrong, starts, strict=True):
         assert one["message"].startswith(start) and one["verdict"] is None and "\n" not in one["message"]
     assert unknown["message"].startswith("model type 'x' is unknown") and unknown["verdict"] == "fits"
+
+
+@needs_browser
+def test_the_form_and_the_rows_change_the_plan(tmp_path: Path) -> None:
+    steps = [
+        'enter("model", "Qwen3 8B")',
+        'enter("gpus", "1,6")',
+        "click(3)",
+        'enter("memory_gib", "40")',
+        'enter("hardware", "l40s")',
+        'enter("hardware", "cpu")',
+        'enter("model", PASTED)',
+        """enter("config", '{"model_type": "gpt2"}')""",
+    ]
+    script = f"{VISIT} const seen = [await visit()];"
+    script += "".join(f" seen.push(await {step});" for step in steps) + " return seen;"
+    first, model, sixteen, third, less, other, cpu, empty, pasted = in_browser(tmp_path, script)
+    assert first["address"]["model"] == "llama-1b" and first["numbers"][:3] == ["1", "2", "3"]
+    assert model["address"]["model"] == "Qwen3 8B" and model["chosen"] != first["chosen"]
+    assert sixteen["address"]["gpus"] == "1,6" and sixteen["chosen"][0] == "1"
+    assert third["chosen"][0] == "3" and third["address"]["row"].startswith("pp")
+    assert less["address"]["memory_gib"] == "40" and "row" not in less["address"]
+    assert float(less["chosen"][10]) <= 40 < float(sixteen["chosen"][10])
+    assert "memory_gib" not in other["address"] and other["address"]["hardware"] == "l40s"
+    assert cpu["precisions"] == [name for name in ("fp32", "bf16", "fp16") if name in load_hardware("cpu").flops]
+    assert empty["message"].startswith("paste the content") and empty["verdict"] is None
+    assert pasted["message"] == "" and pasted["verdict"] is not None
 
 
 def test_the_page_of_the_docs_is_current(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
