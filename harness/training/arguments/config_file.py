@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from harness.errors import UserError
+from harness.errors import UserError, UserErrors
+from harness.training.arguments.other_names.advice import advice
+from harness.training.arguments.other_names.other_programs import is_section
 from harness.training.arguments.values import takes
 
 if TYPE_CHECKING:
@@ -33,8 +36,8 @@ def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[Conf
     import yaml
 
     path = Path(file)
-    if path.suffix == ".toml":  # torchtitan's
-        raise UserError(f"--config {file}: TOML is not read: give flags in YAML or JSON, as `max_steps: 100`")
+    if path.suffix == ".toml":
+        _refuse_toml(path, known)
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
@@ -57,17 +60,35 @@ def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[Conf
     return list(_flags(file, root, known))
 
 
+def _refuse_toml(path: Path, known: Mapping[str, Field[object]]) -> NoReturn:
+    """Raise UserErrors for a TOML file, such as torchtitan's: what each of its keys is here."""
+    try:
+        root = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        root = {}
+    lines = [f"--config {path}: TOML is not read: give flags in YAML or JSON, as `max_steps: 100`"]
+    for name, value in root.items():
+        keys = [f"{name}.{key}" for key in value] if isinstance(value, dict) else [name]
+        lines += [f"{path}: {key}: {advice(key, known)}" for key in keys if key not in known]
+    raise UserErrors("\n".join(lines))
+
+
 def _flags(
-    file: str, node: yaml.MappingNode, known: Mapping[str, Field[object]], *, of_run: bool = False
+    file: str, node: yaml.MappingNode, known: Mapping[str, Field[object]], *, of_run: bool = False, section: str = ""
 ) -> Iterator[ConfigFlag]:
+    import yaml
+
     seen: set[str] = set()
     for key, value in node.value:
         if not isinstance(key.value, str):
             raise UserError(f"{file}:{key.start_mark.line + 1}: a key is no name: give flags, as `max_steps: 100`")
-        where, name = f"{file}:{key.start_mark.line + 1}: ", str(key.value).removeprefix("--")
+        where, name = f"{file}:{key.start_mark.line + 1}: ", section + str(key.value).removeprefix("--")
         if name in seen:
             raise UserError(f"{where}{name} is given twice")
         seen.add(name)
+        if isinstance(value, yaml.MappingNode) and name not in known and is_section(name):
+            yield from _flags(file, value, known, section=f"{name}.")
+            continue
         plain = _plain(value)
         item = known.get(name.replace("-", "_"))
         if plain is None or (of_run and item is not None and _same(plain, item.default)):

@@ -83,6 +83,8 @@ def test_a_flag_that_asks_for_what_is_done_anyway_may_stand() -> None:
         ("--tensor-model-parallel-size 2", "use --tensor_parallel_size (Megatron-LM"),
         ("--parallelism.num_pp_microbatches 4", "use --gradient_accumulation_steps (torchtitan"),
         ("--finetuning_type lora", "use --use_peft (LoRA); without it all weights are trained (LLaMA-Factory"),
+        ("--num-query-groups 4", "use a directory with the model's config.json as --model_name_or_path (Megatron-LM"),
+        ("--distributed-backend nccl", "leave it out: the layers are transformers' own"),
         ("--sequence-parallel", "use tensor_parallel.sequence_parallel in the JSON (Megatron-LM"),
         ("--eval_sequence_len 8", "use --block_size, which holds for evaluation too (axolotl"),
         ("--qgalore_rank 8", "use --optim (GaLore is not supported"),
@@ -136,7 +138,8 @@ def test_a_config_file_holds_flags_and_the_command_line_wins(tmp_path: Path) -> 
     [
         ("a.yaml", "max_steps: 3\n\nsequence_len: 4\n", "a.yaml:3: unknown flag --sequence_len: use --block_size"),
         ("a.json", '{\n\t"max_steps": "many"}', "a.json:2: argument --max_steps: 'many' is not a number"),
-        ("a.toml", "[training]\nsteps = 3\n", "a.toml: TOML is not read: give flags in YAML or JSON"),
+        ("a.yaml", "training:\n  steps: 3\n", "a.yaml:2: unknown flag --training.steps: use --max_steps (torchtitan"),
+        ("a.yaml", "optimizer:\n  lr: 3\n", "a.yaml:2: unknown flag --optimizer.lr: use --learning_rate (torchtitan"),
         ("a.yaml", "seed: 1\nseed: 2\n", "a.yaml:2: seed is given twice"),
         ("a.yaml", "a: [1\n", "a.yaml:2: is neither YAML nor JSON"),
         ("a.yaml", "- 1\n", "give flags and their values"),
@@ -146,6 +149,20 @@ def test_a_config_file_holds_flags_and_the_command_line_wins(tmp_path: Path) -> 
 def test_a_wrong_config_file_is_one_line_with_the_place(tmp_path: Path, name: str, text: str, words: str) -> None:
     (tmp_path / name).write_text(text)
     assert words in refused("--config", str(tmp_path / name))
+
+
+def test_each_key_of_a_toml_file_is_answered(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("max_steps = 3\nseq_len = 4\n[training]\nsteps = 3\n[checkpoint]\ninterval = 5\n")
+    with pytest.raises(UserError) as caught:
+        command_line("--config", str(file))
+    first, *lines = str(caught.value).splitlines()
+    assert "TOML is not read: give flags in YAML or JSON" in first
+    assert [line.partition(f"{file}: ")[2].split(" (")[0] for line in lines] == [
+        "seq_len: use --block_size",
+        "training.steps: use --max_steps",
+        "checkpoint.interval: use --save_steps",
+    ]
 
 
 AXOLOTL = """\

@@ -121,9 +121,38 @@ MEGATRON = {
     "checkpoint_activations": CHECKPOINTING,
     "use_distributed_optimizer": "--deepspeed_config with zero_optimization.stage 1",
     "use_flash_attn": "--attn_implementation flash_attention_2",
-    "num_layers": "a directory with the model's config.json as --model_name_or_path",
-    "hidden_size": "a directory with the model's config.json as --model_name_or_path",
-    "num_attention_heads": "a directory with the model's config.json as --model_name_or_path",
+    **dict.fromkeys(
+        (
+            *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+            *("group_query_attention", "normalization", "swiglu", "rotary_base", "use_rotary_position_embeddings"),
+            *("position_embedding_type", "untie_embeddings_and_output_weights", "disable_bias_linear", "num_experts"),
+            *("attention_dropout", "hidden_dropout", "init_method_std", "moe_router_topk", "norm_epsilon"),
+            *("vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "moe_ffn_hidden_size", "qk_layernorm"),
+        ),
+        "a directory with the model's config.json as --model_name_or_path",
+    ),
+    **dict.fromkeys(
+        ("use_mcore_models", "transformer_impl", "distributed_backend", "bias_swiglu_fusion", "attention_backend"),
+        "nothing: the layers are transformers' own, over DeepSpeed and the device's own backend",
+    ),
+    **dict.fromkeys(("vocab_file", "merge_file"), "--tokenizer_name with a directory that holds them"),
+    "split": "--validation_split_percentage",
+    "moe_aux_loss_coeff": "--router_aux_loss_coef",
+    "num_layers_per_virtual_pipeline_stage": "pipeline.schedule in the DeepSpeed JSON",
+    "num_virtual_stages_per_pipeline_rank": "pipeline.schedule in the DeepSpeed JSON",
+    "decoder_first_pipeline_num_layers": "pipeline.partition in the DeepSpeed JSON",
+    "recompute_method": CHECKPOINTING,
+    "recompute_num_layers": "pipeline.activation_checkpoint_interval in the DeepSpeed JSON",
+    "overlap_grad_reduce": "zero_optimization.overlap_comm in the DeepSpeed JSON",
+    "overlap_param_gather": "zero_optimization.overlap_comm in the DeepSpeed JSON",
+    "distributed_timeout_minutes": "--hang_seconds",
+    "no_load_optim": "--model_name_or_path with the checkpoint, whose weights alone are then read",
+    "no_save_optim": "--save_only_model",
+    "finetune": "--model_name_or_path with the checkpoint, whose weights alone are then read",
+    "async_save": "nothing: files are written while the training goes on",
+    "ckpt_format": "nothing: a checkpoint holds safetensors, which any layout reads",
+    "log_throughput": "nothing: each step's tokens_per_second is logged",
+    "wandb_exp_name": "--run_name",
     "tensorboard_dir": "--report_to tensorboard",
     "exit_interval": "--max_steps",
     "zero_stage": ZERO,
@@ -186,6 +215,11 @@ PROGRAMS = {
     "LLaMA-Factory": FACTORY,
     "": COMMON,
 }
+
+
+def is_section(name: str) -> bool:
+    """Whether torchtitan's config files have a section of that name, whose keys are flags `NAME.KEY`."""
+    return any(flag.startswith(f"{name}.") for flag in TORCHTITAN)
 
 
 def meant(name: str) -> tuple[str, str] | None:

@@ -87,6 +87,10 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
             return files
         raise UserError(f"{path} contains no file with one of the suffixes {suffixes}")
     if not path.exists():
+        several = str(path).replace(",", " ").split()
+        if len(several) > 1 and ("," in str(path) or Path(several[0]).exists()):
+            listed = f"{' '.join(several)} (in a --config file: [{', '.join(several)}])"
+            raise UserError(f"{path} does not exist: separate several files by spaces: {listed}")
         raise UserError(f"{path} does not exist: give a {suffixes} file, a directory of them, or {PYTHON_STDLIB}")
     if path.suffix in _COMPRESSED:
         raise UserError(f"{path} is compressed: unpack it first")

@@ -111,6 +111,8 @@ def test_weights_stand_behind_a_colon(tmp_path):
         ([f"{a}:1", odd], r"a\.txt has a weight, .*odd:1\.txt has none"),
         ([a, chat], r"has `text`, .*has `messages`: give each a weight"),
         ([f"{tmp_path}/z.txt:1"], r"z\.txt:1 does not exist"),
+        (["y.txt:1,z.txt:2"], r"does not exist: separate several files by spaces: y.txt:1 z.txt:2 \(in a --config"),
+        ([f"{tmp_path}/a.txt z.txt"], r"separate several files by spaces: .*a.txt z.txt "),
         ([f"{tmp_path}/z*:1"], r"z\* matches no"),
     ):
         with pytest.raises(UserError, match=message):
