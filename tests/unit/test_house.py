@@ -46,6 +46,11 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree(path)))
+
+
 def module_name(path: Path) -> str:
     """The dotted name of a source file."""
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
@@ -59,11 +64,11 @@ def where(path: Path, node: ast.AST) -> str:
     return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
 
 
-def imported(path: Path, nodes: Iterator[ast.AST]) -> Iterator[str]:
-    """Full names of the modules that these nodes import; `from package import module` gives the module."""
+def imported(path: Path) -> Iterator[str]:
+    """Full names of the modules that a file imports; `from package import module` gives the module."""
     package = module_name(path).split(".")
     package = package if path.name == "__init__.py" else package[:-1]
-    for node in nodes:
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -75,7 +80,7 @@ def imported(path: Path, nodes: Iterator[ast.AST]) -> Iterator[str]:
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (n for n in ast.walk(tree(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (n for n in nodes(path) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def test_the_sources_are_found():
@@ -105,10 +110,7 @@ def test_no_function_is_too_long():
 
 def test_values_have_types():
     lines = [
-        where(path, node)
-        for path in PRODUCT
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.Name) and node.id == "Any"
+        where(path, node) for path in PRODUCT for node in nodes(path) if isinstance(node, ast.Name) and node.id == "Any"
     ]
     assert len(set(lines)) <= MOST_ANY, "give a protocol, JsonObject, or object where nothing is asked of the value"
 
@@ -124,7 +126,7 @@ def test_imports_go_one_way():
 
     upward = []
     for name, path in MODULES.items():
-        for target in imported(path, ast.walk(tree(path))):
+        for target in imported(path):
             ours, theirs = layer(name), layer(target)
             if ours is not None and theirs is not None and theirs > ours:
                 upward.append(f"{name} imports {target}")
@@ -134,8 +136,7 @@ def test_imports_go_one_way():
 def test_no_import_goes_in_a_circle():
     """Imports for types alone count too, and those inside of functions."""
     graph = {
-        name: {target for target in imported(path, ast.walk(tree(path))) if target in MODULES} - {name}
-        for name, path in MODULES.items()
+        name: {target for target in imported(path) if target in MODULES} - {name} for name, path in MODULES.items()
     }
     while leaves := {name for name, targets in graph.items() if not targets}:
         graph = {name: targets - leaves for name, targets in graph.items() if name not in leaves}
@@ -147,7 +148,7 @@ def test_configs_are_read_without_torch():
         f"{name} imports {target}"
         for name, path in MODULES.items()
         if name.startswith(("harness.config", "harness.planner", "harness.profile", "harness.report"))
-        for target in imported(path, ast.walk(tree(path)))
+        for target in imported(path)
         if target.split(".")[0] in HEAVY
     ]
     assert heavy == []
@@ -157,14 +158,14 @@ def test_the_environment_is_read_in_one_place():
     """Others may hand os.environ on as a whole to LaunchEnv, which lives there."""
     readers = set()
     for path in PRODUCT:
-        calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
+        calls = [node for node in nodes(path) if isinstance(node, ast.Call)]
         handed_on = {
             id(argument)
             for call in calls
             if isinstance(call.func, ast.Attribute) and call.func.attr in {"from_environ", "export"}
             for argument in call.args
         }
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
             names += [node.attr] if isinstance(node, ast.Attribute) and id(node) not in handed_on else []
             if {"environ", "environb", "getenv", "putenv"} & set(names):
@@ -181,7 +182,7 @@ def test_global_generators_are_seeded_where_it_is_said():
 def test_nothing_mutable_is_shared():
     shared = []
     for path in PRODUCT:
-        shared += [f"{where(path, n)} global" for n in ast.walk(tree(path)) if isinstance(n, ast.Global)]
+        shared += [f"{where(path, n)} global" for n in nodes(path) if isinstance(n, ast.Global)]
         for node in tree(path).body:
             if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(
                 node.value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp
@@ -209,16 +210,16 @@ def words(text: str) -> str:
     return "_" + re.sub(r"[^a-z0-9]+", "_", snake.lower()) + "_"
 
 
-def spoken(module: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+def spoken(path: Path) -> Iterator[tuple[ast.AST, str]]:
     """Every identifier and every text of the code, docstrings left out: those may give examples."""
     docstrings = {
         id(node.body[0].value)
-        for node in ast.walk(module)
+        for node in nodes(path)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
-    for node in ast.walk(module):
+    for node in nodes(path):
         match node:
             case ast.Name(id=text) | ast.Attribute(attr=text) | ast.arg(arg=text) | ast.alias(name=text):
                 yield node, text
@@ -237,7 +238,7 @@ def test_no_code_names_a_family():
     named = [
         f"{where(path, node)} {text[:60]!r}"
         for path in PRODUCT
-        for node, text in spoken(tree(path))
+        for node, text in spoken(path)
         if text not in presets and pattern.search(words(text))
     ]
     assert named == []

@@ -12,6 +12,8 @@ from torch.nn import functional
 
 from harness.cli import main
 
+PRESETS = Path(__file__).resolve().parents[3] / "models/presets"
+
 
 def dry_run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     code = main(["dry-run", *words])
@@ -26,6 +28,15 @@ def of_all_stages(capfd: pytest.CaptureFixture[str], *words: str) -> list[dict[s
 
 
 @pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A preset of two layers."""
+    sizes = json.loads((PRESETS / "tiny-llama/config.json").read_text())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps({**sizes, "num_hidden_layers": 2}))
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
 def config(tmp_path: Path) -> str:
     path = tmp_path / "config.json"
     sections = {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 1}}
@@ -34,8 +45,9 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_every_stage_of_a_thousand_ranks_is_counted(capfd: pytest.CaptureFixture[str], config: str) -> None:
-    first, last = of_all_stages(capfd, "--world_size", "1024", "--deepspeed_config", config)
+def test_every_stage_of_a_thousand_ranks_is_counted(capfd: pytest.CaptureFixture[str], config: str, model: str) -> None:
+    words = ("--deepspeed_config", config, "--model_name_or_path", model)
+    first, last = of_all_stages(capfd, "--world_size", "1024", *words)
     assert [report["rank"] for report in (first, last)] == [0, 512]
     assert first["layers"]["last"] + 1 == last["layers"]["first"]
     for report, in_flight in ((first, 2), (last, 1)):
@@ -52,18 +64,18 @@ def test_every_stage_of_a_thousand_ranks_is_counted(capfd: pytest.CaptureFixture
 
 
 def test_with_sequence_parallelism_a_layer_gathers_and_scatters_where_it_summed(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, model: str
 ) -> None:
     def messages(shared: bool) -> dict[str, dict[str, Any]]:
         path = tmp_path / "config.json"
         tensor = {"autotp_size": 2, "sequence_parallel": shared}
         path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "tensor_parallel": tensor}))
-        words = ("--world_size", "2", "--deepspeed_config", str(path), "--model_name_or_path", "tiny-llama")
+        words = ("--world_size", "2", "--deepspeed_config", str(path), "--model_name_or_path", model)
         (report,) = of_all_stages(capfd, *words)
         return {message["operation"]: message for message in report["messages"]}
 
     whole, shared = messages(False), messages(True)
-    layers, width = 4, 128
+    layers, width = 2, 128
     state = 2 * 16 * width * 4  # bytes of a hidden state of two samples in float32
     assert "all_gather" not in whole and "reduce_scatter" not in whole
     # two blocks a layer, forward and backward; behind the embedding and before the head the shares are joined as well
@@ -92,11 +104,11 @@ def test_a_rank_that_cannot_be_is_an_unusable_argument(words: tuple[str, ...]) -
     assert ended.value.code == 2
 
 
-def test_zero3_divides_every_tensor_and_leaves_torch_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
-    before = functional.linear
-    (report,) = of_all_stages(capfd, "--world_size", "4", "--deepspeed_config", "zero3", "--bf16")
+def test_zero3_divides_every_tensor_and_leaves_torch_as_it_was(capfd: pytest.CaptureFixture[str], model: str) -> None:
+    before, words = functional.linear, ("--world_size", "4", "--model_name_or_path", model, "--bf16")
+    (report,) = of_all_stages(capfd, *words, "--deepspeed_config", "zero3")
     assert functional.linear is before
-    (whole,) = of_all_stages(capfd, "--world_size", "4", "--deepspeed_config", "zero2", "--bf16")
+    (whole,) = of_all_stages(capfd, *words, "--deepspeed_config", "zero2")
     # each tensor is padded to four equal parts
     assert math.isclose(report["parameters"], whole["parameters"] / 4, rel_tol=1e-3)
     sums = [sum(each["memory_bytes"]["optimizer"].values()) for each in (report, whole)]

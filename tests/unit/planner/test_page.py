@@ -26,7 +26,7 @@ from harness.planner.preset import preset
 from harness.planner.search import require_fit, search
 from harness.planner.sensitivity import more_memory
 from harness.planner.task import task_of
-from tests.unit.browser import dom_of, needs_browser
+from tests.browser import dom_of, needs_browser
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS_PAGE = ROOT / "docs/planner.html"

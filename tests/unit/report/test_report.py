@@ -1,12 +1,10 @@
-"""The report: what it shows of a run, of several, of half a run; that it is whole by itself, and drawn by a browser."""
+"""The report: what it shows of a run, of several, of half a run; that it is whole by itself."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-import struct
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,62 +12,21 @@ from typing import Any
 import pytest
 
 from harness.cli import main
-from harness.profile.record import FOLDER, write_step
+from harness.profile.record import FOLDER
 from harness.profile.summary import summary
 from harness.report.curves import MOST_POINTS, Point, thinned
-from tests.unit.browser import dom_of, needs_browser
+from tests.report_runs import made, write_other, write_run
 from tests.unit.profile.made import MEMORY, profile
-
-BATCH = 4
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A profiled run of five steps: a checkpoint at 4, a fault in step 2, 8 samples left out before step 5."""
-    folder = tmp_path / "first"
-    (folder / FOLDER).mkdir(parents=True)
-    (folder / "checkpoint-4").mkdir()
-    rows = [
-        {"step": step, "loss": 5.0 / step, "grad_norm": None if step == 2 else 1.0, "learning_rate": 1e-4}
-        | {"tokens_per_second": 100.0 * step, "consumed_samples": BATCH * step + 8 * (step == 5)}
-        for step in range(1, 6)
-    ]
-    half = '{"step": 6, "loss": 0.'
-    (folder / "metrics.jsonl").write_text("\n".join([*map(json.dumps, rows), half]))
-    (folder / "evaluations.jsonl").write_text(json.dumps({"step": 4, "eval_loss": 2.5}) + "\n")
-    (folder / "restarts.jsonl").write_text(json.dumps({"step": 2, "cause": "rank 1: </script><b>out of memory"}) + "\n")
-    about = {
-        "run_id": "run",
-        "config": {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": 2, "zero_optimisation": {"stage": 3}},
-        "layout": {"pipeline": 2, "data": 1, "tensor": 1, "world_size": 2},
-        "arguments": {"seed": 1, "output_dir": str(folder)},
-        "stages": [{"stage": 0, "first": 0, "last": 1, "kinds": {"Layer": 2}, "parameters": 1200}],
-    }
-    (folder / "run.json").write_text(json.dumps(about))
-    for step in (3, 4):
-        write_step(folder / FOLDER, profile(step))
-    write_step(folder / FOLDER, profile(5, "another run"))
-    return folder
+    return write_run(tmp_path / "first")
 
 
 @pytest.fixture
 def other(run: Path) -> Path:
-    """The same run with another seed, without profile and run.json's stages."""
-    folder = run.with_name("second")
-    shutil.copytree(run, folder)
-    shutil.rmtree(folder / FOLDER)
-    about = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps({**about, "arguments": {"seed": 2}, "run_id": "second"}))
-    return folder
-
-
-def made(output: Path, *words: object) -> tuple[str, dict[str, Any]]:
-    """The page that the command writes, and its figures."""
-    pytest.importorskip("plotly")
-    assert main(["report", *map(str, words), "--output", str(output)]) == 0
-    html = output.read_text(encoding="utf-8")
-    (figures,) = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', html, re.S)
-    return html, json.loads(figures)
+    return write_other(run)
 
 
 def points(figure: dict[str, Any], name: str) -> list[tuple[float, Any]]:
@@ -153,34 +110,6 @@ def test_half_a_run_shows_what_there_is(run: Path, tmp_path: Path) -> None:
     html, figures = made(tmp_path / "b.html", run)
     assert "loss" in figures and len(figures) == 1  # its evaluations
     assert "Step" not in html.partition("<script>")[0]
-
-
-def test_pictures_are_written_without_a_browser_and_torch_is_not_imported(run: Path, other: Path) -> None:
-    pytest.importorskip("matplotlib")
-    code = (
-        "import sys; from harness.cli import main; code = main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
-    )
-    words = ["report", run, other, "--png", run.parent / "png"]
-    done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.splitlines()[0]) == run / "report.html"
-    for name in ("loss", "tokens_per_second", "first-timeline", "first-layers", "first-memory", "second-stages"):
-        content = (run.parent / f"png/{name}.png").read_bytes()
-        width, height = struct.unpack(">II", content[16:24])
-        assert content.startswith(b"\x89PNG") and width >= 700 and height >= 250
-
-
-@needs_browser
-def test_a_browser_draws_every_figure(run: Path, tmp_path: Path) -> None:
-    _, figures = made(tmp_path / "report.html", run)
-    shown = dom_of(tmp_path / "report.html")
-    page = shown.rpartition('id="figures"')[0] or shown
-    assert 'data-theme="light"' in page or 'data-theme="dark"' in page
-    for name, figure in figures.items():
-        drawn = page.partition(f'id="{name}"')[2].partition("</figure>")[0]
-        assert "main-svg" in drawn, f"{name} is not drawn"
-        bars = sum(len(trace["x"]) for trace in figure["data"] if trace["type"] == "bar" and trace["visible"] is True)
-        assert drawn.count('class="point"') >= bars if bars else "scatterlayer" in drawn
 
 
 def test_a_long_curve_keeps_its_extremes_its_gaps_and_its_order() -> None:

@@ -17,6 +17,7 @@ from harness.training.data.blocks import make_blocks
 from harness.training.data.files.sources import find_files, read_documents
 from harness.training.data.pieces import PIECE_CHARACTERS
 from harness.training.data.samples import make_samples
+from harness.training.data.streaming import layouts
 from harness.training.data.streaming.layouts import AsTheyAre, layout_of
 from harness.training.data.streaming.rows import FileRows, IterableRows, read_all
 from harness.training.data.streaming.source import Streamed, StreamedSource
@@ -64,7 +65,7 @@ def test_text_is_cut_as_when_it_is_tokenised_beforehand(text, trained_tokenizer,
     assert source[len(blocks)]["input_ids"][-5:].tolist() != blocks[0]["input_ids"][-5:].tolist()
 
 
-def test_conversations_are_those_of_the_file_without_what_cannot_be_learnt(chats, tmp_path):
+def test_conversations_are_those_of_the_file_without_what_cannot_be_learnt(chats, tmp_path, monkeypatch):
     samples = make_samples(read_documents(chats, tmp_path), ByteTokenizer(), BLOCK, tmp_path)
     source = streamed(chats, "messages", ByteTokenizer(), BLOCK)
     for k in range(2 * len(samples)):  # twice over
@@ -72,7 +73,8 @@ def test_conversations_are_those_of_the_file_without_what_cannot_be_learnt(chats
         length = int(samples.lengths([k % len(samples)])[0])
         assert found.pop("attention_mask") == [1] * length + [0] * (BLOCK - length)
         assert found == plain(samples[k % len(samples)])
-    with pytest.raises(UserError, match=r"no answer within the first 8 tokens: raise --block_size"):
+    monkeypatch.setattr(layouts, "_MOST_UNUSED", 200)  # of 10,000
+    with pytest.raises(UserError, match=r"201 conversations in a row have no answer within the first 8 tokens"):
         streamed(chats, "messages", ByteTokenizer(), 8)[0]
 
 

@@ -1,4 +1,4 @@
-"""Signals to real processes: what ends at once, what waits for the end of a step, who ends with its launcher."""
+"""Signals to single processes: what ends at once, what waits for the end of a step, who ends with its launcher."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.training.process.launcher import Launcher, _as_typed, with_resume
-
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.ranks
 PROGRAM = """
 import os, sys, time
 from harness.training.process import signals
@@ -206,11 +205,3 @@ def test_the_deepspeed_command_that_is_interrupted_alone_prints_no_traceback(cha
     assert "Traceback" not in said
     assert said == ("SIGINT before the first step: the run has ended\n" if doing == "preparing" else "")
     assert code == 256 - signal.SIGTERM  # of sys.exit(-15)
-
-
-def test_the_command_that_goes_on() -> None:
-    words = ["deepspeed", "train.py", "--resume_from_checkpoint", "old", "--seed", "1"]
-    assert with_resume(words) == ["deepspeed", "train.py", "--seed", "1", "--resume_from_checkpoint", "auto"]
-    assert with_resume(with_resume(words)) == with_resume(words)
-    assert _as_typed(["/usr/bin/python3", "train.py"]) == ["/usr/bin/python3", "train.py"]
-    assert Launcher.find().links == ()

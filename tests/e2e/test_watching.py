@@ -1,4 +1,4 @@
-"""Before the ranks have met: one that is stopped, and holds what another waits for, is found and ended."""
+"""A rank that hangs ends the run: one that is stopped before the ranks have met, and one whose data sleeps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.ranks
 
 HOLDER = """
 import fcntl, pathlib, sys, time
@@ -49,3 +53,32 @@ def test_a_rank_that_is_stopped_while_it_holds_a_lock_ends_the_run(tmp_path: Pat
     )
     assert holder.wait(10) == -signal.SIGKILL
     assert json.loads((records / "rank-0.json").read_text())["error"] == "Hang"
+
+
+LOADER = """
+import sys, time
+import torch
+from harness import Trainer, TrainingArguments
+class Data:
+    read = 0
+    def __len__(self): return 8
+    def __getitem__(self, i):
+        Data.read += 1
+        if Data.read > 40:
+            time.sleep(600)
+        return torch.ones(2), torch.ones(1)
+args = TrainingArguments(deepspeed_config={"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4},
+    output_dir=sys.argv[1], max_steps=50, save_steps=0, hang_seconds=3)
+Trainer([torch.nn.Linear(2, 1)], args, Data(), loss_fn=lambda a, b: (a - b).square().mean()).train()
+"""
+
+
+def test_a_data_loader_that_sleeps_ends_the_run_with_one_line_and_the_stacks(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-c", LOADER, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "rank 0 (stage 0" in line and "hangs in step" in line and "during: reading data" in line
+    (file,) = tmp_path.glob("hang-*.txt")
+    assert str(file) in line and "in __getitem__" in file.read_text()

@@ -12,9 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from harness.resilience.on_host.messages import MARK, Order, Preparation
 from harness.resilience.on_host.standby import TITLE
 from harness.topology.processes import children_of, command_of, status_of
+
+pytestmark = pytest.mark.ranks
 
 WRITE_PID = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
 REPORT = r"""
