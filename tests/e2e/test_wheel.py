@@ -67,7 +67,7 @@ def test_every_module_and_every_file_that_it_reads_travels(wheel):
         str(path.relative_to(ROOT) if top == "harness" else Path("harness", path.relative_to(ROOT)))
         for top in ("harness", "models", "ds_configs")
         for path in (ROOT / top).rglob("*")
-        if path.suffix in {".py", ".json", ".typed", ".css", ".js"} and not is_behind_a_link(path)
+        if path.suffix in {".py", ".json", ".typed", ".css", ".js", ".html", ".md"} and not is_behind_a_link(path)
     }
     assert {"harness/ds_configs/zero3.json", "harness/models/presets/tiny-llama/config.json"} < expected
     carried = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("harness/")}
@@ -77,6 +77,15 @@ def test_every_module_and_every_file_that_it_reads_travels(wheel):
 def test_a_preset_is_found_by_its_name(run):
     done = run("-c", "from harness.config import load; print(load('zero3').data['zero_optimization']['stage'])")
     assert done.stdout.strip() == "3", done.stderr
+
+
+def test_the_planner_page_is_written_from_the_installed_sources(run):
+    asked = ("--model", "tiny-llama", "--world_size", "2", "--hardware", "h100", "--page", "page.html")
+    code = "import sys; from harness.cli import main; sys.exit(main())"
+    done = run("-c", code, "plan", *asked, PATH="")
+    assert done.returncode == 0, done.stderr
+    size = run("-c", "from pathlib import Path; print(Path('page.html').stat().st_size)")
+    assert int(size.stdout) > 100_000
 
 
 def test_the_package_imports_without_torch_or_a_compiler(run):
