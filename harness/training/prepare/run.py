@@ -25,6 +25,7 @@ from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.prints import silence_prints
 from harness.errors import UserError
 from harness.hf.lora import saved_name
+from harness.parallel.memory import keep_freed_memory
 from harness.topology.agreement import all_or_none, check_agreement, values_of_all
 from harness.topology.groups import Groups, build_groups
 from harness.training.arguments import TrainingArguments
@@ -168,6 +169,7 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
         samples=samples,
         expected=expected,
     )
+    keep_freed_memory(context.device)
     if inputs.args.saves:
         state = run.engine_state
         templates(state.engine.optimizer, state.held())  # an optimizer whose state cannot be saved is refused now
