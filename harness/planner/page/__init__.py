@@ -6,6 +6,6 @@ build on each other:
 - `expressions.py`, `calls.py`, `statements.py`: a subset of Python as JavaScript; `parts/runtime.js`: what that needs
 - `program.py`: the functions that a page calls, and all that these need
 - `content.py`: which functions these are, and the files that they read
-- `write.py`: the page, of `parts/`: its form and drawings (`page.html`, `page.css`, `page.js`), well-known models, and
-  the table of `docs/predictions.md`
+- `write.py`: the page, of `parts/`: its form and drawings (`page.html`, `page.css`, `page.js`, `draw.js`), well-known
+  models, and the tables of `docs/predictions.md`
 """

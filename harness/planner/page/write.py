@@ -50,6 +50,7 @@ def page(model: str, hardware: str, task: Task) -> str:
         "data": json.dumps(held, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "runtime": (PARTS / "runtime.js").read_text("utf-8"),
         "program": program(),
+        "drawing": (PARTS / "draw.js").read_text("utf-8"),
         "script": (PARTS / "page.js").read_text("utf-8"),
     }
     before, *pieces = (PARTS / "page.html").read_text("utf-8").split("{{")
