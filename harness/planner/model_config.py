@@ -109,7 +109,9 @@ def text_decoder(config: Mapping[str, object], source: str) -> DecoderShape:
 
 def decoder_of(config: Mapping[str, object], source: str) -> DecoderShape:
     """Return the shape of a config.json; `source` is what the user calls it."""
-    defaults = _family(config).get("sizes", {})
+    defaults = {**_family(config).get("sizes", {})}
+    if "sliding_window" in config:
+        defaults["window"] = 0  # null says that there is none
     sizes = {name: _first(config, keys, defaults.get(name, 0)) for name, keys in SIZE_NAMES.items()}
     for name in ("layers", "hidden", "heads", "vocab"):
         if sizes[name] < 1:

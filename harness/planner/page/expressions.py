@@ -1,6 +1,6 @@
 """Python expressions as JavaScript, for the subset of Python that the planner is written in.
 
-What the subset lacks is refused by `Untranslatable`, with file and line. Names of modules and built-ins are resolved by
+What the subset lacks is refused by `Untranslatable`, with its line. Names of modules and built-ins are resolved by
 the caller (`program.py`); what Python does and JavaScript does not (floor division, truth of empty lists, dictionaries,
 negative indices) is a function of `runtime.js`, which the page knows as `py`. A dictionary is a Map, a list or a tuple
 an Array, a set a Set, None is null.

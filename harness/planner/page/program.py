@@ -132,7 +132,11 @@ class Program:
         elif node is None:
             raise Untranslatable(ast.Pass(), f"{name} is not defined at the top of its module")
         else:
-            self._define(module, node, javascript)
+            try:
+                self._define(module, node, javascript)
+            except Untranslatable as error:
+                error.add_note(f"in {name}")
+                raise
         return self.found[name]
 
     def _define(self, module: Module, node: Definition, javascript: str) -> None:

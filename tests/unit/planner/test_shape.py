@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.errors import UserError
 from harness.hf.locate import PRESETS, presets
-from harness.planner.model_config import read_decoder
+from harness.planner.model_config import decoder_of, read_decoder
 
 CHANGES = {
     "llama": {"attention_bias": True, "num_key_value_heads": 2, "head_dim": 48, "num_hidden_layers": 3},
@@ -51,3 +51,10 @@ def test_a_model_without_layers_is_refused_in_one_line(layers, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": layers}))
     with pytest.raises(UserError, match="num_hidden_layers above 0"):
         read_decoder(str(tmp_path))
+
+
+def test_a_window_that_is_null_is_none():
+    config = {"model_type": "mistral", "num_hidden_layers": 1}
+    assert decoder_of(config, "its family's").layers[0].window == 4096
+    assert decoder_of(config | {"sliding_window": 512}, "its own").layers[0].window == 512
+    assert decoder_of(config | {"sliding_window": None}, "none").layers[0].window == 0
