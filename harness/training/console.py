@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -53,8 +53,15 @@ class Console:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the user sees a terminal, where a line can be redrawn."""
-        return self.out.isatty()
+        """Whether the user sees a terminal, where a line can be redrawn.
+
+        One that does not say how wide it is, as in `docker exec -t`, would show empty bars.
+        """
+        if not self.out.isatty():
+            return False
+        with suppress(OSError):
+            return os.get_terminal_size(self.out.fileno()).columns > 0
+        return True
 
 
 def plain_console(rank: int) -> Console:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.topology.agreement import require_alike
-from harness.training.batches.collate import AnyDataset, Collator, MapDataset
+from harness.training.batches.collate import AnyDataset, Collator, MapDataset, collate
 from harness.training.batches.evaluation import EvaluationData, by_prefix, evaluation_batches, evaluation_steps
 from harness.training.batches.padding import at_longest
 from harness.training.batches.same_data import require_same_data
@@ -23,6 +23,7 @@ from harness.training.engine.kept_outputs import KeptOutputs
 from harness.training.engine.losses import Loss, RouterLoss
 from harness.training.metrics import OwnMetrics
 from harness.training.nonfinite import NonFinite
+from harness.training.prepare.inputs.datasets import later_dataset
 from harness.training.prepare.run import PreparedRun
 from harness.training.process import signals
 from harness.training.process.distributed import any_rank
@@ -56,7 +57,8 @@ def evaluation_metrics(
             differs between ranks.
     """
     kept = KeptOutputs(run.engine, own.preprocess) if own.compute is not None else None
-    return _evaluated(run, read_all(dataset, "eval_dataset"), own, prefix, kept, is_new=is_new)
+    data = _tokens(run, dataset, "eval_dataset") if is_new else read_all(dataset, "eval_dataset")
+    return _evaluated(run, data, own, prefix, kept, is_new=is_new)
 
 
 class EvaluatingTrainer(RunningTrainer, Protocol):
@@ -95,9 +97,16 @@ def predict(run: PreparedRun, dataset: AnyDataset, own: OwnMetrics, prefix: str)
     from transformers.trainer_utils import PredictionOutput
 
     kept = KeptOutputs(run.engine, own.preprocess, everywhere=True)
-    metrics = _evaluated(run, read_all(dataset, "test_dataset"), own, prefix, kept, is_new=True)
+    metrics = _evaluated(run, _tokens(run, dataset, "test_dataset"), own, prefix, kept, is_new=True)
     predictions, labels = kept.joined()
     return PredictionOutput(predictions=predictions, label_ids=labels, metrics=metrics)
+
+
+def _tokens(run: PreparedRun, dataset: AnyDataset, name: str) -> MapDataset:
+    """Return the samples of a data set that the run did not begin with."""
+    inputs, source = run.inputs, run.plan.source if run.inputs.data_collator is collate else None
+    data = read_all(dataset, name)
+    return later_dataset(data, name, run.plan.data.tokenizer, source, run.args, inputs.env, run.console)
 
 
 def _evaluated(

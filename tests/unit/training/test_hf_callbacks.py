@@ -11,6 +11,7 @@ import transformers
 
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from harness.training.callbacks import TrainerControl, instance
+from harness.training.data.tokenizer import load_tokenizer
 from tests.distributed.training import rows
 
 
@@ -58,6 +59,17 @@ def test_a_callback_of_theirs_and_several_evaluation_sets(tmp_path: Path, capsys
     assert "step 3: test loss" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"evaluate\('c'\): eval_dataset has no data set of that name"):
         trainer.evaluate("c")
+    trainer.close()
+
+
+def test_text_is_tokenised_whenever_it_is_given(tmp_path: Path) -> None:
+    text = [{"text": "a line of text, and another one"}] * 9
+    args = settings(tmp_path, block_size=32, eval_steps=None)
+    trainer = Trainer("tiny-llama", args, text, text, processing_class=load_tokenizer("bytes", tmp_path))
+    metrics = trainer.evaluate()
+    found = trainer.predict(text)
+    assert found.predictions.shape[:2] == (metrics["eval_samples"], 32)
+    assert found.metrics["test_loss"] == metrics["eval_loss"] == trainer.evaluate({"a": text})["eval_a_loss"]
     trainer.close()
 
 

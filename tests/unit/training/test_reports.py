@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import os
+import struct
 import subprocess
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import pytest
 from harness import TrainingArguments, UserError
 from harness.training.arguments.themes.reporting import monitor_sections, require_packages
 from harness.training.callbacks import StepRecord, TrainerControl, TrainerState
-from harness.training.console import plain_console
+from harness.training.console import Console, plain_console
 from harness.training.prepare.configure import read_run_config
 from harness.training.report.monitors import Monitors
 from harness.training.report.origin import data_files, git_state
@@ -122,3 +126,12 @@ def test_the_git_state_says_whether_files_are_changed(tmp_path: Path) -> None:
     assert state is not None and len(state["commit"]) == 40 and state["changed"] is False
     (tmp_path / "x").write_text("2")
     assert (git_state(tmp_path) or {})["changed"] is True
+
+
+@pytest.mark.parametrize(("columns", "is_terminal"), [(80, True), (0, False)])
+def test_a_terminal_that_has_no_width_gets_lines(columns: int, is_terminal: bool) -> None:
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(theirs, "w") as terminal:
+        assert Console(out=terminal, error=terminal, speaks=True).is_terminal is is_terminal
+    os.close(ours)

@@ -15,6 +15,7 @@ from harness.hf.causal import require_cut
 from harness.hf.locate import model_directory
 from harness.hf.skeleton import ModelSource
 from harness.topology.env import LaunchEnv
+from harness.training.arguments import TrainingArguments
 from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.batches.collate import AnyDataset, MapDataset
 from harness.training.batches.evaluation import EvaluationData, by_prefix
@@ -136,6 +137,25 @@ def _each(data: _Data | Mapping[str, _Data] | None, change: Callable[[_Data], Ma
     if isinstance(data, Mapping):
         return {name: change(each) for name, each in data.items()}
     return None if data is None else change(data)
+
+
+def later_dataset(
+    data: MapDataset,
+    name: str,
+    tokenizer: Tokenizer | None,
+    source: ModelSource | None,
+    args: TrainingArguments,
+    env: LaunchEnv,
+    console: Console,
+) -> MapDataset:
+    """Return a data set that the Trainer is given after its start, as tokens; all ranks call it."""
+    if source is None or holds_tokens(data):
+        return data
+    if tokenizer is None:
+        raise UserError(NEEDS_TOKENIZER)
+    say = Speaker(console.say, console.out if console.speaks and console.is_terminal else None)
+    lay_out = _layer_out(tokenizer, SampleForm.of(tokenizer, source, args), say)
+    return once_per_host(lambda: lay_out(as_documents(data, name, say)), env=env, store=shared_store())
 
 
 def own_tokenizer(model: object) -> Tokenizer | None:
