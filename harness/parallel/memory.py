@@ -3,7 +3,7 @@
 glibc keeps freed blocks of up to 32 MB for itself. Where large tensors are made and freed one after the other, with
 small ones kept in between (a layer is filled, a part of it is kept), a process would grow to a multiple of what it
 holds. Larger blocks go back to the system, and the kernel fills each page of the next one with zeros when it is first
-touched. Every step of training makes the same large tensors again: logits, and what ZeRO-3 gathers.
+touched. Every step of training makes the same large tensors again, as logits.
 """
 
 from __future__ import annotations

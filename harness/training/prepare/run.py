@@ -169,7 +169,8 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
         samples=samples,
         expected=expected,
     )
-    keep_freed_memory(context.device)
+    if context.is_pipeline:  # ZeRO-2 and ZeRO-3 are there to save memory, and would need up to half as much again
+        keep_freed_memory(context.device)
     if inputs.args.saves:
         state = run.engine_state
         templates(state.engine.optimizer, state.held())  # an optimizer whose state cannot be saved is refused now
