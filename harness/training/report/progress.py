@@ -49,7 +49,8 @@ class ProgressCallback(TrainerCallback):
         self._last_step = now
         left = f"{clock((state.max_steps - record.step) * self._seconds)} left"
         if self.bar is not None:
-            self.bar.set_postfix_str(", ".join([*_figures(record, self.unit), left]), refresh=False)
+            # a narrow terminal shows the beginning alone
+            self.bar.set_postfix_str(", ".join([left, *_figures(record, self.unit)]), refresh=False)
             self.bar.update()
         elif self._line_is_due(args, state, now):
             self._last_line = now

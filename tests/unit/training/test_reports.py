@@ -30,6 +30,19 @@ def test_the_time_left_is_smoothed_and_in_hours() -> None:
     assert 1.0 < smoothed(1.0, 9.0) < 5.0
 
 
+def record_of(step: int) -> StepRecord:
+    return StepRecord(
+        step=step,
+        loss=1.0,
+        grad_norm=None,
+        learning_rate=0.1,
+        tokens_per_second=1.0,
+        step_seconds=1.0,
+        consumed_samples=step,
+        epoch=0.1,
+    )
+
+
 @pytest.mark.parametrize(("given", "lines"), [({"logging_steps": 2}, [1, 2, 4, 5]), ({}, [1, 5])])
 def test_output_has_a_line_for_each_log_event_that_is_asked_for(
     given: dict[str, int], lines: list[int], capsys: pytest.CaptureFixture[str]
@@ -39,17 +52,7 @@ def test_output_has_a_line_for_each_log_event_that_is_asked_for(
     progress.on_train_begin(args, state, control)
     for step in range(1, 6):
         state.global_step = step
-        record = StepRecord(
-            step=step,
-            loss=1.0,
-            grad_norm=None,
-            learning_rate=0.1,
-            tokens_per_second=1.0,
-            step_seconds=1.0,
-            consumed_samples=step,
-            epoch=0.1,
-        )
-        progress.on_step_end(args, state, control, record=record)
+        progress.on_step_end(args, state, control, record=record_of(step))
     said = capsys.readouterr().out.splitlines()
     assert [int(line.split()[1].split("/")[0]) for line in said] == lines
 
@@ -135,3 +138,17 @@ def test_a_terminal_that_has_no_width_gets_lines(columns: int, is_terminal: bool
     with os.fdopen(theirs, "w") as terminal:
         assert Console(out=terminal, error=terminal, speaks=True).is_terminal is is_terminal
     os.close(ours)
+
+
+def test_a_narrow_bar_shows_the_time_left_and_the_loss() -> None:
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    args, state, control = TrainingArguments(), TrainerState(max_steps=2, global_step=1), TrainerControl()
+    with os.fdopen(theirs, "w") as terminal:
+        callback = ProgressCallback(Console(out=terminal, error=terminal, speaks=True))
+        callback.on_train_begin(args, state, control)
+        callback.on_step_end(args, state, control, record=record_of(1))
+        callback.on_train_end(args, state, control)
+        shown = os.read(ours, 1 << 16).decode().splitlines()[-1]
+    os.close(ours)
+    assert "0:00:00 left, loss" in shown and len(shown.rpartition("\r")[2]) <= 60
