@@ -34,7 +34,6 @@ class LineChart:
     title: str
     lines: Sequence[Line]
     marks: Sequence[Mark] = ()
-    is_log: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

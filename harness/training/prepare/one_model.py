@@ -26,8 +26,6 @@ from harness.topology.agreement import disagreement, values_of_all
 from harness.topology.groups import Groups
 from harness.training.console import Console
 
-Checksums = dict[str, int]
-
 
 def tensors_in_memory(model: Any, source: ModelSource | None, adaptation: Adaptation | None) -> dict[str, Tensor]:
     """Return the tensors, by name, of what the user made in this process.
