@@ -95,7 +95,8 @@ class LiftedForward:
         try:
             self.run(tokens, run)
         except ReachedLayer as reached:
-            return reached
+            # its traceback holds the frames of all callers, so the logits of a step would stay until a cycle is found
+            return reached.with_traceback(None)
         raise RuntimeError("the model's forward ended before its decoder layers were reached")
 
     @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -171,3 +173,17 @@ def test_a_large_vocabulary_makes_the_epilogue_the_most_expensive_layer() -> Non
 
 def _source(**changes: Any) -> ModelSource:
     return ModelSource(name="llama", config=config("llama", **changes), weights=None)
+
+
+def test_a_forward_leaves_nothing_to_the_collector_of_cycles() -> None:
+    def logits_of(built: BuiltLayers) -> weakref.ref[torch.Tensor]:
+        logits = run(built, torch.tensor([[3, 4, 5]]))
+        logits.sum().backward()
+        return weakref.ref(logits)  # the caller of every layer has it in its frame
+
+    built = build(prepare(ModelSource.of_model(model_of("llama"))))
+    gc.disable()
+    try:
+        assert logits_of(built)() is None
+    finally:
+        gc.enable()
