@@ -143,7 +143,7 @@ def _is_first(shard: Shard | None, groups: Groups) -> bool:
 
 def _elements(tensor: Tensor, run: Run) -> Tensor:
     """Return the elements of a run: of a tensor for one parameter all of it, in its shape."""
-    if tuple(tensor.shape) == run.shape:
+    if run.group is None and tuple(tensor.shape) == run.shape:  # a part of several may have the shape of one of them
         return tensor
     return tensor.view(-1)[run.offset : run.offset + run.length]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from harness.checkpoint.tensors.held import Held
 from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, create, places_in
+from harness.deepspeed.flat_tensors import DividedTogether, Run
 from harness.hf.weights.tensor_files import open_safetensors
 from harness.parallel.tensor.shard import Shard, share_of
 
@@ -81,3 +83,17 @@ def test_a_scalar_is_one_piece() -> None:
     (piece,) = Held(name="s", shape=(), shard=None, start=0, values=torch.tensor([2.0]), owned=True).pieces()
     assert piece[0] == ()
     assert piece[1].shape == ()
+
+
+def test_a_part_of_several_tensors_is_not_taken_for_one_that_has_its_shape() -> None:
+    group: Any = object()
+    part, first, second = torch.arange(1.0, 65.0), torch.zeros(64), torch.zeros(64)  # two norms on two ranks
+    stepped = DividedTogether(part, [first, second], [0, 64], group)
+
+    def pieces(parameter: torch.Tensor, length: int) -> list[torch.Tensor]:
+        run = Run(parameter=parameter, shape=(64,), start=0, length=length, offset=0, group=group)
+        held = Held(name="w", shape=(64,), shard=None, start=0, values=part, owned=True, stepped=(stepped, run))
+        return [values for _, values in held.of_state(part).pieces() if values.numel()]
+
+    assert torch.equal(torch.cat(pieces(first, 64)), part)
+    assert pieces(second, 0) == []
