@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -22,6 +23,7 @@ from harness.checkpoint.directories import Progress, finish, partial_name, prune
 from harness.checkpoint.engine_state import EngineState, stored
 from harness.checkpoint.integrity import newest
 from harness.checkpoint.manifest import contents
+from harness.checkpoint.residue import describe, write_residue
 from harness.checkpoint.run_lock import lock_directory
 from harness.checkpoint.tensors.held import Held
 from harness.checkpoint.tensors.kept_buffer import KeptBuffer
@@ -103,6 +105,11 @@ class BackgroundSave:
             plan_tensors(self._folder, stem, held, state.groups, one_file=stem in one_file)
             for stem, held in writer.copied(files)
         ]
+        self._residue: Callable[[], None] = lambda: None
+        if state.compression is not None and not target.model_only:
+            copied = {name: tensor.to("cpu", copy=True) for name, tensor in state.compression.state().items()}
+            description = describe(state.compression, str(state.groups.layout))
+            self._residue = partial(write_residue, self._folder, copied, description)
         self._try(lambda: self._open_folder(target))
         self._phases = self._write(target, progress)
         self._running = writer.run(next(self._phases))
@@ -158,6 +165,7 @@ class BackgroundSave:
     def _write_values(self) -> None:
         for plan in self._plans:
             plan.write()
+        self._residue()
 
     def _open_folder(self, target: Target) -> None:
         if self._first:

@@ -12,6 +12,7 @@ from harness.checkpoint.tensors.held import Held, held_tensors
 from harness.deepspeed.engine import loss_scaling
 from harness.deepspeed.flat_tensors import EngineOptimizer, Run, SteppedOn
 from harness.deepspeed.optimizer_states import Template, counted, template, torch_optimizer
+from harness.parallel.gradients.compressed import CompressedReduction
 from harness.topology.agreement import values_of_all
 from harness.topology.groups import Groups
 
@@ -25,12 +26,14 @@ class EngineState:
     Attributes:
         rename: the name in a checkpoint of a tensor of the engine's module.
         adapters: whether adapters are trained; the weights that they stand on are read from where they came.
+        compression: averages the gradients in few bits; None where they are not compressed.
     """
 
     engine: DeepSpeedEngine
     groups: Groups
     rename: Callable[[str], str]
     adapters: bool
+    compression: CompressedReduction | None = None
 
     @property
     def stem(self) -> str:

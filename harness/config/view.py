@@ -17,7 +17,7 @@ from harness.config.schema.normalize import as_read
 from harness.config.text.document import Document
 from harness.config.values.arguments import AutoValues
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import DEEPSPEED_1F1B, INDUCTOR, schedule_name
+from harness.config.values.layout_keys import DEEPSPEED_1F1B, GRADIENT_BITS, INDUCTOR, schedule_name
 from harness.config.values.pointers import AUTO, bf16_section, lookup, whole
 from harness.config.values.stage_parts import StageParts, stage_parts
 
@@ -139,6 +139,13 @@ class RunView:
             return None
         named = self.get("/compile/backend")
         return named if isinstance(named, str) and named != AUTO else INDUCTOR
+
+    @cached_property
+    def gradient_bits(self) -> int | None:
+        """Bits in which the config sends gradients between data-parallel ranks: 8, 4, 0 (as they are), None for
+        "auto"."""
+        asked = self.get(GRADIENT_BITS) if self.target == "harness" else None
+        return None if asked == AUTO else whole(asked) or 0
 
     @cached_property
     def expert(self) -> int:

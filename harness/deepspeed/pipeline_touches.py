@@ -6,6 +6,8 @@ from harness.deepspeed.touch import Touch
 
 PIPELINE_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 PIPELINE_MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
+ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 
 PIPELINE_TOUCHES = (
@@ -70,6 +72,39 @@ PIPELINE_TOUCHES = (
         "read before they are reduced, to sum those that are partial on tensor-parallel ranks",
         parameters=("param",),
         uses=("grad_accum", "grad"),
+    ),
+    # gradient_reduction
+    Touch(
+        "gradient_reduction: reduction of a step",
+        f"{PIPELINE_ENGINE}._exec_reduce_grads",
+        "replaced where gradients are compressed; at ZeRO-1 called afterwards, to take the means apart",
+        parameters=(),
+        uses=("_force_grad_boundary", "allreduce_gradients", "_bf16_reduce_grads"),
+    ),
+    Touch(
+        "gradient_reduction: sums of ZeRO-1",
+        f"{ZERO_1_2}.gradient_reduction_w_predivide",
+        "returns what it is given: the means are taken already",
+        parameters=("tensor", "communication_data_type"),
+    ),
+    Touch(
+        "gradient_reduction: a bucket of ZeRO-1",
+        f"{ZERO_1_2}.average_tensor",
+        "with `reduce_scatter` off it calls nothing else that sends",
+        parameters=("tensor", "communication_data_type"),
+        uses=("reduce_scatter", "gradient_reduction_w_predivide", "_add_full_reduction_to_compact_grad_partition"),
+    ),
+    Touch(
+        "gradient_reduction: gradients of the bf16 optimizer",
+        BF16,
+        "it steps by them, in the order of the parameters",
+        sets=("fp32_groups_gradients", "bf16_groups"),
+    ),
+    Touch(
+        "gradient_reduction: scale of the loss",
+        f"{ENGINE}._get_optimizer_loss_scale",
+        "what rounding has taken away is scaled with the gradients",
+        parameters=(),
     ),
     # schedule
     Touch(

@@ -5,11 +5,16 @@ A test looks each of them up in the installed DeepSpeed, and names the ones that
 
 from __future__ import annotations
 
-from harness.deepspeed.pipeline_touches import BF16, PIPELINE_ENGINE, PIPELINE_MODULE, PIPELINE_TOUCHES
+from harness.deepspeed.pipeline_touches import (
+    BF16,
+    ENGINE,
+    PIPELINE_ENGINE,
+    PIPELINE_MODULE,
+    PIPELINE_TOUCHES,
+    ZERO_1_2,
+)
 from harness.deepspeed.touch import Touch
 
-ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 STAGE3 = "deepspeed.runtime.zero.stage3"
 ZERO_3 = f"{STAGE3}:DeepSpeedZeroOptimizer_Stage3"
 INIT = "deepspeed.runtime.zero.partition_parameters:Init"

@@ -7,9 +7,10 @@ from harness.config.resolving.resolved import Filled
 from harness.config.values.arguments import OPTIMIZERS
 from harness.config.values.batch import ACCUMULATION, MICRO, TRAIN, complete, stated_sizes
 from harness.config.values.json_object import JsonObject
+from harness.config.values.layout_keys import GRADIENT_BITS
 from harness.config.values.pointers import AUTO, bf16_section, put
 
-_MEANINGFUL_AUTO = {"/data_types/keep_in_fp32_modules", "/tensor_parallel/autotp_size"}
+_MEANINGFUL_AUTO = {"/data_types/keep_in_fp32_modules", "/tensor_parallel/autotp_size", GRADIENT_BITS}
 
 
 def fill_batch(run: Resolution, data_parallel: int) -> None:

@@ -104,6 +104,7 @@ def _resolved(run: Resolution, view: RunView, stage: int) -> Resolved:
         partition=partition_method(view.get("/pipeline/partition")) or PARTITIONS[0],
         schedule=schedule_name(view.get("/pipeline/schedule")) or SCHEDULES[0],
         parts=view.parts,
+        gradient_bits=view.gradient_bits,
         activation_checkpoint_interval=view.size("/pipeline/activation_checkpoint_interval") or 0,
     )
 

@@ -38,4 +38,5 @@ class Resolved:
     partition: str  # balanced, measured, uniform, parameters or type:REGEX
     schedule: str  # of the pipeline: one of `layout_keys.SCHEDULES`
     parts: StageParts  # of the model, and which stage has which
+    gradient_bits: int | None  # of gradients between data-parallel ranks: 8, 4, 0 for as they are; None: by the link
     activation_checkpoint_interval: int  # in decoder layers; 0 is off

@@ -20,6 +20,8 @@ SPLIT_BACKWARD = (ZERO_BUBBLE, INTERLEAVED_ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_
 """The schedules that put off weight gradients."""
 INDUCTOR = "inductor"
 """The backend of torch.compile where none is named."""
+GRADIENT_BITS = "/gradient_compression/bits"
+GRADIENT_BITS_CHOICES = (0, 4, 8)
 # sizes that the harness itself reads, and the least that each may be; DeepSpeed takes any value for them
 LEAST = {
     "/pipeline/stages": 1,

@@ -44,6 +44,7 @@ from harness.topology.groups import Groups
 from harness.training.arguments import TrainingArguments
 from harness.training.arguments.themes.reporting import MONITORS
 from harness.training.engine.clipping import correct_clipping
+from harness.training.engine.compression import compress_gradients
 from harness.training.engine.engine import Engine, PipelineStages, WholeModel
 from harness.training.engine.evidence import GuardedLoss
 from harness.training.engine.losses import Loss
@@ -131,16 +132,20 @@ def build_engine(
     torch.manual_seed(context.args.seed + context.groups.coordinate.dp_rank + 1000 * context.groups.coordinate.stage)
     if context.resolved.zero_stage == 3 and traits.draws:
         copy_hooked_inputs(module)
+    compression = None
     if isinstance(module, LayerSequence):
         announce_layers(module.calls)
     else:
+        compression = compress_gradients(engine, context.groups, context.resolved.gradient_bits, context.device)
         put_off_sums(module.parameters())
         before_reduction(engine, partial(sum_once, list(module.parameters()), accumulated_gradient))
         follow_schedule(engine, context.resolved.schedule, context.resolved.parts)
         announce_instructions(engine, beat)
         guarded.release = partial(forget_outputs, engine)
     kind = PipelineStages if context.is_pipeline else WholeModel
-    return kind(engine, context.groups, guarded, context.device, context.dtype, context.args.seed, keys)
+    built = kind(engine, context.groups, guarded, context.device, context.dtype, context.args.seed, keys)
+    built.compression = compression
+    return built
 
 
 def _build_module(

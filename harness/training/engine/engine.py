@@ -22,6 +22,7 @@ from harness.deepspeed.engine import evaluate_pipeline, scales_loss_dynamically
 from harness.errors import UserError
 from harness.parallel.draws import DrawKeys
 from harness.parallel.generators import own_generators, seed_of
+from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.values import Value
 from harness.topology.groups import Groups
 from harness.training.batches.collate import MicroBatch
@@ -66,7 +67,10 @@ class Engine(ABC):
         schedule: brings the learning rate to any step.
         compared: whether the ranks are known to read the same data.
         keys: what random numbers in the layers depend on; None where they draw none.
+        compression: averages the gradients; None where DeepSpeed does.
     """
+
+    compression: CompressedReduction | None = None
 
     def __init__(
         self,

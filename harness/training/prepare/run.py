@@ -35,6 +35,7 @@ from harness.training.batches.stream import BatchStream
 from harness.training.batches.tokens_only import TokenCollator
 from harness.training.console import Console
 from harness.training.engine.build import RunContext, build_engine
+from harness.training.engine.compression import settle_compression
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import logits_loss
 from harness.training.prepare import startup_report
@@ -124,6 +125,7 @@ class PreparedRun:
             groups=self.groups,
             rename=(lambda key: saved_name(name(key))) if adapters else name,
             adapters=adapters,
+            compression=self.engine.compression,
         )
 
 
@@ -133,7 +135,7 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
     if console.log is None:  # nothing keeps DeepSpeed's words apart from the program's own
         silence_prints()
     context, foreign_groups = _join(inputs, plan)
-    plan = replace(plan, checkpoint=intact_checkpoint(plan, inputs))
+    plan = replace(plan, checkpoint=intact_checkpoint(plan, inputs), resolved=context.resolved)
     startup_report.placement(console, plan.layout, inputs.env)
     take_first_ranks(tensors_in_memory(inputs.model, plan.source, plan.adaptation), context.device, console)
     collator = inputs.data_collator if plan.source is None else TokenCollator(inputs.data_collator)
@@ -204,7 +206,8 @@ def _join(inputs: RunInputs, plan: RunPlan) -> tuple[RunContext, frozenset[dist.
         HERE.rank, HERE.stage = groups.rank, groups.coordinate.stage
         watch_run(args, groups, inputs.console)
     startup_report.version(inputs.console)
-    context = RunContext(args=args, resolved=plan.resolved, groups=groups, device=device, max_steps=plan.max_steps)
+    resolved = settle_compression(plan.resolved, groups, device, inputs.console)
+    context = RunContext(args=args, resolved=resolved, groups=groups, device=device, max_steps=plan.max_steps)
     return context, foreign_groups
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.syntax.values import show
+from harness.config.values.layout_keys import GRADIENT_BITS
 from harness.config.values.pointers import AUTO, name_of
 from harness.config.view import KeyOccurrence, RunView
 
@@ -33,7 +34,7 @@ _FILLED = frozenset(
     }
 )
 _HARNESS_FILLS = frozenset(
-    {"/pipeline/stages", "/pipeline/partition", "/tensor_parallel/autotp_size", "/bfloat16/enabled"}
+    {"/pipeline/stages", "/pipeline/partition", "/tensor_parallel/autotp_size", "/bfloat16/enabled", GRADIENT_BITS}
 )
 _ITS_OWN = frozenset({"/data_types/keep_in_fp32_modules"})  # DeepSpeed itself knows "auto" here
 _USED_AT_ONCE = frozenset({"/train_batch_size", "/train_micro_batch_size_per_gpu", "/gradient_accumulation_steps"})

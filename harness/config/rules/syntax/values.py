@@ -9,7 +9,7 @@ from harness.config.diagnostic import Edit, Severity
 from harness.config.rules.rule import Finding, rule
 from harness.config.schema.coercion import NAMES, Reading, read
 from harness.config.text import edits
-from harness.config.values.layout_keys import size_fault
+from harness.config.values.layout_keys import GRADIENT_BITS, size_fault
 from harness.config.values.pointers import AUTO, name_of
 from harness.config.view import KeyOccurrence, RunView
 
@@ -31,8 +31,9 @@ def _readings(view: RunView) -> Iterator[tuple[KeyOccurrence, Reading]]:
             continue
         if visit.value == AUTO and (visit.key.takes_auto or visit.section.is_pydantic):
             continue
-        if view.target == "harness" and not visit.section.is_pydantic and size_fault(visit.pointer, visit.value):
-            continue  # another rule refuses it
+        refused = size_fault(visit.pointer, visit.value) or visit.pointer == GRADIENT_BITS
+        if view.target == "harness" and not visit.section.is_pydantic and refused:
+            continue  # by another rule
         yield visit, read(visit.key, visit.value, pydantic=visit.section.is_pydantic)
 
 

@@ -1,0 +1,65 @@
+"""What compressed gradients have lost to rounding so far: a file of each rank in a checkpoint.
+
+It belongs to a rank and its layers, so only a run in the same layout goes on from it, then with the same numbers to the
+bit. Any other begins without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from harness.errors import UserError
+from harness.parallel.gradients.compressed import CompressedReduction
+from harness.topology.agreement import values_of_all
+
+
+def residue_file(checkpoint: Path) -> Path:
+    """Return where this rank's residue lies in a checkpoint."""
+    return checkpoint / f"gradient_residue-{dist.get_rank():05d}.safetensors"
+
+
+def write_residue(folder: Path, tensors: dict[str, Tensor], description: str) -> None:
+    """Write a copy of a reduction's state; UserError if that fails, as on a full disk."""
+    path = residue_file(folder)
+    try:
+        save_file(tensors, path, metadata={"describes": description})
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be written: {error}") from error
+
+
+def load_residue(reduction: CompressedReduction | None, checkpoint: Path, layout: str) -> bool:
+    """Go on with the residues in a checkpoint, or without any where they are of another layout; all ranks call it.
+
+    Return whether nothing that the checkpoint has is left out.
+    """
+    found = None if reduction is None else _read(residue_file(checkpoint), describe(reduction, layout))
+    whole = all(values_of_all(reduction is None or found is not None))
+    if reduction is not None and whole and found is not None:
+        reduction.set_state(found)
+    elif reduction is not None:
+        reduction.reset()
+    return whole
+
+
+def describe(reduction: CompressedReduction, layout: str) -> str:
+    """Return a text that is the same for reductions that can go on from each other's residue."""
+    placed = hashlib.sha256(str((list(reduction.sizes), list(reduction.kinds))).encode()).hexdigest()
+    return f"{layout}, rank {dist.get_rank()}, {reduction.bits} bits, {placed}"
+
+
+def _read(path: Path, description: str) -> dict[str, Tensor] | None:
+    """Return the tensors of a file that fits; None if there is none."""
+    if not path.exists():
+        return None
+    with safe_open(path, framework="pt") as file:
+        if file.metadata().get("describes") != description:
+            return None
+        found: dict[str, torch.Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    return found

@@ -1,0 +1,90 @@
+"""Rules about the gradients that data-parallel ranks exchange in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.diagnostic import Severity
+from harness.config.rules.deepspeed.offload import ZERO, offloads
+from harness.config.rules.rule import Finding, rule
+from harness.config.values.layout_keys import GRADIENT_BITS, GRADIENT_BITS_CHOICES
+from harness.config.values.pointers import AUTO
+from harness.config.view import RunView
+
+_IGNORES = "ignores the section, and sends gradients as they are"
+
+
+@rule(
+    "DS318",
+    "gradients-that-cannot-be-compressed",
+    Severity.ERROR,
+    claim="runs",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2},'
+    ' "gradient_compression": {"bits": 8}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1},'
+    ' "gradient_compression": {"bits": 8}}',
+)
+def gradients_that_cannot_be_compressed(view: RunView) -> Iterator[Finding]:
+    """gradient_compression is asked for where the harness cannot compress.
+
+    The harness compresses whole gradients once a step, at ZeRO stages 0 and 1, in 8 or 4 bits. ZeRO-2 and
+    ZeRO-3 reduce gradients in parts, in every backward pass. At stage 1 `overlap_comm`,
+    `contiguous_gradients: false` and an offloaded optimizer take gradients away before they are whole.
+    """
+    if view.target != "harness" or not view.has(GRADIENT_BITS):
+        return
+    if view.get(GRADIENT_BITS) not in (AUTO, *GRADIENT_BITS_CHOICES) or view.get(GRADIENT_BITS) is False:
+        yield Finding(
+            pointer=GRADIENT_BITS,
+            message="gradient_compression.bits is not 8, 4, 0 or auto",
+            hint='write 8, 4, 0 (off) or "auto"',
+            deepspeed=_IGNORES,
+            on_value=True,
+        )
+    elif view.gradient_bits != 0 and (obstacle := _obstacle(view)):
+        yield Finding(
+            pointer=GRADIENT_BITS,
+            message=f"gradients cannot be compressed with {obstacle[0]}",
+            hint=f"{obstacle[1]}, or remove gradient_compression",
+            deepspeed=_IGNORES,
+        )
+
+
+def _obstacle(view: RunView) -> tuple[str, str] | None:
+    """Return what of the config keeps gradients from being compressed, and the remedy."""
+    stage = view.zero_stage or 0
+    if stage > 1:
+        return f"ZeRO stage {stage}", "set zero_optimization.stage to 1 or 0"
+    if stage == 1 and offloads(view, "offload_optimizer"):
+        return "an offloaded optimizer", "remove offload_optimizer"
+    if stage == 1 and view.on(f"{ZERO}/overlap_comm"):
+        return "overlap_comm", "set overlap_comm to false"
+    if stage == 1 and view.as_read(f"{ZERO}/contiguous_gradients") is False:
+        return "contiguous_gradients false", "remove contiguous_gradients"
+    return None
+
+
+@rule(
+    "DS319",
+    "gradient-compression-without-effect",
+    Severity.WARNING,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "gradient_compression": {"bits": 8}}',
+    right='{"train_micro_batch_size_per_gpu": 1}',
+    world_size=1,
+)
+def gradient_compression_without_effect(view: RunView) -> Iterator[Finding]:
+    """gradient_compression is asked for where nobody compresses.
+
+    With one data-parallel rank there is nothing to send. Without the harness nobody reads the section.
+    """
+    asked = view.get(GRADIENT_BITS) not in (None, 0)
+    if asked and (view.target != "harness" or view.data_parallel == 1):
+        alone = view.target == "harness"
+        yield Finding(
+            pointer=GRADIENT_BITS,
+            message="gradient_compression has no effect: "
+            + ("there is one data-parallel rank" if alone else "only the harness knows it"),
+            hint="remove it" if alone else "remove it, or train with the harness",
+            deepspeed=_IGNORES,
+        )

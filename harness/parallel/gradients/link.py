@@ -1,0 +1,76 @@
+"""Whether gradients are worth compressing, from the time that some of them take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.parallel.gradients.compressed import Residue, compressed_mean
+from harness.parallel.gradients.quantize import BLOCK
+
+SAMPLE = 1 << 18
+"""Numbers of a trial: 1 MiB in float32."""
+CLEARLY = 0.8
+"""Fewer bits must take less than this part of the time: they cost accuracy, and a measurement is noisy."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for all ranks, and the seconds of a trial in each way, by the bits (0: float32) of the slowest
+    rank."""
+
+    bits: int
+    seconds: dict[int, float]
+
+    def __str__(self) -> str:
+        shown = ", ".join(
+            f"{'float32' if bits == 0 else f'{bits} bits'} {1e3 * seconds:.1f} ms"
+            for bits, seconds in self.seconds.items()
+        )
+        chosen = f"{self.bits} bits" if self.bits else "off"
+        return f"gradient compression: {chosen} (1 MiB of gradients: {shown})"
+
+
+def measure(group: dist.ProcessGroup | None, device: torch.device) -> Choice:
+    """Try float32, 8 and 4 bits among data-parallel ranks; all ranks of the world call it, and choose alike."""
+    times = torch.tensor([_seconds(bits, group, device) for bits in (0, 8, 4)], dtype=torch.float64, device=device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    seconds = dict(zip((0, 8, 4), times.tolist(), strict=True))
+    return Choice(choose(seconds), seconds)
+
+
+def choose(seconds: dict[int, float]) -> int:
+    """Return the bits, 0 for float32, given the seconds of each way."""
+    bits = 0
+    for fewer in (8, 4):
+        if seconds[fewer] < CLEARLY * seconds[bits]:
+            bits = fewer
+    return bits
+
+
+def _seconds(bits: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
+    if group is None:
+        return 0.0
+    ranks = dist.get_world_size(group)
+    values = torch.ones(SAMPLE // (BLOCK * ranks) * BLOCK * ranks, device=device)
+    residue = Residue.none(len(values), ranks, device)
+
+    def once() -> Tensor:
+        if bits:
+            return compressed_mean(values, residue, bits, group)
+        dist.all_reduce(values, group=group)
+        return values
+
+    return min(_timed(once) for _ in range(3))
+
+
+def _timed(work: Callable[[], Tensor]) -> float:
+    start = time.perf_counter()
+    work().flatten()[0].item()  # waits for the device
+    return time.perf_counter() - start

@@ -1,0 +1,45 @@
+"""Numbers in blocks of 128, each block with one scale: 8 or 4 bits a number.
+
+A block is one row of bytes: its scale in float32, then the numbers. A block with a number that is not finite comes
+back as NaN, so that whoever reads it sees it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+"""Numbers that share a scale."""
+_SCALE_BYTES = 4
+
+
+def row_bytes(bits: int) -> int:
+    """Return the bytes of a block on the wire."""
+    return _SCALE_BYTES + BLOCK * bits // 8
+
+
+def quantize(blocks: Tensor, bits: int) -> Tensor:
+    """Return the rows of bytes for float32 blocks of shape (n, BLOCK), rounded to the nearest of 255 or 15 values."""
+    most = 2 ** (bits - 1) - 1
+    largest = blocks.abs().amax(dim=1, keepdim=True)
+    scale = torch.where(largest.isfinite(), largest / most, torch.nan)
+    steps = (blocks / scale).nan_to_num_(nan=0.0).round_().clamp_(-most, most)  # 0 / 0 where a block is zero
+    rows = torch.empty(len(blocks), row_bytes(bits), dtype=torch.uint8, device=blocks.device)
+    rows[:, :_SCALE_BYTES] = scale.view(torch.uint8)
+    if bits == 8:
+        rows[:, _SCALE_BYTES:] = steps.to(torch.int8).view(torch.uint8)
+    else:
+        halves = steps.add_(8).to(torch.uint8)
+        rows[:, _SCALE_BYTES:] = halves[:, ::2] | (halves[:, 1::2] << 4)
+    return rows
+
+
+def dequantize(rows: Tensor, bits: int) -> Tensor:
+    """Return the float32 blocks, of shape (n, BLOCK), that rows of bytes stand for."""
+    scale = rows[:, :_SCALE_BYTES].contiguous().view(torch.float32)
+    body = rows[:, _SCALE_BYTES:]
+    if bits == 8:
+        return body.view(torch.int8).float().mul_(scale)
+    pairs = torch.stack((body & 15, body >> 4), dim=-1)
+    return pairs.view(len(rows), BLOCK).float().sub_(8).mul_(scale)
