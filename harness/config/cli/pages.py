@@ -30,6 +30,7 @@ STRICTER = {
     "/optimizer/params": "without a type it is never looked at",
     "/scheduler/params": "it is looked at when the schedule is built",
     "/timers": "a string or list is searched for the word throughput",
+    "/gradient_compression": "only the harness reads the section",
     "/expert_parallel": "an empty value counts as absent",
     "/data_efficiency/data_sampling/dynamic_batching/min_batch_size": "a fraction is cut, and a string converted",
     "/data_efficiency/data_sampling/dynamic_batching/max_batch_size": "a fraction is cut, and a string converted",

@@ -11,6 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
@@ -35,6 +36,7 @@ from harness.hf.layers.zero3_leaves import leaves_of_sequence
 from harness.parallel.comm import TensorParallel
 from harness.parallel.compiling import compile_modules
 from harness.parallel.draws import DrawKeys
+from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.pipeline.schedules.following import follow_schedule
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, deepspeed_topology
 from harness.parallel.tensor.summed_gradients import put_off_sums, sum_once
@@ -136,16 +138,24 @@ def build_engine(
     if isinstance(module, LayerSequence):
         announce_layers(module.calls)
     else:
-        compression = compress_gradients(engine, context.groups, context.resolved.gradient_bits, context.device)
-        put_off_sums(module.parameters())
-        before_reduction(engine, partial(sum_once, list(module.parameters()), accumulated_gradient))
-        follow_schedule(engine, context.resolved.schedule, context.resolved.parts)
-        announce_instructions(engine, beat)
+        compression = _change_steps(engine, context)
         guarded.release = partial(forget_outputs, engine)
     kind = PipelineStages if context.is_pipeline else WholeModel
     built = kind(engine, context.groups, guarded, context.device, context.dtype, context.args.seed, keys)
     built.compression = compression
     return built
+
+
+def _change_steps(engine: PipelineEngine, context: RunContext) -> CompressedReduction | None:
+    """Have a pipeline's engine sum partial gradients, average gradients and follow a schedule as the run asks; return
+    what averages, if DeepSpeed does not."""
+    resolved, parameters = context.resolved, list(engine.module.parameters())
+    compression = compress_gradients(engine, context.groups, resolved.gradient_bits, context.device)
+    put_off_sums(parameters)
+    before_reduction(engine, partial(sum_once, parameters, accumulated_gradient))
+    follow_schedule(engine, resolved.schedule, resolved.parts)
+    announce_instructions(engine, beat)
+    return compression
 
 
 def _build_module(

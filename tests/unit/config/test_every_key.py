@@ -53,6 +53,7 @@ ACTS = {
     "/pipeline/pipe_partitioned": "PipelineEngine",
     "/pipeline/grad_partitioned": "PipelineEngine",
     "/pipeline/use_reentrant": "the staged module",
+    "/gradient_compression": "the reduction of gradients of the harness",
     "/aio": "offloading to NVMe",
     "/checkpoint/tag_validation": "engine.save_checkpoint",
     "/checkpoint/use_node_local_storage": "engine.save_checkpoint",
