@@ -19,6 +19,7 @@ from harness.planner.workload import Strategy, Workload, layer_parameters
 ALLOCATOR_SHARE = 0.04  # of activations: blocks are rounded up, and gaps between them stay unused
 LOSS_CHUNK = 2**23  # logits that the cross entropy exponentiates at a time (harness/parallel/tensor/cross_entropy.py)
 FLAT_BUCKET = 5e8  # gradients, DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
+GATHERED = 5e8  # parameters at the end of a forward: their way through the backward is within stage3_max_reuse_distance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,9 @@ def _reduction_buffers(workload: Workload, strategy: Strategy, stage: Stage, hel
     """Return the bytes of gradients on their way, and of gathered parameters.
 
     Without ZeRO, and for bf16 at stage 1, DeepSpeed copies the gradients into flat buckets, on one rank too
-    (`allreduce_bucket` in runtime/engine.py); else one bucket fills while the other is reduced.
+    (`allreduce_bucket` in runtime/engine.py); else one bucket fills while the other is reduced. ZeRO-3 keeps what the
+    forward has gathered until the backward, as far as it is needed again soon (`__params_to_release` in
+    zero/partitioned_param_coordinator.py).
     """
     width, largest = workload.element_bytes, max((layer_parameters(strategy, x) for x, _ in stage.layers), default=0.0)
     if strategy.zero_stage == 0 or strategy.whole_gradients:
@@ -122,8 +125,8 @@ def _reduction_buffers(workload: Workload, strategy: Strategy, stage: Stage, hel
     if strategy.data == 1:
         return 0.0
     buckets = 2 * min(strategy.bucket, held) * width
-    if strategy.zero_stage == 3:
-        return buckets + 2 * largest * width  # the layer that computes and the next one
+    if strategy.zero_stage == 3:  # the layer that computes and the next one at least
+        return buckets + max(min(held, GATHERED), 2 * largest) * width
     return buckets + (
         largest * width if strategy.zero_stage == 2 else 0.0
     )  # a layer's gradients before they are reduced

@@ -25,7 +25,7 @@ from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.prints import silence_prints
 from harness.errors import UserError
 from harness.hf.lora import saved_name
-from harness.parallel.memory import keep_freed_memory
+from harness.parallel.memory import keep_freed_memory, malloc_trim
 from harness.topology.agreement import all_or_none, check_agreement, values_of_all
 from harness.topology.groups import Groups, build_groups
 from harness.training.arguments import TrainingArguments
@@ -171,6 +171,7 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
         samples=samples,
         expected=expected,
     )
+    malloc_trim()  # DeepSpeed has copied all parameters into flat tensors
     if context.is_pipeline:  # ZeRO-2 and ZeRO-3 are there to save memory, and would need up to half as much again
         keep_freed_memory(context.device)
     if inputs.args.saves:
