@@ -114,6 +114,12 @@ def bubble(
     return waits / (3 * micro_batches * parts.each + waits)
 
 
+def left_waits(stages: int, micro_batches: int, schedule: str, parts_per_stage: int | None = None) -> float:
+    """Return the share of the waits under 1F1B that a schedule leaves; 1 of a single stage, which has none."""
+    parts = stage_parts(stages, schedule, parts_per_stage)
+    return _waits(parts, micro_batches, schedule) / (3 * parts.each * (stages - 1)) if stages > 1 else 1.0
+
+
 def _waits(parts: StageParts, micro_batches: int, schedule: str) -> int:
     """Return how long a stage waits in a step, in units of the forward pass of one part."""
     p, v, missing = parts.stages, parts.each, max(0, parts.stages - micro_batches)
