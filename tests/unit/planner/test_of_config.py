@@ -134,7 +134,7 @@ def test_a_pipeline_idles_by_the_formula(stages: int, micro_batches: int, name: 
     )
     seconds = estimate(device(), Workload(shape=EVEN, sequence=64, precision="fp32"), strategy).seconds
     assert seconds.idle == pytest.approx(
-        bubble(stages, micro_batches, name, parts), rel=0.02
+        bubble(stages, micro_batches, name, parts), abs=0.002
     )  # the two ends differ a little
 
 
