@@ -285,6 +285,12 @@ TOUCHES = (
         "called by the harness's own Muon",
         parameters=("G", "steps"),
     ),
+    Touch(
+        "collectives: the backend of a process",
+        "deepspeed.comm.comm",
+        "three of its functions are replaced, on this object: ranks of one host share memory",
+        uses=("cdb", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "output_tensor", "input_tensor"),
+    ),
     # names by which DeepSpeed knows what it is given
     Touch(
         "a device of one's own",

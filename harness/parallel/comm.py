@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from harness.parallel.collectives.of_group import gathered, largest, summed
 from harness.parallel.compiling import eager
 
 Context: TypeAlias = Any
@@ -108,27 +109,22 @@ def split_to_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the sum of `x` over the group, in a new tensor, outside of the graph: for gradients."""
-    if group_size(group) == 1:
+    if group is None or group_size(group) == 1:
         return x
-    total = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+    return summed(x, group)
 
 
 def max_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the elementwise maximum of `x` over the group, in a new tensor, outside of the graph."""
-    if group_size(group) == 1:
+    if group is None or group_size(group) == 1:
         return x
-    largest = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return largest
+    return largest(x, group)
 
 
 def _join(x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
     padded = pad(x, (0, max(widths) - x.shape[-1])).contiguous()  # collectives want one size on all ranks
-    shares = [torch.empty_like(padded) for _ in widths]
-    dist.all_gather(shares, padded, group=group)
-    return torch.cat([share[..., :width] for share, width in zip(shares, widths, strict=True)], dim=-1)
+    shares = zip(gathered(padded, group), widths, strict=True)
+    return torch.cat([share[..., :width] for share, width in shares], dim=-1)
 
 
 def _own_share(x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:

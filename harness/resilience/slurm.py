@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from harness.errors import UserError
@@ -45,7 +46,7 @@ exit $code
 """
 
 
-def write_batch(options: Options) -> str:
+def write_batch(options: Options, argv: Sequence[str]) -> str:
     """Write the batch file; return its path. UserError where the number of hosts or ranks is not given."""
     assert options.slurm is not None
     if options.hostfile or options.include or options.exclude:
@@ -57,8 +58,7 @@ def write_batch(options: Options) -> str:
     command = [
         str(Path(sys.executable).with_name("ds-harness")),
         "launch",
-        *without(options.flags, {"--slurm", "--slurm_seconds"}),
-        *options.script,
+        *without(argv, {"--slurm", "--slurm_seconds"}),
     ]
     path = Path(options.slurm)
     text = BATCH.format(

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.config.model.shares import stretch
+from harness.parallel.collectives.of_group import gathered, scattered_sum
 from harness.parallel.comm import Context, apply, group_rank, group_size
 from harness.parallel.compiling import eager
 from harness.parallel.tensor.shared_input import keep_copy
@@ -128,16 +129,13 @@ def _gather(
 
 def _join(share: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Tensor:
     padded = _padded(share, max(widths))
-    parts = padded.new_empty((len(widths) * padded.shape[0], *padded.shape[1:]))
-    dist.all_gather_single(parts, padded.contiguous(), group=group)
-    shares = [part[:, :width] for part, width in zip(parts.chunk(len(widths)), widths, strict=True)]
+    shares = [part[:, :width] for part, width in zip(gathered(padded, group), widths, strict=True)]
     return torch.cat(shares, dim=1)
 
 
 def _reduce(partial: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Tensor:
     parts = torch.cat([_padded(part, max(widths)) for part in partial.split(list(widths), dim=1)])
-    total = parts.new_empty((partial.shape[0], *parts.shape[1:]))
-    dist.reduce_scatter_single(total, parts, group=group)
+    total = scattered_sum(parts, group)
     own = widths[group_rank(group)]
     return total if own == total.shape[1] else total[:, :own].contiguous()
 

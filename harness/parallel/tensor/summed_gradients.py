@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.parallel.collectives.of_group import sum_in_place
 from harness.parallel.comm import sum_over_group
 from harness.parallel.tensor.shard import Shard, shard_of
 
@@ -104,7 +105,8 @@ def sum_once(parameters: Iterable[nn.Parameter], gradient_of: Callable[[nn.Param
             pairs = list(same)
             wide = [of.widen(grad) for grad, of in pairs]
             total = torch.cat([grad.reshape(-1) for grad in wide])
-            dist.all_reduce(total, group=pairs[0][1].group)
+            if (group := pairs[0][1].group) is not None:
+                sum_in_place(total, group)
             parts = total.split([grad.numel() for grad in wide])
             for (grad, of), part, like in zip(pairs, parts, wide, strict=True):
                 grad.copy_(of.narrow(part.view_as(like)))

@@ -21,10 +21,18 @@ from harness.checkpoint.integrity import run_id
 from harness.checkpoint.run_lock import lock_directory, unlock_directory
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
+from harness.deepspeed.collectives import carry_collectives
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.prints import silence_prints
 from harness.errors import UserError
 from harness.hf.lora import saved_name
+from harness.parallel.collectives.of_group import (
+    gathers_in_memory,
+    leave_memory,
+    scatters_in_memory,
+    share_memory,
+    sums_in_memory,
+)
 from harness.parallel.memory import keep_freed_memory, malloc_trim
 from harness.topology.agreement import all_or_none, check_agreement, values_of_all
 from harness.topology.groups import Groups, build_groups
@@ -206,6 +214,9 @@ def _join(inputs: RunInputs, plan: RunPlan) -> tuple[RunContext, frozenset[dist.
         groups = build_groups(plan.layout, plan.resolved.parts.loss_stage)
         HERE.rank, HERE.stage = groups.rank, groups.coordinate.stage
         watch_run(args, groups, inputs.console)
+    if device.type == "cpu":
+        share_memory([groups.tp_group, groups.dp_group])
+        carry_collectives(sums_in_memory, gathers_in_memory, scatters_in_memory)
     startup_report.version(inputs.console)
     resolved = settle_compression(plan.resolved, groups, device, inputs.console)
     context = RunContext(args=args, resolved=resolved, groups=groups, device=device, max_steps=plan.max_steps)
@@ -275,6 +286,7 @@ def release(run: PreparedRun) -> None:
     """Let go of the engine's memory and of the process groups that were opened for the run."""
     ACTIVITY.stop_watching()
     release_engine(run.engine)
+    leave_memory()
     close_groups(run.foreign_groups)
     unlock_directory(run.output_dir)
 

@@ -11,7 +11,9 @@ from types import TracebackType
 
 from harness.checkpoint.directories import EVALUATIONS, METRICS
 from harness.config.values.json_object import JsonObject
+from harness.parallel.collectives.of_group import shares_memory
 from harness.topology.agreement import values_of_all
+from harness.topology.layout import AXES
 from harness.training.arguments.themes.reporting import monitor_sections
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.engine.continuation import continued
@@ -157,5 +159,6 @@ def describe(run: PreparedRun) -> JsonObject:
         "stage_boundaries": run.boundaries,
         "stages": [asdict(line) for line in run.stages],
         "expected": None if run.expected is None else run.expected.as_json(),
+        "shared_memory": [axis for axis in AXES if shares_memory(run.groups.along(axis))],
         "output_dir": str(run.output_dir.resolve()),
     }

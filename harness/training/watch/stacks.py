@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")
+COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/", "/harness/parallel/collectives/")
 HANDLES = ("/deepspeed/", "/torch/cuda/")  # where a method of these names waits for what was begun before
 WAITS = ("wait", "synchronize", "wait_stream")
 

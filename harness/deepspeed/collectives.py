@@ -1,0 +1,67 @@
+"""The collectives of DeepSpeed's ZeRO, which sum gradients and gather parameters, in other hands that take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from deepspeed.comm import comm
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+InPlace = Callable[[Tensor, ProcessGroup | None], bool]
+"""A tensor and its group; false where it is for torch.distributed."""
+Into = Callable[[Tensor, Tensor, ProcessGroup | None], bool]
+"""What to fill, a tensor and its group; likewise."""
+
+_SUMS = (comm.ReduceOp.SUM, dist.ReduceOp.SUM)
+
+
+class Done:
+    """What a collective that is done returns in the place of one that is under way."""
+
+    def wait(self) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return what there is to know."""
+        return True
+
+
+def carry_collectives(sums: InPlace, gathers: Into, scatters: Into) -> None:
+    """Ask these, before torch.distributed, to carry the sums, gathers and scattered sums of this process's DeepSpeed.
+
+    They are done when they return, and are asked in one order on all ranks.
+    """
+    backend = comm.cdb
+    of_torch = type(backend)
+
+    def all_reduce(
+        tensor: Tensor, op: object = comm.ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+    ) -> object:
+        if op in _SUMS and sums(tensor, group):
+            return Done() if async_op else None
+        return of_torch.all_reduce(backend, tensor, op, group, async_op)
+
+    def all_gather_into_tensor(
+        output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
+    ) -> object:
+        if gathers(output_tensor, input_tensor, group):
+            return Done() if async_op else None
+        return of_torch.all_gather_into_tensor(backend, output_tensor, input_tensor, group, async_op)
+
+    def reduce_scatter_tensor(
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        op: object = comm.ReduceOp.SUM,
+        group: ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> object:
+        if op in _SUMS and scatters(output_tensor, input_tensor, group):
+            return Done() if async_op else None
+        return of_torch.reduce_scatter_tensor(backend, output_tensor, input_tensor, op, group, async_op)
+
+    backend.all_reduce = all_reduce
+    backend.all_gather_into_tensor = all_gather_into_tensor
+    backend.reduce_scatter_tensor = reduce_scatter_tensor

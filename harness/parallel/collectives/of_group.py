@@ -1,0 +1,113 @@
+"""Sums, joins and shares of tensors over a process group: through memory that its ranks share, where they have opened
+it and the tensor is on the CPU, else by torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.parallel.collectives.host_memory import HostMemory
+from harness.topology.env import run_timeout
+
+_OPEN: dict[tuple[int, ...], HostMemory] = {}
+"""By the ranks that share it: DeepSpeed makes groups of its own of the same ranks."""
+
+
+def share_memory(groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """Open shared memory for the ranks of each of these groups that lies on one host; all ranks of a group call this
+    for it, in the same order."""
+    for group in groups:
+        if group is None:
+            continue
+        if (earlier := _OPEN.pop(_ranks(group), None)) is not None:  # a run that failed may have left it out of step
+            earlier.close()
+        if (memory := HostMemory.open(group, run_timeout())) is not None:
+            _OPEN[_ranks(group)] = memory
+
+
+def leave_memory() -> None:
+    """Close all shared memory."""
+    while _OPEN:
+        _OPEN.popitem()[1].close()
+
+
+def shares_memory(group: dist.ProcessGroup | None) -> bool:
+    """Whether the ranks of `group` share memory."""
+    return group is not None and _ranks(group) in _OPEN
+
+
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of `x` over the group, in a new tensor."""
+    if (memory := _memory(x, group)) is not None:
+        return memory.all_reduce(x)
+    total = _copy(x)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def sum_in_place(x: Tensor, group: dist.ProcessGroup) -> None:
+    """Replace `x`, contiguous, by its sum over the group."""
+    if (memory := _memory(x, group)) is not None:
+        memory.all_reduce(x, out=x)
+    else:
+        dist.all_reduce(x, group=group)
+
+
+def largest(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the elementwise maximum of `x` over the group, in a new tensor."""
+    if (memory := _memory(x, group)) is not None:
+        return memory.all_reduce(x, torch.maximum)
+    found = _copy(x)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return found
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
+    """Return the tensors of all ranks of the group, which have one shape."""
+    if (memory := _memory(x, group)) is not None:
+        return memory.all_gather(x).unbind()
+    whole = x.new_empty((dist.get_world_size(group) * x.shape[0], *x.shape[1:]))
+    dist.all_gather_single(whole, x.contiguous(), group=group)
+    return whole.view(-1, *x.shape).unbind()
+
+
+def scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's share, along the first dimension, of the sum of `x` over the group."""
+    if (memory := _memory(x, group)) is not None:
+        return memory.reduce_scatter(x)
+    total = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
+    dist.reduce_scatter_single(total, x.contiguous(), group=group)
+    return total
+
+
+def sums_in_memory(x: Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Replace `x` by its sum over the group, through shared memory alone; False where that cannot be."""
+    memory = None if not x.is_contiguous() else _memory(x, group or dist.group.WORLD)
+    return memory is not None and memory.all_reduce(x, out=x) is x
+
+
+def gathers_in_memory(whole: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Fill `whole` with the tensors of all ranks, likewise."""
+    memory = None if not whole.is_contiguous() else _memory(x, group or dist.group.WORLD)
+    return memory is not None and memory.all_gather(x, out=whole) is whole
+
+
+def scatters_in_memory(share: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Fill `share` with this rank's share of the sum of `x`, likewise."""
+    memory = None if not share.is_contiguous() else _memory(x, group or dist.group.WORLD)
+    return memory is not None and memory.reduce_scatter(x, out=share) is share
+
+
+def _memory(x: Tensor, group: dist.ProcessGroup | None) -> HostMemory | None:
+    return _OPEN.get(_ranks(group)) if _OPEN and group is not None and x.device.type == "cpu" else None
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,185 @@
+"""Collectives through memory that the ranks of one host share, against torch.distributed's.
+
+Three ranks and two are launched once each: a sum of two is made at once, a sum of more in shares.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness import Trainer
+from harness.parallel.collectives import neighbours, of_group
+from harness.parallel.collectives.host_memory import HostMemory
+from harness.training.prepare import run
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import STEPS, Curve, Job, arguments_of, rows
+
+pytestmark = pytest.mark.ranks
+CASES = [(size, dtype) for size in (1, 60_000) for dtype in (torch.float64, torch.bfloat16, torch.int64)]
+CASES += [(7, torch.float32), ((1 << 20) + 5, torch.float32)]  # summed at once, in shares, and in several pieces
+TOLERANCE = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.int64: 0.0}  # order of the sums
+
+
+def numbers(size: int, dtype: torch.dtype, rank: int) -> Tensor:
+    made = torch.randn(size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    return (made * 8).to(dtype)
+
+
+def results(x: Tensor, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    ranks = dist.get_world_size(group)
+    in_place = x.clone()
+    of_group.sum_in_place(in_place, group)
+    return {
+        "sum": of_group.summed(x, group),
+        "sum of a transposed tensor": of_group.summed(x.view(1, -1).expand(2, -1).t(), group),
+        "sum in place": in_place,
+        "largest": of_group.largest(x, group),
+        "joined": torch.cat(of_group.gathered(x, group)),
+        "share of a sum": of_group.scattered_sum(x.repeat(2 * ranks).view(2 * ranks, -1), group),
+    }
+
+
+def compare() -> dict[str, Any]:
+    group = dist.group.WORLD
+    assert group is not None
+    inputs = {case: numbers(*case, dist.get_rank()) for case in CASES}
+    wanted = {case: results(x, group) for case, x in inputs.items()}
+    of_group.share_memory([group, None])
+    shares = of_group.shares_memory(group)
+    with patch.object(dist, "all_reduce", None), patch.object(dist, "all_gather_single", None):
+        first = {case: results(x, group) for case, x in inputs.items()}
+        again = {case: results(x, group) for case, x in inputs.items()}
+    totals = {case: found["sum"] for case, found in first.items()}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, totals)
+    of_group.leave_memory()
+    return {
+        "shares": shares,
+        "left": of_group.shares_memory(group),
+        "errors": {
+            (*case, name): ((found - wanted[case][name]).abs().max() / wanted[case][name].abs().max()).item()
+            for case, every in first.items()
+            for name, found in every.items()
+        },
+        "equal again": all(torch.equal(again[case][name], first[case][name]) for case in first for name in first[case]),
+        "equal on all ranks": all(torch.equal(each[case], totals[case]) for each in everywhere for case in totals),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shared_memory_gives_what_torch_distributed_gives(ranks: int) -> None:
+    for found in run_ranks(ranks, compare):
+        assert found["shares"] and not found["left"]
+        assert found["equal again"]
+        assert found["equal on all ranks"]
+        wrong = {case: error for case, error in found["errors"].items() if not error <= TOLERANCE[case[1]]}
+        assert not wrong
+
+
+def opened(seconds: float) -> HostMemory:
+    group = dist.group.WORLD
+    assert group is not None
+    memory = HostMemory.open(group, timedelta(seconds=seconds))
+    assert memory is not None
+    return memory
+
+
+def words_of(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def fail() -> list[str]:
+    """What a rank says where the others are in another collective, late, and gone; what they forked lives on."""
+    rank = dist.get_rank()
+    unequal, late, gone = opened(60), opened(1), opened(60)
+    said = [words_of(lambda: unequal.all_reduce(torch.ones(2 + rank)))]
+    said.append(words_of(lambda: late.all_reduce(torch.ones(2))) if rank == 0 else "")
+    child = os.fork() if rank else 0
+    if rank and not child:
+        time.sleep(600)
+    dist.barrier()
+    if rank:
+        gone.close()
+    said.append(words_of(lambda: gone.all_reduce(torch.ones(2))) if rank == 0 else "")
+    if rank:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return said
+
+
+def test_a_rank_that_is_elsewhere_late_or_gone_is_named() -> None:
+    assert run_ranks(2, fail)[0] == [
+        "RuntimeError: ranks are in different collectives: 8 bytes here, 12 on rank 1",
+        "TimeoutError: timed out: rank 1 of the group did not come to a collective",
+        "ConnectionError: connection closed by peer: rank 1 of the group has ended",
+    ]
+
+
+def full(*_: object) -> None:
+    raise OSError("no space left")
+
+
+def without() -> list[tuple[bool, float]]:
+    """Whether memory is shared, and a sum, where one rank has another system, no memory, or another host."""
+    group, found = dist.group.WORLD, []
+    assert group is not None
+    here = neighbours.Path
+    elsewhere: list[Any] = [
+        patch.object(sys, "platform", "other"),
+        patch.object(os, "posix_fallocate", full),
+        patch.object(neighbours, "Path", lambda name: here("/proc/self/ns/mnt" if name.endswith("net") else name)),
+    ]
+    for other in elsewhere:
+        with patch.object(neighbours, "_MEETING_S", 2.0), other if dist.get_rank() else nullcontext():
+            of_group.share_memory([group])
+        found.append((of_group.shares_memory(group), of_group.summed(torch.ones(1), group).item()))
+    return found
+
+
+def test_ranks_that_cannot_share_memory_use_torch_distributed() -> None:
+    assert run_ranks(2, without) == [[(False, 2.0)] * 3] * 2
+
+
+def run_to_its_end(layout: str, folder: Path) -> tuple[Curve, dict[str, Any]]:
+    arguments = arguments_of(Job("tiny-llama", layout), str(folder), logging_steps=1)
+    trainer = Trainer("tiny-llama", arguments, train_dataset=rows())
+    trainer.train()
+    trainer.close()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["grad_norm"]) for line in lines], json.loads((folder / "run.json").read_text())
+
+
+def with_and_without(layouts: list[str], folder: Path) -> list[tuple[int, bool, list[str], list[str]]]:
+    """Steps of a run that shares memory, whether they have the numbers of one that does not, and what both say."""
+    found = []
+    for layout in layouts:
+        with patch.object(run, "share_memory", lambda _groups: None):
+            wanted, without = run_to_its_end(layout, folder / f"{layout}-without")
+        curve, shared = run_to_its_end(layout, folder / layout)
+        found.append((len(curve), curve == wanted, without["shared_memory"], shared["shared_memory"]))
+    return found
+
+
+def test_a_run_has_the_same_numbers_to_the_bit(tmp_path: Path) -> None:
+    axis_of = {"tp2z0": "tensor", "dp2z1": "data", "dp2z2": "data", "dp2z3": "data"}
+    found = run_ranks(2, with_and_without, list(axis_of), tmp_path, timeout_s=300)[0]
+    assert found == [(STEPS, True, [], [axis]) for axis in axis_of.values()]
