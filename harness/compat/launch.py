@@ -28,6 +28,7 @@ def run_families(
 
     A family that takes longer than `limit_s` seconds is given up; its row says so.
     """
+    _end_last_line(results)
     reported: set[str] = set()
     while True:
         rows = read_rows(results)
@@ -57,6 +58,14 @@ def read_rows(results: Path) -> dict[str, dict[str, str]]:
             continue
         rows[row.pop("family")] = row
     return rows
+
+
+def _end_last_line(results: Path) -> None:
+    """End a last line that was cut off, so that the next row does not become a part of it."""
+    content = results.read_bytes() if results.exists() else b""
+    if content and not content.endswith(b"\n"):
+        with results.open("a", encoding="utf-8") as file:
+            file.write("\n")
 
 
 def _append(results: Path, family: str, row: dict[str, str]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PretrainedConfig
 
+from harness.config.model.shape import experts_of
 from harness.parallel.pipeline.costs import LayerCost
 
 
@@ -26,7 +27,8 @@ def layer_costs(
         sequence_length: tokens in a sample.
         checkpointed: whether the activations of decoder layers are recomputed.
     """
-    first, *middle, last = (_weights(modules) for modules in layers)
+    experts = experts_of(config.get_text_config(decoder=True).to_dict())
+    first, *middle, last = (_weights(modules, *experts) for modules in layers)
     return [
         LayerCost(
             matmul_parameters=first.matrices,
@@ -54,13 +56,20 @@ class _Weights:
     lookup_width: int
 
 
-def _weights(modules: list[nn.Module]) -> _Weights:
-    """Count the parameters by what is done with them: matrices multiply, tables are looked up, vectors scale."""
+def _weights(modules: list[nn.Module], experts: int, chosen: int) -> _Weights:
+    """Count the parameters by what is done with them: matrices multiply, tables are looked up, vectors scale.
+
+    Of matrices that stand for `experts` experts, which are one tensor, a token meets the `chosen` ones.
+    """
     tables = [child for module in modules for child in module.modules() if isinstance(child, nn.Embedding)]
     looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
     rest = [p for module in modules for p in module.parameters() if id(p) not in looked_up]
     return _Weights(
-        matrices=sum(p.numel() for p in rest if p.dim() > 1),
+        matrices=sum(
+            p.numel() // experts * chosen if p.dim() > 2 and len(p) == experts else p.numel()
+            for p in rest
+            if p.dim() > 1
+        ),
         vectors=sum(p.numel() for p in rest if p.dim() == 1),
         lookup_width=sum(table.embedding_dim for table in tables),
     )

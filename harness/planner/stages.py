@@ -57,7 +57,7 @@ def _costs(shape: DecoderShape, sequence: int, checkpointed: bool) -> list[Layer
         LayerCost(lookup_width=tables * shape.hidden),
         *(
             LayerCost(
-                matmul_parameters=layer.matrix_parameters,
+                matmul_parameters=layer.active_parameters,
                 vector_parameters=layer.vectors,
                 attention_width=layer.output,
                 sequence_length=sequence,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from harness.config.values.batch import left_waits
+from harness.config.values.layout_keys import DEEPSPEED_1F1B, INTERLEAVED, INTERLEAVED_ZERO_BUBBLE, ZERO_BUBBLE
 from harness.planner.compute import Seconds
 from harness.planner.hardware import Hardware
 from harness.planner.layer_time import (
@@ -65,7 +67,7 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     slowest = max(range(len(stages)), key=lambda index: both[index])
     times = strategy.accumulation
     compute, tensor = times * own[slowest], times * traffic[slowest]
-    bubble = (sum(both) - both[slowest]) * _left_bubble(strategy) / strategy.virtual_stages
+    bubble = (sum(both) - both[slowest]) * _left_bubble(strategy)
     busy, whole = times * sum(both) / len(both), times * both[slowest] + bubble
     # On a crowded host a stage that waits leaves its core to another: either the cores are all at work, or the slowest
     # chain of stages has them to itself.
@@ -84,14 +86,15 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
 
 
 def _left_bubble(strategy: Strategy) -> float:
-    """Return the share of 1F1B's waits that the schedule leaves (Qi et al. 2024, section 3.1; no other leaves any).
-
-    With fewer micro-batches than stages zero-bubble has too few weight gradients to fill its waits.
-    """
-    if strategy.schedule == "1f1b" or strategy.pipeline == 1:
-        return 1.0
-    missing = max(0, strategy.pipeline - strategy.accumulation) / (strategy.pipeline - 1)
-    return (1 + missing) / 3 if strategy.schedule == "zero-bubble" else 0.0
+    """Return the share of 1F1B's waits that the schedule leaves; ZB-2p and ZB-V leave none (Qi et al. 2024)."""
+    several = strategy.virtual_stages > 1
+    if strategy.schedule == "1f1b":
+        name = INTERLEAVED if several else DEEPSPEED_1F1B
+    elif strategy.schedule == "zero-bubble":
+        name = INTERLEAVED_ZERO_BUBBLE if several else ZERO_BUBBLE
+    else:
+        return 0.0
+    return left_waits(strategy.pipeline, strategy.accumulation, name, strategy.virtual_stages)
 
 
 def _stage_compute(hardware: Hardware, workload: Workload, strategy: Strategy, stage: Stage) -> float:

@@ -79,7 +79,7 @@ def expert_exchange(hardware: Hardware, size: int, stride: int, token_bytes: flo
     if size == 1:
         return 0.0
     in_node = max(1, min(size, hardware.node_size // stride))
-    nodes = max(1, size // in_node)
+    nodes = -(-size // in_node)
     reached = nodes * (1 - (1 - 1 / nodes) ** copies)
     inside = token_bytes * copies * (in_node - 1) / in_node / hardware.node.bytes_per_second
     outside = token_bytes * reached * (nodes - 1) / nodes / hardware.network.bytes_per_second

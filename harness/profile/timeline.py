@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from harness.config.values.batch import bubble as idle_share
-from harness.config.values.layout_keys import DEEPSPEED_1F1B, ZERO_BUBBLE
+from harness.config.values.batch import left_waits
+from harness.config.values.layout_keys import DEEPSPEED_1F1B
 from harness.profile.record import COMPUTING, RankProfile, Span, StepProfile
 
 PEERS = {
@@ -38,11 +39,10 @@ def pipeline_seconds(stages: Sequence[float], micro_batches: int, schedule: str 
     """Return the seconds of a step: each stage once, and the slowest for every other micro-batch.
 
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
-    section 2.2.1, for stages of unequal time. The zero-bubble schedule leaves a third of the waits (Qi et al. 2024,
-    Zero Bubble Pipeline Parallelism, section 3.1).
+    section 2.2.1, for stages of unequal time. Other schedules leave a share of these waits.
     """
-    waits = sum(stages) - max(stages)
-    return micro_batches * max(stages) + (waits / 3 if schedule == ZERO_BUBBLE else waits)
+    waits = (sum(stages) - max(stages)) * left_waits(len(stages), micro_batches, schedule)
+    return micro_batches * max(stages) + waits
 
 
 def bubble(profile: StepProfile) -> Bubble | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -66,10 +67,19 @@ def _lines(run: RunFiles, key: str, color: str, is_named: bool) -> Iterator[Line
     if any(value is not None for _, value in values):
         x, y = zip(*values, strict=True)
         yield Line(name=run.name if is_named else "training", color=color, x=x, y=y)
-    evaluated = [(row["step"], _number(row.get(f"eval_{key}"))) for row in run.evaluations]
-    if any(value is not None for _, value in evaluated):
-        x, y = zip(*evaluated, strict=True)
-        yield Line(name=f"{run.name}, evaluation" if is_named else "evaluation", color=color, x=x, y=y, is_points=True)
+    for number, (name, title) in enumerate(_evaluations(run, key).items()):
+        points = [(row["step"], value) for row in run.evaluations if (value := _number(row.get(name))) is not None]
+        if points:
+            x, y = zip(*points, strict=True)
+            label, own = (f"{run.name}, {title}", color) if is_named else (title, of_run(number))
+            yield Line(name=label, color=own, x=x, y=y, is_points=True)
+
+
+def _evaluations(run: RunFiles, key: str) -> dict[str, str]:
+    """Return the titles of a curve by its names in the evaluations: one, or one for each named data set."""
+    names = dict.fromkeys(name for row in run.evaluations for name in row)
+    named = {name: match[1] for name in names if (match := re.fullmatch(rf"eval_(.+)_{key}", name))}
+    return {f"eval_{key}": "evaluation"} | {name: f"evaluation on {title}" for name, title in named.items()}
 
 
 def thinned(points: Sequence[Point]) -> Sequence[Point]:

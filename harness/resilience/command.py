@@ -17,13 +17,13 @@ def launch(argv: Sequence[str]) -> int:
     if options.slurm:
         from harness.resilience.slurm import write_batch
 
-        print(f"written: {write_batch(options, argv)}; start it with `sbatch {options.slurm}`")
+        print(f"written: {write_batch(options)}; start it with `sbatch {options.slurm}`")
         return 0
     if options.deepspeed_only:
         from harness.resilience.deepspeed_command import run_deepspeed
         from harness.resilience.script import without
 
-        return run_deepspeed(without(argv, {"--max_restarts", "--min_ranks"}))
+        return run_deepspeed([*without(options.flags, {"--max_restarts", "--min_ranks"}), *options.script])
     from harness.resilience.supervisor import Supervisor
 
     return Supervisor(options, find_hosts(options)).run()

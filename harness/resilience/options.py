@@ -41,10 +41,12 @@ class Options:
 
     Attributes:
         script: what runs on each rank, with its arguments.
+        flags: what stands before it.
         deepspeed_only: the flags that need the `deepspeed` command itself.
     """
 
     script: tuple[str, ...]
+    flags: tuple[str, ...]
     max_restarts: int
     min_ranks: int | None
     num_accelerators: int | None
@@ -73,11 +75,18 @@ def read_options(argv: Sequence[str]) -> Options:
     """Return the flags before the script, and the script with its arguments. UserError for what cannot be."""
     parser = _parser()
     given = vars(parser.parse_args(argv))
-    script, rest = given.pop("script"), given.pop("arguments")
+    start = len(argv) - len(given.pop("arguments")) - 1
+    start -= argv[start] != given.pop("script")  # argparse swallows a "--" behind the script
     only = [name for name in DEEPSPEED_ONLY if given.pop(name.removeprefix("--"))]
     for name in ("no_ssh_check", "force_multi", "quiet", "log_level"):
         given.pop(name)
-    options = Options(script=(script, *rest), deepspeed_only=tuple(only), **given)
+    options = Options(script=tuple(argv[start:]), flags=tuple(argv[:start]), deepspeed_only=tuple(only), **given)
+    _require(options)
+    return options
+
+
+def _require(options: Options) -> None:
+    """Raise UserError for flags that exclude each other, and for values out of range."""
     if options.include and options.exclude:
         raise UserError("--include and --exclude: give one of them")
     if (options.include or options.exclude) and (options.num_nodes or options.num_accelerators):
@@ -86,11 +95,15 @@ def read_options(argv: Sequence[str]) -> Options:
         value, least = getattr(options, name), 0 if name == "max_restarts" else 1
         if value is not None and value < least:
             raise UserError(f"--{name} {value}: must be at least {least}")
-    if only and options.max_restarts:
-        raise UserError(f"{only[0]} cannot be combined with --max_restarts: leave out one of them")
+    for name in ("master_port", "ssh_port"):
+        port = getattr(options, name)
+        if port is not None and not 0 < port < 2**16:
+            raise UserError(f"--{name} {port}: must be a port, from 1 to {2**16 - 1}")
+    if options.deepspeed_only and options.max_restarts:
+        only = options.deepspeed_only[0]
+        raise UserError(f"{only} cannot be combined with --max_restarts: leave out one of them")
     if options.hostfile and not Path(options.hostfile).is_file():
         raise UserError(f"--hostfile {options.hostfile}: no such file")
-    return options
 
 
 def _parser() -> argparse.ArgumentParser:

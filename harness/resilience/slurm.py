@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from harness.errors import UserError
@@ -46,7 +45,7 @@ exit $code
 """
 
 
-def write_batch(options: Options, argv: Sequence[str]) -> str:
+def write_batch(options: Options) -> str:
     """Write the batch file; return its path. UserError where the number of hosts or ranks is not given."""
     assert options.slurm is not None
     if options.hostfile or options.include or options.exclude:
@@ -58,7 +57,8 @@ def write_batch(options: Options, argv: Sequence[str]) -> str:
     command = [
         str(Path(sys.executable).with_name("ds-harness")),
         "launch",
-        *without(argv, {"--slurm", "--slurm_seconds"}),
+        *without(options.flags, {"--slurm", "--slurm_seconds"}),
+        *options.script,
     ]
     path = Path(options.slurm)
     text = BATCH.format(

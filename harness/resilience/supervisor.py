@@ -26,7 +26,7 @@ from harness.training.process.signals import SIGNALS
 from harness.wording import counted
 
 SAME_STEP = 3  # so often in a row a fault may happen at one step
-LONGEST_PAUSE_S = 60.0
+PAUSE_S = 2.0  # before a restart at the step of the last fault
 
 
 class Supervisor:
@@ -125,12 +125,13 @@ class Supervisor:
         self._log(cause, team)
         same = len(list(itertools.takewhile(lambda fault: fault[0].step == cause.step, reversed(self.faults))))
         if most and (restarts == most or same == SAME_STEP):
-            why = f"{most} restarts are used up" if restarts == most else f"{same} faults in a row at step {cause.step}"
+            used_up = f"{counted(most, 'restart')} {'is' if most == 1 else 'are'} used up"
+            why = used_up if restarts == most else f"{same} faults in a row at step {cause.step}"
             _say("\n  ".join([f"gave up: {why}", *(f"step {fault.step}: {fault.text}" for fault, _ in self.faults)]))
         if restarts == most or same == SAME_STEP:
             return cause.code
         self._leave_out_device()
-        pause = min(LONGEST_PAUSE_S, 2.0 ** (same - 1)) if same > 1 else 0.0
+        pause = PAUSE_S if same > 1 else 0.0
         _say(f"restart {restarts + 1} of {most}{f' in {pause:.0f} s' if pause else ''}")
         wait(pause, self.received)
         return None

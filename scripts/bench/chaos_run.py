@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -27,6 +28,7 @@ DAMAGE = ("truncated", "flipped", "swapped", "stale")
 MACHINE = ("full disk", "link down")  # need root: a disk and a network of the run's own
 STEPS, SAVE_STEPS, LIMIT_S, STOPPED_S, FULL_S, DOWN_S = 40, 8, 900.0, 3.0, 20.0, 45.0
 DISK = "64m"
+NUMBERS = itertools.count()
 IS_ROOT = os.geteuid() == 0 and shutil.which("ip") is not None
 
 
@@ -36,7 +38,7 @@ class Run:
     def __init__(self, layout: str, folder: Path, draw: random.Random) -> None:
         self.ranks, flags = LAYOUTS[layout]
         self.disk, self.log, self.draw = folder / "disk", folder / "log", draw
-        self.output, self.network = self.disk / "run", f"chaos-{os.getpid()}" if IS_ROOT else None
+        self.output, self.network = self.disk / "run", f"chaos-{os.getpid()}-{next(NUMBERS)}" if IS_ROOT else None
         self.disk.mkdir()
         if self.network:
             _do("mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", self.disk)

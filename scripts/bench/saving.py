@@ -4,7 +4,7 @@ One rank with one thread; the thread that writes has a core of its own. Steps wi
 turns, so that a drift of the machine hits both alike. Writing and reading are compared with a plain loop over a file of
 the same size, in the same run, with nothing in the page cache.
 
-    OMP_NUM_THREADS=1 taskset -c 0,1 python scripts/bench/saving.py
+    OMP_NUM_THREADS=1 taskset -c 0,1 python scripts/bench/saving.py [--large]
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from harness.checkpoint.integrity import changed_file
 from harness.checkpoint.manifest import read_manifest
 
 BLOCK_BYTES = 16 << 20
-MODEL = LlamaConfig(
+SMALL = LlamaConfig(
     vocab_size=8000,
     hidden_size=512,
     intermediate_size=1376,
@@ -38,56 +38,74 @@ MODEL = LlamaConfig(
     num_key_value_heads=8,
     tie_word_embeddings=False,
 )
+LARGE = LlamaConfig(
+    vocab_size=32000,
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=26,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    tie_word_embeddings=False,
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "saving", help="on the disk")
+    parser.add_argument("--large", action="store_true", help="400 M parameters, and the speeds alone")
     parser.add_argument("--steps", type=int, default=20, help="steps with one save, and without")
     parser.add_argument("--rounds", type=int, default=1, help="of steps with and without")
     flags = parser.parse_args()
     shutil.rmtree(flags.folder, ignore_errors=True)
-    trainer = begin(flags.folder / "run")
+    trainer = begin(flags.folder / "run", LARGE if flags.large else SMALL, rows=1 if flags.large else 4)
     steps(trainer, 1, save=True)  # allocates the memory for the copy
-    pairs, blocked = [], []
-    for _ in range(flags.rounds):
-        alone, _ = steps(trainer, flags.steps)
-        beside, waited = steps(trainer, flags.steps, save=True)
-        pairs.append((alone, beside))
-        blocked.append(waited)
+    beside = {} if flags.large else costs(trainer, flags.steps, flags.rounds)
     checkpoint = trainer.save_checkpoint()
     parameters = trainer.run.trainable.size()
-    step = statistics.median(alone for alone, _ in pairs)
     report = {
         "cores": len(os.sched_getaffinity(0)),
         "parameters": parameters,
-        "steps_with_one_save": flags.steps,
-        "step_s": round(step, 3),
-        "step_with_save_over_step": [round(beside / alone, 3) for alone, beside in pairs],
-        "blocked_s": [round(seconds, 3) for seconds in blocked],
-        "blocked_share_of_a_step": round(statistics.median(blocked) / step, 3),
+        **beside,
         "bytes_a_parameter": round(size_of(checkpoint) / parameters, 3),
         **speeds(trainer, checkpoint),
     }
     trainer.close()
     shutil.rmtree(flags.folder)
-    write_report(RESULTS / "saving.json", report, what=__doc__)
+    write_report(RESULTS / ("saving-400m.json" if flags.large else "saving.json"), report, what=__doc__)
     print(json.dumps(report, indent=2))
 
 
-def begin(folder: Path) -> Trainer:
-    """Return a Trainer of the model that has made its first steps."""
+def costs(trainer: Trainer, count: int, rounds: int) -> dict[str, Any]:
+    """Return what a save costs the steps beside which it is written."""
+    pairs, blocked = [], []
+    for _ in range(rounds):
+        alone, _ = steps(trainer, count)
+        beside, waited = steps(trainer, count, save=True)
+        pairs.append((alone, beside))
+        blocked.append(waited)
+    step = statistics.median(alone for alone, _ in pairs)
+    return {
+        "steps_with_one_save": count,
+        "step_s": round(step, 3),
+        "step_with_save_over_step": [round(beside / alone, 3) for alone, beside in pairs],
+        "blocked_s": [round(seconds, 3) for seconds in blocked],
+        "blocked_share_of_a_step": round(statistics.median(blocked) / step, 3),
+    }
+
+
+def begin(folder: Path, model: LlamaConfig, rows: int) -> Trainer:
+    """Return a Trainer of the model that has made its first steps, of micro-batches of `rows` samples."""
     arguments = TrainingArguments(
         deepspeed_config={"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 1}},
         output_dir=str(folder),
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=rows,
         gradient_accumulation_steps=2,
         max_steps=10_000,
         save_steps=0,
         save_total_limit=1,
     )
     samples = [{"input_ids": [(7 * row + at) % 8000 for at in range(128)]} for row in range(64)]
-    trainer = Trainer(MODEL, arguments, train_dataset=samples)
+    trainer = Trainer(model, arguments, train_dataset=samples)
     for _ in range(3):
         trainer.training_step()
     return trainer
@@ -112,14 +130,22 @@ def steps(trainer: Trainer, count: int, *, save: bool = False) -> tuple[float, f
 
 
 def speeds(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
-    """Return MB/s of writing, reading and verifying a checkpoint, and of a plain loop."""
+    """Return MB/s of writing, reading and verifying a checkpoint, and of a plain loop.
+
+    A file is written and removed before each that is timed: the host of a virtual machine gives it memory for the page
+    cache more slowly than many a disk writes.
+    """
     size, plain = size_of(checkpoint), checkpoint.parent / "plain"
     state = trainer.run.engine_state
     seconds: dict[str, list[float]] = {}
     for _ in range(3):
+        write_plain(plain, size)
         seconds.setdefault("write_plain", []).append(timed(lambda: write_plain(plain, size)))
         trainer.training_step()
+        write_plain(plain, size)
+        plain.unlink()
         seconds.setdefault("write", []).append(timed(trainer.save_checkpoint))
+        write_plain(plain, size)
         newest = trainer.run.output_dir / f"checkpoint-{trainer.state.global_step}"
         drop_from_cache(plain)
         seconds.setdefault("read_plain", []).append(timed(lambda: read_plain(plain)))

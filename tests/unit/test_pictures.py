@@ -1,4 +1,5 @@
-"""The picture of a run shows every step, evaluation and layer; a folder without a run is one line."""
+"""The picture of a run shows every step, evaluation and layer; a folder without a run is one line. That of a plan is
+what the planner says today."""
 
 import json
 import subprocess
@@ -8,6 +9,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+
+from scripts import draw_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = [
@@ -82,3 +85,8 @@ def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
         done = run(tmp_path)
         assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
         assert not (tmp_path / "run.svg").exists()
+
+
+def test_the_picture_of_a_plan_is_what_the_planner_says() -> None:
+    drawn = draw_plan.picture(draw_plan.distinct(draw_plan.planned()))
+    assert drawn == draw_plan.PICTURE.read_text(), "run: python scripts/draw_plan.py"

@@ -24,6 +24,7 @@ from harness.hf.weights.tensor_files import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BLOCK_BYTES = 32 << 20  # the most that is converted and copied at once
+SOON_BYTES = 1 << 20  # from which on the disk begins to write a part while the next one is copied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +149,13 @@ class OpenFiles:
         inner = next((dim for dim in reversed(range(len(shape))) if block.shape[dim] != shape[dim]), 0)
         runs = block.view(prod(block.shape[:inner]), -1)
         strides = [prod(shape[dim + 1 :]) * size for dim in range(len(shape))]
-        at = place.start + sum(first * stride for first, stride in zip(start, strides, strict=True))
+        at = offset = place.start + sum(first * stride for first, stride in zip(start, strides, strict=True))
         for index, run in zip(product(*map(range, block.shape[:inner])), runs, strict=True):
             offset = at + sum(each * stride for each, stride in zip(index, strides, strict=False))
             _write_all(descriptor, memoryview(run.view(torch.uint8).numpy()), offset)
+        if block.nbytes >= SOON_BYTES and hasattr(os, "posix_fadvise"):
+            # Linux then begins to write these pages to the disk, and waits for nothing
+            os.posix_fadvise(descriptor, at, offset + runs[-1].nbytes - at, os.POSIX_FADV_DONTNEED)
 
 
 def _write_all(descriptor: int, rest: memoryview, start: int) -> None:

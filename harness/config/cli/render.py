@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from harness.config.diagnostic import Diagnostic, Severity
 from harness.config.rules.registry import RULES
@@ -125,7 +126,7 @@ def _level(severity: Severity) -> str:
 
 def _result(finding: Diagnostic) -> JsonObject:
     region = {"startLine": finding.line, "startColumn": finding.column, "endColumn": finding.column + finding.length}
-    location = {"artifactLocation": {"uri": Path(finding.file).as_posix()}, "region": region}
+    location = {"artifactLocation": {"uri": quote(Path(finding.file).as_posix())}, "region": region}
     words = finding.message + (f"; {finding.hint}" if finding.hint else "")
     return {
         "ruleId": finding.code,

@@ -21,7 +21,7 @@ from harness.config.resolving.resolved import Resolved
 from harness.config.rules.registry import RULES, by_code
 from harness.config.schema.support import version_warning
 from harness.config.text.document import MAX_BYTES, Document, from_bytes, from_text, load
-from harness.config.values.arguments import AutoValues
+from harness.config.values.arguments import OPTIMIZERS, AutoValues
 from harness.config.view import TARGETS
 from harness.errors import UserError
 from harness.verb_parser import VerbParser
@@ -161,9 +161,11 @@ def resolve(argv: Sequence[str]) -> int:
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
     named = [item for item in fields(AutoValues) if item.name != "given"]
     for argument in named:
-        kind: Callable[[str], object] = _KINDS.get(str(argument.type), int)
+        kind: Callable[[str], object] = _KINDS.get(str(argument.type).partition(" ")[0], int)
         kind = _positive if argument.name.endswith("_size") else kind
-        parser.add_argument(f"--{argument.name}", type=kind, help=f"as in a run (default: {argument.default})")
+        choices = tuple(OPTIMIZERS) if argument.name == "optim" else None
+        text = f"as in a run (default: {argument.default})"
+        parser.add_argument(f"--{argument.name}", type=kind, choices=choices, help=text)
     args = parser.parse_args(argv)
     stated = {name: value for item in named if (value := getattr(args, name := item.name)) is not None}
     document = load(args.file)

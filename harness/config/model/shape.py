@@ -13,6 +13,7 @@ from pathlib import Path
 from harness.config.model.hub import cached
 from harness.config.model.plans import MODELS, families_of_matrix, plan_refusal
 from harness.config.values.json_object import JsonObject
+from harness.config.values.pointers import whole
 from harness.errors import UserError
 
 PRESETS = MODELS / "presets"
@@ -20,6 +21,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_top_k", "moe_topk", "num_experts_per_token", "moe_k")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _INTERMEDIATE = (
     "moe_intermediate_size",
@@ -91,6 +93,14 @@ def read_shape(source: str) -> ModelShape:
         plan_refusal=refusal,
         layerdrop=layer_drop(config),
     )
+
+
+def experts_of(config: Mapping[str, object]) -> tuple[int, int]:
+    """Return how many experts a layer of a decoder's config has, and how many of them a token meets; 0 of 0 without."""
+    experts, chosen = (
+        next((n for name in names if (n := whole(config.get(name)))), 0) for names in (_EXPERTS, _CHOSEN)
+    )
+    return experts, min(chosen or 1, experts)
 
 
 def layer_drop(config: Mapping[str, object]) -> float:

@@ -7,7 +7,6 @@ ask here, so that nothing is refused that DeepSpeed accepts. Source: pydantic's 
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from harness.config.schema import Key
 from harness.wording import one_of
 
+LARGEST_WHOLE_FLOAT = 2.0**63  # beyond it pydantic takes no float for an int
 _TRUE = {"1", "on", "t", "true", "y", "yes"}
 _FALSE = {"0", "off", "f", "false", "n", "no"}
 NAMES = {
@@ -52,20 +52,20 @@ def as_bool(value: object) -> bool | None:
 def as_int(value: object) -> int | None:
     """Return a value as pydantic's int, or None if it refuses it."""
     if isinstance(value, str):
-        whole_number = len(value) < 400 and re.fullmatch(r"\s*([-+]?\d+(_\d+)*)(\.0*)?\s*", value)
+        whole_number = len(value) < 400 and re.fullmatch(r"\s*([-+]?[0-9]+(_[0-9]+)*)(\.0+)?\s*", value)
         return int(whole_number.group(1)) if whole_number else None
     if isinstance(value, float):
-        return int(value) if math.isfinite(value) and value == int(value) else None
+        return int(value) if abs(value) < LARGEST_WHOLE_FLOAT and value == int(value) else None
     return int(value) if isinstance(value, int) else None
 
 
 def as_float(value: object) -> float | None:
     """Return a value as pydantic's float, or None if it refuses it."""
-    if isinstance(value, (bool, int, float)):
-        return float(value) if abs(value) < 1e308 else math.inf
+    if isinstance(value, str) and not value.strip().isascii():
+        return None  # Python reads the digits of all scripts
     try:
-        return float(value) if isinstance(value, str) else None
-    except ValueError:
+        return float(value) if isinstance(value, (int, float, str)) else None
+    except (ValueError, OverflowError):
         return None
 
 

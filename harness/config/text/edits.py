@@ -79,12 +79,15 @@ def move(document: Document, pointer: str, target: str) -> tuple[Edit, ...]:
     if found is None or member(document, target) is not None:
         return ()
     written = document.text[found.node.start : found.node.end]
-    added = insert(document, target, written)
+    added = insert(document, target, written, leaving=found)
     return (*remove(document, pointer), *added) if added else ()
 
 
-def insert(document: Document, pointer: str, written: str) -> tuple[Edit, ...]:
-    """Add `pointer` with a value as it is to be written; its section is made if it is missing."""
+def insert(document: Document, pointer: str, written: str, leaving: Member | None = None) -> tuple[Edit, ...]:
+    """Add `pointer` with a value as it is to be written; its section is made if it is missing.
+
+    `leaving` is a key that is taken out at the same time.
+    """
     parent_pointer, name = pointer.rsplit("/", 1)
     entry = f"{json.dumps(name)}: {written}"
     parent = section(document, parent_pointer)
@@ -92,7 +95,7 @@ def insert(document: Document, pointer: str, written: str) -> tuple[Edit, ...]:
         if not parent_pointer or parent_pointer.count("/") > 1 or member(document, parent_pointer) is not None:
             return ()
         entry, parent = f"{json.dumps(parent_pointer[1:])}: {{{entry}}}", document.parsed.root
-    if not parent.members:
+    if not parent.members or parent.members == (leaving,):
         return (Edit(start=parent.start + 1, end=parent.start + 1, new=entry),)
     last = parent.members[-1]
     line_start = document.text.rfind("\n", 0, last.key_start) + 1

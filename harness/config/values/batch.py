@@ -114,6 +114,12 @@ def bubble(
     return waits / (3 * micro_batches * parts.each + waits)
 
 
+def left_waits(stages: int, micro_batches: int, schedule: str, parts_per_stage: int | None = None) -> float:
+    """Return the share of the waits under 1F1B that a schedule leaves; 1 of a single stage, which has none."""
+    parts = stage_parts(stages, schedule, parts_per_stage)
+    return _waits(parts, micro_batches, schedule) / (3 * parts.each * (stages - 1)) if stages > 1 else 1.0
+
+
 def _waits(parts: StageParts, micro_batches: int, schedule: str) -> int:
     """Return how long a stage waits in a step, in units of the forward pass of one part."""
     p, v, missing = parts.stages, parts.each, max(0, parts.stages - micro_batches)
@@ -153,15 +159,16 @@ def misfit(sizes: StatedSizes, data_parallel: int, *, ranks_are_known: bool = Tr
     ranks = [counted(data_parallel, "data-parallel rank")] if ranks_are_known or not known else []
     is_product = len(known) == 2 and bool(ranks)
     message = f"{name} {train} is not {'' if is_product else 'a multiple of '}{' x '.join([*known, *ranks])}"
-    unit = data_parallel * (micro or 1) * (accumulation or 1)
+    others = (data_parallel if ranks_are_known else 1) * (accumulation or 1)
+    unit = others * (micro or 1)
     if train is None or unit < 1 or train < 1:
         return message, "use sizes of at least 1"
     if is_product:
         return message, f"use {name} {unit}, or leave one of the three sizes out"
     near = sorted({max(1, train // unit) * unit, (train // unit + 1) * unit})
     hint = f"use {name} {one_of(near)}"
-    if micro is not None and train % data_parallel == 0:
-        share = train // data_parallel
+    if micro is not None and train % others == 0:
+        share = train // others
         fits = [size for size in range(1, min(share, 8 * micro) + 1) if share % size == 0]
         closest = sorted(sorted(fits, key=lambda size: abs(size - micro))[:3])
         hint += f", or a micro-batch of {one_of(closest)} (--per_device_train_batch_size)"

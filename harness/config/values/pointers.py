@@ -35,8 +35,9 @@ def whole(value: object) -> int | None:
 
 
 def name_of(pointer: str) -> str:
-    """Return `zero_optimization.stage` for `/zero_optimization/stage`: how a user writes it."""
-    return pointer.strip("/").replace("/", ".")
+    """Return `zero_optimization.stage` for `/zero_optimization/stage`: how a user writes it; `""` for an empty key."""
+    steps = (step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:])
+    return ".".join(step or '""' for step in steps)
 
 
 def bf16_section(config: Mapping[str, object]) -> str:

@@ -143,6 +143,14 @@ def _number(content: object, path: str, *keys: str) -> float:
     return float(found)
 
 
+def _count(content: object, path: str, *keys: str) -> int:
+    """Return a whole number of a device file. UserError where it is none from 1."""
+    number = _number(content, path, *keys)
+    if number < 1 or number % 1:
+        raise UserError(f"{path}: {'.'.join(keys)} is {number}: write a whole number from 1")
+    return int(number)
+
+
 def _read(content: object, path: str) -> Hardware:
     """Return the device that a file describes."""
     value = partial(_number, content, path)
@@ -162,11 +170,11 @@ def _read(content: object, path: str) -> Hardware:
         memory_bytes_per_second=value("memory_gb_per_second") * value("memory_efficiency") * 1e9,
         flops={key: value("tflops", key) * 1e12 for key in precisions},
         matmul_efficiency={key: value("matmul_efficiency", key) for key in precisions},
-        compute_units=int(value("compute_units")),
+        compute_units=_count(content, path, "compute_units"),
         attention_efficiency=value("attention_efficiency"),
         kernel_seconds=value("kernel_seconds"),
         dispatch_seconds=value("host", "dispatch_seconds"),
-        node_size=int(value("node", "devices")),
+        node_size=_count(content, path, "node", "devices"),
         node=link("node"),
         network=link("network"),
         host_bytes_per_second=value("host", "gb_per_second") * 1e9,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from harness.profile.record import FOLDER, read_steps, write_step
-from harness.profile.summary import summary
-from harness.profile.timeline import bubble, pipeline_seconds, with_waits
+from harness.config.values.batch import bubble as idle_share
+from harness.config.values.layout_keys import SCHEDULES
+from harness.profile.record import FOLDER, Span, read_steps, write_step
+from harness.profile.summary import largest_of_stage, summary
+from harness.profile.timeline import bubble, pipeline_seconds, with_gaps, with_waits
 from harness.profile.trace import trace
 from tests.unit.profile.made import MEMORY, profile
 
@@ -21,6 +24,76 @@ def test_a_step_takes_all_stages_once_and_the_slowest_for_every_other_micro_batc
     micro_batches: int, schedule: str, seconds: float
 ) -> None:
     assert pipeline_seconds([1.0, 2.0, 3.0], micro_batches, schedule) == seconds
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_equal_stages_wait_as_the_schedule_s_formula_says(schedule: str) -> None:
+    for stages, micro_batches in ((1, 3), (2, 1), (4, 3), (4, 16)):
+        seconds = pipeline_seconds([2.0] * stages, micro_batches, schedule)
+        assert 1 - micro_batches * 2.0 / seconds == pytest.approx(idle_share(stages, micro_batches, schedule))
+
+
+@pytest.mark.parametrize(
+    ("changes", "spans"),
+    [
+        pytest.param({"start": 0, "end": 9}, [(0, 1), (1, 3), (3, 4), (4, 8), (8, 9)], id="before, between and after"),
+        pytest.param({"start": 1, "end": 8}, [(1, 3), (3, 4), (4, 8)], id="between alone"),
+    ],
+)
+def test_what_lies_between_instructions_is_other(changes: dict[str, float], spans: list[tuple[float, float]]) -> None:
+    own = [Span(kind="forward", name="a", start=1, end=3), Span(kind="step", name="b", start=4, end=8)]
+    found = list(with_gaps(own, **changes))
+    assert [(span.start, span.end) for span in found] == spans
+    assert [span.kind for span in found if span not in own] == ["other"] * (len(spans) - 2)
+
+
+def test_spans_within_one_another_leave_no_gap_behind_the_inner_one() -> None:
+    outer, inner = Span(kind="forward", name="a", start=0, end=5), Span(kind="wait", name="b", start=1, end=2)
+    assert list(with_gaps([outer, inner], 0, 5)) == [outer, inner]
+    assert [span.name for span in with_gaps([], 0, 5)] == ["after the last instruction"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "computing"),
+    [pytest.param(1, True, id="no pipeline"), pytest.param(2, False, id="a rank that computed nothing")],
+)
+def test_there_is_no_bubble_where_nothing_waits_or_nothing_computes(stages: int, computing: bool) -> None:
+    made = profile()
+    ranks = [rank if computing else replace(rank, instructions=[]) for rank in made.ranks]
+    assert bubble(replace(made, stage_boundaries=[0, 2] if stages == 1 else [0, 1, 2], ranks=ranks)) is None
+
+
+def test_a_message_whose_other_side_is_not_there_is_left_whole() -> None:
+    made = profile()
+    first, second = made.ranks
+    cut = replace(second, instructions=[span for span in second.instructions if span.name != "SendGrad"])
+    (_, spans), _ = with_waits(replace(made, ranks=[first, cut]))
+    assert [span.kind for span in spans if span.name == "RecvGrad"] == ["receive", "receive"]
+    arrows = [e for e in trace([replace(made, ranks=[first, cut])])["traceEvents"] if e["ph"] in "sf"]
+    assert {event["name"] for event in arrows} == {"SendActivation"}
+
+
+def test_times_are_counted_from_any_moment() -> None:
+    rank = profile().ranks[0]
+    moved = rank.since(0.25)
+    assert (moved.start, moved.end) == (rank.start - 0.25, rank.end - 0.25)
+    assert [span.seconds for span in moved.instructions] == pytest.approx([span.seconds for span in rank.instructions])
+    assert moved.layers[0].start == rank.layers[0].start - 0.25
+    assert moved.since(-0.25) == rank
+
+
+def test_the_rank_that_needs_most_stands_for_its_stage() -> None:
+    made = profile()
+    other = replace(made.ranks[0], rank=7, dp_rank=1, memory_bytes={"peak": 99})
+    unmeasured = replace(made.ranks[0], rank=8, dp_rank=2, memory_bytes={})
+    found = largest_of_stage(replace(made, ranks=[*made.ranks, unmeasured, other]), 0)
+    assert found.rank == 7
+
+
+def test_a_run_without_a_pipeline_has_no_bubble_in_its_summary() -> None:
+    made = replace(profile(), stage_boundaries=[0, 2], ranks=[profile().ranks[0]])
+    found = summary([made])
+    assert found["bubble"] is None and [stage["layers"] for stage in found["stages"]] == [[0, 1]]
 
 
 def test_a_message_is_a_wait_until_the_other_side_begins_and_then_a_transfer() -> None:

@@ -53,6 +53,22 @@ def test_a_page_shows_what_the_files_of_a_run_say(run: Path, tmp_path: Path) -> 
     assert "DS101" in html and "zero_optimization" in html  # the check's word on the misspelt key
 
 
+def test_each_named_set_of_evaluation_data_has_its_own_points(run: Path, tmp_path: Path) -> None:
+    rows = [
+        {"step": 2, "eval_code_loss": 3.5},
+        {"step": 2, "eval_law_text_loss": 4.5},
+        {"step": 4, "eval_code_loss": 3},
+    ]
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, figures = made(tmp_path / "report.html", run)
+    assert points(figures["loss"], "evaluation on code") == [(2, 3.5), (4, 3)]
+    assert points(figures["loss"], "evaluation on law_text") == [(2, 4.5)]
+    colours = {
+        trace["name"]: trace["marker"]["color"] for trace in figures["loss"]["data"] if "evaluation" in trace["name"]
+    }
+    assert "evaluation" not in colours and len(set(colours.values())) == 2
+
+
 def test_a_page_is_whole_by_itself_and_words_from_files_do_nothing_in_it(run: Path, tmp_path: Path) -> None:
     html, figures = made(tmp_path / "report.html", run)
     outside = html.replace(re.findall(r"<script>.*?</script>", html, re.S)[0], "")  # plotly's program

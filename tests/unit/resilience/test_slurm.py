@@ -21,7 +21,7 @@ SCRIPT = ["scripts/train.py", "--output_dir", "a run"]
 def batch(folder: Path, *flags: str, script: list[str] = SCRIPT) -> str:
     """Return the text of the file that these flags give."""
     argv = ["--slurm", str(folder / "job.sbatch"), *flags, *script]
-    path = write_batch(read_options(argv), argv)
+    path = write_batch(read_options(argv))
     assert path == str(folder / "job.sbatch")
     return Path(path).read_text()
 

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
-from harness.config.values.arguments import OPTIMIZERS, SCHEDULERS
+from harness.config.values.arguments import OPTIMIZERS, SCHEDULERS, AutoValues
 from harness.config.values.batch import ARGUMENTS
 from harness.config.values.pointers import AUTO, name_of
 from harness.config.view import RunView
+
+BETAS = "/optimizer/params/betas"
 
 
 @rule(
@@ -36,9 +38,10 @@ def argument_in_conflict(view: RunView) -> Iterator[Finding]:
     for pointer, name, wanted in (*stated, *values.by_pointer):
         in_file = view.as_read(pointer)
         if pointer == "/scheduler/params/warmup_num_steps":
-            in_file = in_file or None  # 0 is the same as 1
-        if name in values.given and in_file not in (None, AUTO, wanted):
+            in_file = 1 if in_file == 0 else in_file  # which is the same
+        if name in values.given and pointer != BETAS and in_file not in (None, AUTO, wanted):
             yield _conflict(pointer, name, wanted, in_file)
+    yield from _other_betas(view.as_read(BETAS), values)
     kind, wanted = view.get("/optimizer/type"), OPTIMIZERS[values.optim][0]
     if "optim" in values.given and isinstance(kind, str) and kind.lower() not in (AUTO, *_same_as(wanted)):
         yield _conflict("/optimizer/type", "optim", values.optim, kind)
@@ -46,6 +49,15 @@ def argument_in_conflict(view: RunView) -> Iterator[Finding]:
     same = SCHEDULERS.get(kind) if isinstance(kind, str) else None
     if "lr_scheduler_type" in values.given and same not in (None, values.lr_scheduler_type):
         yield _conflict("/scheduler/type", "lr_scheduler_type", values.lr_scheduler_type, kind)
+
+
+def _other_betas(in_file: object, values: AutoValues) -> Iterator[Finding]:
+    """Yield the betas that were given and are not those of the file; of two, one may be left to it."""
+    names = ("adam_beta1", "adam_beta2")
+    for name, beta in zip(names, in_file, strict=False) if isinstance(in_file, list) else ():
+        wanted = getattr(values, name)
+        if name in values.given and beta != wanted:
+            yield _conflict(BETAS, name, wanted, in_file)
 
 
 def _same_as(optimizer: str) -> tuple[str, ...]:

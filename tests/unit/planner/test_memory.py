@@ -1,0 +1,220 @@
+"""Bytes of a stage: published formulas, the schedules that run, and what DeepSpeed allocates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.config.values.stage_parts import StageParts
+from harness.parallel.pipeline.schedules.instructions import most_in_flight
+from harness.parallel.pipeline.schedules.passes import Kind, one_forward_one_backward, zero_bubble_h1
+from harness.planner.memory import (
+    FLAT_BUCKET,
+    GATHERED,
+    LOSS_CHUNK,
+    layer_activations,
+    local_parameters,
+    stage_activations,
+    stage_memory,
+)
+from harness.planner.model_config import decoder_of
+from harness.planner.shape import DecoderShape, LayerShape
+from harness.planner.stages import Stage, stages_of
+from harness.planner.workload import Recompute, Strategy, Workload, layer_parameters
+
+MOE = {"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+MOE |= {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "num_key_value_heads": 2}
+
+
+def gpt(hidden: int, heads: int, layers: int = 4) -> DecoderShape:
+    """GPT as Megatron-LM trains it."""
+    sizes = {"model_type": "gpt2", "n_embd": hidden, "n_layer": layers, "n_head": heads, "vocab_size": 8}
+    return decoder_of(sizes, "gpt")
+
+
+def megatron(shape: DecoderShape, sequence: int = 2048) -> Workload:
+    """Fused norms and activations; scores that are kept."""
+    return Workload(shape=shape, sequence=sequence, fused_elementwise=True, fused_attention=False)
+
+
+# Korthikanti et al. 2022, table 2, in bytes over s b h. Its two dropout masks, of 1 each, are not here; the output of
+# attention is kept twice by a kernel such as FlashAttention, 2 more.
+@pytest.mark.parametrize(
+    ("hidden", "heads", "scores"),
+    [pytest.param(12288, 96, 80, id="GPT-3 175B"), pytest.param(20480, 128, 64, id="MT-NLG 530B")],
+)
+@pytest.mark.parametrize(
+    ("sequence_parallel", "recompute", "outside", "with_scores"),
+    [
+        pytest.param(False, "none", 8, True, id="tensor parallel"),
+        pytest.param(True, "none", 8 / 8, True, id="tensor and sequence parallel"),
+        pytest.param(True, "selective", 8 / 8, False, id="with selective recomputation"),
+    ],
+)
+def test_a_layer_keeps_what_the_paper_counts(
+    hidden: int,
+    heads: int,
+    scores: int,
+    sequence_parallel: bool,
+    recompute: Recompute,
+    outside: float,
+    with_scores: bool,
+) -> None:
+    shape = gpt(hidden, heads)
+    strategy = Strategy(
+        tensor=8, micro_batch=3, sequence_parallel=sequence_parallel, gathers_again=True, recompute=recompute
+    )
+    kept = layer_activations(megatron(shape), strategy, shape.layers[0])
+    assert kept / (2048 * 3 * hidden) == pytest.approx(outside + 26 / 8 + scores / 8 * with_scores)
+
+
+def test_recomputed_layers_keep_their_input_and_one_layer_in_whole() -> None:
+    shape, strategy = gpt(1024, 8), Strategy(micro_batch=2, recompute="full")
+    work = megatron(shape)
+    (stage,) = stages_of(shape, 1, "balanced", 2048, checkpointed=True)
+    whole = layer_activations(work, replace(strategy, recompute="none"), shape.layers[0])
+    assert stage_activations(work, strategy, stage, 0) == 4 * 2 * 2048 * 2 * 1024 + whole
+
+
+def test_a_layer_of_experts_keeps_the_tokens_that_are_sent_to_them() -> None:
+    shape = decoder_of(MOE, "mixtral")
+    layer, work = shape.layers[0], Workload(shape=shape, sequence=16, fused_elementwise=True)
+    one, two = (layer_activations(work, Strategy(), replace(layer, top_k=k)) for k in (1, 2))
+    assert two - one == 16 * (32 * 4 * 2 + 2 * 64 * 2)  # two into the activation, one out, the product; in and out
+    parts, wholes = (layer_activations(work, Strategy(tensor=2, expert=e), layer) for e in (1, 2))
+    assert parts - wholes == 16 * 2 * 2 * 64 * 2 / 2  # a rank sees the tokens of its own experts alone
+
+
+def test_repeated_keys_are_kept_as_often_as_they_are_written_out() -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 8, "vocab_size": 8}
+    shape = decoder_of(sizes | {"num_key_value_heads": 2}, "grouped")
+    layer, strategy = shape.layers[0], Strategy()
+    plain, fused = (
+        layer_activations(Workload(shape=shape, sequence=1, fused_elementwise=on), strategy, layer)
+        for on in (False, True)
+    )
+    norms = 64 * 2 * (8 - 4)  # an input in fp32 and the normalised value besides
+    assert plain - fused == norms + (16 + 16) * 3 * 2
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.data())
+def test_as_many_micro_batches_are_in_flight_as_the_schedule_has(stages: int, micro_batches: int, data: st.DataObject):
+    index = data.draw(st.integers(0, stages - 1))
+    shape = gpt(64, 4)
+    work, parts = megatron(shape, 32), StageParts(stages)
+    stage = Stage(layers=((shape.layers[0], 2),), is_first=index == 0, is_last=index == stages - 1)
+    each = 2 * layer_activations(work, Strategy(), shape.layers[0])
+
+    def held(schedule: str) -> float:
+        strategy = Strategy(pipeline=stages, accumulation=micro_batches, schedule=schedule)  # type: ignore[arg-type]
+        return stage_activations(work, strategy, stage, index) / each
+
+    assert held("1f1b") == most_in_flight(one_forward_one_backward(parts, micro_batches, index))
+    now = most = 0  # a weight gradient that is put off keeps its activations
+    for one in zero_bubble_h1(parts, micro_batches, index):
+        now += (one.kind is Kind.FORWARD) - (one.kind is Kind.WEIGHT_GRADIENTS)
+        most = max(most, now)
+    assert most <= held("zero-bubble") <= most + 1
+    assert held("zero-bubble-2p") == 2 * held("1f1b")
+
+
+def test_interleaving_keeps_more_by_the_formula() -> None:
+    shape = gpt(64, 4, layers=8)
+    plain = Strategy(pipeline=4, accumulation=8)
+    stage = stages_of(shape, 4, "balanced", 32, checkpointed=False)[0]
+    one, two = (stage_activations(megatron(shape, 32), replace(plain, virtual_stages=v), stage, 0) for v in (1, 2))
+    assert two / one == pytest.approx(1 + 3 / (4 * 2))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "parameters", "gradients", "optimizer", "host"),
+    [
+        pytest.param(Strategy(data=4), "bf16", 2, 2, 8 + 4, 0, id="bf16 without ZeRO has a master copy"),
+        pytest.param(Strategy(data=4, zero_stage=1), "fp16", 2, 2, 3, 0, id="fp16 sums in fp16"),
+        pytest.param(Strategy(data=2, context=2, zero_stage=1), "bf16", 2, 6, 3, 0, id="context ranks share states"),
+        pytest.param(Strategy(data=4, zero_stage=2, offload="optimizer"), "bf16", 2, 0, 0, 3 + 1, id="states away"),
+        pytest.param(Strategy(data=4, zero_stage=1, offload="optimizer"), "bf16", 2, 6, 0, 3 + 6, id="gradients stay"),
+        pytest.param(
+            Strategy(data=4, zero_stage=3, offload="optimizer+parameters"), "fp32", 0, 0, 0, 1 + 1 + 3, id="all away"
+        ),
+    ],
+)
+def test_states_lie_where_deepspeed_puts_them(
+    strategy: Strategy, precision: str, parameters: float, gradients: float, optimizer: float, host: float
+) -> None:
+    shape = gpt(64, 4)
+    work = Workload(shape=shape, sequence=32, precision=precision)
+    (stage,) = stages_of(shape, 1, "balanced", 32, checkpointed=False)
+    held, memory = local_parameters(work, strategy, stage), stage_memory(work, strategy, stage, 0)
+    per_parameter = [memory.parameters, memory.gradients, memory.optimizer, memory.host]
+    assert [size / held for size in per_parameter] == [parameters, gradients, optimizer, host]
+    assert memory.states == memory.parameters + memory.gradients + memory.optimizer
+
+
+def buffers(strategy: Strategy, held: float, **changes: object) -> float:
+    """Bytes of buffers for a layer of so many parameters, without what the allocator wastes."""
+    layer = LayerShape(hidden=1, heads=1, kv_heads=1, query=0, key=0, value=0, output=0, vectors=int(held), gated=False)
+    shape = DecoderShape(layers=(layer,), vocab=0)
+    work = Workload(shape=shape, sequence=0, **changes)  # type: ignore[arg-type]
+    return stage_memory(work, strategy, Stage(layers=((layer, 1),), is_first=False, is_last=False), 0).buffers
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bytes_"),
+    [
+        pytest.param(Strategy(), 1e6 * 4, id="without ZeRO: a flat copy of the sums, on one rank too"),
+        pytest.param(Strategy(zero_stage=1, whole_gradients=True), 1e6 * 4, id="bf16 at stage 1 likewise"),
+        pytest.param(Strategy(zero_stage=2), 0, id="one rank reduces nothing"),
+        pytest.param(Strategy(data=2, zero_stage=1, bucket=100), 2 * 100 * 2, id="one fills, one travels"),
+        pytest.param(Strategy(data=2, zero_stage=1), 2 * 1e6 * 2, id="no bucket is larger than the gradients"),
+        pytest.param(Strategy(data=2, zero_stage=2, bucket=100), 400 + 1e6 * 2, id="and a layer's gradients"),
+        pytest.param(Strategy(data=2, zero_stage=3, bucket=100), 400 + 2e6 * 2, id="this layer and the next"),
+    ],
+)
+def test_gradients_on_their_way_are_in_buckets(strategy: Strategy, bytes_: float) -> None:
+    assert buffers(strategy, 1e6) == bytes_
+
+
+def test_buckets_and_gathered_parameters_have_a_limit() -> None:
+    assert buffers(Strategy(), 4 * FLAT_BUCKET) == FLAT_BUCKET * 4
+    assert buffers(Strategy(), 1e6, sums_in_place=True) == 0
+    assert buffers(Strategy(data=2, zero_stage=3, bucket=0), GATHERED / 4) == GATHERED / 2 * 2  # the layer twice
+    assert buffers(Strategy(data=2, zero_stage=3, bucket=0), 4 * GATHERED) == 8 * GATHERED * 2
+
+
+@pytest.mark.parametrize(
+    ("precision", "in_place", "tensor", "each"),
+    [
+        pytest.param("fp32", True, 1, 4 + 4, id="fp32: a chunk besides"),
+        pytest.param("bf16", True, 1, 2 + 8, id="bf16: a chunk and its copy in fp32"),
+        pytest.param("bf16", True, 3, 2 + 8, id="shares are rounded up"),
+        pytest.param("bf16", False, 1, 2 * 2 + 8, id="with copies: both in bf16, both in fp32"),
+        pytest.param("fp32", False, 1, 4 * 4, id="fp32 with copies"),
+    ],
+)
+def test_logits_are_held_as_the_loss_makes_them(precision: str, in_place: bool, tensor: int, each: float) -> None:
+    shape = gpt(64, 4)
+    work = Workload(shape=shape, sequence=32, precision=precision, loss_in_place=in_place)
+    (stage,) = stages_of(shape, 1, "balanced", 32, checkpointed=False)
+    entries = 2 * 32 * -(-8 // tensor)
+    assert entries < LOSS_CHUNK
+    assert stage_memory(work, Strategy(micro_batch=2, tensor=tensor), stage, 0).logits == entries * each
+
+
+@pytest.mark.parametrize(
+    ("strategy", "experts"),
+    [
+        pytest.param(Strategy(), 1.0, id="all"),
+        pytest.param(Strategy(tensor=4), 1 / 4, id="a part of each"),
+        pytest.param(Strategy(tensor=4, expert=4), 1 / 4, id="whole ones"),
+        pytest.param(Strategy(data=8, expert=8), 1 / 8, id="whole ones over data ranks"),
+    ],
+)
+def test_experts_are_shared_out_and_routers_and_norms_are_not(strategy: Strategy, experts: float) -> None:
+    layer = decoder_of(MOE, "mixtral").layers[0]
+    router, norms = 8 * 64, 2 * 64
+    held = layer_parameters(strategy, layer) - router - norms
+    assert held == layer.attention_parameters / strategy.tensor + 8 * 3 * 64 * 32 * experts

@@ -1,0 +1,138 @@
+"""A decoder's shape by any of the names that configs use, and what a config leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.errors import UserError
+from harness.planner.model_config import SIZE_NAMES, decoder_of, families, text_decoder
+from harness.planner.shape import LayerShape, context
+
+PLAIN: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 100}
+MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "moe_intermediate_size": 16}
+
+
+def layer_of(**changes: Any) -> LayerShape:
+    return decoder_of({**PLAIN, **changes}, "it").layers[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [(size, name) for size in ("layers", "hidden", "heads", "vocab") for name in SIZE_NAMES[size]],
+)
+def test_a_size_has_any_of_its_names(size: str, name: str) -> None:
+    usual = SIZE_NAMES[size][0]
+    renamed = {key: value for key, value in PLAIN.items() if key != usual} | {name: PLAIN[usual]}
+    plain, other = decoder_of(PLAIN, "it"), decoder_of(renamed, "it")
+    assert (other.parameters, len(other.layers), other.vocab) == (plain.parameters, 3, 100)
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize("value", [0, -1, None, "32", 32.0, True, [32], {}], ids=repr)
+def test_a_size_that_is_needed_and_none_is_told_by_its_usual_name(name: str, value: object) -> None:
+    with pytest.raises(UserError, match=f"^--model mine: its config.json gives no {name} above 0"):
+        decoder_of({**PLAIN, name: value}, "mine")
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        pytest.param({}, {"query": 32, "key": 32, "value": 32, "ffn": 128, "kv_heads": 4}, id="what is left out"),
+        pytest.param({"num_key_value_heads": 1}, {"query": 32, "key": 8, "value": 8}, id="one head of keys"),
+        pytest.param({"num_key_value_heads": None}, {"key": 32}, id="null is as many as queries"),
+        pytest.param({"head_dim": 16}, {"query": 64, "key": 64, "output": 64}, id="heads wider than the model"),
+        pytest.param({"n_inner": None, "ffn_dim": 48}, {"ffn": 48}, id="the first name that has a number"),
+        pytest.param({"sliding_window": 7}, {"window": 7}, id="a window"),
+        pytest.param(MLA, {"query": 48, "key": 48, "value": 24, "output": 24, "q_rank": 0, "kv_rank": 16}, id="MLA"),
+        pytest.param({**MLA, "q_lora_rank": 12}, {"q_rank": 12}, id="MLA with compressed queries"),
+        pytest.param({"q_lora_rank": 12}, {"q_rank": 0, "rope": 0}, id="a rank of queries alone is none"),
+        pytest.param(EXPERTS, {"ffn": 0, "experts": 8, "top_k": 2, "expert_ffn": 16}, id="experts"),
+        pytest.param(
+            {**EXPERTS, "moe_intermediate_size": None}, {"expert_ffn": 64}, id="experts as wide as a dense part"
+        ),
+        pytest.param({**EXPERTS, "num_experts_per_tok": 99}, {"top_k": 8}, id="no token meets more than there are"),
+        pytest.param({**EXPERTS, "num_experts_per_tok": 0}, {"top_k": 1}, id="a token meets one at least"),
+        pytest.param({**EXPERTS, "n_shared_experts": 2}, {"shared_ffn": 32}, id="shared experts by number"),
+        pytest.param({**EXPERTS, "shared_expert_intermediate_size": 5}, {"shared_ffn": 5}, id="by width"),
+        pytest.param({"num_experts": 0, "num_experts_per_tok": 2}, {"ffn": 128, "experts": 0}, id="no experts"),
+    ],
+)
+def test_a_layer_has_what_the_config_says(changes: dict[str, Any], fields: dict[str, int]) -> None:
+    layer = layer_of(**changes)
+    assert {name: getattr(layer, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(("dense", "kinds"), [(0, "eee"), (1, "dee"), (3, "ddd"), (9, "ddd")])
+def test_the_first_layers_may_be_dense(dense: int, kinds: str) -> None:
+    layers = decoder_of({**PLAIN, **EXPERTS, "first_k_dense_replace": dense}, "it").layers
+    assert "".join("e" if layer.experts else "d" for layer in layers) == kinds
+    assert [layer.ffn for layer in layers] == [64 if kind == "d" else 0 for kind in kinds]
+
+
+def test_compressed_attention_has_the_matrices_of_the_paper() -> None:
+    """DeepSeek-V2 (2024), section 2.1: queries down and up; keys and values down, beside a rotary key, and up."""
+    queries, down, up = ((32, 12), (12, 48)), (32, 16 + 4), (16, 4 * 8 + 4 * 6)
+    assert layer_of(**MLA, q_lora_rank=12).attention_matrices == (*queries, down, up)
+    assert layer_of(**MLA).attention_matrices == ((32, 48), down, up)
+    assert layer_of(num_key_value_heads=2).attention_matrices == ((32, 32 + 16 + 16),)
+
+
+def test_biases_and_norms_are_those_of_the_family_or_of_the_config() -> None:
+    plain = layer_of(model_type="llama").vectors
+    assert plain == 2 * 32
+    assert layer_of(model_type="llama", attention_bias=True).vectors == plain + 3 * 32 + 32
+    assert layer_of(model_type="llama", mlp_bias=True, intermediate_size=48).vectors == plain + 2 * 48 + 32
+    assert layer_of(model_type="llama", attention_bias=None).vectors == plain
+    assert (
+        layer_of(model_type="qwen2", num_key_value_heads=4).vectors == plain + 3 * 32
+    )  # queries, keys and values always have theirs
+    assert layer_of(attention_bias=True).vectors == plain  # which biases it means is not known without a family
+
+
+def test_a_table_is_counted_once_where_it_is_tied_and_positions_have_theirs() -> None:
+    tied, untied = (decoder_of({**PLAIN, "tie_word_embeddings": tie}, "it") for tie in (True, False))
+    assert untied.parameters - tied.parameters == 100 * 32
+    assert (tied.prologue_parameters, tied.epilogue_parameters) == (100 * 32, 100 * 32 + 32)
+    opt = decoder_of({**PLAIN, "model_type": "opt", "max_position_embeddings": 50}, "it")
+    assert opt.position_rows == 50 + 2
+    assert decoder_of({**PLAIN, "max_position_embeddings": 50}, "it").position_rows == 0  # rotary: no table
+
+
+def test_a_model_with_other_parts_is_planned_by_its_text() -> None:
+    config = {"model_type": "llava", "hidden_size": 7, "text_config": PLAIN, "tie_word_embeddings": False}
+    assert text_decoder(config, "it").hidden == 32
+    assert not text_decoder(config, "it").tied
+    outer = {**config, "text_config": {**PLAIN, "tie_word_embeddings": True}}
+    assert not text_decoder(outer, "it").tied  # the whole model decides
+    assert text_decoder({**PLAIN, "text_config": None}, "it").hidden == 32
+
+
+@given(st.integers(1, 10_000), st.integers(0, 20_000))
+def test_a_window_is_seen_as_often_as_tokens_see_it(sequence: int, window: int) -> None:
+    layer = layer_of(sliding_window=window)
+    seen = sum(min(before, window or sequence) for before in range(sequence)) / sequence
+    assert context(layer, sequence) == pytest.approx(seen, abs=1)
+
+
+def test_a_token_costs_six_operations_a_parameter_and_twelve_a_pair() -> None:
+    """Narayanan et al. 2021, section 5.1: 96 B s l h^2 (1 + s/6h + V/16lh), 4/3 of it with recomputation.
+
+    Their attention is not causal, and so twice of this one.
+    """
+    hidden, depth, vocab, sequence = 64, 3, 1000, 256
+    sizes = {"model_type": "gpt2", "n_embd": hidden, "n_layer": depth, "n_head": 4, "vocab_size": vocab}
+    paper = 72 * depth * hidden**2 * (1 + sequence / (12 * hidden) + vocab / (12 * depth * hidden))
+    assert decoder_of(sizes, "gpt").flops_per_token(sequence) == pytest.approx(paper)
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_what_is_known_of_a_family_makes_a_model(family: str) -> None:
+    shape = decoder_of({"model_type": family}, family)
+    assert shape.parameters > 0
+    assert all(layer.active_parameters <= layer.matrix_parameters for layer in shape.layers)
+    assert min(min(matrix) for layer in shape.layers for matrix in layer.attention_matrices) > 0

@@ -1,0 +1,204 @@
+"""From a config to what is predicted, and from a layout back to its config: both say the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.config import AutoValues, resolve
+from harness.config.diagnostic import ConfigError
+from harness.config.text.document import from_text
+from harness.config.values.batch import bubble
+from harness.config.values.layout_keys import (
+    DUALPIPE_V,
+    INTERLEAVED,
+    INTERLEAVED_ZERO_BUBBLE,
+    ROUND_ROBIN_SCHEDULES,
+    ZERO_BUBBLE,
+    ZERO_BUBBLE_V,
+)
+from harness.errors import UserError
+from harness.planner.estimate import estimate, of_config
+from harness.planner.model_config import decoder_of, read_decoder
+from harness.planner.preset import preset, write_preset
+from harness.planner.stages import stages_of
+from harness.planner.workload import Offload, Schedule, Strategy, Workload
+from tests.unit.planner.devices import device
+
+SHAPE = read_decoder("tiny-llama")
+# layers alone, so that stages are equal: nothing looks up and nothing is predicted
+EVEN = decoder_of({"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8, "vocab_size": 1}, "even")
+
+
+PREDICTED: dict[str, Schedule] = {
+    "1f1b": "1f1b",
+    ZERO_BUBBLE: "zero-bubble",
+    INTERLEAVED: "1f1b",
+    INTERLEAVED_ZERO_BUBBLE: "zero-bubble",
+}
+
+
+def strategy_of(config: dict[str, Any], world_size: int) -> tuple[Workload, Strategy]:
+    values = AutoValues(world_size=world_size, hidden_size=SHAPE.hidden, given=frozenset({"world_size"}))
+    document = from_text(json.dumps(config), "config.json")
+    return of_config(resolve(document, values, model="tiny-llama"), SHAPE, 128)
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    return {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **changes}
+
+
+@pytest.mark.parametrize(
+    ("zero", "offload"),
+    [
+        pytest.param({"stage": 0}, "none", id="nothing"),
+        pytest.param({"stage": 2, "offload_optimizer": {"device": "cpu"}}, "optimizer", id="states"),
+        pytest.param({"stage": 2, "offload_optimizer": {"device": "none"}}, "none", id="states, to nowhere"),
+        pytest.param(
+            {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+            "optimizer+parameters",
+            id="parameters too",
+        ),
+    ],
+)
+def test_what_is_offloaded_is_read(zero: dict[str, Any], offload: str) -> None:
+    assert strategy_of(config(zero_optimization=zero), 2)[1].offload == offload
+
+
+@pytest.mark.parametrize(
+    ("changes", "overlap", "whole"),
+    [
+        pytest.param({"zero_optimization": {"stage": 1}}, False, True, id="bf16 at stage 1 sums whole"),
+        pytest.param({"zero_optimization": {"stage": 1, "overlap_comm": True}}, False, True, id="and cannot overlap"),
+        pytest.param({"zero_optimization": {"stage": 2}}, False, False, id="stage 2 overlaps when asked"),
+        pytest.param({"zero_optimization": {"stage": 2, "overlap_comm": True}}, True, False, id="asked"),
+        pytest.param({"zero_optimization": {"stage": 3}}, True, False, id="stage 3 overlaps unless told"),
+        pytest.param({"zero_optimization": {"stage": 3, "overlap_comm": False}}, False, False, id="told"),
+        pytest.param({"bf16": {"enabled": False}}, False, False, id="fp32"),
+    ],
+)
+def test_what_travels_meanwhile_is_deepspeeds_default(changes: dict[str, Any], overlap: bool, whole: bool) -> None:
+    strategy = strategy_of(config(**changes), 2)[1]
+    assert (strategy.overlap_data, strategy.whole_gradients) == (overlap, whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "precision", "gradient_bytes"),
+    [
+        pytest.param({}, "bf16", 4, id="the default: sums in fp32"),
+        pytest.param(
+            {"data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}},
+            "bf16",
+            4,
+            id="sums in fp32",
+        ),
+        pytest.param({"bf16": {"enabled": False}}, "fp32", 4, id="fp32"),
+    ],
+)
+def test_gradients_are_as_wide_as_the_config_says(changes: dict[str, Any], precision: str, gradient_bytes: int) -> None:
+    workload, _ = strategy_of(config(**changes), 2)
+    assert (workload.precision, workload.gradient_bytes) == (precision, gradient_bytes)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "predicted", "parts"),
+    [
+        ("1f1b", "1f1b", 1),
+        ("gpipe", "1f1b", 1),
+        (ZERO_BUBBLE, "zero-bubble", 1),
+        (INTERLEAVED, "1f1b", 2),
+        (INTERLEAVED_ZERO_BUBBLE, "zero-bubble", 2),
+        (ZERO_BUBBLE_V, "zero-bubble-v", 1),
+        (DUALPIPE_V, "zero-bubble-v", 1),
+    ],
+)
+def test_a_schedule_is_predicted_by_its_like(schedule: str, predicted: str, parts: int) -> None:
+    found = strategy_of(config(pipeline={"stages": 2, "schedule": schedule}), 2)[1]
+    assert (found.pipeline, found.schedule, found.virtual_stages) == (2, predicted, parts)
+
+
+@given(st.sampled_from([2, 3, 4, 6, 8]), st.integers(1, 20), st.sampled_from(list(PREDICTED)))
+def test_a_pipeline_idles_by_the_formula(stages: int, micro_batches: int, name: str) -> None:
+    parts = 3 if name in ROUND_ROBIN_SCHEDULES else 1
+    strategy = Strategy(
+        pipeline=stages,
+        accumulation=micro_batches,
+        schedule=PREDICTED[name],
+        virtual_stages=parts,
+        partition="type:DecoderLayer",
+    )
+    seconds = estimate(device(), Workload(shape=EVEN, sequence=64, precision="fp32"), strategy).seconds
+    assert seconds.idle == pytest.approx(
+        bubble(stages, micro_batches, name, parts), abs=0.002
+    )  # the two ends differ a little
+
+
+STRATEGIES = st.one_of(
+    st.builds(
+        lambda p, t, d, m, a, again, zb: Strategy(
+            pipeline=p, tensor=t, data=d, micro_batch=m, accumulation=a, zero_stage=1, whole_gradients=True,
+            recompute="full" if again else "none", schedule="zero-bubble" if zb and p > 1 and not again else "1f1b",
+        ),
+        *[st.sampled_from([1, 2])] * 2, *[st.integers(1, 4)] * 3, *[st.booleans()] * 2,
+    ),
+    st.builds(
+        lambda d, m, zero: Strategy(data=d, micro_batch=m, zero_stage=zero[0], offload=zero[1], overlap_data=True),
+        st.integers(2, 4), st.integers(1, 4),
+        st.sampled_from([(2, "none"), (3, "none"), (2, "optimizer"), (3, "optimizer+parameters")]),
+    ),
+)  # fmt: skip
+
+
+@given(STRATEGIES)
+def test_the_config_of_a_layout_is_that_layout(strategy: Strategy) -> None:
+    _, again = strategy_of(preset(strategy, "bf16"), strategy.world_size)
+    bucket = {"bucket": again.bucket}  # "auto" in the file
+    assert again == Strategy(**{**vars(strategy), **bucket})
+
+
+@pytest.mark.parametrize(
+    ("precision", "on"), [("fp32", (False, False)), ("bf16", (True, False)), ("fp16", (False, True))]
+)
+def test_a_preset_says_its_precision(precision: str, on: tuple[bool, bool]) -> None:
+    made = preset(Strategy(), precision)
+    assert (made["bf16"]["enabled"], made["fp16"]["enabled"]) == on
+    assert "stages" not in made["pipeline"] and "tensor_parallel" not in made
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_an_optimizer_of_the_harness_s_own_is_let_run_on_the_host(offload: Offload) -> None:
+    made = preset(Strategy(data=2, zero_stage=2, offload=offload), "bf16")
+    assert made.get("zero_force_ds_cpu_optimizer") == (None if offload == "none" else False)
+
+
+def test_a_preset_that_is_refused_or_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        write_preset(tmp_path / "a.json", Strategy(tensor=2, pipeline=99), "bf16", "tiny-llama")
+    assert len(refused.value.diagnostics) == 1 and not (tmp_path / "a.json").exists()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=r"^--write .*folder: cannot be written: is a directory"):
+        write_preset(tmp_path / "folder", Strategy(), "bf16", "tiny-llama")
+
+
+@pytest.mark.parametrize("method", ["balanced", "measured", "uniform", "parameters", "type:DecoderLayer"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_stages_hold_every_layer_once_and_the_ends_are_at_the_ends(method: str, count: int) -> None:
+    stages = stages_of(EVEN, count, method, 64, checkpointed=False)
+    assert sum(stage.depth for stage in stages) == 24 and len(stages) == count
+    assert [stage.is_first for stage in stages] == [True] + [False] * (count - 1)
+    assert [stage.is_last for stage in stages] == [False] * (count - 1) + [True]
+
+
+def test_more_stages_than_layers_are_refused_as_in_a_run() -> None:
+    with pytest.raises(UserError, match=r"^pipeline\.stages: 27 stages for a model of 26 layers: use 1 to 26"):
+        stages_of(EVEN, 27, "balanced", 64, checkpointed=False)
+
+
+def test_the_ends_of_a_pipeline_may_stand_alone() -> None:
+    first, *middle, last = stages_of(EVEN, 26, "uniform", 64, checkpointed=False)
+    assert (first.depth, last.depth) == (0, 0) and {stage.depth for stage in middle} == {1}

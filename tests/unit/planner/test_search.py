@@ -1,0 +1,194 @@
+"""Which layouts are tried, why others fall out, and what more devices or memory would bring."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.errors import UserError
+from harness.planner.hardware import GIB, Hardware, load_hardware
+from harness.planner.search import NO_HOST_MEMORY, NO_MEMORY, candidates, require_fit, search
+from harness.planner.sensitivity import more_devices, more_memory
+from harness.planner.table import estimate_lines, plan_lines
+from harness.planner.task import Task, task_of
+from harness.planner.workload import Strategy
+
+TINY = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 256}
+TINY |= {"intermediate_size": 128, "num_key_value_heads": 4, "tie_word_embeddings": False}
+EXPERTS = {**TINY, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 2}
+H100 = load_hardware("h100")
+
+
+def task(world_size: int, hardware: Hardware = H100, model: dict[str, Any] = TINY, **options: Any) -> Task:
+    return task_of(model, "tiny", hardware, world_size=world_size, sequence=64, **options)
+
+
+def strategies(asked: Task) -> list[Strategy]:
+    return [one for one in candidates(asked) if isinstance(one, Strategy)]
+
+
+@given(st.integers(1, 24), st.integers(1, 60))
+def test_every_layout_has_all_ranks_and_the_whole_batch(world_size: int, batch: int) -> None:
+    found = strategies(task(world_size, global_batch=batch))
+    assert all((one.world_size, one.global_batch) == (world_size, batch) for one in found)
+    assert len(set(found)) == len(found)
+    for one in found:
+        assert one.zero_stage >= 1 and (one.pipeline == 1 or one.zero_stage == 1)  # bf16
+        assert one.micro_batch <= 64
+        assert one.schedule == "1f1b" or (one.pipeline > 1 and one.recompute == "none")
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        pytest.param(task(8), "more pipeline stages than decoder layers", id="stages"),
+        pytest.param(task(5), "tensor-parallel ranks do not fit 4 attention heads", id="heads"),
+        pytest.param(
+            task(2, global_batch=3), "a global batch of 3 is no multiple of the data-parallel ranks", id="batch"
+        ),
+        pytest.param(replace(task(2), no_tensor="it has no plan"), "it has no plan", id="plan"),
+    ],
+)
+def test_what_cannot_run_falls_out_with_its_reason(asked: Task, reason: str) -> None:
+    assert reason in list(candidates(asked))
+    found = search(asked)
+    assert found.reasons[reason] > 0
+    assert found.tried == len(list(candidates(asked)))
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "world_size", "stages"),
+    [
+        pytest.param("h100", "bf16", 1, {(1, "none")}, id="one rank shares nothing"),
+        pytest.param("h100", "fp32", 1, {(0, "none")}, id="nor in fp32"),
+        pytest.param(
+            "cpu", "fp32", 2, {(0, "none"), (1, "none"), (2, "none"), (3, "none")}, id="no host beside a host"
+        ),
+    ],
+)
+def test_zero_is_tried_where_it_shares_something(name: str, precision: str, world_size: int, stages: set[Any]) -> None:
+    asked = task(world_size, load_hardware(name), precision=precision)
+    data_only = [one for one in strategies(asked) if one.pipeline == one.tensor == 1]
+    assert {(one.zero_stage, one.offload) for one in data_only} == stages
+
+
+def test_experts_are_spread_over_no_more_ranks_than_there_are() -> None:
+    asked = task(4, model=EXPERTS)
+    assert asked.spreads_experts
+    assert {(one.tensor, one.expert) for one in strategies(asked)} == {(1, 1), (2, 1), (2, 2), (4, 1)}
+    assert {one.expert for one in strategies(task(4))} == {1}
+
+
+@pytest.mark.parametrize(
+    ("options", "batch", "precision", "gradient"),
+    [
+        pytest.param({}, 8 * 3, "bf16", 4, id="eight samples a rank, the faster precision"),
+        pytest.param({"global_batch": 5, "precision": "fp16"}, 5, "fp16", 2, id="fp16 sums in fp16"),
+        pytest.param({"precision": "fp32"}, 24, "fp32", 4, id="fp32"),
+    ],
+)
+def test_what_a_task_leaves_open_is_filled_in(
+    options: dict[str, Any], batch: int, precision: str, gradient: int
+) -> None:
+    asked = task(3, **options)
+    assert (asked.global_batch, asked.workload.precision, asked.workload.gradient_bytes) == (batch, precision, gradient)
+
+
+def test_bf16_is_the_default_only_where_it_is_faster() -> None:
+    slow = replace(H100, flops={"fp32": 2.0, "bf16": 2.0}, matmul_efficiency={"fp32": 1.0, "bf16": 0.9})
+    assert task(1, slow).workload.precision == "fp32"
+
+
+def test_a_precision_that_a_device_lacks_is_told() -> None:
+    old = replace(H100, flops={"fp32": 1e13, "bf16": 1e13})
+    with pytest.raises(UserError, match=r"^NVIDIA H100 SXM 80GB has no fp16: use one of fp32, bf16, or add its tflops"):
+        search(task(1, old, precision="fp16"))
+
+
+def small(gib: float, host_gib: float = 1000) -> Hardware:
+    return replace(H100, memory_bytes=gib * GIB, context_bytes=0, host_memory_bytes=host_gib * GIB)
+
+
+def test_a_layout_that_fits_nowhere_is_told_with_what_is_missing() -> None:
+    asked = task(1, small(1e-4))
+    assert set(search(asked).reasons) == {NO_MEMORY}
+    with pytest.raises(
+        UserError, match=r"^no layout of 1 rank fits: the smallest needs .* GiB on each device, which has 0"
+    ):
+        require_fit(asked, search(asked))
+
+
+def test_a_layout_that_the_host_alone_cannot_hold_is_told_with_the_host_s_memory() -> None:
+    asked = task(2, small(3e-3, 1e-6))
+    found = search(asked)
+    assert found.reasons[NO_HOST_MEMORY] > 0
+    offloaded = replace(found, fitting=[], too_large=[one for one in found.too_large if one.host_bytes])
+    with pytest.raises(UserError, match=r"GiB of the host for each device, which has 0\.0"):
+        require_fit(asked, offloaded)
+
+
+def test_a_number_of_ranks_that_cannot_run_at_all_is_told_with_the_commonest_reason() -> None:
+    asked = task(7, global_batch=1)
+    with pytest.raises(
+        UserError, match=r"^no layout of 7 ranks can run: (more pipeline stages|tensor-parallel|a global)"
+    ):
+        require_fit(asked, search(asked))
+
+
+def test_the_fastest_comes_first_and_of_equals_the_smallest() -> None:
+    fitting = search(task(4, global_batch=8)).fitting
+    keys = [(-one.tokens_per_second, one.peak_bytes) for one in fitting]
+    assert keys == sorted(keys) and len(keys) > 20
+
+
+def test_more_memory_is_the_least_that_a_faster_layout_needs() -> None:
+    plenty = search(task(2))
+    assert more_memory(plenty) is None
+    asked = task(2, small(plenty.fitting[0].peak_bytes / GIB * 0.999))
+    found = search(asked)
+    more = more_memory(found)
+    assert more is not None
+    assert more.tokens_per_second > found.fitting[0].tokens_per_second
+    enough = search(replace(asked, hardware=small(asked.hardware.limit_bytes / GIB + more.gib * (1 + 1e-9))))
+    assert enough.fitting[0].tokens_per_second == pytest.approx(more.tokens_per_second)
+
+
+def test_more_devices_are_the_next_that_are_faster() -> None:
+    asked = task(2, global_batch=12)
+    best = search(asked).fitting[0]
+    more = more_devices(asked, best)
+    assert more is not None and more.devices in (3, 4)
+    assert more.tokens_per_second > best.tokens_per_second
+    prime = task(1, global_batch=1, model={**TINY, "num_hidden_layers": 1, "num_attention_heads": 1})
+    assert more_devices(replace(prime, no_tensor="none"), search(prime).fitting[0]) is None
+
+
+def test_the_lines_say_what_is_left_out_and_what_nothing_would_bring() -> None:
+    found = search(task(2, global_batch=4))
+    lines = list(plan_lines(found, 1, None, None))
+    assert f"and {len(found.fitting) - 1} slower layouts: --top shows more" in lines
+    assert "more devices: none of the next sizes is faster with this global batch" in lines
+    assert "more memory: no faster layout needs it" in lines
+    every = list(plan_lines(replace(found, reasons=Counter()), len(found.fitting), None, None))
+    assert not any("--top" in line for line in every)
+    table = every[: len(found.fitting) + 1]
+    assert len({len(line) for line in table}) == 1  # columns stand below each other
+    assert [line.split()[0] for line in table[1:3]] == ["1", "2"]
+
+
+def test_an_estimate_that_does_not_fit_says_so_and_what_the_host_holds() -> None:
+    found = search(task(2))
+    plain = next(one for one in found.fitting if one.strategy.offload == "none")
+    off = next(one for one in found.fitting if one.strategy.offload == "optimizer")
+    assert not any("does not fit" in line or "of the host" in line for line in estimate_lines(plain))
+    assert any(
+        line.startswith("and ") and "GiB of the host's memory for each rank" in line for line in estimate_lines(off)
+    )
+    *_, last = estimate_lines(replace(off, hardware=small(1e-6, 1e-6)))
+    assert last.startswith("does not fit: a rank needs 0.") and last.endswith("of 0.0 on its host")
+    assert not replace(off, hardware=small(1000, 1e-6)).fits

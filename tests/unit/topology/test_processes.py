@@ -1,0 +1,76 @@
+"""What the system shows of processes, read for this one, its parent and ones that are gone."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from harness.topology.processes import (
+    LEVELS,
+    above,
+    ancestor,
+    children_of,
+    command_of,
+    parent_of,
+    started_with,
+    status_of,
+    wakes_of,
+)
+
+GONE = 2**22 + 1  # no system hands out such a number
+
+
+def test_this_process_runs_and_has_its_parent() -> None:
+    own = status_of(os.getpid())
+    assert own is not None and own.state in "RS" and own.ending == ""
+    assert parent_of(os.getpid()) == os.getppid()
+    assert os.getpid() in children_of(os.getppid())
+
+
+def test_a_parent_was_started_before_its_child() -> None:
+    own, parent = status_of(os.getpid()), status_of(os.getppid())
+    assert own is not None and parent is not None
+    assert 0 < parent.started <= own.started
+
+
+def test_a_command_line_and_an_environment_are_those_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Path(sys.executable).resolve() == Path(f"/proc/{os.getpid()}/exe").resolve()
+    assert "python" in " ".join(command_of(os.getpid()))
+    monkeypatch.setenv("SET_SINCE_THE_START", "1")
+    shown = started_with(os.getpid())
+    assert "SET_SINCE_THE_START" not in shown
+    assert all("=" not in name for name in shown)
+
+
+def test_a_process_that_is_gone_has_nothing_to_show() -> None:
+    assert status_of(GONE) is None
+    assert (parent_of(GONE), wakes_of(GONE)) == (0, 0)
+    assert (children_of(GONE), command_of(GONE), started_with(GONE)) == ([], (), {})
+
+
+def test_the_processes_above_are_told_from_the_nearest_up() -> None:
+    told = list(above())
+    assert len(told) <= LEVELS
+    assert told[:1] == [(os.getppid(), command_of(os.getppid()))] or os.getppid() <= 1
+    assert all(parent_of(one) == other for (one, _), (other, _) in pairwise(told))
+
+
+def test_an_ancestor_is_found_by_a_word_or_by_the_end_of_a_path() -> None:
+    for process, words in above():
+        if words and words[0]:
+            found = ancestor(Path(words[0]).name)
+            assert found and process >= 1 and Path(words[0]).name in {Path(word).name for word in command_of(found)}
+            break
+    assert ancestor("no-launcher-is-called-so") == 0
+
+
+def test_waiting_is_counted() -> None:
+    before = wakes_of(os.getpid())
+    for _ in range(3):
+        time.sleep(0.001)
+    assert wakes_of(os.getpid()) >= before + 3
