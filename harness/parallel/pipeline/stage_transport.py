@@ -14,6 +14,7 @@ from torch import Tensor
 from harness.parallel.values import Value
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+END = -1
 Layout = tuple[tuple[int, tuple[int, ...]], ...]
 """For each tensor of a tuple the place of its dtype in `DTYPES`, and its shape."""
 
@@ -28,6 +29,7 @@ def pack_payload(value: Value) -> Value:
         kind = torch.promote_types(kind, tensor.dtype)
     flat = torch.cat([tensor.reshape(-1).to(kind) for tensor in floats])
     numbers = [n for tensor in value for n in (DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape)]
+    numbers += [END] * sum(value[0].shape[:1])  # by the length of the list, other rows are another form
     shapes = torch.tensor(numbers, dtype=torch.int64, device=flat.device)
     return flat, shapes, *(tensor.long() for tensor in value if not tensor.is_floating_point())
 
@@ -62,7 +64,7 @@ def _travels_as_it_is(value: tuple[Tensor, ...]) -> bool:
 
 def _read(numbers: list[int]) -> Layout:
     layout = []
-    while numbers:
+    while numbers and numbers[0] != END:
         kind, dim, *rest = numbers
         layout.append((kind, tuple(rest[:dim])))
         numbers = rest[dim:]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from harness.parallel.pipeline.stage_transport import Unpacker, pack_payload
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.parallel.pipeline.stage_transport import DTYPES, Unpacker, pack_payload
 
 
 def test_a_tuple_of_many_kinds_arrives_as_it_was_and_its_gradients_go_back() -> None:
@@ -39,3 +44,31 @@ def test_one_unpacker_serves_several_shapes() -> None:
 def test_a_first_tensor_of_one_dimension_is_packed_too() -> None:
     value = (torch.randn(4), torch.arange(3))
     assert all(map(torch.equal, Unpacker()(pack_payload(value)), value))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param([(4, 3, 2), (12, 5)], [(2, 6, 2), (12, 5)], id="fewer and longer samples, as in an evaluation"),
+        pytest.param([(6, 2), (6,)], [(3, 4), (6,)], id="a state of the same size"),
+    ],
+)
+def test_values_of_one_size_in_all_are_told_apart_by_their_rows(one: Any, other: Any) -> None:
+    unpack = Unpacker()
+    for shapes in (one, other, one):
+        value = tuple(torch.randn(shape) for shape in shapes)
+        arrived = unpack(pack_payload(value))
+        assert [tuple(tensor.shape) for tensor in arrived] == shapes
+        assert all(map(torch.equal, arrived, value))
+
+
+SHAPES = st.lists(st.integers(0, 4), max_size=3)
+
+
+@given(st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=4), SHAPES)
+def test_any_tuple_that_begins_with_a_hidden_state_arrives_as_it_was(rest: Any, first: list[int]) -> None:
+    hidden = torch.randn(first)
+    wanted = (hidden, *(torch.ones(shape).to(dtype) for shape, dtype in rest))
+    arrived = Unpacker()(pack_payload(wanted))
+    assert [tensor.dtype for tensor in arrived] == [tensor.dtype for tensor in wanted]
+    assert all(map(torch.equal, arrived, wanted))
