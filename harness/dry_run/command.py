@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,8 @@ def _parser() -> VerbParser:
 
 def _rank(text: str) -> int | None:
     """Return a rank; None for all."""
+    if text != "all" and not text.isdecimal():
+        raise ArgumentTypeError("must be a rank, from 0, or all")
     return None if text == "all" else int(text)
 
 

@@ -33,10 +33,9 @@ def _parser(verb: str, description: str, example: str) -> VerbParser:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError("must be a whole number of at least 1")
+    return int(text)
 
 
 def check(argv: Sequence[str]) -> int:

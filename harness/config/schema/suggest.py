@@ -9,7 +9,7 @@ from harness.config import schema
 
 # names that many sections have say nothing about where a key belongs
 _EVERYWHERE = frozenset({"enabled", "type", "params", "device", "dtype", "seed", "metric", "debug", "verbose", "mode"})
-_ALIKE = 0.8  # share of matching characters; 0.8 still tells "lr_scheduler" from "scheduler"
+_ALIKE = 0.8  # share of matching characters; at 0.8 "lr_scheduler" still means "scheduler"
 
 
 def plain(name: str) -> str:
