@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.hf.weights.lazy_tensor import Computed, InMemory, LazyTensor
@@ -90,3 +92,57 @@ def test_tensors_that_do_not_fit_together_are_not_joined() -> None:
         torch.cat([lazy(), lazy()[:, :, :2]], dim=1)
     with pytest.raises(ValueError, match="cannot be joined"):
         torch.stack([lazy()[0], lazy()[0, :3]])
+
+
+def arranged(tensor: Tensor, data: st.DataObject) -> Callable[[Tensor], Tensor]:
+    """A drawn operation that a tensor of this shape has."""
+    dim = data.draw(st.integers(0, tensor.dim() - 1))
+    size = tensor.shape[dim]
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))
+    order = data.draw(st.permutations(range(tensor.dim())))
+    index = data.draw(st.integers(-size, size - 1)) if size else 0
+    operations: list[Callable[[Tensor], Tensor]] = [
+        lambda x: x.narrow(dim, start, stop - start),
+        lambda x: x.permute(order),
+        lambda x: x.unsqueeze(dim),
+        lambda x: x.transpose(dim, 0),
+        lambda x: torch.cat([x, x.narrow(dim, start, stop - start)], dim=dim),
+        lambda x: torch.stack([x, x], dim=dim),
+        lambda x: torch.cat(x.split(max(size // 2, 1), dim)[::-1], dim=dim),
+    ]
+    if size and tensor.dim() > 1:
+        operations.append(lambda x: x.select(dim, index))
+    return data.draw(st.sampled_from(operations))
+
+
+@given(st.data())
+def test_any_chain_of_arrangements_gives_what_it_gives_of_a_real_tensor(data: st.DataObject) -> None:
+    real, tensor = REAL, lazy()
+    for _ in range(data.draw(st.integers(1, 6))):
+        operation = arranged(real, data)
+        real, tensor = operation(real), operation(tensor)
+        assert tensor.shape == real.shape
+        if real.numel() > 2000:
+            break
+    assert torch.equal(read(tensor), real)
+    assert not any(isinstance(patch.leaf, Computed) for patch in tensor.patches)  # nothing is read to be arranged
+
+
+def test_other_leaves_take_the_places_of_the_former_ones_in_computed_tensors_too() -> None:
+    named = LazyTensor.of(InMemory(REAL, "a"))
+    both = torch.cat([named[:, 2:4], -named], dim=1)
+    assert {leaf.name for leaf in both.leaves()} == {"a"}
+    asked: list[str] = []
+
+    def doubled(name: str) -> InMemory:
+        asked.append(name)
+        return InMemory(2 * REAL, name)
+
+    changed = both.with_leaves(doubled)
+    assert torch.equal(read(changed), 2 * torch.cat([REAL[:, 2:4], -REAL], dim=1))
+    assert set(asked) == {"a"}
+
+
+def test_an_operation_that_gives_several_tensors_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="of tensors that are not read yet"):
+        torch.sort(lazy())

@@ -27,6 +27,34 @@ def test_a_number_becomes_a_wildcard_and_a_digit_in_a_name_does_not() -> None:
     assert wildcard("model.layers.12.mlp.experts.3.w1") == "model.layers.*.mlp.experts.*.w1"
 
 
+@pytest.mark.parametrize(
+    ("name", "numbers", "found"),
+    [
+        ("", None, ""),
+        ("lm_head", None, "lm_head"),
+        ("3", None, "*"),
+        ("h.0.mlp.1", 1, "h.*.mlp.1"),
+        ("h.0.mlp.1", 2, "h.*.mlp.*"),
+        ("h.0.mlp.1", 9, "h.*.mlp.*"),
+        ("h.0.w1.2b", None, "h.*.w1.2b"),
+    ],
+)
+def test_as_many_numbers_as_asked_become_wildcards(name: str, numbers: int | None, found: str) -> None:
+    assert wildcard(name, numbers) == found
+
+
+def test_a_name_is_meant_by_more_and_more_wildcards() -> None:
+    assert patterns("h.0.mlp.1.w") == ["h.*.mlp.1.w", "h.*.mlp.*.w"]
+    assert patterns("lm_head") == ["lm_head"]
+
+
+def test_the_blocks_of_an_attention_are_those_of_any_layer_in_it() -> None:
+    rules = {"h.*.attn.qkv": PlanRule(style="colwise", blocks=4), "h.*.attn2.q": PlanRule(style="colwise", blocks=8)}
+    plan = Plan(model_type="it", rules=rules)
+    assert [plan.blocks_in(name) for name in ("h.3.attn", "h.3.attn2", "h.3.mlp", "h.3")] == [4, 8, 1, 8]
+    assert not plan.splits_head
+
+
 def test_a_family_s_own_plan_is_taken_with_its_embeddings() -> None:
     plan = plan_for(on_meta("llama"), PLANS)
     assert plan.rules["model.layers.*.self_attn.o_proj"] == PlanRule(style="rowwise")
@@ -142,6 +170,14 @@ def test_every_name_in_a_plan_file_is_in_a_model(path: Path) -> None:
         ({"styles": {}, "style": {}}, "unknown keys style"),
         ({"styles": {"a": {"stile": "rowwise"}}}, "TypeError"),
         ({"styles": {}, "attributes": {"a": {"heads": "halve"}}}, "is 'halve': use divide or share"),
+        ({"styles": {}, "attributes": {"a": {"heads": 2}}}, "TypeError"),
+        ({"styles": {}, "attributes": {"a": "divide"}}, "AttributeError"),
+        ({"styles": ["a"]}, "ValueError"),
+        ({"styles": {}, "inputs": {"a": {"mask": {"dims": 0}}}}, "TypeError"),
+        ({"styles": {}, "cases": [{"styles": {}}]}, "KeyError: 'if'"),
+        ({"styles": {}, "cases": [{"if": {"no_such_field": 1}}]}, "AttributeError"),
+        ([], "TypeError"),
+        ("null", "TypeError"),
     ],
 )
 def test_a_file_that_is_no_plan_is_told(tmp_path: Path, data: Any, reason: str) -> None:

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
-from harness.parallel.tensor.segments import cut_segments, read_segments, shard_of_segments, sum_of
+from harness.parallel.tensor.segments import Segment, cut_segments, product_of, read_segments, shard_of_segments, sum_of
 from harness.parallel.tensor.shard import shard_of
 
 OWNER = SimpleNamespace(num_heads=4, kv_heads=2, head_dim=4)
@@ -66,3 +68,43 @@ def test_a_parameter_is_cut_or_where_ranks_share_a_unit_seen_in_part() -> None:
 def test_what_cannot_be_shared_out_is_refused(words: list[str], width: int, size: int, told: str) -> None:
     with pytest.raises(UserError, match=told):
         read_segments(words, [OWNER], width, TensorParallel(size=size), "it")
+
+
+@pytest.mark.parametrize(
+    ("words", "factors"),
+    [
+        ("3", [3]),
+        ("num_heads", [4]),
+        (" num_heads*head_dim ", [4, 4]),
+        ("2 * kv_heads * head_dim", [2, 2, 4]),
+        ("inner * 2", [7, 2]),
+    ],
+)
+def test_a_product_is_read_from_the_nearest_owner_that_has_its_names(words: str, factors: list[int]) -> None:
+    nearest, around = SimpleNamespace(inner=7, head_dim=nn.Identity()), SimpleNamespace(**vars(OWNER), inner=9)
+    assert product_of(words, [nearest, around]) == factors  # a module of that name is no number
+
+
+def test_a_sum_of_products_is_read_and_a_name_that_nobody_has_is_told() -> None:
+    assert sum_of("num_heads * head_dim + 2 * kv_heads * head_dim + 1", [OWNER]) == 16 + 16 + 1
+    with pytest.raises(AttributeError, match="no module around has a number groups"):
+        sum_of("num_heads + groups", [OWNER])
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(1, 4)), min_size=1, max_size=4), st.integers(1, 8))
+def test_drawn_segments_are_put_together_again_and_used_by_whole_units(sizes: list[tuple[int, int]], size: int) -> None:
+    starts = [sum(units * width for units, width in sizes[:index]) for index in range(len(sizes))]
+    found = [Segment(start=start, units=u, width=w) for start, (u, w) in zip(starts, sizes, strict=True)]
+    if not all(segment.fits(size) for segment in found):
+        return
+    total = sum(units * width for units, width in sizes)
+    whole, again = torch.arange(1, total + 1), torch.zeros(total, dtype=torch.long)
+    for rank in ranks(size):
+        shard = shard_of_segments(found, (total,), 0, rank)
+        shard.put(shard.take(whole), again)
+        for segment in found:
+            start, stop = (end - segment.start for end in segment.used(rank))
+            assert start % segment.width == 0 == stop % segment.width and stop > start
+            first, last = (end - segment.start for end in segment.share(rank))
+            assert start <= first < last <= stop  # a rank uses what it holds
+    assert torch.equal(again, whole)

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from harness.errors import UserError
-from harness.topology.env import LaunchEnv, free_port
+from harness.topology.env import LaunchEnv, free_port, inherited, run_timeout
 from harness.topology.interfaces import interface_to
 from harness.topology.slurm import first_host, tasks_on_node
 
@@ -201,3 +201,51 @@ def test_a_free_port_can_be_listened_on() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", free_port()))
         server.listen()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("", ""), ("n[07]", "n07"), ("n[1-2,5],m3", "n1"), ("a-b.c[010-012]", "a-b.c010"), ("n1,n2", "n1")],
+)
+def test_the_first_host_keeps_its_zeros_dots_and_dashes(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+@pytest.mark.parametrize(
+    ("counts", "node", "tasks"), [("", 0, None), ("8", 0, 8), ("8", 1, None), ("1(x3)", 2, 1), ("2,3(x2)", 2, 3)]
+)
+def test_a_node_outside_of_the_list_has_no_known_tasks(counts: str, node: int, tasks: int | None) -> None:
+    assert tasks_on_node(counts, node) == tasks
+
+
+def test_the_ranks_of_one_launch_find_one_port_and_those_of_another_mostly_another() -> None:
+    ports = {LaunchEnv.from_environ({**SRUN, "SLURM_JOB_ID": str(job)}).master_port for job in range(50)}
+    assert len(ports) > 45 and all(15000 <= port < 31000 for port in ports)
+
+
+@pytest.mark.parametrize(("minutes", "wanted"), [(None, 30), ("1", 1), ("600", 600), (" 5 ", 5)])
+def test_ranks_wait_as_long_as_the_environment_says(
+    minutes: str | None, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DEEPSPEED_TIMEOUT", raising=False)
+    if minutes is not None:
+        monkeypatch.setenv("DEEPSPEED_TIMEOUT", minutes)
+    assert run_timeout().total_seconds() == 60 * wanted
+
+
+@pytest.mark.parametrize(
+    ("minutes", "told"),
+    [("0", "is 0: give a number of minutes"), ("-3", "is -3: give"), ("1.5", "is '1.5': set a whole")],
+)
+def test_a_time_to_wait_that_is_none_is_told(minutes: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", minutes)
+    with pytest.raises(UserError, match=f"^DEEPSPEED_TIMEOUT {told}"):
+        run_timeout()
+
+
+def test_what_another_process_inherits_is_chosen_by_how_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ABC_ONE", "1")
+    monkeypatch.setenv("ABD_TWO", "2")
+    assert inherited("ABC_") == {"ABC_ONE": "1"}
+    assert inherited("ABC_", "ABD_") == {"ABC_ONE": "1", "ABD_TWO": "2"}
+    assert inherited()["ABD_TWO"] == "2"
