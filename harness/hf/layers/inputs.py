@@ -75,7 +75,7 @@ def same(a: object, b: object) -> bool:
         return isinstance(b, (tuple, list)) and len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, Mapping):
         return isinstance(b, Mapping) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return True
+    return not isinstance(b, (Tensor, tuple, list, Mapping))
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
