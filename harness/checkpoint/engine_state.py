@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from harness.checkpoint.directories import Progress
+from harness.checkpoint.tensors.coverage import require_each_value_once
 from harness.checkpoint.tensors.held import Held, held_tensors
 from harness.deepspeed.engine import loss_scaling
 from harness.deepspeed.flat_tensors import EngineOptimizer, Run, SteppedOn
+from harness.deepspeed.nvme_states import states_in_memory
 from harness.deepspeed.optimizer_states import Template, counted, template, torch_optimizer
 from harness.parallel.gradients.compressed import CompressedReduction
 from harness.topology.agreement import values_of_all
@@ -49,7 +51,12 @@ class EngineState:
 
 def stored(state: EngineState, progress: Progress) -> tuple[list[tuple[str, list[Held]]], Progress]:
     """Return what this rank holds of the tensors of each file, and the progress with what the engine counts; all ranks
-    call it."""
+    call it. What lies on NVMe is copied into memory."""
+    with states_in_memory(state.engine.optimizer):
+        return _stored(state, progress)
+
+
+def _stored(state: EngineState, progress: Progress) -> tuple[list[tuple[str, list[Held]]], Progress]:
     optimizer, held = state.engine.optimizer, state.held()
     kept = templates(optimizer, held)
     counters: dict[str, float] = {}
@@ -66,6 +73,14 @@ def stored(state: EngineState, progress: Progress) -> tuple[list[tuple[str, list
         counters={name: value for _, found in of_all for name, value in found.items()},
         loss_scaling=loss_scaling(optimizer),
     )
+
+
+def require_savable(state: EngineState) -> None:
+    """Raise UserError if a checkpoint would lack values of the model or of the optimizer; all ranks call it."""
+    with states_in_memory(state.engine.optimizer):
+        held = state.held()
+        templates(state.engine.optimizer, held)
+        require_each_value_once(held, state.groups)
 
 
 def templates(optimizer: EngineOptimizer, held: Sequence[Held]) -> dict[tuple[int, int], Template]:

@@ -19,6 +19,7 @@ from harness.checkpoint.integrity import changed_file, newest_whole
 from harness.checkpoint.tensors.held import Held
 from harness.checkpoint.tensors.whole_tensors import open_whole_tensors, read_tensors, require_stored
 from harness.deepspeed.engine import set_counters, set_loss_scaling
+from harness.deepspeed.nvme_states import states_in_memory
 from harness.deepspeed.optimizer_states import make_state, torch_optimizer, use_stepped_on
 from harness.errors import UserError
 from harness.topology.agreement import all_or_none, values_of_all
@@ -43,6 +44,14 @@ def restore(state: EngineState, progress: Progress, fill: Callable[[str, Sequenc
         fill: called with the name of a file of a checkpoint and what this rank holds of its tensors; all ranks call it
             in the same order.
     """
+    optimizer = state.engine.optimizer
+    with states_in_memory(optimizer, changed=True):
+        _restore_tensors(state, progress, fill)
+    set_counters(state.engine, progress.step, progress.skipped_steps)
+    set_loss_scaling(optimizer, progress.loss_scaling)
+
+
+def _restore_tensors(state: EngineState, progress: Progress, fill: Callable[[str, Sequence[Held]], None]) -> None:
     optimizer, held = state.engine.optimizer, state.held()
     fill(state.stem, held)
     if progress.optimizer_states:
@@ -55,8 +64,6 @@ def restore(state: EngineState, progress: Progress, fill: Callable[[str, Sequenc
         for each, _ in stepped(held):
             torch_optimizer(optimizer).state.pop(each.tensor, None)
     use_stepped_on(optimizer)
-    set_counters(state.engine, progress.step, progress.skipped_steps)
-    set_loss_scaling(optimizer, progress.loss_scaling)
 
 
 def _read(checkpoint: Path, stem: str, held: Sequence[Held]) -> None:

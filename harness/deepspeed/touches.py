@@ -5,6 +5,7 @@ A test looks each of them up in the installed DeepSpeed, and names the ones that
 
 from __future__ import annotations
 
+from harness.deepspeed.optimizer_touches import OPTIMIZER_TOUCHES, ZERO_3
 from harness.deepspeed.pipeline_touches import (
     BF16,
     ENGINE,
@@ -16,7 +17,6 @@ from harness.deepspeed.pipeline_touches import (
 from harness.deepspeed.touch import Touch
 
 STAGE3 = "deepspeed.runtime.zero.stage3"
-ZERO_3 = f"{STAGE3}:DeepSpeedZeroOptimizer_Stage3"
 INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 SCALER = "deepspeed.runtime.fp16.loss_scaler"
 MUON = "deepspeed.runtime.zero.muon.original_muon"
@@ -24,6 +24,7 @@ MUON = "deepspeed.runtime.zero.muon.original_muon"
 
 TOUCHES = (
     *PIPELINE_TOUCHES,
+    *OPTIMIZER_TOUCHES,
     # no_peers
     Touch(
         "no_peers: shapes from the stage before",
@@ -243,29 +244,6 @@ TOUCHES = (
             "get_tensor_model_parallel_group",
         ),
     ),
-    # optimizer_states
-    Touch(
-        "optimizer_states: ZeRO-3's parameters",
-        f"{ZERO_3}._reassign_or_swap_out_partitioned_parameters",
-        "called once a checkpoint is loaded: brings a group's float32 values to its parameters",
-        parameters=("args", "kwargs"),  # of the decorator; it takes the group's index
-    ),
-    Touch(
-        "optimizer_states: parameters that ZeRO-3 keeps whole",
-        ZERO_3,
-        "divided and gathered again once a checkpoint is loaded",
-        sets=("persistent_parameters",),
-    ),
-    Touch(
-        "optimizer_states: hpZ's second copies",
-        f"{ZERO_3}.invalidate_secondary_tensor",
-        "called once a checkpoint is loaded",
-        parameters=(),
-    ),
-    Touch(
-        "optimizer_states: parameters of ZeRO-1 and ZeRO-2", f"{ZERO_1_2}.update_lp_params", "likewise", parameters=()
-    ),
-    Touch("optimizer_states: parameters in bf16", f"{BF16}.update_lp_params", "likewise", parameters=()),
     # orthogonal
     Touch(
         "orthogonal: Muon's decorator",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from harness.checkpoint.tensors.coverage import require_each_value_once
 from harness.checkpoint.tensors.file_plan import Share, dealt_places
 from harness.checkpoint.tensors.held import Held
 from harness.checkpoint.tensors.tensor_writer import (
@@ -74,7 +75,11 @@ class PlannedFiles:
 def plan_tensors(
     folder: Path, stem: str, tensors: Sequence[Held], groups: Groups, *, one_file: bool = False
 ) -> PlannedFiles:
-    """Return the files `STEM*` of `folder` for the tensors of all ranks, which call it together. Nothing is written."""
+    """Return the files `STEM*` of `folder` for the tensors of all ranks, which call it together. Nothing is written.
+
+    Raises UserError, on all ranks alike, if the files would not hold each value once.
+    """
+    require_each_value_once(tensors, groups)
     created: dict[Path, tuple[bytes, list[Place]]] = {}
     index: list[tuple[Path, str]] = []
 

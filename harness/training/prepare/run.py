@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.checkpoint import directories
-from harness.checkpoint.engine_state import EngineState, templates
+from harness.checkpoint.engine_state import EngineState, require_savable
 from harness.checkpoint.integrity import run_id
 from harness.checkpoint.run_lock import lock_directory, unlock_directory
 from harness.config import Resolved
@@ -183,8 +183,7 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
     if context.is_pipeline:  # ZeRO-2 and ZeRO-3 are there to save memory, and would need up to half as much again
         keep_freed_memory(context.device)
     if inputs.args.saves:
-        state = run.engine_state
-        templates(state.engine.optimizer, state.held())  # an optimizer whose state cannot be saved is refused now
+        require_savable(run.engine_state)
     return run
 
 
