@@ -154,12 +154,12 @@ def test_states_lie_where_deepspeed_puts_them(
     assert memory.states == memory.parameters + memory.gradients + memory.optimizer
 
 
-def buffers(strategy: Strategy, held: float, **changes: object) -> float:
-    """Bytes of buffers for a layer of so many parameters, without what the allocator wastes."""
+def buffers(strategy: Strategy, held: float, layers: int = 1, **changes: object) -> float:
+    """Bytes of buffers for layers of so many parameters, without what the allocator wastes."""
     layer = LayerShape(hidden=1, heads=1, kv_heads=1, query=0, key=0, value=0, output=0, vectors=int(held), gated=False)
     shape = DecoderShape(layers=(layer,), vocab=0)
     work = Workload(shape=shape, sequence=0, **changes)  # type: ignore[arg-type]
-    return stage_memory(work, strategy, Stage(layers=((layer, 1),), is_first=False, is_last=False), 0).buffers
+    return stage_memory(work, strategy, Stage(layers=((layer, layers),), is_first=False, is_last=False), 0).buffers
 
 
 @pytest.mark.parametrize(
@@ -182,6 +182,7 @@ def test_buckets_and_gathered_parameters_have_a_limit() -> None:
     assert buffers(Strategy(), 4 * FLAT_BUCKET) == FLAT_BUCKET * 4
     assert buffers(Strategy(), 1e6, sums_in_place=True) == 0
     assert buffers(Strategy(data=2, zero_stage=3, bucket=0), GATHERED / 4) == GATHERED / 2 * 2  # the layer twice
+    assert buffers(Strategy(data=2, zero_stage=3, bucket=0), GATHERED / 4, layers=8) == GATHERED * 2  # of twice as many
     assert buffers(Strategy(data=2, zero_stage=3, bucket=0), 4 * GATHERED) == 8 * GATHERED * 2
 
 
