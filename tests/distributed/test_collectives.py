@@ -25,9 +25,8 @@ from torch import Tensor
 from harness import Trainer
 from harness.parallel.collectives import neighbours, of_group
 from harness.parallel.collectives.host_memory import HostMemory
-from harness.training.prepare import run
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import STEPS, Curve, Job, arguments_of, rows
+from tests.distributed.training import STEPS, Curve, Job, arguments_of, rows, without_shared_memory
 
 pytestmark = pytest.mark.ranks
 CASES = [(size, dtype) for size in (1, 60_000) for dtype in (torch.float64, torch.bfloat16, torch.int64)]
@@ -172,7 +171,7 @@ def with_and_without(layouts: list[str], folder: Path) -> list[tuple[int, bool, 
     """Steps of a run that shares memory, whether they have the numbers of one that does not, and what both say."""
     found = []
     for layout in layouts:
-        with patch.object(run, "share_memory", lambda _groups: None):
+        with without_shared_memory():
             wanted, without = run_to_its_end(layout, folder / f"{layout}-without")
         curve, shared = run_to_its_end(layout, folder / layout)
         found.append((len(curve), curve == wanted, without["shared_memory"], shared["shared_memory"]))

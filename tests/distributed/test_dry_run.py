@@ -22,7 +22,7 @@ from harness.dry_run.memory import Step
 from harness.topology.layout import Layout
 from harness.training.prepare.run import release
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import BLOCK, Job, arguments_of, rows
+from tests.distributed.training import BLOCK, Job, arguments_of, rows, without_shared_memory
 
 pytestmark = pytest.mark.ranks
 
@@ -36,7 +36,7 @@ FOUR = [
 def counted(job: Job, output_dir: str) -> dict[str, Any]:
     """What this rank holds and sends in the second step of a real run."""
     layout = Layout(pp_size=job.size("pp"), dp_size=job.size("dp"), tp_size=job.size("tp"))
-    with Ledger(layout, dist.get_rank()) as ledger:
+    with Ledger(layout, dist.get_rank()) as ledger, without_shared_memory():
         trainer = Trainer(job.model, arguments_of(job, output_dir), rows())
         engine, stream = trainer.engine, trainer.stream
         count = Step(ledger, engine.deepspeed)

@@ -26,7 +26,7 @@ from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, Compre
 from harness.parallel.gradients.link import measure
 from harness.parallel.tensor.shard import shard_of
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, arguments_of, rows, tiny_model, worst
+from tests.distributed.training import Job, arguments_of, rows, tiny_model, without_shared_memory, worst
 
 pytestmark = pytest.mark.ranks
 
@@ -103,7 +103,8 @@ def copies(module: nn.Module) -> dict[str, str]:
 def train(job: Job, output_dir: str) -> dict[str, Any]:
     """Train some steps; return the curve, this rank's weights and place, and the bytes that the last step sent."""
     own = replace(job, arguments={})
-    trainer = Trainer(job.model, arguments_of(own, output_dir), train_dataset=rows(), **job.arguments)
+    with without_shared_memory():
+        trainer = Trainer(job.model, arguments_of(own, output_dir), train_dataset=rows(), **job.arguments)
     curve = []
     for step in range(STEPS):
         with Ledger(trainer.run.plan.layout, dist.get_rank()) if step == STEPS - 1 else nullcontext() as ledger:

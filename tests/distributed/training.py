@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness import Trainer, TrainingArguments
 from harness.parallel.plans.experts import run_where_aligned
+from harness.training.prepare import run
 from tests.models import model_of
 
 BLOCK, BATCH = 32, 8
@@ -68,6 +71,11 @@ def arguments_of(job: Job, output_dir: str, **more: Any) -> TrainingArguments:
     settings = {"max_steps": STEPS, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "adam_beta2": 0.95}
     settings |= {"save_steps": 0, "output_dir": output_dir, **job.arguments, **more}
     return TrainingArguments(deepspeed_config=job.deepspeed_config(), **settings)
+
+
+def without_shared_memory() -> AbstractContextManager[object]:
+    """Have runs that are prepared meanwhile send everything by torch.distributed, where it is counted."""
+    return patch.object(run, "share_memory", lambda _groups: None)
 
 
 def steps_of(trainer: Trainer, steps: int = STEPS) -> Curve:
