@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -162,7 +163,7 @@ def test_what_was_read_once_is_read_the_same_again(edits: list[tuple[str, object
         section = lookup(config, pointer.rsplit("/", 1)[0])
         if pointer.count("/") == 1 or section is None or isinstance(section, dict):
             try:
-                put(config, pointer, value)
+                put(config, pointer, copy.deepcopy(value))
             except (AttributeError, TypeError):
                 continue
     before = repr(config)
