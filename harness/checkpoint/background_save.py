@@ -74,7 +74,7 @@ class Writer:
     def copied(self, files: Sequence[tuple[str, list[Held]]]) -> list[tuple[str, list[Held]]]:
         """Return what is held with copies of the values that this rank writes."""
         owned = [held for _, tensors in files for held in tensors if held.owned]
-        copies = iter(self._buffer.copy([held.values for held in owned]))
+        copies = iter(self._buffer.copy([held.values for held in owned], self._thread))
         return [
             (stem, [replace(held, values=next(copies)) if held.owned else held for held in tensors])
             for stem, tensors in files
