@@ -20,7 +20,7 @@ from tests.distributed.training import BATCH, Curve, Job, reference, rows, tiny_
 pytestmark = pytest.mark.ranks
 
 WIDTH = 8
-LOSS, NORM = 2e-6, 2e-5
+LOSS, NORM = 2e-6, 4e-5  # of the norm: processors round the sums of four ranks' states otherwise
 
 
 class Points(torch.utils.data.Dataset):

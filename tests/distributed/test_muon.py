@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 STEPS, CLIP = 4, 0.5
 MUON = {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}}
 ARGUMENTS = {"max_steps": STEPS, "learning_rate": 0.01, "max_grad_norm": CLIP}
-LOSS, NORM = 2e-6, 2e-5
+LOSS, NORM = 3e-5, 3e-4  # it orthogonalises in bf16: where sums are rounded otherwise shows more than elsewhere
 
 
 def one_process(model_dir: str) -> Curve:

@@ -61,8 +61,13 @@ def as_int(value: object) -> int | None:
 
 def as_float(value: object) -> float | None:
     """Return a value as pydantic's float, or None if it refuses it."""
-    if isinstance(value, str) and not value.strip().isascii():
-        return None  # Python reads the digits of all scripts
+    if isinstance(value, str):
+        if not value.strip().isascii():
+            return None  # Python reads the digits of all scripts
+        if "_" in value:  # pydantic leaves out single ones between any two characters, and then takes no blanks
+            if value != value.strip().strip("_") or "__" in value:
+                return None
+            value = value.replace("_", "")
     try:
         return float(value) if isinstance(value, (int, float, str)) else None
     except (ValueError, OverflowError):
