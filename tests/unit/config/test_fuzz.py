@@ -23,7 +23,7 @@ from harness.config.text.document import from_bytes
 from harness.config.view import TARGETS
 
 ROOT = Path(__file__).resolve().parents[3]
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
 PRESETS = [path.read_text("utf-8") for path in sorted((ROOT / "ds_configs").glob("*.json"))]
 TEXTS = PRESETS + [rule.wrong for rule in RULES]
 NAMES = sorted({pointer.rsplit("/", 1)[1] for pointer, _ in every_key()} | {"elasticity", "amp", "a/b", "~", ""})

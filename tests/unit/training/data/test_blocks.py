@@ -1,7 +1,5 @@
 """Blocks against a plain reading of the contract, their cache, and one builder a host."""
 
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -116,26 +114,6 @@ def test_a_tokenizer_written_in_python_is_known_by_its_files(tmp_path):
     blocks = [make_blocks(documents, ByT5Tokenizer(extra_ids=n), 8, tmp_path) for n in (125, 125, 3)]
     assert rows(blocks[0]) == rows(blocks[2])
     assert len(list((tmp_path / "prepared").iterdir())) == 2
-
-
-SECOND_RUN = """
-import sys
-from harness.training.data.blocks import make_blocks
-from harness.training.data.pieces import PieceEncoder
-from harness.training.data.pieces import PieceEncoder
-from harness.training.data.files.sources import read_documents
-from harness.training.data.tokenizer import ByteTokenizer
-PieceEncoder.__call__ = None
-print(len(make_blocks(read_documents(sys.argv[1], sys.argv[2]), ByteTokenizer(), 8, sys.argv[2])))
-"""
-
-
-def test_another_process_finds_the_cache(tmp_path):
-    (tmp_path / "a.txt").write_text("x" * 100)
-    make_blocks(read_documents(tmp_path / "a.txt", tmp_path), ByteTokenizer(), 8, tmp_path)
-    command = [sys.executable, "-c", SECOND_RUN, str(tmp_path / "a.txt"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.strip() == "12", done.stderr
 
 
 def test_too_little_text_is_told_with_the_numbers(tmp_path):

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from harness.cli import main
 
-PRESETS = Path(__file__).resolve().parents[3] / "models/presets"
+PRESETS = Path(__file__).resolve().parents[2] / "models/presets"
 
 
 def dry_run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
