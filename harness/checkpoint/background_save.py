@@ -3,7 +3,8 @@
 The step that saves waits until each rank has copied what it holds. A thread of each rank then writes its own part and
 waits for the disk. The threads never talk to each other: they work in phases, and the main threads start the next one
 when all ranks have ended the last, which they find out where they agree after a step anyway. Files exist before ranks
-write to them, all is written before it is hashed, and the manifest and the name come last.
+write to them, all is written before it is hashed, and the manifest and the name come last. Older checkpoints lose their
+names then, and are removed while the run goes on.
 """
 
 from __future__ import annotations
@@ -19,22 +20,24 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from harness.checkpoint.directories import Progress, finish, partial_name, prune
+from harness.checkpoint.directories import Progress, finish, partial_name, prune, remove
 from harness.checkpoint.engine_state import EngineState, stored
 from harness.checkpoint.integrity import newest
-from harness.checkpoint.manifest import contents
+from harness.checkpoint.manifest import Files, contents
 from harness.checkpoint.residue import describe, write_residue
 from harness.checkpoint.run_lock import lock_directory
 from harness.checkpoint.tensors.held import Held
 from harness.checkpoint.tensors.kept_buffer import KeptBuffer
+from harness.checkpoint.tensors.tensor_writer import OpenFiles
 from harness.checkpoint.tensors.whole_tensors import PlannedFiles, plan_tensors
 from harness.errors import UserError
 from harness.topology.agreement import all_or_none, values_of_all
 
 T = TypeVar("T")
 
-Phases: TypeAlias = Generator[Callable[[], object], Any, None]
-"""What the thread of this rank does; each gives back to the generator what it returned."""
+Phases: TypeAlias = Generator[Callable[[], object], Any, list[Path]]
+"""What the thread of this rank does; each gives back to the generator what it returned. The folders to be removed come
+last."""
 _NUMBERS = itertools.count()
 
 
@@ -71,6 +74,10 @@ class Writer:
         """Do something in the thread."""
         return self._thread.submit(phase)
 
+    def wait(self) -> None:
+        """Wait until the thread has done all that it was given."""
+        self.run(lambda: None).result()
+
     def copied(self, files: Sequence[tuple[str, list[Held]]]) -> list[tuple[str, list[Held]]]:
         """Return what is held with copies of the values that this rank writes."""
         owned = [held for _, tensors in files for held in tensors if held.owned]
@@ -90,12 +97,18 @@ class BackgroundSave:
         path: where it will be.
     """
 
-    def __init__(self, state: EngineState, target: Target, progress: Progress, writer: Writer) -> None:
-        """Copy what this rank holds and begin to write it; raises NotSaved on all ranks if that fails."""
+    def __init__(
+        self, state: EngineState, target: Target, progress: Progress, writer: Writer, *, copy: bool = True
+    ) -> None:
+        """Copy what this rank holds and begin to write it; raises NotSaved on all ranks if that fails.
+
+        Without a copy, nothing that is saved may change until the checkpoint is whole.
+        """
+        writer.wait()  # it may still remove what the last save has replaced
         self.number, self.step = next(_NUMBERS), progress.step
         self.path = target.output_dir / f"checkpoint-{progress.step}"
         self._folder = target.output_dir / partial_name(progress.step)
-        self._first, self._writer = state.groups.rank == 0, writer
+        self._first, self._writer, self._one_host = state.groups.rank == 0, writer, state.one_host
         files, progress = stored(state, progress)
         if target.model_only:
             files = [(stem, held) for stem, held in files if stem == state.stem]
@@ -103,7 +116,7 @@ class BackgroundSave:
         one_file = {state.stem} if state.adapters else set()
         self._plans = [
             plan_tensors(self._folder, stem, held, state.groups, one_file=stem in one_file)
-            for stem, held in writer.copied(files)
+            for stem, held in (writer.copied(files) if copy else files)
         ]
         self._residue: Callable[[], None] = lambda: None
         if state.compression is not None and not target.model_only:
@@ -132,7 +145,8 @@ class BackgroundSave:
         result = self._try(self._running.result)
         try:
             self._running = self._writer.run(self._phases.send(result))
-        except StopIteration:
+        except StopIteration as end:
+            self._writer.run(partial(remove, end.value))
             return True
         return False
 
@@ -145,27 +159,39 @@ class BackgroundSave:
     def _write(self, target: Target, progress: Progress) -> Phases:
         """Yield the phases of this rank, in the order in which all ranks go through them."""
         yield self._create_files
-        yield self._write_values
-        share = yield lambda: contents(self._folder, dist.get_rank(), dist.get_world_size())
+        with OpenFiles() as opened:
+            yield lambda: self._write_values(opened)
+            share = yield lambda: self._hash_and_sync(opened)
         files = {name: file for part in values_of_all(share) for name, file in part.items()}
 
-        def end() -> None:
+        def end() -> list[Path]:
             finish(target.output_dir, progress, files)
             kept = newest(target.output_dir, target.keep, progress.step)
             if kept and target.best is not None and target.best.is_dir() and target.best not in kept:
                 kept = kept[: max(len(kept) - 1, 1)]
-            prune(target.output_dir, kept, target.best)
+            return prune(target.output_dir, kept, target.best)
 
-        yield end if self._first else lambda: None
+        removable: list[Path] = yield end if self._first else list
+        return removable
 
     def _create_files(self) -> None:
         for plan in self._plans:
             plan.create()
 
-    def _write_values(self) -> None:
+    def _write_values(self, opened: OpenFiles) -> None:
         for plan in self._plans:
-            plan.write()
+            plan.write(opened)
         self._residue()
+        if not self._one_host:  # a shared file system shows other hosts what is on its disk
+            opened.sync()
+
+    def _hash_and_sync(self, opened: OpenFiles) -> Files:
+        """Return the checksums of this rank's share of the files, taken while the disk writes what is in memory."""
+        with ThreadPoolExecutor(1) as beside:
+            synced = beside.submit(opened.sync)
+            share = contents(self._folder, dist.get_rank(), dist.get_world_size())
+            synced.result()
+        return share
 
     def _open_folder(self, target: Target) -> None:
         if self._first:

@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import get_origin, get_type_hints
@@ -204,16 +205,24 @@ def _renamed(checkpoint: Path, word: str) -> Path:
     return checkpoint.rename(target)
 
 
-def prune(output_dir: Path, kept: Sequence[Path] | None, best: Path | None = None) -> None:
-    """Remove the checkpoints that are older than all of `kept` (None: none) but the best one, and what unfinished
-    saves have left."""
-    for _, path in numbered(output_dir) if kept else []:
+def prune(output_dir: Path, kept: Sequence[Path] | None, best: Path | None = None) -> list[Path]:
+    """Take the names of checkpoints from those that are older than all of `kept` (None: none), but for the best one.
+
+    Returns the folders that may now be removed, what unfinished saves have left among them: that takes its time.
+    """
+    for step, path in numbered(output_dir) if kept else []:
         if kept and path in kept:
             break
         if path != best:
-            shutil.rmtree(path, ignore_errors=True)
-    for path in output_dir.glob("writing-*-*"):
-        shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):  # then it is tried again after the next save
+                path.rename(output_dir / f"writing-removed-{step}")
+    return list(output_dir.glob("writing-*-*"))
+
+
+def remove(folders: Sequence[Path]) -> None:
+    """Remove folders with all that is in them, as far as that is allowed."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:

@@ -29,6 +29,8 @@ class EngineState:
         rename: the name in a checkpoint of a tensor of the engine's module.
         adapters: whether adapters are trained; the weights that they stand on are read from where they came.
         compression: averages the gradients in few bits; None where they are not compressed.
+        one_host: whether all ranks are on one host, so that what one writes the others can read before it is on the
+            disk.
     """
 
     engine: DeepSpeedEngine
@@ -36,6 +38,7 @@ class EngineState:
     rename: Callable[[str], str]
     adapters: bool
     compression: CompressedReduction | None = None
+    one_host: bool = False
 
     @property
     def stem(self) -> str:

@@ -96,6 +96,7 @@ def after_step(trainer: StepTrainer, record: StepRecord, recorder: Recorder) -> 
         stop = agree_on_control(control, device, checkpoints)
     if stop or control.should_save or due.save:
         control.should_save = False
-        checkpoints.begin()
+        ends = trainer.state.global_step >= trainer.state.max_steps
+        checkpoints.begin(last=bool(stop) or control.should_training_stop or ends)
         stop = agree_on_control(control, device, checkpoints)
     return stop

@@ -63,13 +63,11 @@ class PlannedFiles:
         if self.index is not None:
             self.index[0].write_text(self.index[1], encoding="utf-8")
 
-    def write(self) -> None:
-        """Write what this rank holds, and wait until it is on the disk; UserError if that fails."""
-        with OpenFiles() as opened:
-            for held in self.tensors:
-                for box, values in held.pieces() if held.owned else ():
-                    opened.write(self.places[held.name], [start for start, _ in box], values)
-            opened.sync()
+    def write(self, opened: OpenFiles) -> None:
+        """Write what this rank holds, without waiting for the disk; UserError if that fails."""
+        for held in self.tensors:
+            for box, values in held.pieces() if held.owned else ():
+                opened.write(self.places[held.name], [start for start, _ in box], values)
 
 
 def plan_tensors(
@@ -100,7 +98,13 @@ def write_tensors(folder: Path, stem: str, tensors: Sequence[Held], groups: Grou
     """Write the files `STEM*`; all ranks call it. Raises UserError on all of them if that fails."""
     planned = plan_tensors(folder, stem, tensors, groups, one_file=one_file)
     all_or_none(planned.create)
-    all_or_none(planned.write)
+
+    def write() -> None:
+        with OpenFiles() as opened:
+            planned.write(opened)
+            opened.sync()
+
+    all_or_none(write)
 
 
 def open_whole_tensors(folder: Path, stem: str) -> dict[str, Stored]:

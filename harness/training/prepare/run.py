@@ -134,6 +134,7 @@ class PreparedRun:
             rename=(lambda key: saved_name(name(key))) if adapters else name,
             adapters=adapters,
             compression=self.engine.compression,
+            one_host=self.inputs.env.local_world_size == self.inputs.env.world_size,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -98,11 +99,16 @@ class Checkpoints:
         return time.monotonic() - self._begun >= seconds
 
     @inside("saving")
-    def begin(self) -> None:
-        """Begin to save the state after the last step, unless that is being saved or is saved; warn if that fails."""
+    def begin(self, *, last: bool = False) -> None:
+        """Begin to save the state after the last step, unless that is being saved or is saved; warn if that fails.
+
+        The `last` one of a run waits until it is whole, and needs no copy in memory.
+        """
         if self._state_of != (self._state.global_step, self._state.consumed_samples):
             self.finish()
-            self._attempt(self._overridden or self._begin)
+            self._attempt(self._overridden or partial(self._begin, copy=not last))
+            if last:
+                self.finish()
 
     def advance(self) -> bool:
         """Go on where all ranks are ready; returns whether a checkpoint is whole now. Warn if that fails."""
@@ -122,14 +128,15 @@ class Checkpoints:
 
     @inside("saving")
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written; warn if that fails."""
+        """Wait for the checkpoint that is being written, and for the removal of older ones; warn if that fails."""
         while self._pending is not None:
             self.advance()
+        self._writer.wait()
 
     def save(self) -> Path:
         """Save the state after the last step; returns when the checkpoint is whole. Raises NotSaved if that fails."""
         self.finish()
-        pending = self._begin()
+        pending = self._begin(copy=False)
         while not self._advance():
             pass
         return pending.path
@@ -139,12 +146,12 @@ class Checkpoints:
         if self._pending is not None and all_arrive(f"save {self._pending.number}", PATIENCE_S):
             self.finish()
 
-    def _begin(self) -> BackgroundSave:
+    def _begin(self, *, copy: bool) -> BackgroundSave:
         step = self._state.global_step
         self._begun = time.monotonic()
         self.require_own_directory()
         self._nonfinite.judge_weights(self.run.engine, f"checkpoint-{step}")
-        self._pending = begin_checkpoint(self.run, self._state, self._writer)
+        self._pending = begin_checkpoint(self.run, self._state, self._writer, copy=copy)
         self._state_of = step, self._state.consumed_samples
         return self._pending
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 BASE = "base_model"
 
 
-def begin_checkpoint(run: PreparedRun, state: TrainerState, writer: Writer) -> BackgroundSave:
-    """Copy the state of a run and begin to write it to `output_dir/checkpoint-STEP`; all ranks call it.
+def begin_checkpoint(run: PreparedRun, state: TrainerState, writer: Writer, *, copy: bool) -> BackgroundSave:
+    """Begin to write the state of a run, or a copy of it, to `output_dir/checkpoint-STEP`; all ranks call it.
 
     HuggingFace's `from_pretrained` reads its weights, and peft's its adapters.
     """
@@ -40,7 +40,7 @@ def begin_checkpoint(run: PreparedRun, state: TrainerState, writer: Writer) -> B
         model_only=run.args.save_only_model,
         write_others=lambda folder: _write_configs(run, folder),
     )
-    return BackgroundSave(run.engine_state, target, progress_of(run, state), writer)
+    return BackgroundSave(run.engine_state, target, progress_of(run, state), writer, copy=copy)
 
 
 def progress_of(run: PreparedRun, state: TrainerState) -> Progress:

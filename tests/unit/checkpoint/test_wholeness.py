@@ -17,6 +17,7 @@ from harness.checkpoint.directories import (
     partial_name,
     prune,
     read_progress,
+    remove,
     set_aside_foreign,
 )
 from harness.checkpoint.integrity import changed_file, damage, damaged, find_resume, foreign, newest, newest_whole
@@ -128,5 +129,5 @@ def test_auto_leaves_out_what_another_run_has_saved(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_of_a_later_step_is_none_of_those_that_are_kept(tmp_path: Path) -> None:
     older, resumed, _ = (save(tmp_path, step) for step in (2, 3, 10))
     assert newest(tmp_path, 1, last_step=3) == [resumed]
-    prune(tmp_path, newest(tmp_path, 1, last_step=3))
+    remove(prune(tmp_path, newest(tmp_path, 1, last_step=3)))
     assert resumed.is_dir() and not older.exists()

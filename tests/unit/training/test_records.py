@@ -19,6 +19,7 @@ from harness.checkpoint.directories import (
     numbered,
     partial_name,
     prune,
+    remove,
     require_same_model,
     set_aside_newer,
 )
@@ -89,10 +90,10 @@ def test_only_finished_checkpoints_count_and_the_newest_is_taken(tmp_path: Path)
     (tmp_path / partial_name(11)).mkdir()
     (tmp_path / "checkpoint-12").mkdir()
     assert find_resume(tmp_path, "auto") == tmp_path / "checkpoint-10"
-    prune(tmp_path, newest(tmp_path, 2, 10))  # two whole ones, and what is newer
+    remove(prune(tmp_path, newest(tmp_path, 2, 10)))  # two whole ones, and what is newer
     assert [step for step, _ in numbered(tmp_path)] == [9, 10, 12]
     assert not (tmp_path / partial_name(11)).exists()
-    prune(tmp_path, newest(tmp_path, None, 10))
+    remove(prune(tmp_path, newest(tmp_path, None, 10)))
     assert len(numbered(tmp_path)) == 3
 
 
