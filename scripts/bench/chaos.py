@@ -22,7 +22,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from chaos_run import IS_ROOT, LAYOUTS, MACHINE, SIGNALS, Run
+from chaos_run import IS_ROOT, LAYOUTS, MACHINE, MOMENTS, SIGNALS, Run
 from report import RESULTS, write_report
 
 
@@ -39,13 +39,14 @@ def disturbed(layout: str, loss: float, seed: int, kinds: list[str]) -> dict[str
     """Make a run with a few faults; return what they were and what was wrong."""
     draw, folder = random.Random(seed), Path(tempfile.mkdtemp())
     run, faults = Run(layout, folder, draw), []
-    for _ in range(draw.randint(3, 7)):
+    moments = [draw.choice(MOMENTS) for _ in range(draw.randint(4, 8))]
+    for moment in sorted(moments, key="export".__eq__):  # nothing is left to disturb after it
         if run.supervisor.poll() is not None:
             run.end()
             if run.supervisor.returncode == 0:
                 break
             run.start()
-        if (fault := run.fault(kinds)) is not None:
+        if (fault := run.fault(moment, kinds)) is not None:
             faults.append(fault)
     wrong = run.wrong(loss)
     run.close(keep=bool(wrong))

@@ -88,7 +88,7 @@ class Run:
     def wait_for(self, moment: str) -> None:
         """Wait for the moment of a fault, or for the end of the run."""
         begun = len(self.rows())
-        step = self.draw.randint(begun + 1, max(begun + 1, min(begun + 12, STEPS - 2)))
+        step = self.draw.randint(begun + 1, max(begun + 1, min(begun + 6, STEPS - 2)))
         starts = self.log.read_text().count("preparing ")
         reached = {
             "step": lambda: len(self.rows()) >= step,
@@ -100,9 +100,9 @@ class Run:
             time.sleep(0.002)
         time.sleep(self.draw.random() * (8.0 if moment == "restart" else 0.1))
 
-    def fault(self, kinds: list[str]) -> str | None:
+    def fault(self, moment: str, kinds: list[str]) -> str | None:
         """Make one fault; return what it was, None if the run had ended before."""
-        moment, kind = self.draw.choice(MOMENTS), self.draw.choice(kinds)
+        kind = self.draw.choice(kinds)
         if moment == "restart":
             self.wait_for("step")
             with suppress(ProcessLookupError, KeyError):
@@ -163,7 +163,7 @@ class Run:
             other = self.draw.choice([path for path in files if path != file])
             file.write_bytes(other.read_bytes())
             other.write_bytes(content)
-        elif older.exists():
+        elif len(checkpoints) > 1 and older.exists():
             shutil.copy(older, file)
         return f"a checkpoint's file {kind}"
 
