@@ -10,7 +10,7 @@ device.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,66 @@ from harness.parallel.tensor.shared_input import copy_once
 from harness.parallel.weight_gradients import linear
 
 
-class ColumnParallelLinear(nn.Linear):
+class Place(TypedDict, total=False):
+    """Which ranks share a new layer, and where and in what its part is made."""
+
+    group: dist.ProcessGroup | None
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class Cut(TypedDict, total=False):
+    """Which part of a whole layer a rank holds: `shard` of its weight, or an equal share."""
+
+    shard: Shard | None
+    weight_transposed: bool
+
+
+class _CutLinear(nn.Linear):
+    """A linear layer that holds a part of its weight; `dim` is the one of a weight (out, in) that is split."""
+
+    dim: ClassVar[int]
+    group: dist.ProcessGroup | None
+    weight: nn.Parameter
+    weight_transposed: bool
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **place: Unpack[Place]) -> None:
+        whole = nn.Linear(in_features, out_features, bias, place.get("device"), place.get("dtype"))
+        self._adopt(whole, place.get("group"))
+
+    @classmethod
+    def from_linear(cls, linear: nn.Module, group: dist.ProcessGroup | None, **cut: Unpack[Cut]) -> Self:
+        """Return this rank's part of a whole layer."""
+        layer = cls.__new__(cls)
+        cls._adopt(layer, linear, group, **cut)
+        return layer
+
+    def _adopt(
+        self,
+        linear: nn.Module,
+        group: dist.ProcessGroup | None,
+        shard: Shard | None = None,
+        weight_transposed: bool = False,
+    ) -> None:
+        weight, bias = linear.get_parameter("weight"), _bias_of(linear)
+        _begin(self, linear, group, weight_transposed)
+        shard = shard or _equal_share(weight, 1 - self.dim if weight_transposed else self.dim, group)
+        self.widths = shard.widths
+        self.weight = cut_parameter(weight, shard)
+        if bias is not None and self.dim == 0:
+            bias = cut_parameter(bias, without_dim(shard))
+        self.register_parameter("bias", bias)
+
+    def extra_repr(self) -> str:
+        shard = shard_of(self.weight)  # the weight itself may be empty: ZeRO-3 gathers it only where it is used
+        cut, full = ("out", self.out_features) if self.dim == 0 else ("in", self.in_features)
+        local = full if shard is None else shard.length
+        sizes = {"in": self.in_features, "out": self.out_features, cut: f"{local} of {full}"}
+        text = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        return f"{text}, bias={self.bias is not None}"
+
+
+class ColumnParallelLinear(_CutLinear):
     """y = x A^T + b with A and b split over the outputs.
 
     Per rank: x (..., in) whole; weight (out / size, in), or (in, out / size) with `weight_transposed`
@@ -38,9 +97,7 @@ class ColumnParallelLinear(nn.Linear):
     The gradient of x is summed over the group. Raises ValueError for fewer outputs than ranks.
     """
 
-    group: dist.ProcessGroup | None
-    weight: nn.Parameter
-    weight_transposed: bool
+    dim = 0
 
     def __init__(
         self,
@@ -48,52 +105,25 @@ class ColumnParallelLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         *,
-        group: dist.ProcessGroup | None = None,
         gather_output: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **place: Unpack[Place],
     ) -> None:
-        whole = nn.Linear(in_features, out_features, bias, device, dtype)
-        self._adopt(whole, group, None, gather_output, weight_transposed=False)
+        super().__init__(in_features, out_features, bias, **place)
+        self.gather_output = gather_output
 
     @classmethod
     def from_linear(
-        cls,
-        linear: nn.Module,
-        group: dist.ProcessGroup | None,
-        *,
-        shard: Shard | None = None,
-        gather_output: bool = False,
-        weight_transposed: bool = False,
-    ) -> ColumnParallelLinear:
-        """Return this rank's part of a whole layer: `shard` of its weight, or an equal share."""
-        layer: ColumnParallelLinear = cls.__new__(cls)
-        layer._adopt(linear, group, shard, gather_output, weight_transposed)
+        cls, linear: nn.Module, group: dist.ProcessGroup | None, *, gather_output: bool = False, **cut: Unpack[Cut]
+    ) -> Self:
+        """Return this rank's part of a whole layer."""
+        layer = super().from_linear(linear, group, **cut)
+        layer.gather_output = gather_output
         return layer
-
-    def _adopt(
-        self,
-        linear: nn.Module,
-        group: dist.ProcessGroup | None,
-        shard: Shard | None,
-        gather_output: bool,
-        weight_transposed: bool,
-    ) -> None:
-        dim = 1 if weight_transposed else 0
-        shard = shard or _equal_share(linear.get_parameter("weight"), dim, group)
-        _begin(self, linear, group, dim, weight_transposed)
-        self.gather_output, self.widths = gather_output, shard.widths
-        self.weight = cut_parameter(linear.get_parameter("weight"), shard)
-        bias = _bias_of(linear)
-        self.register_parameter("bias", None if bias is None else cut_parameter(bias, without_dim(shard)))
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.weight_transposed else self.weight
         y = linear(self, copy_once(x, self.group), weight, self.bias)
         return gather_from_group(y, self.group, self.widths) if self.gather_output else y
-
-    def extra_repr(self) -> str:
-        return _describe(self, "out", self.out_features)
 
 
 class SharedColumnLinear(nn.Linear):
@@ -118,7 +148,7 @@ class SharedColumnLinear(nn.Linear):
     ) -> SharedColumnLinear:
         """Return a layer with the very parameters of a whole one."""
         layer = cls.__new__(cls)
-        _begin(layer, linear, group, 1 if weight_transposed else 0, weight_transposed)
+        _begin(layer, linear, group, weight_transposed)
         layer.pieces = pieces
         layer.weight = linear.get_parameter("weight")
         layer.register_parameter("bias", _bias_of(linear))
@@ -131,7 +161,7 @@ class SharedColumnLinear(nn.Linear):
         return linear(self, copy_once(x, self.group), own, bias)
 
 
-class RowParallelLinear(nn.Linear):
+class RowParallelLinear(_CutLinear):
     """y = x A^T + b with A split over the inputs.
 
     Per rank: x (..., in / size), this rank's part, as a column-parallel layer leaves it, or with
@@ -141,10 +171,8 @@ class RowParallelLinear(nn.Linear):
     layer's. Raises ValueError for fewer inputs than ranks.
     """
 
-    group: dist.ProcessGroup | None
+    dim = 1
     sequence: SequenceShare | None = None
-    weight: nn.Parameter
-    weight_transposed: bool
 
     def __init__(
         self,
@@ -152,43 +180,20 @@ class RowParallelLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         *,
-        group: dist.ProcessGroup | None = None,
         input_is_parallel: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **place: Unpack[Place],
     ) -> None:
-        whole = nn.Linear(in_features, out_features, bias, device, dtype)
-        self._adopt(whole, group, None, input_is_parallel, weight_transposed=False)
+        super().__init__(in_features, out_features, bias, **place)
+        self.input_is_parallel = input_is_parallel
 
     @classmethod
     def from_linear(
-        cls,
-        linear: nn.Module,
-        group: dist.ProcessGroup | None,
-        *,
-        shard: Shard | None = None,
-        input_is_parallel: bool = True,
-        weight_transposed: bool = False,
-    ) -> RowParallelLinear:
-        """Return this rank's part of a whole layer: `shard` of its weight, or an equal share."""
-        layer: RowParallelLinear = cls.__new__(cls)
-        layer._adopt(linear, group, shard, input_is_parallel, weight_transposed)
+        cls, linear: nn.Module, group: dist.ProcessGroup | None, *, input_is_parallel: bool = True, **cut: Unpack[Cut]
+    ) -> Self:
+        """Return this rank's part of a whole layer."""
+        layer = super().from_linear(linear, group, **cut)
+        layer.input_is_parallel = input_is_parallel
         return layer
-
-    def _adopt(
-        self,
-        linear: nn.Module,
-        group: dist.ProcessGroup | None,
-        shard: Shard | None,
-        input_is_parallel: bool,
-        weight_transposed: bool,
-    ) -> None:
-        dim = 0 if weight_transposed else 1
-        shard = shard or _equal_share(linear.get_parameter("weight"), dim, group)
-        _begin(self, linear, group, 1 - dim, weight_transposed)
-        self.input_is_parallel, self.widths = input_is_parallel, shard.widths
-        self.weight = cut_parameter(linear.get_parameter("weight"), shard)
-        self.register_parameter("bias", _bias_of(linear))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
@@ -199,12 +204,6 @@ class RowParallelLinear(nn.Linear):
         y = linear(self, x, weight)
         y = reduce_from_group(y, self.group) if self.sequence is None else self.sequence.scatter(y)
         return y if self.bias is None else y + self.bias
-
-    def extra_repr(self) -> str:
-        return _describe(self, "in", self.in_features)
-
-
-_SplitLinear: TypeAlias = ColumnParallelLinear | SharedColumnLinear | RowParallelLinear
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -279,22 +278,14 @@ def _equal_share(weight: Tensor, dim: int, group: dist.ProcessGroup | None) -> S
 
 
 def _begin(
-    layer: _SplitLinear, linear: nn.Module, group: dist.ProcessGroup | None, out_dim: int, weight_transposed: bool
+    layer: _CutLinear | SharedColumnLinear, linear: nn.Module, group: dist.ProcessGroup | None, weight_transposed: bool
 ) -> None:
     nn.Module.__init__(layer)
     shape = linear.get_parameter("weight").shape
-    layer.out_features, layer.in_features = shape[out_dim], shape[1 - out_dim]
+    layer.out_features, layer.in_features = reversed(shape) if weight_transposed else shape
     layer.group, layer.weight_transposed = group, weight_transposed
     layer.train(linear.training)
 
 
 def _bias_of(linear: nn.Module) -> nn.Parameter | None:
     return None if linear.bias is None else linear.get_parameter("bias")
-
-
-def _describe(layer: _SplitLinear, cut: str, full: int) -> str:
-    shard = shard_of(layer.weight)  # the weight itself may be empty: ZeRO-3 gathers it only where it is used
-    local = full if shard is None else shard.length
-    sizes = {"in": layer.in_features, "out": layer.out_features, cut: f"{local} of {full}"}
-    text = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    return f"{text}, bias={layer.bias is not None}"

@@ -51,10 +51,7 @@ class OrthogonalMomentum(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update all parameters, a missing gradient being 0; returns what `closure` returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
