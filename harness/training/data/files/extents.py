@@ -39,6 +39,15 @@ class Extent:
     size: int = 0
 
 
+def whole(file: Path) -> Extent:
+    """Return all of a file as one extent."""
+    if file.suffix == ".parquet":
+        from pyarrow.parquet import read_metadata
+
+        return Extent(str(file), 0, read_metadata(file).num_row_groups)
+    return Extent(str(file), 0, file.stat().st_size)
+
+
 def planned(files: Sequence[Path], folder: Path) -> list[list[Extent]]:
     """Return the extents of each shard of these files, read from `folder` if they were planned before."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,11 +23,12 @@ def is_whole(file: Path) -> bool:
     """Whether a .json file is one array or object, and not one object a line."""
     with file.open("rb") as stream:
         first = next((line for line in stream if line.strip()), b"")
-    if first.lstrip().startswith(b"["):
+    first = first.removeprefix(BOM_UTF8).lstrip()
+    if first.startswith(b"["):
         return True
     try:
         row = json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         return True
     return isinstance(row, dict) and isinstance(row.get(DATA), list)
 
@@ -43,6 +45,8 @@ def json_rows(file: Path) -> Iterator[tuple[str, object]]:
         raise UserError(f"{file}:{error.lineno} is not JSON ({error.msg}, column {error.colno})") from error
     except RecursionError as error:
         raise UserError(f"{file} is nested too deeply to be read as JSON") from error
+    except ValueError as error:  # Python reads no integer of more than 4300 digits
+        raise UserError(f"{file} is not JSON that can be read ({error})") from error
 
 
 def _begin_of_array(file: Path, text: str) -> int:
@@ -53,13 +57,14 @@ def _begin_of_array(file: Path, text: str) -> int:
     if text[at : at + 1] == "{":
         at = _behind_space(text, at + 1)
         while text[at : at + 1] == '"':
-            name, at = _DECODER.raw_decode(text, at)
-            at = _behind_space(text, _behind(text, _behind_space(text, at), ":"))
+            name, at = _name(text, at)
             if name == DATA and text[at : at + 1] == "[":
                 return at + 1
             _, at = _DECODER.raw_decode(text, at)
             at = _behind_space(text, at)
-            at = _behind_space(text, at + 1) if text[at : at + 1] == "," else at
+            if text[at : at + 1] != ",":
+                break
+            at = _behind_space(text, at + 1)
         _behind(text, at, "}")
     else:
         _DECODER.raw_decode(text, at)
@@ -69,13 +74,35 @@ def _begin_of_array(file: Path, text: str) -> int:
 def _elements(file: Path, text: str, at: int) -> Iterator[tuple[str, object]]:
     line, counted = 1, 0
     at = _behind_space(text, at)
-    while text[at : at + 1] != "]":
+    more = text[at : at + 1] != "]"
+    while more:
         row, end = _DECODER.raw_decode(text, at)
         line, counted = line + text.count("\n", counted, at), at
         yield f"{file}:{line}", row
         at = _behind_space(text, end)
-        if text[at : at + 1] != "]":
+        more = text[at : at + 1] != "]"
+        if more:
             at = _behind_space(text, _behind(text, at, ","))
+    _require_end(text, at + 1)
+
+
+def _require_end(text: str, at: int) -> None:
+    """Refuse what stands behind the array but the rest of its object, so that no second array is passed over."""
+    at = _behind_space(text, at)
+    if text[_behind_space(text, 0)] == "{":
+        while text[at : at + 1] == ",":
+            _, at = _name(text, _behind_space(text, at + 1))
+            _, at = _DECODER.raw_decode(text, at)
+            at = _behind_space(text, at)
+        at = _behind_space(text, _behind(text, at, "}"))
+    if at < len(text):
+        raise json.JSONDecodeError("Extra data", text, at)
+
+
+def _name(text: str, at: int) -> tuple[str, int]:
+    """Return a name in an object, and where its value begins."""
+    name, at = _DECODER.raw_decode(text, at)
+    return name, _behind_space(text, _behind(text, _behind_space(text, at), ":"))
 
 
 def _behind_space(text: str, at: int) -> int:

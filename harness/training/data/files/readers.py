@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from harness.errors import UserError
-from harness.training.data.files.extents import Extent
+from harness.training.data.files.extents import Extent, whole
 from harness.training.data.files.json_rows import is_whole, json_rows
 from harness.training.data.files.rows import BESIDE, COLUMNS, TEXT, document, kind_of_row
 from harness.training.data.pieces import PIECE_CHARACTERS, in_pieces
@@ -42,11 +42,13 @@ def read_documents_of(extent: Extent, kind: str) -> Iterator[dict[str, str | int
 def kind_of_file(file: Path) -> str | None:
     """Return what the rows of a file are, by its first row or its schema, which is looked at; None if it has no row."""
     if file.suffix == ".parquet":
-        return kind_of_row(_parquet_columns(file), str(file))
+        columns, rows = _parquet_columns(file)
+        kind = kind_of_row(columns, str(file))
+        return kind if rows else None
     reader = _READERS.get(file.suffix)
     if reader is None:
         return TEXT
-    for place, found in reader(Extent(str(file), 0, file.stat().st_size)):
+    for place, found in reader(whole(file)):
         row = _object(found, place)
         kind = kind_of_row(row, place)
         document(row, kind, place)
@@ -115,17 +117,20 @@ def _csv_rows(extent: Extent) -> Iterator[Row]:
     """One row a record below the header; an empty field is none."""
     csv.field_size_limit(sys.maxsize)
     with Path(extent.file).open(encoding="utf-8-sig", newline="") as stream:
-        records = csv.DictReader(stream, strict=True)
+        records, read = csv.DictReader(stream, strict=True), 0
         try:
+            if records.fieldnames:  # the header is read
+                read = records.reader.line_num
             for record in records:
-                place = f"{extent.file}:{records.line_num}"
+                read = records.reader.line_num  # the records' own number leaves out blank lines
+                place = f"{extent.file}:{read}"
                 if None in record or None in record.values():
                     raise UserError(f"{place} has not as many fields as the header: quote fields that contain a comma")
                 yield place, record
         except csv.Error as error:
-            raise UserError(f"{extent.file}:{records.line_num} is not CSV ({error})") from error
+            raise UserError(f"{extent.file}:{read + 1} is not CSV ({error})") from error
         except UnicodeDecodeError as error:
-            raise UserError(f"{extent.file} is not UTF-8 after line {records.line_num}: convert it") from error
+            raise UserError(f"{extent.file} is not UTF-8 after line {read}: convert it") from error
 
 
 def _parquet_rows(extent: Extent) -> Iterator[Row]:
@@ -134,7 +139,7 @@ def _parquet_rows(extent: Extent) -> Iterator[Row]:
     from pyarrow.parquet import ParquetFile
 
     file, groups = Path(extent.file), list(range(extent.start, extent.stop))
-    names = _parquet_columns(file)
+    names, _ = _parquet_columns(file)
     kind = kind_of_row(names, str(file))
     columns = [name for name in (*COLUMNS[kind], *BESIDE[kind]) if name in names]
     number = extent.before
@@ -144,7 +149,9 @@ def _parquet_rows(extent: Extent) -> Iterator[Row]:
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{file}, row {number}", row
-    except ArrowInvalid as error:
+    except (ArrowInvalid, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk; Arrow's own have no number
+            raise
         raise UserError(f"{file} is damaged after row {number}: {_one_line(error)}") from error
 
 
@@ -162,6 +169,8 @@ def _of_line(line: bytes, place: str) -> object:
         raise UserError(f"{place} is not JSON ({error.msg}, column {error.colno}): one object a line") from error
     except RecursionError as error:
         raise UserError(f"{place} is nested too deeply to be read as JSON") from error
+    except ValueError as error:  # Python reads no integer of more than 4300 digits
+        raise UserError(f"{place} is not JSON that can be read ({error})") from error
 
 
 def _object(row: object, place: str) -> Mapping[str, object]:
@@ -170,14 +179,16 @@ def _object(row: object, place: str) -> Mapping[str, object]:
     return row
 
 
-def _parquet_columns(file: Path) -> list[str]:
+def _parquet_columns(file: Path) -> tuple[list[str], int]:
+    """Return the names of a file's columns, and how many rows it has."""
     from pyarrow import ArrowInvalid
-    from pyarrow.parquet import read_schema
+    from pyarrow.parquet import read_metadata
 
     try:
-        return list(read_schema(file).names)
+        metadata = read_metadata(file)
     except ArrowInvalid as error:
         raise UserError(f"{file} is not a parquet file: {_one_line(error)}") from error
+    return list(metadata.schema.to_arrow_schema().names), metadata.num_rows
 
 
 def _one_line(error: Exception) -> str:

@@ -38,7 +38,7 @@ _BESIDE_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", 
 
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
 
-_DESCRIBE_DATA = (".json", ".csv")
+DESCRIBE_DATA = (".json", ".csv")
 
 # Part of the cache key: raise it when the documents made from the same files change.
 _FORMAT = 4
@@ -79,7 +79,7 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     if not path.exists() and glob.has_magic(os.fspath(source)):
         matches = map(Path, sorted(glob.glob(os.fspath(source), recursive=True)))  # noqa: PTH207  # may be absolute
         files = [file for match in matches for file in (_in_directory(match) if match.is_dir() else [match])]
-        if files := [file for file in files if file.suffix in SUFFIXES]:
+        if files := [file for file in dict.fromkeys(files) if file.suffix in SUFFIXES]:  # ** matches folders too
             return files
         raise UserError(f"{source} matches no {suffixes} file: correct the pattern")
     if path.is_dir():
@@ -100,8 +100,8 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
 
 
 def _in_directory(top: Path) -> list[Path]:
-    files = [file for file in _walk(top) if file.suffix in SUFFIXES]
-    return [file for file in files if file.suffix not in _DESCRIBE_DATA] or files
+    files = [file for file in visible_files(top) if file.suffix in SUFFIXES]
+    return [file for file in files if file.suffix not in DESCRIBE_DATA] or files
 
 
 def read_documents(
@@ -158,7 +158,7 @@ def _documents(extents: Sequence[Extent], kind: str) -> Iterator[dict[str, str |
             raise UserError(f"cannot read {extent.file}: {error.strerror or error}") from error
 
 
-def _walk(top: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
+def visible_files(top: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
     """Return the files under `top`, sorted by relative path, without hidden ones and the directories `left_out`."""
 
     def stop(error: OSError) -> None:
@@ -180,7 +180,7 @@ def _stdlib_files() -> list[Path]:
     """Return the .py files of the standard library of the Python that runs, without tests and installed packages."""
     top = Path(sysconfig.get_path("stdlib"))
     files = (
-        [file for file in _walk(top, frozenset(_BESIDE_STDLIB)) if file.suffix == ".py" and decodes(file)]
+        [file for file in visible_files(top, frozenset(_BESIDE_STDLIB)) if file.suffix == ".py" and decodes(file)]
         if top.is_dir()
         else []
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from harness.errors import UserError
 from harness.training.data.files.readers import SUFFIXES
 from harness.training.data.files.rows import columns_of
-from harness.training.data.files.sources import PYTHON_STDLIB, preflight
+from harness.training.data.files.sources import DESCRIBE_DATA, PYTHON_STDLIB, preflight, visible_files
 from harness.training.data.files.token_files import require_token_files, token_paths
 
 TOKENS = "tokens"
@@ -82,16 +82,17 @@ def _kind(path: str) -> str:
 
 def find_tokens(path: str) -> list[Path]:
     """Return the token files that a path names: a file, Megatron's prefix, or those in a directory or glob without
-    text."""
+    text. Hidden files, and the .json and .csv files that describe token files, do not count."""
     if glob.has_magic(path) and not Path(path).exists():
-        files = [Path(name) for name in sorted(glob.glob(path, recursive=True))]  # noqa: PTH207  # may be absolute
+        matches = map(Path, sorted(glob.glob(path, recursive=True)))  # noqa: PTH207  # may be absolute
+        files = [file for match in matches for file in (visible_files(match) if match.is_dir() else [match])]
     elif Path(path).is_dir():
-        files = sorted(Path(path).rglob("*"))
+        files = visible_files(Path(path))
     else:
         return token_paths(path)
-    if any(file.suffix in SUFFIXES for file in files):
+    if any(file.suffix in SUFFIXES and file.suffix not in DESCRIBE_DATA for file in files):
         return []
-    return [file for file in files if file.suffix in (".bin", ".ds")]
+    return [file for file in dict.fromkeys(files) if file.suffix in (".bin", ".ds")]
 
 
 def _names_something(path: str) -> bool:

@@ -103,7 +103,8 @@ def _megatron(path: Path) -> TokenFile:
     pointers = np.memmap(index, np.int64, "r", at, (sequences,)) if sequences else np.empty(0, np.int64)
     ends = np.memmap(index, np.int64, "r", at + 8 * sequences, (documents,)) if documents else np.empty(0, np.int64)
     ids = _mapped(path, np.dtype(_DTYPES[code]))
-    if sequences and int(pointers[-1]) // ids.itemsize + int(lengths[-1]) != len(ids):
+    said = int(pointers[-1]) // ids.itemsize + int(lengths[-1]) if sequences else 0
+    if said != len(ids):
         raise UserError(f"{path} has {len(ids):,} tokens, unlike what {index.name} says: one of them is of another run")
     return TokenFile(path, ids, np.asarray(pointers)[ends[ends < sequences]] // ids.itemsize)
 
@@ -115,7 +116,7 @@ def _datatrove(path: Path, vocabulary: int) -> TokenFile:
     if len(ends) and path.stat().st_size in (2 * ends[-1], 4 * ends[-1]):
         size = path.stat().st_size // int(ends[-1])
     if metadata.is_file():
-        first = metadata.read_text(encoding="utf-8").partition("\n")[0]
+        first = metadata.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
         size = {"2": 2, "4": 4}.get(first.rpartition("|")[2].strip(), size)
     ids = _mapped(path, np.dtype(np.uint16 if size == 2 else np.uint32))
     if len(ends) and int(ends[-1]) != len(ids):

@@ -16,7 +16,7 @@ from harness.errors import UserError
 from harness.parallel.generators import own_generators, seed_of
 from harness.training.batches.collate import AnyDataset, MapDataset
 from harness.training.batches.same_data import digest
-from harness.training.data.files.extents import Extent
+from harness.training.data.files.extents import whole
 from harness.training.data.files.readers import read_documents_of
 from harness.training.data.files.rows import COLUMNS, document, kind_of_row
 from harness.training.data.on_disk.cache import fingerprint
@@ -62,7 +62,7 @@ class FileRows:
         for number in itertools.chain(range(section, count), itertools.cycle(range(count))):
             path = self.files[number]
             try:
-                for row, found in enumerate(read_documents_of(Extent(str(path), 0, path.stat().st_size), self.kind)):
+                for row, found in enumerate(read_documents_of(whole(path), self.kind)):
                     yield number, row, found
             except OSError as error:
                 raise UserError(f"cannot read {path}: {error.strerror or error}") from error

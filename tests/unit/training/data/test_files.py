@@ -91,6 +91,10 @@ def test_globs_and_directories(tmp_path):
     assert [file.name for file in find_files(f"{tmp_path}/a*.txt")] == ["a1.txt", "a2.txt"]
     assert [file.name for file in find_files(f"{tmp_path}/**/a*")] == ["a1.txt", "a2.txt", "a3.txt"]
     assert "info.json" not in [file.name for file in find_files(tmp_path)]
+    # what a folder holds that is matched, and what is matched beside it, counts once
+    assert [file.name for file in find_files(f"{tmp_path}/**/*.txt")] == ["a1.txt", "a2.txt", "b.txt", "a3.txt"]
+    (tmp_path / "info.json").unlink()
+    assert sorted(find_files(f"{tmp_path}/**")) == sorted(find_files(tmp_path))
     with pytest.raises(UserError, match=r"z\* matches no .txt"):
         preflight(f"{tmp_path}/z*")
 

@@ -5,6 +5,8 @@ import json
 import random
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -236,6 +238,32 @@ def test_an_iterable_that_gives_nothing_is_refused():
         source[4]
     with pytest.raises(UserError, match="gives more than 4 samples, too many to be held"):
         read_all(Counting(lambda i: {"input_ids": [i]}), "eval_dataset", 4)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.parquet"])
+def test_files_of_every_form_are_streamed_over_and_over(name, tmp_path):
+    file, rows = tmp_path / name, [{"text": text} for text in ("one", "two\n", "三")]
+    if name == "a.parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=2)
+    elif name == "a.csv":
+        file.write_text('text\none\n"two\n"\n三\n')
+    elif name == "a.txt":
+        rows = rows[:1]
+        file.write_text("one")
+    else:
+        file.write_text(json.dumps(rows) if name == "a.json" else "\n".join(map(json.dumps, rows)))
+    (tmp_path / "b.txt").write_text("last")
+    found = FileRows([file, tmp_path / "b.txt"], "text").since(1)
+    wanted = [(1, 0, "last"), *((0, number, row["text"]) for number, row in enumerate(rows)), (1, 0, "last")]
+    assert [(section, number, row["text"]) for section, number, row in itertools.islice(found, len(wanted))] == wanted
+
+
+def test_a_stream_of_a_file_that_is_gone_is_told(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    rows = FileRows([tmp_path / "a.txt"], "text").since(0)
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(UserError, match=r"cannot read .*a\.txt: No such file or directory"):
+        next(rows)
 
 
 def test_a_stream_is_known_by_its_files_and_never_read_to_its_end(text, chats):

@@ -8,6 +8,7 @@ import pytest
 from harness.errors import UserError
 from harness.training.data.blocks import token_blocks
 from harness.training.data.files.specs import TOKENS, find_tokens, source_groups
+from harness.training.data.files.token_files import HEADER, open_tokens, token_paths
 
 DOCUMENTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16]]
 IDS = list(range(5, 17))
@@ -60,6 +61,28 @@ def test_datatroves_file_is_read_by_its_metadata_or_its_index(size, metadata, vo
     assert blocks(path, True, vocabulary)[1]["position_ids"] == [0, 0, 1, 2]
 
 
+def test_hidden_files_and_those_that_describe_the_tokens_do_not_count(tmp_path):
+    wanted = blocks(megatron(tmp_path / "a"))
+    (tmp_path / "info.json").write_text("{}")
+    (tmp_path / ".notes.txt").write_text("hidden")
+    (tmp_path / ".cache").mkdir()
+    megatron(tmp_path / ".cache" / "a")
+    assert blocks(str(tmp_path)) == blocks(f"{tmp_path}/*") == blocks(f"{tmp_path}/**") == wanted
+    (tmp_path / "readme.txt").write_text("text")
+    assert source_groups([str(tmp_path)])[0].kind == "text"
+
+
+def test_files_of_a_folder_are_in_the_order_of_their_paths_and_links_are_followed(tmp_path):
+    for name in ("b", "a/z", "a/b/c"):
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        megatron(tmp_path / "data" / name)
+    (tmp_path / "linked").symlink_to(tmp_path / "data")
+    for folder in ("data", "linked"):
+        found = [file.relative_to(tmp_path / folder).with_suffix("") for file in find_tokens(f"{tmp_path}/{folder}")]
+        assert list(map(str, found)) == ["a/b/c", "a/z", "b"]
+    assert len(find_tokens(f"{tmp_path}/*")) == 6 and len(find_tokens(f"{tmp_path}/data/*")) == 3
+
+
 def test_several_files_are_one_and_may_have_weights(tmp_path):
     first, second = megatron(tmp_path / "a"), datatrove(tmp_path / "b.ds")
     (group,) = source_groups([first, second])
@@ -84,6 +107,14 @@ def test_several_files_are_one_and_may_have_weights(tmp_path):
             lambda p: megatron(p) and p.with_suffix(".bin").write_bytes(b"123"),
             r"a\.bin has 3 bytes, no multiple",
         ),
+        (
+            lambda p: megatron(p) and p.with_suffix(".idx").write_bytes(HEADER.pack(b"MMIDIDX\0\0", 1, 8, 0, 0)),
+            r"a\.bin has 12 tokens, unlike what a\.idx says",
+        ),
+        (
+            lambda p: megatron(p) and p.with_suffix(".idx").write_bytes(HEADER.pack(b"MMIDIDX\0\0", 1, 8, 2**60, 1)),
+            r"a\.idx is cut off: it has fewer than 1,152,921,504,606,846,976 sequences and 1 documents",
+        ),
         (lambda p: megatron(p) and p.with_suffix(".idx").write_bytes(b"MMIDIDX"), r"a\.idx is not a Megatron index"),
     ],
 )
@@ -101,3 +132,52 @@ def test_a_file_of_another_vocabulary_or_without_documents_is_refused(tmp_path):
     (tmp_path / "c.ds").write_bytes(b"")
     with pytest.raises(UserError, match=r"c\.ds is empty"):
         source_groups([f"{tmp_path}/c.ds"])
+
+
+@pytest.mark.parametrize(
+    ("metadata", "size"),
+    [
+        pytest.param(b"gpt2|2\n12", 2, id="two-bytes"),
+        pytest.param(b"a|b|4 \n12", 4, id="a-bar-in-the-name"),
+        pytest.param(b"gpt2\n12", 4, id="no-size-but-an-index"),
+        pytest.param(b"gpt2|3\n12", 4, id="a-size-that-there-is-not"),
+        pytest.param(b"caf\xe9|4\n12", 4, id="latin-1"),
+        pytest.param(b"", 4, id="empty"),
+    ],
+)
+def test_metadata_of_datatrove_say_the_size_of_a_token_where_they_can(metadata, size, tmp_path):
+    datatrove(tmp_path / "a.ds", size)
+    (tmp_path / "a.ds.metadata").write_bytes(metadata)
+    assert open_tokens(tmp_path / "a.ds", 100).ids.tolist() == IDS
+    with pytest.raises(UserError, match=r"a\.ds has \d+ tokens of \d bytes, a\.ds\.index says 12"):
+        (tmp_path / "a.ds.metadata").write_bytes(b"gpt2|%d" % (6 - size))
+        open_tokens(tmp_path / "a.ds", 100)
+
+
+@pytest.mark.parametrize(("vocabulary", "size"), [(2**16, 2), (2**16 + 1, 4), (17, 2)])
+def test_without_any_word_of_it_the_size_of_a_token_follows_from_the_vocabulary(vocabulary, size, tmp_path):
+    datatrove(tmp_path / "a.ds", size, metadata=False, index=False)
+    file = open_tokens(tmp_path / "a.ds", vocabulary)
+    assert file.ids.tolist() == IDS and file.starts.tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("position", "token", "words"),
+    [(0, 100, "the id 100 near token 0,"), (999_999, 200, "the id 200 near token"), (3, -1, "the id -1 near token 0,")],
+)
+def test_an_id_that_the_model_has_not_is_found_at_either_end_of_a_long_file(position, token, words, tmp_path):
+    ids = np.arange(1_000_000) % 100
+    ids[position] = token
+    megatron(tmp_path / "a", np.int32, [ids])
+    with pytest.raises(UserError, match=f"{words}.*the model's ids are 0 to 99: use the model whose tokenizer"):
+        open_tokens(tmp_path / "a.bin", 100)
+
+
+def test_paths_of_token_files_are_known_by_their_ends(tmp_path):
+    megatron(tmp_path / "a.v1.prefix")
+    (tmp_path / "b").mkdir()
+    megatron(tmp_path / "b")
+    name = f"{tmp_path}/a.v1"
+    assert token_paths(name) == token_paths(f"{name}.bin") == token_paths(f"{name}.idx")
+    assert token_paths(f"{tmp_path}/gone.ds") and not token_paths(f"{tmp_path}/gone")
+    assert not token_paths(tmp_path / "b")  # a folder, though b.bin stands beside it
