@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -14,6 +15,8 @@ from harness.training.arguments.config_file import ConfigFlag
 from harness.training.arguments.flags import Flags, groups, shown_default
 from harness.training.arguments.values import takes, typed
 from harness.training.arguments.words import Known, config_flags, known_flags, own_words
+
+_NAMES, _SEVERAL = re.compile(r"[\w.,\s-]*"), re.compile(r"[,\s]+")
 
 
 class Parser(argparse.ArgumentParser):
@@ -98,7 +101,7 @@ def _typed(hint: object, text: str) -> object:
 
 
 class _Names(argparse.Action):
-    """Several words, separated by spaces or commas, as a tuple."""
+    """Several names, separated by spaces or commas, as a tuple; a regular expression stays whole."""
 
     def __call__(
         self,
@@ -107,5 +110,5 @@ class _Names(argparse.Action):
         values: str | Sequence[str] | None,
         _option_string: str | None = None,
     ) -> None:
-        names = tuple(name for value in values or () for name in value.split(",") if name)
-        setattr(namespace, self.dest, names)
+        words = [_SEVERAL.split(value) if _NAMES.fullmatch(value) else [value] for value in values or ()]
+        setattr(namespace, self.dest, tuple(name for several in words for name in several if name))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     import yaml
 
 ARGUMENTS = "arguments"  # of run.json
+
+_PAIR = re.compile(r"(?<!\\)((?:\\\\)*)(\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,9 @@ def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[Conf
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
-            text = text.replace("\t", " ")  # YAML takes all of JSON but its tabs
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+            # YAML takes all of JSON but its tabs and its characters in two escapes
+            text = _PAIR.sub(lambda pair: pair[1] + json.loads(f'"{pair[2]}"'), text.replace("\t", " "))
+        root = yaml.compose(text, Loader=_loader())
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--config {file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except yaml.MarkedYAMLError as error:
@@ -50,6 +56,8 @@ def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[Conf
         raise UserError(f"{file}:{line}: is neither YAML nor JSON: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
         raise UserError(f"--config {file}: is neither YAML nor JSON: {str(error).splitlines()[0]}") from error
+    except RecursionError as error:
+        raise UserError(f"--config {file}: is nested too deeply to be read") from error
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
@@ -83,17 +91,38 @@ def _flags(
         if not isinstance(key.value, str):
             raise UserError(f"{file}:{key.start_mark.line + 1}: a key is no name: give flags, as `max_steps: 100`")
         where, name = f"{file}:{key.start_mark.line + 1}: ", section + str(key.value).removeprefix("--")
-        if name in seen:
+        own = name.replace("-", "_")
+        if own in seen:
             raise UserError(f"{where}{name} is given twice")
-        seen.add(name)
+        seen.add(own)
         if isinstance(value, yaml.MappingNode) and name not in known and is_section(name):
             yield from _flags(file, value, known, section=f"{name}.")
             continue
-        plain = _plain(value)
-        item = known.get(name.replace("-", "_"))
+        item = known.get(own)
+        try:
+            plain = _plain(value)
+            words = _words(name, plain, several=item is None or takes(item.type, "tuple"))
+        except (yaml.MarkedYAMLError, TypeError, ValueError) as error:
+            problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
+            raise UserError(f"{where}{name}: has a value that JSON has not ({problem})") from error
         if plain is None or (of_run and item is not None and _same(plain, item.default)):
             continue
-        yield ConfigFlag(where, _words(name, plain, several=item is None or takes(item.type, "tuple")))
+        yield ConfigFlag(where, words)
+
+
+@cache
+def _loader() -> type[yaml.SafeLoader]:
+    """YAML in which 1e-5 is a number and a date a text, as in JSON and as DeepSpeed reads them."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+        yaml_implicit_resolvers = {  # noqa: RUF012  # as PyYAML declares it
+            first: [(tag, form) for tag, form in forms if not tag.endswith(":timestamp")]
+            for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
+    return Loader
 
 
 def _plain(node: yaml.Node) -> object:
@@ -102,6 +131,8 @@ def _plain(node: yaml.Node) -> object:
 
     if isinstance(node, yaml.ScalarNode):
         return None if node.tag.endswith(":null") else node.value
+    if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
+        return [item.value for item in node.value]
     return yaml.SafeLoader("").construct_object(node, deep=True)
 
 

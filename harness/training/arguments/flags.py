@@ -40,7 +40,7 @@ class Flags:
 
     Attributes:
         TITLE: the theme, a heading in `--help` and in the docs.
-        given: names of the flags that were passed, whatever their values.
+        given: names of the flags that were passed, whatever their values; None is none.
     """
 
     TITLE: ClassVar[str] = ""
@@ -49,7 +49,7 @@ class Flags:
     def __new__(cls, *_: object, **given: object) -> Self:
         self = super().__new__(cls)
         # also where the value is the default: it may contradict the JSON, or be without effect
-        object.__setattr__(self, "_given", frozenset(given))
+        object.__setattr__(self, "_given", frozenset(name for name, value in given.items() if value is not None))
         return self
 
     def __post_init__(self) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import Enum
-from numbers import Real
+from numbers import Integral, Real
 
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
@@ -41,7 +42,8 @@ def _words(value: object) -> tuple[object, ...]:
         return (os.fspath(value),)
     if not isinstance(value, list | tuple | set):
         raise ValueError("not a list")
-    return tuple(value)
+    words = sorted(value, key=str) if isinstance(value, set) else value  # in the same order on every rank
+    return tuple(os.fspath(word) if isinstance(word, os.PathLike) else word for word in words)
 
 
 def _mapping(value: object) -> object:
@@ -76,6 +78,9 @@ def _number(value: object) -> float:
 
 
 def _whole(value: object) -> int:
+    if isinstance(value, str | Integral) and not isinstance(value, bool):
+        with suppress(ValueError):
+            return int(value)  # a float would round what has more than 53 bits
     number = _number(value)
     if number != number or abs(number) == float("inf") or int(number) != number:
         raise ValueError("not a whole number")

@@ -60,9 +60,12 @@ def own_words(words: Sequence[str], known: Known) -> list[str]:
         given = value if equals else " ".join(flag[1:]) if flag[1:] else "true"
         plain = ALIASES.get(plain, plain) if given != "true" or plain != "deepspeed" else plain
         negated = plain.removeprefix("no_")
+        negated = ALIASES.get(negated, negated)
         if plain in known:
             kept += [f"--{plain}{equals}{value}", *flag[1:]]
         elif plain != negated and negated in known and takes(known[negated].type, "bool"):
+            if given != "true":
+                raise UserError(f"{name} {given}: takes no value: give --{negated} true or false")
             kept.append(f"--{negated}=false")
         elif not _may_stand(plain, negated, given):
             raise UserError(refusal(plain, name, known))
@@ -77,7 +80,7 @@ def own_arguments(given: Mapping[str, object], items: Iterable[Field[object]]) -
         own = ALIASES.get(name, name)
         if own == "resume_from_checkpoint" and isinstance(value, bool):  # as in HuggingFace
             value = str(value)
-        if (own in known and value is not None) or name in known:
+        if own in known and value is not None:
             kept[own] = value
         elif own not in known and not is_idle(name, value):
             raise UserError(f"TrainingArguments takes no {name}: {advice(name, known)}")

@@ -96,7 +96,7 @@ NOT_TAKEN = {
     "accelerator_config": NotTaken("there is no accelerate here: the DeepSpeed JSON says it all", ("{}",)),
     "parallelism_config": NotTaken("use --pipeline_parallel_size and --tensor_parallel_size"),
     "remove_unused_columns": NotTaken("samples reach the data_collator as they are", ANY),
-    "label_names": NotTaken("samples have their labels under `labels`", ("labels", "['labels']")),
+    "label_names": NotTaken("samples have their labels under `labels`", ("labels", "['labels']", ["labels"])),
     "group_by_length": NotTaken("the order of samples follows from --seed alone; --packing saves more padding", OFF),
     "train_sampling_strategy": NotTaken(
         "the order of samples follows from --seed alone; --packing saves more padding", ("random",)

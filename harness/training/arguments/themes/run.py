@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from harness.errors import UserError
 from harness.training.arguments.flags import Flags, flag
 
+MOST_SEED = 2**63 - 1  # torch takes one bit more, and ranks add to it
 NONFINITE = ("stop", "skip", "warn", "rollback")
 
 
@@ -48,7 +50,11 @@ class RunArguments(Flags):
     skip_memory_check: bool = flag(False, "start even if the model's states are expected not to fit into memory")
 
     def check(self) -> None:
-        """Make paths absolute: the run may change its directory."""
+        """Refuse what names nothing, and make paths absolute: the run may change its directory."""
+        if not self.output_dir.strip():
+            raise UserError("--output_dir is empty: give a directory")
+        if self.seed > MOST_SEED:
+            raise UserError(f"--seed {self.seed}: must be at most {MOST_SEED}")
         self.output_dir = str(Path(self.output_dir).absolute())
         if str(self.resume_from_checkpoint).lower() in ("true", "false"):  # as in HuggingFace
             self.resume_from_checkpoint = "auto" if str(self.resume_from_checkpoint).lower() == "true" else None

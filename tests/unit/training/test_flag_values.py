@@ -1,0 +1,183 @@
+"""Values of flags: what each type takes from the command line, a file or Python, and what it answers to all else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness import TrainingArguments, UserError
+from harness.training.arguments import LoraArguments
+from harness.training.arguments.flags import Flags, flag, groups, shown_default
+from harness.training.arguments.themes.script import ScriptArguments
+from harness.training.arguments.values import typed
+
+
+class Kind(Enum):
+    """As transformers has for strategies and schedules."""
+
+    COSINE = "cosine"
+    THREE = 3
+
+
+TAKEN = [
+    pytest.param("int", "7", 7, id="whole"),
+    pytest.param("int | None", " +7 ", 7, id="whole-with-spaces"),
+    pytest.param("int", "-0", 0, id="whole-minus-nothing"),
+    pytest.param("int", "1_000", 1000, id="whole-with-underscores"),
+    pytest.param("int", "7.0", 7, id="whole-with-a-point"),
+    pytest.param("int", "1e3", 1000, id="whole-with-an-e"),
+    pytest.param("int", 7.0, 7, id="whole-from-a-float"),
+    pytest.param("int", np.int64(2**62 + 1), 2**62 + 1, id="whole-from-numpy"),
+    pytest.param("int", np.float32(3), 3, id="whole-from-numpys-float"),
+    pytest.param("int", Fraction(6, 2), 3, id="whole-from-a-fraction"),
+    pytest.param("int", Kind.THREE, 3, id="whole-from-an-enum"),
+    pytest.param("int", "9007199254740993", 2**53 + 1, id="whole-beyond-a-float"),
+    pytest.param("int", 10**40, 10**40, id="whole-of-any-length"),
+    pytest.param("float", "1e-5", 1e-5, id="number"),
+    pytest.param("float", ".5", 0.5, id="number-without-a-nought"),
+    pytest.param("float", 2, 2, id="number-whole"),
+    pytest.param("float | None", Fraction(1, 4), 0.25, id="number-from-a-fraction"),
+    pytest.param("float", np.float64(0.1), 0.1, id="number-from-numpy"),
+    pytest.param("bool", True, True, id="true"),
+    pytest.param("bool", "YES", True, id="yes"),
+    pytest.param("bool | None", 0, False, id="nought"),
+    pytest.param("bool", "False", False, id="false"),
+    pytest.param("bool", np.True_, True, id="true-of-numpy"),
+    pytest.param("str", "a", "a", id="text"),
+    pytest.param("str | None", Path("a/b"), "a/b", id="text-of-a-path"),
+    pytest.param("str", Kind.COSINE, "cosine", id="text-of-an-enum"),
+    pytest.param("str", ["csv", "wandb"], "csv,wandb", id="text-of-a-list"),
+    pytest.param("str", (), "", id="text-of-nothing"),
+    pytest.param("tuple[str, ...]", "a b", ("a b",), id="words-of-a-text"),
+    pytest.param("tuple[str, ...]", Path("a"), ("a",), id="words-of-a-path"),
+    pytest.param("tuple[str, ...] | None", ["a", "b"], ("a", "b"), id="words-of-a-list"),
+    pytest.param("tuple[str, ...]", [Path("a"), "b"], ("a", "b"), id="words-of-paths"),
+    pytest.param("tuple[str, ...]", {"b", "a", "c"}, ("a", "b", "c"), id="words-of-a-set-in-one-order"),
+    pytest.param("str | Mapping[str, object] | None", {"a": 1}, {"a": 1}, id="mapping"),
+    pytest.param("str | Mapping[str, object] | None", ' {"a": 1}', {"a": 1}, id="mapping-as-json"),
+    pytest.param("str | Mapping[str, object] | None", Path("a.json"), "a.json", id="mapping-as-a-file"),
+    pytest.param("str | Mapping[str, object] | None", "zero2", "zero2", id="mapping-as-a-name"),
+]
+
+
+@pytest.mark.parametrize(("hint", "value", "found"), TAKEN)
+def test_a_value_is_taken_in_the_type_of_its_flag(hint: str, value: object, found: object) -> None:
+    got = typed(hint, value)
+    assert got == found and isinstance(got, type(found))
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "words"),
+    [
+        pytest.param("int", "", "not a number", id="whole-of-nothing"),
+        pytest.param("int", "7.5", "not a whole number", id="whole-of-a-part"),
+        pytest.param("int", "nan", "not a whole number", id="whole-of-nan"),
+        pytest.param("int", "-inf", "not a whole number", id="whole-of-inf"),
+        pytest.param("int", "1e400", "not a whole number", id="whole-beyond-all"),
+        pytest.param("int", "0x10", "not a number", id="whole-in-hex"),
+        pytest.param("int", True, "not a number", id="whole-of-true"),
+        pytest.param("int", b"7", "not a number", id="whole-of-bytes"),
+        pytest.param("int", [7], "not a number", id="whole-of-a-list"),
+        pytest.param("float", "1,5", "not a number", id="number-with-a-comma"),
+        pytest.param("float", "5%", "not a number", id="number-of-a-hundred"),
+        pytest.param("float", False, "not a number", id="number-of-false"),
+        pytest.param("float", 1j, "not a number", id="number-complex"),
+        pytest.param("bool", "on", "not true or false", id="on"),
+        pytest.param("bool", 2, "not true or false", id="two"),
+        pytest.param("bool", "", "not true or false", id="no-word"),
+        pytest.param("str", 3, "not a text", id="text-of-a-number"),
+        pytest.param("str", {"a": 1}, "not a text", id="text-of-a-mapping"),
+        pytest.param("tuple[str, ...]", 3, "not a list", id="words-of-a-number"),
+        pytest.param("tuple[str, ...]", {"a": 1}, "not a list", id="words-of-a-mapping"),
+        pytest.param("str | Mapping[str, object]", "{a: 1}", "not JSON: Expecting property name", id="mapping-no-json"),
+        pytest.param("str | Mapping[str, object]", 3, "neither a path nor a dictionary", id="mapping-of-a-number"),
+        pytest.param("str | Mapping[str, object]", ["a"], "neither a path nor a dictionary", id="mapping-of-a-list"),
+    ],
+)
+def test_another_value_is_told_in_words(hint: str, value: object, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{words}"):
+        typed(hint, value)
+
+
+@given(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
+def test_a_number_comes_back_from_its_text(whole: int, number: float) -> None:
+    assert typed("int", str(whole)) == typed("int", whole) == whole
+    assert typed("float", repr(number)) == typed("float", number) == number
+
+
+@dataclass(kw_only=True)
+class Colours(Flags):
+    """A theme."""
+
+    TITLE: ClassVar[str] = "Colours"
+
+    shade: float = flag(0.5, "how dark", least=0)
+    name: str | None = flag(None, "which", choices=("red", "blue"))
+    seen: bool = flag(False, "whether it is seen")
+    layers: tuple[str, ...] = flag(("a", "b"), "where")
+
+    def check(self) -> None:
+        """Refuse what cannot be seen."""
+        if self.seen and self.shade == 0:
+            raise UserError("--seen needs --shade")
+
+
+@dataclass(kw_only=True)
+class Sizes(Flags):
+    """Another theme."""
+
+    width: int = flag(3, "how wide", least=1)
+
+
+@dataclass(kw_only=True)
+class Both(Colours, Sizes):
+    """Two themes."""
+
+
+def test_a_class_of_several_themes_has_the_flags_and_the_checks_of_each() -> None:
+    assert groups(Both) == (Colours, Sizes) and groups(Colours) == (Colours,)
+    both = Both(shade="0.25", width="4", layers=["c"])  # type: ignore[arg-type]
+    assert (both.shade, both.width, both.layers, both.name) == (0.25, 4, ("c",), None)
+    assert both.given == {"shade", "width", "layers"}
+    with pytest.raises(UserError, match="--seen needs --shade"):
+        Both(seen=True, shade=0)
+    assert [shown_default(item) for item in fields(Both)] == ["3", "0.5", "", "False", "a b"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        pytest.param({"shade": -1e-9}, "--shade -1e-09: must be at least 0", id="below-the-least"),
+        pytest.param({"shade": "inf"}, "--shade inf: must be a finite number", id="infinite"),
+        pytest.param({"shade": "-inf"}, "--shade -inf: must be a finite number", id="minus-infinite"),
+        pytest.param({"name": "green"}, "--name green: not one of red, blue", id="no-choice"),
+        pytest.param({"name": ""}, "--name : not one of red, blue", id="no-word"),
+        pytest.param({"seen": "perhaps"}, "--seen 'perhaps': not true or false", id="neither"),
+        pytest.param({"width": 0}, "--width 0: must be at least 1", id="nought"),
+        pytest.param({"width": 1.5}, "--width 1.5: not a whole number", id="a-part"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_told_with_its_flag(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Both(**given)
+    assert str(caught.value) == words
+
+
+@pytest.mark.parametrize("kind", [TrainingArguments, LoraArguments, ScriptArguments])
+def test_none_stands_for_every_default_and_counts_as_not_given(kind: type[Flags]) -> None:
+    nothing = kind(**{item.name: None for item in fields(kind)})
+    assert nothing == kind() and nothing.given == set()
+
+
+@pytest.mark.parametrize("kind", [TrainingArguments, LoraArguments, ScriptArguments])
+def test_every_default_is_a_value_that_its_flag_takes(kind: type[Flags]) -> None:
+    again = kind(**{item.name: getattr(kind(), item.name) for item in fields(kind) if "lora" not in item.name})
+    assert all(getattr(again, item.name) == getattr(kind(), item.name) for item in fields(kind))
