@@ -5,6 +5,9 @@ A, which nobody waits for. While a `WeightGradients` puts off, a linear layer's 
 and keeps x and the gradient of y for the second. Biases, norms, embeddings and other layers get their gradients at
 once, and so do weights that are computed from parameters.
 
+`accumulate` computes them while something else goes on: column-parallel layers have theirs made while the gradient of
+their input is summed over the tensor-parallel group.
+
 A gradient that was put off goes to its parameter as any other: through the parameter's hooks, so that it is summed
 over tensor-parallel ranks and accumulated as if it had come at once. Until then autograd calls these hooks with None.
 """
@@ -47,26 +50,29 @@ class WeightGradients:
         finally:
             self._puts_off = False
 
-    def keep(self, weight: Tensor, x: Tensor, grad: Tensor) -> bool:
-        """Keep what a weight gradient is computed from; return whether it is put off."""
-        if self._puts_off:
-            self._kept[-1].append((weight, x, grad))
-        return self._puts_off
+    @property
+    def keeping(self) -> list[Product] | None:
+        """Where what a weight gradient is computed from is kept now; None where it is not put off."""
+        return self._kept[-1] if self._puts_off else None
 
     def compute(self) -> None:
-        """Compute and accumulate the weight gradients of the oldest micro-batch that is kept.
-
-        One after the other, in the order in which they were put off: autograd runs what was made last first.
-        """
-        products = self._kept.popleft()
-        with torch.enable_grad():
-            roots = [apply(_Later, *products.pop()) for _ in range(len(products))]
-        if roots:
-            torch.autograd.backward(roots)
+        """Compute and accumulate the weight gradients of the oldest micro-batch that is kept."""
+        accumulate(self._kept.popleft())
 
     def clear(self) -> None:
         """Forget what is kept."""
         self._kept.clear()
+
+
+def accumulate(products: list[Product]) -> None:
+    """Compute weight gradients and add them to their parameters', and leave the list empty.
+
+    One after the other, in the order in which they were put off: autograd runs what was made last first.
+    """
+    with torch.enable_grad():
+        roots = [apply(_Later, *products.pop()) for _ in range(len(products))]
+    if roots:
+        torch.autograd.backward(roots)
 
 
 def attach(module: nn.Module, gradients: WeightGradients) -> None:
@@ -80,15 +86,26 @@ def attach(module: nn.Module, gradients: WeightGradients) -> None:
             layer.forward = MethodType(replacement, layer)
 
 
-def linear(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `F.linear(x, weight, bias)` for a layer, whose weight gradient may be put off."""
+def linear(
+    layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None, products: list[Product] | None = None
+) -> Tensor:
+    """Return `F.linear(x, weight, bias)` for a layer, whose weight gradient may be put off.
+
+    Where it would come at once it is left to whoever reads `products`, if that is given.
+    """
     gradients: WeightGradients | None = getattr(layer, "weight_gradients", None)
-    return F.linear(x, weight, bias) if gradients is None else _linear(x, weight, bias, gradients)
+    if gradients is None and products is None:
+        return F.linear(x, weight, bias)
+    return _linear(x, weight, bias, gradients, products)
 
 
 @eager
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients) -> Tensor:
-    return apply(_Linear, x, weight, bias, gradients) if _can_wait(x, weight) else F.linear(x, weight, bias)
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients | None, products: list[Product] | None
+) -> Tensor:
+    if not _can_wait(x, weight):
+        return F.linear(x, weight, bias)
+    return apply(_Linear, x, weight, bias, gradients, products)
 
 
 def _can_wait(x: Tensor, weight: Tensor) -> bool:
@@ -118,21 +135,33 @@ FORWARDS: Mapping[object, Callable[..., Tensor]] = {
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients) -> Tensor:
+    def forward(
+        ctx: Context,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradients: WeightGradients | None,
+        products: list[Product] | None,
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.gradients = weight, gradients  # itself: recomputation would give back a copy without its graph
+        ctx.weight = weight  # itself: recomputation would give back a copy without its graph
+        ctx.gradients, ctx.products = gradients, products
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = (rows @ ctx.weight).view(x.shape) if ctx.needs_input_grad[0] else None
         grad_weight = None
-        if not ctx.gradients.keep(ctx.weight, x.detach(), grad):
+        later = None if ctx.gradients is None else ctx.gradients.keeping
+        later = ctx.products if later is None else later
+        if later is None:
             grad_weight = _weight_gradient(x, grad, transposed=ctx.weight.stride(0) == 1)
-        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+        else:
+            later.append((ctx.weight, x.detach(), grad))
+        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
 class _Later(torch.autograd.Function):

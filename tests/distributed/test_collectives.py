@@ -49,8 +49,17 @@ def results(x: Tensor, group: dist.ProcessGroup) -> dict[str, Tensor]:
         "sum in place": in_place,
         "largest": of_group.largest(x, group),
         "joined": torch.cat(of_group.gathered(x, group)),
-        "share of a sum": of_group.scattered_sum(x.repeat(2 * ranks).view(2 * ranks, -1), group),
+        "share of a sum": of_group.start_scattered_sum(x.repeat(2 * ranks).view(2 * ranks, -1), group)(),
+        "sums at once": torch.cat(sums_at_once(x, group)),
     }
+
+
+def sums_at_once(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Results of collectives that begin before others have ended, and are asked for in another order, and twice."""
+    begun = [of_group.start_sum(x * number, group) for number in (1, 2)]
+    begun.append(of_group.start_scattered_sum(x.repeat(dist.get_world_size(group)), group))
+    largest = of_group.largest(x, group)
+    return [largest, begun[2](), begun[0](), begun[1](), begun[0]()]
 
 
 def compare() -> dict[str, Any]:

@@ -6,7 +6,8 @@ share of a gradient is put back through the parameter's shard. In float64 what i
 sums.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from harness.config.model.shares import stretch
+from harness.parallel.collectives.of_group import leave_memory, share_memory
 from harness.parallel.comm import (
     copy_tail_to_group,
     copy_to_group,
@@ -25,8 +27,14 @@ from harness.parallel.comm import (
     reduce_from_group,
     split_to_group,
 )
+from harness.parallel.tensor import shared_input
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
-from harness.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from harness.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    overlap_sums,
+)
 from harness.parallel.tensor.shard import shard_of
 from tests.distributed.ranks import run_ranks
 
@@ -181,6 +189,54 @@ def one_input_of_three_layers(group: dist.ProcessGroup) -> Errors:
     }
 
 
+def overlapped(group: dist.ProcessGroup) -> Errors:
+    """Weight gradients are computed between the start of the sum and its end, and are none the worse for it."""
+    layers = [nn.Linear(IN, OUT) for _ in range(2)]
+    block = nn.ModuleList(ColumnParallelLinear.from_linear(layer, group) for layer in layers)
+    overlap_sums(block)
+    x = torch.randn(*TOKENS, IN, requires_grad=True)
+    own = x.detach().clone().requires_grad_()
+    sum((layer(x).square().sum() for layer in layers), torch.zeros(())).backward()
+    events: list[str] = []
+    for number, layer in enumerate(block):
+        layer.get_parameter("weight").register_post_accumulate_grad_hook(
+            lambda weight, at=number: None if weight.grad is None else events.append(f"{at}")
+        )
+    with recorded(events, group):
+        sum((layer(own).square().sum() for layer in block), torch.zeros(())).backward()
+    parts = [whole_grad(layer.get_parameter("weight"), group) for layer in block]
+    return {
+        "order": float(events != ["sum begins", "1", "0", "sum is awaited"]),
+        "input gradient": difference(own.grad, x.grad),
+        "weight gradients": max(map(difference, parts, [layer.weight.grad for layer in layers])),
+    }
+
+
+@contextmanager
+def recorded(events: list[str], group: dist.ProcessGroup) -> Iterator[None]:
+    """Note when a sum over the group begins, and when it is awaited; four ranks share memory, two do not."""
+    begin = shared_input.start_sum
+
+    def start(x: Tensor, over: dist.ProcessGroup) -> Callable[[], Tensor]:
+        assert over is group
+        events.append("sum begins")
+        end = begin(x, over)
+
+        def awaited() -> Tensor:
+            events.append("sum is awaited")
+            return end()
+
+        return awaited
+
+    if group is dist.group.WORLD:
+        share_memory([group])
+    try:
+        with patch.object(shared_input, "start_sum", start):
+            yield
+    finally:
+        leave_memory()
+
+
 def gather_then_split(group: dist.ProcessGroup) -> Errors:
     """Whole in the middle, as between a gathered column-parallel and a splitting row-parallel layer."""
     x = torch.randn(*TOKENS, OUT, requires_grad=True)
@@ -248,6 +304,7 @@ CASES: dict[str, Callable[[dist.ProcessGroup], Errors]] = {
         embedding_of_a_subclass,
         gather_then_split,
         one_input_of_three_layers,
+        overlapped,
         copy_then_reduce,
         cross_entropy,
         cross_entropy_in_bfloat16,

@@ -2,7 +2,8 @@
 
 A rank copies its tensor into memory that all read, tells the others, waits for them, and reads theirs. Two buffers in
 turn make one meeting a piece enough: who is told of the next piece knows that the last one was read. Sums are made in
-the order of the ranks, so all ranks get the same bits, in every run.
+the order of the ranks, so all ranks get the same bits, in every run. What is started copies and tells; the rest is done
+when its result is asked for, or before the next call: the calls of a group keep their order.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ PIECE_BYTES = 1 << 22
 _WHOLE_BYTES = 1 << 16
 """Of a tensor that each rank sums by itself, however many they are: a second meeting would take longer."""
 Operation = Callable[..., Tensor]
+Combine = Callable[[list[Tensor], Tensor], None]
 
 
 class HostMemory:
@@ -30,6 +32,7 @@ class HostMemory:
     def __init__(self, neighbours: Neighbours) -> None:
         self._neighbours = neighbours
         self._turn = 0
+        self._started: Callable[[], Tensor] | None = None
 
     @classmethod
     def open(cls, group: dist.ProcessGroup, timeout: timedelta) -> HostMemory | None:
@@ -43,18 +46,23 @@ class HostMemory:
 
     def all_reduce(self, x: Tensor, operation: Operation = torch.add, out: Tensor | None = None) -> Tensor:
         """Return the sum of `x` over the ranks, or `torch.maximum`; in `out`, contiguous, which may be `x`."""
+        return self.start_all_reduce(x, operation, out)()
+
+    def start_all_reduce(
+        self, x: Tensor, operation: Operation = torch.add, out: Tensor | None = None
+    ) -> Callable[[], Tensor]:
+        """Begin `all_reduce`; what is returned ends it. Until then `x` may not change."""
         x = x.detach().contiguous()
         total = torch.empty_like(x) if out is None else out
         numbers = max(PIECE_BYTES // x.element_size(), 1)
-        for piece, into in zip(x.view(-1).split(numbers), total.view(-1).split(numbers), strict=True):
-            shares = self._exchange(piece)
-            if len(shares) > 2 and _bytes(piece) > _WHOLE_BYTES:
-                shares = [self._reduced_in_shares(shares, operation, _bytes(piece))]
-            if len(shares) == 1:
-                into.copy_(shares[0])
+
+        def combine(shares: list[Tensor], into: Tensor) -> None:
+            if len(shares) > 2 and _bytes(into) > _WHOLE_BYTES:
+                into.copy_(self._reduced_in_shares(shares, operation, _bytes(into)))
             else:
                 _reduce(shares, operation, into)
-        return total
+
+        return self._start(x.view(-1).split(numbers), total.view(-1).split(numbers), combine, total)
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the tensors of all ranks, in their order, along a new first dimension; in `out`, contiguous, of which
@@ -63,33 +71,65 @@ class HostMemory:
         whole = x.new_empty((self._neighbours.size, *x.shape)) if out is None else out
         numbers = max(PIECE_BYTES // x.element_size(), 1)
         into = whole.view(self._neighbours.size, -1).split(numbers, dim=1)
-        for piece, places in zip(x.view(-1).split(numbers), into, strict=True):
-            for share, place in zip(self._exchange(piece), places, strict=True):
-                if place.data_ptr() != piece.data_ptr():
-                    place.copy_(share)
-        return whole
+        rank = self._neighbours.rank
+        is_there = whole.view(self._neighbours.size, -1)[rank].data_ptr() == x.data_ptr()
+
+        def place(shares: list[Tensor], places: Tensor) -> None:
+            for index, (share, each) in enumerate(zip(shares, places, strict=True)):
+                if index != rank or not is_there:
+                    each.copy_(share)
+
+        return self._start(x.view(-1).split(numbers), into, place, whole)()
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return this rank's share, along the first dimension, of the sum of `x` over the ranks; in `out`, contiguous,
         which may be that share of `x`."""
+        return self.start_reduce_scatter(x, out)()
+
+    def start_reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+        """Begin `reduce_scatter`; what is returned ends it. Until then `x` may not change."""
         ranks = self._neighbours.size
         rows = x.detach().reshape(ranks, -1)
         own = x.new_empty((x.shape[0] // ranks, *x.shape[1:])) if out is None else out
         numbers = max(PIECE_BYTES // (x.element_size() * ranks), 1)
-        for piece, into in zip(rows.split(numbers, dim=1), own.view(-1).split(numbers), strict=True):
-            shares = self._exchange(piece)
-            _reduce([share[self._neighbours.rank] for share in shares], torch.add, into)
-        return own
 
-    def _exchange(self, piece: Tensor) -> list[Tensor]:
-        """Return the pieces of all ranks, where this rank may read them until the next call but one."""
+        def combine(shares: list[Tensor], into: Tensor) -> None:
+            _reduce([share[self._neighbours.rank] for share in shares], torch.add, into)
+
+        return self._start(rows.split(numbers, dim=1), own.view(-1).split(numbers), combine, own)
+
+    def _start(
+        self, pieces: Sequence[Tensor], into: Sequence[Tensor], combine: Combine, result: Tensor
+    ) -> Callable[[], Tensor]:
+        """Write the first of the pieces; return what waits for those of all ranks, writes the others, combines each
+        into its place in `into`, and returns `result`."""
+        if self._started is not None:
+            self._started()
+        shares = self._write(pieces[0])
+
+        def end() -> Tensor:
+            nonlocal shares
+            if self._started is end:  # else it has ended
+                self._started = None
+                for number, (piece, place) in enumerate(zip(pieces, into, strict=True)):
+                    shares = self._write(piece) if number else shares
+                    self._neighbours.wait_for_ranks(_bytes(piece))
+                    combine(shares, place)
+            return result
+
+        self._started = end
+        return end
+
+    def _write(self, piece: Tensor) -> list[Tensor]:
+        """Write a piece and tell the others; return the pieces of all ranks, which this rank may read from the next
+        meeting until the next call but one."""
         size, start = _bytes(piece), self._turn * PIECE_BYTES
         shares = [
             memory[start : start + size].view(piece.dtype).view(piece.shape) for memory in self._neighbours.memory
         ]
         self._turn = 1 - self._turn  # another rank may still read what this one wrote last
         shares[self._neighbours.rank].copy_(piece)
-        self._neighbours.wait_for_ranks(size)
+        self._neighbours.tell_ranks(size)
         return shares
 
     def _reduced_in_shares(self, pieces: list[Tensor], operation: Operation, size: int) -> Tensor:
@@ -100,6 +140,7 @@ class HostMemory:
         own = torch.empty_like(of_rank[rank])
         _reduce(of_rank, operation, own)
         of_rank[rank].copy_(own)
+        self._neighbours.tell_ranks(size)
         self._neighbours.wait_for_ranks(size)
         return torch.cat([share[index] for index, share in enumerate(shares)])
 

@@ -48,18 +48,22 @@ class Neighbours:
         self.rank, self.size, self.memory = rank, len(memory), memory
         self._sockets = sockets
 
-    def wait_for_ranks(self, written: int) -> None:
-        """Return once every rank of the group has called this, with the same number of bytes written.
-
-        Raises ConnectionError where a rank has ended, TimeoutError where it does not come, and RuntimeError where it
-        has written another number of bytes: the ranks are not in the same collective.
-        """
+    def tell_ranks(self, written: int) -> None:
+        """Tell the other ranks how many bytes this one has written; ConnectionError where one has ended."""
         note = _NOTE.pack(written)
         for rank, connection in self._sockets.items():
             try:
                 connection.send(note)
             except OSError:
                 raise self._lost(rank) from None
+
+    def wait_for_ranks(self, written: int) -> None:
+        """Return once every other rank has told that it has written as many bytes.
+
+        Raises ConnectionError where a rank has ended, TimeoutError where it does not come, and RuntimeError where it
+        has written another number of bytes: the ranks are not in the same collective.
+        """
+        note = _NOTE.pack(written)
         for rank, connection in self._sockets.items():
             try:
                 answer = connection.recv(_NOTE.size)

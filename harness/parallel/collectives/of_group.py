@@ -3,7 +3,7 @@ it and the tensor is on the CPU, else by torch.distributed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,14 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
+def start_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Begin what `summed` does; what is returned waits for the sum. Until then `x` may not change."""
+    if (memory := _memory(x, group)) is not None:
+        return memory.start_all_reduce(x)
+    total = _copy(x)
+    return _ended(dist.all_reduce(total, group=group, async_op=True), total)
+
+
 def sum_in_place(x: Tensor, group: dist.ProcessGroup) -> None:
     """Replace `x`, contiguous, by its sum over the group."""
     if (memory := _memory(x, group)) is not None:
@@ -74,13 +82,13 @@ def gathered(x: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
     return whole.view(-1, *x.shape).unbind()
 
 
-def scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's share, along the first dimension, of the sum of `x` over the group."""
+def start_scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Begin to sum `x` over the group; what is returned waits for this rank's share of the sum, along the first
+    dimension. Until then `x` may not change."""
     if (memory := _memory(x, group)) is not None:
-        return memory.reduce_scatter(x)
-    total = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
-    dist.reduce_scatter_single(total, x.contiguous(), group=group)
-    return total
+        return memory.start_reduce_scatter(x)
+    total, x = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:])), x.contiguous()
+    return _ended(dist.reduce_scatter_single(total, x, group=group, async_op=True), total, x)
 
 
 def sums_in_memory(x: Tensor, group: dist.ProcessGroup | None) -> bool:
@@ -107,6 +115,17 @@ def _memory(x: Tensor, group: dist.ProcessGroup | None) -> HostMemory | None:
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
+
+
+def _ended(work: dist.Work | None, total: Tensor, *_sent: Tensor) -> Callable[[], Tensor]:
+    """Return what waits for `work` and returns `total`, and keeps what is sent until then."""
+
+    def wait() -> Tensor:
+        if work is not None:
+            work.wait()
+        return total
+
+    return wait
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -98,6 +98,7 @@ class ColumnParallelLinear(_CutLinear):
     """
 
     dim = 0
+    overlaps = False
 
     def __init__(
         self,
@@ -122,7 +123,8 @@ class ColumnParallelLinear(_CutLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.weight_transposed else self.weight
-        y = linear(self, copy_once(x, self.group), weight, self.bias)
+        x, products = copy_once(x, self.group)
+        y = linear(self, x, weight, self.bias, products if self.overlaps else None)
         return gather_from_group(y, self.group, self.widths) if self.gather_output else y
 
 
@@ -158,7 +160,7 @@ class SharedColumnLinear(nn.Linear):
         weight = self.weight.t() if self.weight_transposed else self.weight
         own = torch.cat([weight[start:stop] for start, stop in self.pieces])
         bias = None if self.bias is None else torch.cat([self.bias[start:stop] for start, stop in self.pieces])
-        return linear(self, copy_once(x, self.group), own, bias)
+        return linear(self, copy_once(x, self.group)[0], own, bias)
 
 
 class RowParallelLinear(_CutLinear):
@@ -270,6 +272,14 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def extra_repr(self) -> str:
         return f"{self.rows} of {self.num_embeddings}, {self.embedding_dim}"
+
+
+def overlap_sums(module: nn.Module) -> None:
+    """Have the column-parallel layers in `module` compute their weight gradients while the gradient of their input is
+    summed. Not under ZeRO-3, which gives a weight away before that."""
+    for layer in module.modules():
+        if isinstance(layer, ColumnParallelLinear):
+            layer.overlaps = True
 
 
 def _equal_share(weight: Tensor, dim: int, group: dist.ProcessGroup | None) -> Shard:

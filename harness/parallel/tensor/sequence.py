@@ -9,7 +9,7 @@ the group does not divide the sequence. A hidden state may also come as (batch *
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.config.model.shares import stretch
-from harness.parallel.collectives.of_group import gathered, scattered_sum
+from harness.parallel.collectives.of_group import gathered, start_scattered_sum
 from harness.parallel.comm import Context, apply, group_rank, group_size
 from harness.parallel.compiling import eager
-from harness.parallel.tensor.shared_input import keep_copy
+from harness.parallel.tensor.shared_input import SharedInput, keep_copy
+from harness.parallel.weight_gradients import accumulate
 
 
 @dataclass
@@ -38,7 +39,7 @@ class SequenceShare:
     batch: int = 0
     length: int = 0
     width: int = 0
-    gathered: tuple[Tensor, list[Tensor]] | None = None
+    gathered: tuple[Tensor, SharedInput] | None = None
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -102,27 +103,27 @@ def split_sequence(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 def join_sequence(share: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
     """Forward: the shares of sequences of `length` tokens are joined. Backward: each rank keeps its share of the
     gradient, which must be whole."""
-    return _gather(share, group, widths_of(length, group), [])[0]
+    return _gather(share, group, widths_of(length, group), SharedInput())[0]
 
 
 @eager
 def _gather_once(to: SequenceShare, share: Tensor) -> Tensor:
     if not to.gathered or to.gathered[0] is not share:
-        kept: list[Tensor] = []
-        both = _gather(to.with_batch(share), to.group, to.widths, kept)
-        kept += [whole.flatten(0, 1) if share.dim() == 2 else whole for whole in both]
-        to.gathered = (share, kept)
-    kept = to.gathered[1]
-    if kept[0].requires_grad:
-        keep_copy(kept, to.group)
-    return kept[0]
+        shared = SharedInput()
+        both = _gather(to.with_batch(share), to.group, to.widths, shared)
+        shared.tensors += [whole.flatten(0, 1) if share.dim() == 2 else whole for whole in both]
+        to.gathered = (share, shared)
+    shared = to.gathered[1]
+    if shared.tensors[0].requires_grad:
+        keep_copy(shared, to.group)
+    return shared.tensors[0]
 
 
 def _gather(
-    share: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...], kept: list[Tensor]
+    share: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...], shared: SharedInput
 ) -> tuple[Tensor, Tensor]:
     both: tuple[Tensor, Tensor] = _GatherSequence.apply(  # type: ignore[no-untyped-call]  # torch gives it no types
-        share, group, widths, kept
+        share, group, widths, shared
     )
     return both
 
@@ -133,11 +134,15 @@ def _join(share: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Ten
     return torch.cat(shares, dim=1)
 
 
-def _reduce(partial: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Tensor:
+def _start_reduce(partial: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Callable[[], Tensor]:
     parts = torch.cat([_padded(part, max(widths)) for part in partial.split(list(widths), dim=1)])
-    total = scattered_sum(parts, group)
-    own = widths[group_rank(group)]
-    return total if own == total.shape[1] else total[:, :own].contiguous()
+    scattered = start_scattered_sum(parts, group)
+
+    def share() -> Tensor:
+        total, own = scattered(), widths[group_rank(group)]
+        return total if own == total.shape[1] else total[:, :own].contiguous()
+
+    return share
 
 
 def _own_share(whole: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Tensor:
@@ -155,10 +160,10 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, share: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...], kept: list[Tensor]
+        ctx: Context, share: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...], shared: SharedInput
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.group, ctx.widths, ctx.kept = group, widths, kept
+        ctx.group, ctx.widths, ctx.shared = group, widths, shared
         whole = _join(share, group, widths)
         return whole, whole.detach()
 
@@ -166,10 +171,12 @@ class _GatherSequence(torch.autograd.Function):
     def backward(
         ctx: Context, whole_grad: Tensor | None, partial_grad: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
-        ctx.kept.clear()  # else the graph of the step would outlive it
+        ctx.shared.tensors.clear()
         grads = [] if whole_grad is None else [_own_share(whole_grad, ctx.group, ctx.widths)]
         if partial_grad is not None:
-            grads.append(_reduce(partial_grad, ctx.group, ctx.widths))
+            share = _start_reduce(partial_grad, ctx.group, ctx.widths)
+            accumulate(ctx.shared.products)
+            grads.append(share())
         return sum(grads[1:], grads[0]) if grads else None, None, None, None
 
 
@@ -177,7 +184,7 @@ class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, partial: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.widths = group, widths
-        return _reduce(partial, group, widths)
+        return _start_reduce(partial, group, widths)()
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -2,7 +2,8 @@
 
 Each layer alone sums its part of the input's gradient over the group. Here the layers take the same copy of the input,
 so that autograd adds their parts up on each rank, and they are summed over the group once: a Llama layer has two
-all-reduces in a forward and two in a backward, as in Megatron-LM, which fuses these layers into one.
+all-reduces in a forward and two in a backward, as in Megatron-LM, which fuses these layers into one. While that sum is
+under way, the layers' weight gradients are computed, which do not need it.
 """
 
 from __future__ import annotations
@@ -14,47 +15,66 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.parallel.comm import Context, apply, copy_to_group, group_size, sum_over_group
+from harness.parallel.collectives.of_group import start_sum
+from harness.parallel.comm import Context, apply, copy_to_group, group_size
 from harness.parallel.compiling import eager
+from harness.parallel.weight_gradients import Product, accumulate
+
+
+@dataclass
+class SharedInput:
+    """An input that column-parallel layers take.
+
+    Attributes:
+        tensors: the input, and the copy of it that they take; cleared when the gradient of the copy arrives, else the
+            graph of the step would outlive it.
+        products: what the layers' weight gradients are computed from, while that gradient is summed.
+    """
+
+    tensors: list[Tensor] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
 
 
 @dataclass
 class _Latest(threading.local):
-    """The latest input of this thread's column-parallel layers, and its copy; given up when a gradient arrives."""
+    """The latest input of this thread's column-parallel layers."""
 
     key: tuple[object, ...] = ()
-    kept: list[Tensor] = field(default_factory=list)
+    shared: SharedInput = field(default_factory=SharedInput)
 
 
 _LATEST = _Latest()
 
 
 @eager
-def copy_once(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """`copy_to_group`, which returns the same copy again where it is called for the same input in a row."""
+def copy_once(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, list[Product] | None]:
+    """Return what `copy_to_group` does, the same copy again where this is called for the same input in a row; and where
+    to leave what weight gradients are computed from."""
     if group_size(group) == 1 or not (torch.is_grad_enabled() and x.requires_grad):
-        return copy_to_group(x, group)
+        return copy_to_group(x, group), None
     key = (id(x), x._version, group)  # noqa: SLF001  # no public name
-    if _LATEST.key != key or not _LATEST.kept:
-        kept: list[Tensor] = []
-        kept += [x, apply(_CopyOnce, x, group, kept)]  # with the input, as another may get its id
-        _LATEST.key, _LATEST.kept = key, kept
-    return _LATEST.kept[1]
+    if _LATEST.key != key or not _LATEST.shared.tensors:
+        shared = SharedInput()
+        shared.tensors += [x, apply(_CopyOnce, x, group, shared)]  # with the input, as another may get its id
+        _LATEST.key, _LATEST.shared = key, shared
+    return _LATEST.shared.tensors[1], _LATEST.shared.products
 
 
-def keep_copy(kept: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Let the next `copy_once` of the first tensor in `kept` return the second, of which another function sums the
-    gradients; that function clears the list."""
-    _LATEST.key, _LATEST.kept = (id(kept[0]), kept[0]._version, group), kept  # noqa: SLF001  # no public name
+def keep_copy(shared: SharedInput, group: dist.ProcessGroup) -> None:
+    """Let the next `copy_once` of an input return its copy, of which another function sums the gradients."""
+    x = shared.tensors[0]
+    _LATEST.key, _LATEST.shared = (id(x), x._version, group), shared  # noqa: SLF001  # no public name
 
 
 class _CopyOnce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, x: Tensor, group: dist.ProcessGroup, kept: list[Tensor]) -> Tensor:
-        ctx.group, ctx.kept = group, kept
+    def forward(ctx: Context, x: Tensor, group: dist.ProcessGroup, shared: SharedInput) -> Tensor:
+        ctx.group, ctx.shared = group, shared
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.kept.clear()  # else the graph of the step would outlive it
-        return sum_over_group(grad, ctx.group), None, None
+        ctx.shared.tensors.clear()
+        total = start_sum(grad, ctx.group)
+        accumulate(ctx.shared.products)
+        return total(), None, None

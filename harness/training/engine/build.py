@@ -39,6 +39,7 @@ from harness.parallel.draws import DrawKeys
 from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.pipeline.schedules.following import follow_schedule
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, deepspeed_topology
+from harness.parallel.tensor.layers import overlap_sums
 from harness.parallel.tensor.summed_gradients import put_off_sums, sum_once
 from harness.parallel.values import Value
 from harness.parallel.zero.in_place_inputs import copy_hooked_inputs
@@ -152,6 +153,7 @@ def _change_steps(engine: PipelineEngine, context: RunContext) -> CompressedRedu
     resolved, parameters = context.resolved, list(engine.module.parameters())
     compression = compress_gradients(engine, context.groups, resolved.gradient_bits, context.device)
     put_off_sums(parameters)
+    overlap_sums(engine.module)
     before_reduction(engine, partial(sum_once, parameters, accumulated_gradient))
     follow_schedule(engine, resolved.schedule, resolved.parts)
     announce_instructions(engine, beat)
