@@ -25,6 +25,7 @@ from torch import Tensor
 from harness import Trainer
 from harness.parallel.collectives import neighbours, of_group
 from harness.parallel.collectives.host_memory import HostMemory
+from harness.parallel.tensor.layers import overlap_sums
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import STEPS, Curve, Job, arguments_of, rows, without_shared_memory
 
@@ -167,9 +168,11 @@ def test_ranks_that_cannot_share_memory_use_torch_distributed() -> None:
     assert run_ranks(2, without) == [[(False, 2.0)] * 3] * 2
 
 
-def run_to_its_end(layout: str, folder: Path) -> tuple[Curve, dict[str, Any]]:
+def run_to_its_end(layout: str, folder: Path, *, overlap: bool = False) -> tuple[Curve, dict[str, Any]]:
     arguments = arguments_of(Job("tiny-llama", layout), str(folder), logging_steps=1)
     trainer = Trainer("tiny-llama", arguments, train_dataset=rows())
+    if overlap:
+        overlap_sums(trainer.run.module)
     trainer.train()
     trainer.close()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -182,12 +185,15 @@ def with_and_without(layouts: list[str], folder: Path) -> list[tuple[int, bool, 
     for layout in layouts:
         with without_shared_memory():
             wanted, without = run_to_its_end(layout, folder / f"{layout}-without")
+            overlaps = layout.startswith("tp2")
+            overlapped = run_to_its_end(layout, folder / "overlapped", overlap=True)[0] if overlaps else wanted
         curve, shared = run_to_its_end(layout, folder / layout)
-        found.append((len(curve), curve == wanted, without["shared_memory"], shared["shared_memory"]))
+        found.append((len(curve), curve == wanted == overlapped, without["shared_memory"], shared["shared_memory"]))
     return found
 
 
 def test_a_run_has_the_same_numbers_to_the_bit(tmp_path: Path) -> None:
+    """Without shared memory, with it, and with sums that weight gradients hide."""
     axis_of = {"tp2z0": "tensor", "dp2z1": "data", "dp2z2": "data", "dp2z3": "data"}
     found = run_ranks(2, with_and_without, list(axis_of), tmp_path, timeout_s=300)[0]
     assert found == [(STEPS, True, [], [axis]) for axis in axis_of.values()]
