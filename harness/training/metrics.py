@@ -56,4 +56,5 @@ def _named(found: object, prefix: str) -> JsonObject:
     from transformers.trainer_utils import denumpify_detensorize
 
     plain = denumpify_detensorize(dict(found))
-    return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in plain.items()}
+    named = {str(name): value for name, value in plain.items()}
+    return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in named.items()}

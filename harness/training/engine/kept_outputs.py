@@ -107,6 +107,8 @@ def _as_array(value: object, rows: int) -> Array:
 
 
 def _join(arrays: tuple[Array, ...]) -> Array:
+    if len({array.shape[1:] for array in arrays}) == 1:  # whatever their kind: not every one can hold -100
+        return np.concatenate(arrays)
     shape = np.max([array.shape[1:] for array in arrays], axis=0).astype(int)
     whole = np.full((sum(len(array) for array in arrays), *shape), IGNORED, dtype=arrays[0].dtype)
     start = 0

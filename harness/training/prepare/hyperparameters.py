@@ -40,7 +40,7 @@ def changes(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]
     lines = []
     for name in (*saved, *(name for name in now if name not in saved)):
         before, after = (_spelled(values, name) for values in (saved, now))
-        if before != after:
+        if before != after and saved.get(name, before) != now.get(name, after):  # 1 is 1.0
             lines.append(f"{name}: {before} in the checkpoint, {after} in this run, which uses {after}")
     return lines if saved else []
 

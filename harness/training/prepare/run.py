@@ -283,7 +283,9 @@ def training_stream(run: PreparedRun) -> BatchStream | None:
 
 
 def release(run: PreparedRun) -> None:
-    """Let go of the engine's memory and of the process groups that were opened for the run."""
+    """Let go of the engine's memory and of the process groups that were opened for the run; once is enough."""
+    if not vars(run.engine.deepspeed):  # let go of before: the groups that are open now are another run's
+        return
     ACTIVITY.stop_watching()
     release_engine(run.engine)
     leave_memory()

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -132,7 +132,12 @@ def _is_before(line: bytes, first_step: int) -> bool:
 
 def _finite(content: JsonObject) -> JsonObject:
     """JSON has no NaN and no infinity: null stands for them."""
-    return {
-        key: None if isinstance(value, float) and not abs(value) < float("inf") else value
-        for key, value in content.items()
-    }
+    return {key: _or_null(value) for key, value in content.items()}
+
+
+def _or_null(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _or_null(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_or_null(inner) for inner in value]
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value

@@ -12,7 +12,7 @@ from pathlib import Path
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.training.data.files.sources import PYTHON_STDLIB, find_files
-from harness.training.data.files.specs import source_groups
+from harness.training.data.files.specs import TOKENS, find_tokens, source_groups
 from harness.training.prepare.run import PreparedRun
 
 DATA_FLAGS = ("train_file", "validation_file")
@@ -47,12 +47,14 @@ def data_files(flags: Mapping[str, object]) -> JsonObject:
             continue
         words = (given,) if isinstance(given, str) else tuple(given)  # type: ignore[arg-type]  # a flag's words
         try:
-            files = [file for group in source_groups(words) for path in group.paths for file in find_files(path)]
+            groups = source_groups(words)
+            paths = [(group.kind, path) for group in groups for path in group.paths]
+            files = [file for kind, path in paths for file in (find_tokens if kind == TOKENS else find_files)(path)]
             sizes = {str(file): file.stat().st_size for file in files}
         except (OSError, UserError) as error:  # removed since they were read
             found[name] = {"unreadable": str(error)}
             continue
-        listed = {} if PYTHON_STDLIB in words else dict(list(sizes.items())[:MOST_FILES])
+        listed = {} if PYTHON_STDLIB in dict(paths).values() else dict(list(sizes.items())[:MOST_FILES])
         found[name] = {"files": len(sizes), "bytes": sum(sizes.values()), "sizes": listed}
     return found
 

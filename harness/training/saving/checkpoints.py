@@ -137,8 +137,12 @@ class Checkpoints:
         """Save the state after the last step; returns when the checkpoint is whole. Raises NotSaved if that fails."""
         self.finish()
         pending = self._begin(copy=False)
-        while not self._advance():
-            pass
+        try:
+            while not self._advance():
+                pass
+        except NotSaved:
+            self._state_of = None  # so that what is due for this step is tried again
+            raise
         return pending.path
 
     def settle(self) -> None:

@@ -88,7 +88,7 @@ class Board:
 
     @verdict.setter
     def verdict(self, text: str) -> None:
-        content = text.encode()[: VERDICT - 1]
+        content = text.encode(errors="replace")[: VERDICT - 1] + b"\0"
         self._memory[1 : len(content)] = content[1:]
         self._memory[:1] = content[:1]  # last: a verdict is there as soon as it has a first character
 

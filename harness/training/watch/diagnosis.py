@@ -104,7 +104,7 @@ class Verdict:
 
     def dump(self) -> str:
         """Return it as text, for the other ranks."""
-        return json.dumps({**asdict(self), "message": self.message[:LONGEST]})
+        return json.dumps({**asdict(self), "message": self.message[:LONGEST]}, ensure_ascii=False)
 
     @classmethod
     def load(cls, text: str) -> Verdict:

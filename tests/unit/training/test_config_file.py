@@ -19,7 +19,7 @@ from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.arguments.words import known_flags
 
 KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
-few = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12)
+few = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 names = st.text(alphabet="aé🙂 :#'\"\\-{[,&*!|>%@`0.~", min_size=1, max_size=8).filter(str.strip)

@@ -141,6 +141,14 @@ def test_what_is_preprocessed_gets_the_labels_and_several_outputs_stay_apart(tra
     assert kept(trainer) == (None, None)
 
 
+@pytest.mark.parametrize("kind", [torch.uint8, torch.bool, torch.int8, torch.float16])
+def test_outputs_of_any_kind_are_joined(kind: torch.dtype, trainer: Trainer) -> None:
+    mask = torch.tensor([[1, 0], [0, 1]]).to(kind)
+    outputs, labels = kept(trainer, (mask, torch.zeros(2), 2), (mask, torch.zeros(2), 1))
+    assert outputs.tolist() == [[1, 0], [0, 1], [1, 0]] and outputs.dtype == mask.numpy().dtype
+    assert labels.tolist() == [0, 0, 0]
+
+
 def test_an_evaluation_hands_all_outputs_to_the_metrics(trainer: Trainer, tmp_path: Path) -> None:
     seen: list[Any] = []
     args = arguments(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,15 @@ def test_prompts_are_lines_or_rows(tmp_path: Path) -> None:
     assert read_prompts(rows) == ["one\ntwo", messages]
 
 
+def test_only_the_end_of_a_line_ends_a_prompt(tmp_path: Path) -> None:
+    prompts = ["one\u2028two\x85three\x0bfour\x0c", " 日本 🙂 "]
+    (tmp_path / "p.txt").write_bytes("\ufeff{}\r\n\r\n{}".format(*prompts).encode())
+    (tmp_path / "p.jsonl").write_text(
+        "\ufeff" + "".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts)
+    )
+    assert read_prompts(tmp_path / "p.txt") == read_prompts(tmp_path / "p.jsonl") == prompts
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -26,6 +36,13 @@ def test_prompts_are_lines_or_rows(tmp_path: Path) -> None:
         ("p.txt", None, "cannot be read: No such file"),
         ("p.jsonl", '{"text": "x"}', r"p\.jsonl:1: write"),
         ("p.jsonl", '{"prompt": 3}', r"p\.jsonl:1: write"),
+        ("p.jsonl", '\n{"prompt": "a"}\n{"prompt": ""}', r"p\.jsonl:3: write"),
+        ("p.jsonl", '{"messages": []}', r"p\.jsonl:1: write"),
+        ("p.jsonl", '{"messages": ["hi"]}', r"p\.jsonl:1: write"),
+        ("p.jsonl", '{"messages": [{"role": "user"}]}', r"p\.jsonl:1: write"),
+        ("p.jsonl", '{"messages": [{"role": 1, "content": "a"}]}', r"p\.jsonl:1: write"),
+        ("p.jsonl", '["a"]', r"p\.jsonl:1: write"),
+        ("p.jsonl", "[" * 100_000, r"p\.jsonl:1: write"),
     ],
 )
 def test_what_holds_no_prompt_is_refused(tmp_path: Path, name: str, content: str | None, words: str) -> None:

@@ -77,6 +77,25 @@ def test_what_changed_is_reported_by_the_name_that_the_user_gave() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("saved", "now", "told"),
+    [
+        pytest.param({"a": 1}, {"a": 1.0}, [], id="the-same-number-of-another-type"),
+        pytest.param({"a": 1}, {"a": "1"}, [], id="the-same-word"),
+        pytest.param(
+            {"a": None}, {}, ["a: None in the checkpoint, not set in this run, which uses not set"], id="gone"
+        ),
+        pytest.param(
+            {"a": 1}, {"a": 1, "b": 0}, ["b: not set in the checkpoint, 0 in this run, which uses 0"], id="new"
+        ),
+        pytest.param({"a": 1, "b": 2}, {"b": 2, "a": 1}, [], id="another-order"),
+        pytest.param({}, {"a": 1}, [], id="a-checkpoint-that-does-not-say"),
+    ],
+)
+def test_only_other_values_are_changes(saved: dict[str, Any], now: dict[str, Any], told: list[str]) -> None:
+    assert changes(saved, now) == told
+
+
 def test_values_of_the_json_count_like_arguments() -> None:
     section = {"type": "AdamW", "params": {"lr": 5e-4, "betas": [0.9, 0.99], "weight_decay": 0.1}}
     config = {"train_batch_size": 8, "optimizer": section, "scheduler": {"type": "WarmupLR", "params": {}}}

@@ -16,7 +16,8 @@ def read_prompts(path: Path) -> list[str | list[Message]]:
     UserError if it cannot be read or has no prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8-sig") as stream:
+            lines = [line.removesuffix("\n") for line in stream]  # str.splitlines would cut at U+2028 too
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UserError(f"--sample_prompts {path}: cannot be read: {reason}") from error
@@ -32,8 +33,15 @@ def _prompt(path: Path, number: int, line: str) -> str | list[Message]:
     try:
         row = json.loads(line)
         prompt: str | list[Message] = row["prompt"] if "prompt" in row else row["messages"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         prompt = []
-    if not prompt or not isinstance(prompt, str | list):
+    if not prompt or not (isinstance(prompt, str) or _are_messages(prompt)):
         raise UserError(f'--sample_prompts {path}:{number}: write {{"prompt": "..."}} or {{"messages": [...]}}')
     return prompt
+
+
+def _are_messages(value: object) -> bool:
+    """Whether a value is a list of {role, content}."""
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each for each in value)

@@ -71,6 +71,9 @@ def _ids(tokenizer: Tokenizer, prompt: Any) -> list[int]:
     templated: Any = tokenizer.as_transformers() if isinstance(tokenizer, ByteTokenizer) else tokenizer
     if not templated.chat_template:
         raise UserError("--sample_prompts has messages, but the tokenizer has no chat template: give prompts as text")
-    text: str = templated.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    try:
+        text: str = templated.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template may raise anything
+        raise UserError(f"--sample_prompts: the chat template refuses {json.dumps(prompt)[:80]}: {error}") from error
     found: list[int] = templated(text, add_special_tokens=False)["input_ids"]
     return found

@@ -1,0 +1,122 @@
+"""Errors that nothing catches: the user's in one line with the place, others as ever."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+import pytest
+
+from harness.config import ConfigError, load
+from harness.config.diagnostic import Diagnostic, Severity
+from harness.errors import UserError, UserErrors, printable
+from harness.training.process import uncaught
+from harness.training.process.uncaught import lines_of, show_in_one_line
+
+
+def finding(line: int) -> Diagnostic:
+    return Diagnostic(
+        code="DS101", severity=Severity.ERROR, message="unknown key", file="a.json", line=line, hint="remove it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "lines"),
+    [
+        pytest.param(UserError("a is wrong"), ["a is wrong"], id="one"),
+        pytest.param(UserErrors("a is wrong\nb is wrong"), ["a is wrong", "b is wrong"], id="several"),
+        pytest.param(UserError("a\x1b[31mb\u202e"), ["a\\x1b[31mb\\u202e"], id="what-a-terminal-would-act-on"),
+        pytest.param(ConfigError([finding(3)]), ["a.json:3:1: DS101 unknown key; remove it"], id="a-finding"),
+        pytest.param(
+            ConfigError([finding(3), finding(4), finding(5)]),
+            ["a.json:3:1: DS101 unknown key; remove it (and 2 more: ds-harness check a.json)"],
+            id="three-findings",
+        ),
+    ],
+)
+def test_an_error_is_a_line_for_each_thing_to_correct(error: UserError, lines: list[str]) -> None:
+    assert lines_of(error) == lines
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("a b é 🙂", "a b é 🙂"), ("", ""), ("\t\r\0", "\\t\\r\\x00"), ("\ud800", "\\ud800")]
+)
+def test_what_is_not_printable_is_escaped(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def uncaught_in(action: Callable[[], object]) -> tuple[type[BaseException], BaseException, TracebackType | None]:
+    """What Python hands to its hook when this ends a program."""
+    with pytest.raises(Exception) as caught:
+        action()
+    return caught.type, caught.value, caught.tb
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> list[BaseException]:
+    """Let the hook show what `action` raises; return what was left to Python's own."""
+    left: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    show_in_one_line()
+    monkeypatch.setattr(sys, "__excepthook__", lambda kind, error, trace: left.append(error))
+    sys.excepthook(*uncaught_in(action))
+    return left
+
+
+def test_a_users_error_ends_with_the_line_of_the_users_own_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shown(monkeypatch, lambda: load("no-such-preset.json")) == []
+    told = capsys.readouterr()
+    (line,) = told.err.splitlines()
+    # the package itself raises it, so the last line outside of it is the lambda above
+    assert line.startswith("error: ") and "no-such-preset.json" in line and line.endswith(")")
+    file, _, number = line.rpartition(" (")[2].removesuffix(")").rpartition(":")
+    assert file == __file__ and "load(" in open(__file__).read().splitlines()[int(number) - 1]  # noqa: SIM115, PTH123
+    assert told.out == ""
+
+
+def test_each_line_of_several_has_the_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raising() -> None:
+        raise UserErrors("a is wrong\nb is wrong")
+
+    shown(monkeypatch, raising)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" (")[0] for line in lines] == ["error: a is wrong", "error: b is wrong"]
+    assert len({line.partition(" (")[2] for line in lines}) == 1 and __file__ in lines[0]
+
+
+def test_other_errors_are_pythons_to_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (error,) = shown(monkeypatch, lambda: 1 // 0)
+    assert isinstance(error, ZeroDivisionError) and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("rank", "waits"), [("0", False), ("3", True), (None, False), ("many", False)], ids=["first", "other", "no", "odd"]
+)
+def test_other_ranks_wait_for_the_first_one_to_say_it(
+    rank: str | None, waits: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    naps: list[float] = []
+    monkeypatch.setattr(uncaught.time, "sleep", naps.append)
+    place = {"RANK": rank, "WORLD_SIZE": "4", "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in place.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None and rank is not None:
+            monkeypatch.setenv(name, value)
+
+    def raising() -> None:
+        raise UserError("a is wrong")
+
+    shown(monkeypatch, raising)
+    assert naps == [uncaught.GRACE_S] * waits
+    assert capsys.readouterr().err.count("a is wrong") == 1
+
+
+def test_a_hook_of_the_program_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = lambda *_: None  # noqa: E731
+    monkeypatch.setattr(sys, "excepthook", own)
+    show_in_one_line()
+    assert sys.excepthook is own
