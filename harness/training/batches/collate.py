@@ -25,6 +25,7 @@ MicroBatch: TypeAlias = tuple[Value, Value]
 Collator: TypeAlias = Callable[[list[Any]], Any]
 """Makes a micro-batch of samples; see `as_micro_batch` for what it may return."""
 
+_INTEGERS = ("input_ids", "labels", "position_ids")
 _NOT_CARRIED = ("token_type_ids", "inputs_embeds")
 
 
@@ -46,7 +47,7 @@ def collate(samples: Sequence[Any]) -> MicroBatch:
     """Stack samples of one length. UserError if samples differ in length, are left-padded or carry more than ids."""
     if isinstance(samples[0], Mapping):
         return _language(samples)
-    if isinstance(samples[0], Sequence) and len(samples[0]) == 2:
+    if isinstance(samples[0], Sequence) and not isinstance(samples[0], str | bytes) and len(samples[0]) == 2:
         inputs, labels = default_collate(list(samples))
         return inputs, labels
     raise UserError(
@@ -58,9 +59,10 @@ def collate(samples: Sequence[Any]) -> MicroBatch:
 def as_micro_batch(collated: object) -> MicroBatch:
     """Turn what a collator returned into (inputs, labels): a dict with input_ids and labels, or the pair itself."""
     if isinstance(collated, Mapping):
-        if "input_ids" not in collated:
-            raise UserError(f"the data_collator gave {', '.join(collated) or 'nothing'}: it must return input_ids")
-        return _with_labels(collated)
+        given = {name: value for name, value in collated.items() if value is not None}
+        if "input_ids" not in given:
+            raise UserError(f"the data_collator gave {', '.join(given) or 'nothing'}: it must return input_ids")
+        return _with_labels(_as_tensors(given))
     if isinstance(collated, Sequence) and len(collated) == 2:
         return collated[0], collated[1]
     raise UserError(f"the data_collator gave {type(collated).__name__}: it must give a dict or a pair (inputs, labels)")
@@ -79,10 +81,24 @@ def _language(samples: Sequence[Mapping[str, object]]) -> MicroBatch:
         raise UserError(
             f"a sample has no input_ids (it has: {has}): give input_ids, text, messages, or prompt and completion"
         )
-    names = [
-        name for name in ("input_ids", "labels", "attention_mask", "position_ids", *_NOT_CARRIED) if name in samples[0]
-    ]
+    names = [name for name in (*_INTEGERS, "attention_mask", *_NOT_CARRIED) if _have(name, samples)]
     return _with_labels({name: _stack(name, [sample[name] for sample in samples]) for name in names})
+
+
+def _have(name: str, samples: Sequence[object]) -> bool:
+    """Whether the samples have this column; UserError where only some have, as it would be left out of the others."""
+    having = [isinstance(sample, Mapping) and name in sample for sample in samples]
+    if any(having) and not all(having):
+        raise UserError(
+            f"some samples of a micro-batch have {name} and others have not: give it to all of the data set, or to none"
+        )
+    return all(having)
+
+
+def _as_tensors(given: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """Return what a collator of the user's own gave, which may be in lists or arrays."""
+    found = {name: _integers(name, given[name]) for name in _INTEGERS if name in given}
+    return found | {name: torch.as_tensor(given[name]) for name in ("attention_mask", *_NOT_CARRIED) if name in given}
 
 
 def _stack(name: str, rows: list[object]) -> torch.Tensor:
@@ -117,6 +133,7 @@ def _with_labels(batch: Mapping[str, torch.Tensor]) -> MicroBatch:
     _require_shape("labels", labels, ids)
     mask = batch.get("attention_mask")
     if mask is not None:
+        _require_shape("attention_mask", mask, ids)
         if bool((mask.long().diff(dim=-1) > 0).any()):
             raise UserError("the attention_mask hides tokens before others: pad on the right (causal attention only)")
         labels = labels.masked_fill(mask == 0, IGNORED)

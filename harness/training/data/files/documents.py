@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from harness.errors import UserError
 from harness.training.batches.collate import MapDataset
 from harness.training.data.files.copies import copied
 from harness.training.data.files.rows import COLUMNS, document, kind_of_row
@@ -51,6 +52,8 @@ def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = la
 
     def documents(rows: Iterable[tuple[int, Mapping[str, object]]]) -> Iterator[dict[str, str | int]]:
         for number, row in rows:
+            if not isinstance(row, Mapping):
+                raise UserError(f"{name}[{number}] is {type(row).__name__}, unlike earlier rows: give dicts alone")
             yield from in_pieces(document(row, kind, f"{name}[{number}]"))
 
     if isinstance(dataset, Dataset) and dataset.cache_files:

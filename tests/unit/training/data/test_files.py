@@ -53,6 +53,20 @@ def test_conversations_of_other_programs_are_recognised(row, messages, tmp_path)
     assert json.loads(as_documents([row], "rows")["conversation"][0])["messages"] == messages
 
 
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (3, r"rows\[1\] is int, unlike earlier rows: give dicts alone"),
+        (["a"], r"rows\[1\] is list, unlike earlier rows"),
+        ({"messages": MESSAGES}, r"rows\[1\] has no column `text` \(it has: messages\), unlike earlier rows"),
+        ({"text": None}, r"rows\[1\]: `text` is missing, not a string"),
+    ],
+)
+def test_a_row_of_a_data_set_that_is_unlike_the_others_is_told_by_its_number(row, words):
+    with pytest.raises(UserError, match=words):
+        as_documents([{"text": "a"}, row], "rows")
+
+
 def test_a_csv_file_is_read_by_its_header(tmp_path):
     (tmp_path / "a.csv").write_text('\ufefftext,id\n"one, with a comma",1\n"two\nlines",2\n', encoding="utf-8")
     assert read_documents(tmp_path / "a.csv", tmp_path / "cache")["text"][:] == ["one, with a comma", "two\nlines"]
