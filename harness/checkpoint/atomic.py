@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 UNFINISHED = "unfinished-"  # how the names of files and folders begin that nobody should read yet
+FOLDER = UNFINISHED + "files-"  # and those of the folders in which files wait to replace others
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -21,7 +22,7 @@ def replace_text(path: Path, text: str) -> None:
 @contextmanager
 def replaced_files(directory: Path) -> Iterator[Path]:
     """Give a folder to write files to; at the end each of them replaces the one of its name in `directory`."""
-    folder = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=directory))
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=directory))
     try:
         yield folder
         for path in sorted(folder.iterdir()):

@@ -6,14 +6,16 @@ folder that looks like a checkpoint. Importing this needs no torch.
 
 from __future__ import annotations
 
+import builtins
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from harness.checkpoint.atomic import sync_file, sync_folder
 from harness.checkpoint.manifest import checksum, write_manifest
@@ -21,7 +23,8 @@ from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 
-NAME = re.compile(r"checkpoint-(\d+)")
+NAME = re.compile(r"checkpoint-([0-9]+)")
+UNFINISHED_NAME = re.compile(r"writing-(checkpoint|replaced|removed)-[0-9]+")
 STATE = "state.json"
 OLD_STATE = "trainer_state.json"  # of checkpoints that were saved for one layout
 METRICS = "metrics.jsonl"
@@ -114,8 +117,18 @@ def _require_types(progress: Progress) -> None:
     """Raise ValueError for a value of another type than its field's: somebody has edited the file."""
     for name, kind in get_type_hints(Progress).items():
         value = getattr(progress, name)
-        if not isinstance(value, get_origin(kind) or kind):
+        if not _is_of(value, kind):
             raise ValueError(f"{name} is {value!r}")
+
+
+def _is_of(value: object, kind: object) -> bool:
+    """Whether a value from JSON is of a field's type. A whole number may stand for any other; true is none."""
+    match get_origin(kind), get_args(kind):
+        case builtins.list, (element,):
+            return isinstance(value, list) and all(_is_of(each, element) for each in value)
+        case builtins.dict, (_, element):
+            return isinstance(value, dict) and all(_is_of(each, element) for each in value.values())
+    return kind is Any or type(value) is kind or (kind is float and type(value) is int)
 
 
 def optimizer_name(resolved: Resolved) -> str:
@@ -177,10 +190,11 @@ def finish(output_dir: Path, progress: Progress, files: Mapping[str, tuple[int, 
     write_manifest(partial, progress.step, {**files, STATE: stated}, progress.run_id)
     _sync(partial)
     replaced = output_dir / f"writing-replaced-{progress.step}"
-    if final.exists():
+    remove([replaced])  # of a run that was killed while it removed it
+    if os.path.lexists(final):  # a link that leads nowhere, too
         final.rename(replaced)
     partial.rename(final)
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove([replaced])
     sync_folder(output_dir)
     return final
 
@@ -188,9 +202,10 @@ def finish(output_dir: Path, progress: Progress, files: Mapping[str, tuple[int, 
 def set_aside_newer(output_dir: Path, resumed: Path) -> list[Path]:
     """Rename the checkpoints that are newer than the one that a run goes on from; return their new paths.
 
-    They belong to steps that the run now makes once more, so they must not count as its newest.
+    They belong to steps that the run now makes once more, so they must not count as its newest. The resumed one may
+    have any name.
     """
-    step = {path: step for step, path in numbered(output_dir)}[resumed]
+    step = read_progress(resumed).step
     return [_renamed(path, "abandoned") for number, path in numbered(output_dir) if number > step]
 
 
@@ -201,7 +216,7 @@ def set_aside_foreign(paths: Sequence[Path]) -> list[tuple[Path, Path]]:
 
 def _renamed(checkpoint: Path, word: str) -> Path:
     target = checkpoint.with_name(f"{word}-{checkpoint.name}")
-    shutil.rmtree(target, ignore_errors=True)  # of an earlier time
+    remove([target])  # of an earlier time
     return checkpoint.rename(target)
 
 
@@ -216,13 +231,15 @@ def prune(output_dir: Path, kept: Sequence[Path] | None, best: Path | None = Non
         if path != best:
             with suppress(OSError):  # then it is tried again after the next save
                 path.rename(output_dir / f"writing-removed-{step}")
-    return list(output_dir.glob("writing-*-*"))
+    return [path for path in output_dir.glob("writing-*") if UNFINISHED_NAME.fullmatch(path.name)]
 
 
 def remove(folders: Sequence[Path]) -> None:
-    """Remove folders with all that is in them, as far as that is allowed."""
+    """Remove folders with all that is in them, as far as that is allowed; of a link to one, the link alone."""
     for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)  # leaves links
+        with suppress(OSError):
+            folder.unlink()
 
 
 def _sync(folder: Path) -> None:

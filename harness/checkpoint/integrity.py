@@ -19,13 +19,13 @@ from harness.errors import UserError
 
 def damage(checkpoint: Path) -> str | None:
     """Return what is wrong with a checkpoint, as far as names and sizes show it; None if nothing is."""
-    if (checkpoint / OLD_STATE).is_file():
-        return "an earlier version of ds-harness wrote it, which saved for one layout: resume with that version"
-    if not checkpoint.is_dir():
-        return "no such directory"
-    if not (checkpoint / MANIFEST).is_file():
-        return f"{MANIFEST} is missing"
     try:
+        if (checkpoint / OLD_STATE).is_file():
+            return "an earlier version of ds-harness wrote it, which saved for one layout: resume with that version"
+        if not checkpoint.is_dir():
+            return "no such directory"
+        if not (checkpoint / MANIFEST).is_file():
+            return f"{MANIFEST} is missing"
         manifest = read_manifest(checkpoint)
         wrong = next(
             filter(None, (_wrong_size(checkpoint, name, file[0]) for name, file in manifest.files.items())), None
@@ -33,6 +33,8 @@ def damage(checkpoint: Path) -> str | None:
         steps = {MANIFEST: manifest.step, STATE: manifest.step if wrong else read_progress(checkpoint).step}
     except UserError as error:
         return str(error)
+    except OSError as error:  # a folder that may not be entered, a path that is too long
+        return f"cannot be read: {error.strerror}"
     name = NAME.fullmatch(checkpoint.name)
     if name:
         wrong = wrong or next(
@@ -43,8 +45,12 @@ def damage(checkpoint: Path) -> str | None:
 
 def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:
     """Return the first file of this rank's share whose content is not what was saved, in words; None if there is
-    none."""
-    for name, (_, saved) in sorted(read_manifest(checkpoint).files.items())[share::shares]:
+    none. It raises nothing, as other ranks wait for the answer."""
+    try:
+        files = sorted(read_manifest(checkpoint).files.items())
+    except UserError as error:
+        return str(error)
+    for name, (_, saved) in files[share::shares]:
         try:
             if checksum(checkpoint / name) != saved:
                 return f"{name} differs from what was saved"
@@ -92,7 +98,8 @@ def newest(output_dir: Path, count: int | None, last_step: int) -> list[Path] | 
 
 def newest_whole(output_dir: Path, before: Path | None = None) -> Path | None:
     """Return the newest checkpoint of a run, or the newest older than `before`, of which nothing is missing."""
-    step = None if before is None else {path: step for step, path in numbered(output_dir)}[before]
+    name = None if before is None else NAME.fullmatch(before.name)  # it may be gone by now
+    step = None if name is None else int(name[1])
     others = foreign(output_dir)
     older = (path for number, path in reversed(numbered(output_dir)) if step is None or number < step)
     return next((path for path in older if path not in others and damage(path) is None), None)
@@ -119,12 +126,20 @@ def foreign(output_dir: Path) -> list[Path]:
     That run is the one of `run.json`; without this file it is the one that saved more checkpoints than any other.
     """
     ids = {path: _saved_by(path) for _, path in numbered(output_dir)}
-    try:
-        own = str(json.loads((output_dir / RUN).read_text(encoding="utf-8"))["run_id"])
-    except (OSError, ValueError, KeyError, TypeError):
+    own = _run_of(output_dir)
+    if not own:
         (own, most), (_, second) = [*Counter(filter(None, ids.values())).most_common(2), ("", 0), ("", 0)][:2]
         own = own if most > second else ""
     return [path for path, found in ids.items() if own and found and found != own]
+
+
+def _run_of(output_dir: Path) -> str:
+    """Return the id that a directory says of its run; empty where it says none."""
+    try:
+        found = json.loads((output_dir / RUN).read_text(encoding="utf-8"))["run_id"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return found if isinstance(found, str) else ""
 
 
 def _saved_by(checkpoint: Path) -> str:

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from xxhash import xxh3_128
 
@@ -52,10 +52,24 @@ def read_manifest(checkpoint: Path) -> Manifest:
         stated = json.loads(path.read_text(encoding="utf-8"))
         if stated["format"] > FORMAT:
             raise UserError(f"{path} was written by a newer version of ds-harness: resume with that version")
-        files = {str(name): (int(size), str(digest)) for name, (size, digest) in stated["files"].items()}
-        return Manifest(step=int(stated["step"]), run_id=str(stated.get("run_id", "")), files=files)
+        files = {_inside(name): (_count(size), str(digest)) for name, (size, digest) in stated["files"].items()}
+        return Manifest(step=_count(stated["step"]), run_id=str(stated.get("run_id", "")), files=files)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
+
+
+def _inside(name: str) -> str:
+    """Return the path of a file in the checkpoint; ValueError for one that leads elsewhere, or is none."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or b"\0" in os.fsencode(name):
+        raise ValueError(f"{name!r} is no file of it")
+    return name
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
 
 
 def checksum(path: Path) -> str:

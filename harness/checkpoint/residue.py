@@ -17,7 +17,7 @@ from torch import Tensor
 
 from harness.errors import UserError
 from harness.parallel.gradients.compressed import CompressedReduction
-from harness.topology.agreement import values_of_all
+from harness.topology.agreement import all_or_none, values_of_all
 
 
 def residue_file(checkpoint: Path) -> Path:
@@ -39,7 +39,11 @@ def load_residue(reduction: CompressedReduction | None, checkpoint: Path, layout
 
     Return whether nothing that the checkpoint has is left out.
     """
-    found = None if reduction is None else _read(residue_file(checkpoint), describe(reduction, layout))
+
+    def read() -> dict[str, Tensor] | None:
+        return None if reduction is None else _read(residue_file(checkpoint), describe(reduction, layout))
+
+    found = all_or_none(read)
     whole = all(values_of_all(reduction is None or found is not None))
     if reduction is not None and whole and found is not None:
         reduction.set_state(found)
@@ -55,11 +59,14 @@ def describe(reduction: CompressedReduction, layout: str) -> str:
 
 
 def _read(path: Path, description: str) -> dict[str, Tensor] | None:
-    """Return the tensors of a file that fits; None if there is none."""
+    """Return the tensors of a file that fits, None if there is none; UserError if it cannot be read."""
     if not path.exists():
         return None
-    with safe_open(path, framework="pt") as file:
-        if file.metadata().get("describes") != description:
-            return None
-        found: dict[str, torch.Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    try:
+        with safe_open(path, framework="pt") as file:
+            if (file.metadata() or {}).get("describes") != description:
+                return None
+            found: dict[str, torch.Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
     return found

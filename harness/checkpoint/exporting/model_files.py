@@ -8,13 +8,16 @@ next export if it was cut off.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harness.checkpoint.atomic import UNFINISHED, replace_text, sync_file, sync_folder
+from harness.checkpoint.atomic import FOLDER, UNFINISHED, replace_text, sync_file, sync_folder
 from harness.config.values.json_object import JsonObject
 from harness.hf.weights.tensor_files import INDEX, SINGLE
+
+OF_A_MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def unfinished_name(name: str) -> str:
@@ -39,7 +42,7 @@ def replace_model(directory: Path, files: Sequence[str], index: JsonObject) -> N
         (directory / SINGLE).unlink(missing_ok=True)  # readers prefer it to an index: from here on the model is new
         _finish(directory, files, index)
     for path in directory.glob("model*.safetensors"):
-        if path.name not in files:
+        if OF_A_MODEL.fullmatch(path.name) and path.name not in files:  # others are the user's
             path.unlink()
     sync_folder(directory)
 
@@ -55,8 +58,10 @@ def settle_model(directory: Path) -> None:
         else:
             index["weight_map"] = {name: file.removeprefix(UNFINISHED) for name, file in index["weight_map"].items()}
             _finish(directory, sorted(set(index["weight_map"].values())), index)
-    for left in directory.glob(UNFINISHED + "*"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    for folder in directory.glob(FOLDER + "*"):
+        shutil.rmtree(folder)
+    for file in directory.glob(unfinished_name("*.safetensors")):
+        file.unlink()
 
 
 def _finish(directory: Path, files: Sequence[str], index: JsonObject) -> None:

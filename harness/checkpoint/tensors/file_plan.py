@@ -36,8 +36,8 @@ def dealt_places(
 ) -> dict[str, Place]:
     """Return the place of each of `entries`, those of this rank's stage; all ranks call it.
 
-    `plan` is called on rank 0 with the shares of all stages, in order of stage. Raises on every rank the UserError that
-    it raises.
+    `plan` is called on rank 0 with the shares of all stages, in order of stage. Raises UserError on every rank if it
+    raises that or OSError.
     """
     shares = _shares(entries, groups)
     dealt: list[list[Place]] | None = None
@@ -46,7 +46,7 @@ def dealt_places(
         try:
             places = plan(shares)
             dealt = [[places[entry.name] for entry in share.entries] for share in shares]
-        except UserError as error:
+        except (UserError, OSError) as error:
             failed = [str(error)]
     dist.broadcast_object_list(failed, src=0)
     if failed[0] is not None:

@@ -91,3 +91,13 @@ def test_a_crash_while_a_text_is_replaced_leaves_the_old_or_the_new(tmp_path: Pa
         if not crashed:
             break
     assert seen == {"old", "new"} and step > 3
+
+
+def test_what_is_the_users_stays(tmp_path: Path) -> None:
+    theirs = {"model_ema.safetensors", "model.of.mine.safetensors", "unfinished-work", "unfinished-notes.txt"}
+    for name in theirs - {"unfinished-work"}:
+        (tmp_path / name).write_text("theirs")
+    (tmp_path / "unfinished-work").mkdir()
+    written(tmp_path, TWO, 1.0)()
+    written(tmp_path, ONE, 2.0)()
+    assert {path.name for path in tmp_path.iterdir()} == {*theirs, *ONE}

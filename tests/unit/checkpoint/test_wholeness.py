@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.directories import (
-    OLD_STATE,
-    RUN,
-    STATE,
-    Progress,
-    finish,
-    partial_name,
-    prune,
-    read_progress,
-    remove,
-    set_aside_foreign,
-)
+from harness.checkpoint.directories import OLD_STATE, RUN, STATE, prune, read_progress, remove, set_aside_foreign
 from harness.checkpoint.integrity import changed_file, damage, damaged, find_resume, foreign, newest, newest_whole
-from harness.checkpoint.manifest import MANIFEST, contents
+from harness.checkpoint.manifest import MANIFEST
 from harness.errors import UserError
-
-
-def save(folder: Path, step: int, run_id: str = "") -> Path:
-    partial = folder / partial_name(step)
-    (partial / "deep").mkdir(parents=True)
-    (partial / "weights.safetensors").write_bytes(b"w" * 100 + bytes([step]))
-    (partial / "deep" / "other.json").write_bytes(b"r" * 50)
-    stated = dict(consumed_samples=step, layout="pp1", zero_stage=0, precision="fp32", seed=42, data="d", run_id=run_id)
-    return finish(folder, Progress(step=step, **stated), contents(partial))
+from tests.unit.checkpoint.saved import change, save
 
 
 def cut(path: Path) -> None:
     (path / "weights.safetensors").write_bytes((path / "weights.safetensors").read_bytes()[:60])
-
-
-def change(path: Path, **values: object) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {

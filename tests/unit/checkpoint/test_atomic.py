@@ -1,0 +1,110 @@
+"""Files that are replaced together: all of them, or none where something goes wrong before."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.checkpoint import atomic
+from harness.checkpoint.atomic import replace_text, replaced_files, sync_file, sync_folder
+from tests.unit.training.full_disk import full_disk
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@given(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\r")))
+def test_a_text_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    path = tmp_path_factory.mktemp("run") / "größe ½.json"
+    replace_text(path, text)
+    replace_text(path, text)
+    assert path.read_text(encoding="utf-8") == text
+    assert names(path.parent) == [path.name]
+
+
+def test_a_text_that_no_file_can_hold_leaves_the_old_one(tmp_path: Path) -> None:
+    replace_text(tmp_path / "run.json", "old")
+    with pytest.raises(UnicodeEncodeError):
+        replace_text(tmp_path / "run.json", "new \ud800")
+    assert (tmp_path / "run.json").read_text() == "old" and names(tmp_path) == ["run.json"]
+
+
+def test_a_full_disk_leaves_the_old_text(tmp_path: Path) -> None:
+    replace_text(tmp_path / "run.json", "old")
+    with full_disk(100), pytest.raises(OSError, match="File too large"):
+        replace_text(tmp_path / "run.json", "n" * 100_000)
+    assert (tmp_path / "run.json").read_text() == "old" and names(tmp_path) == ["run.json"]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_disk_that_fails_at_any_file_leaves_none_of_them_half(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        (tmp_path / name).write_text("old")
+    synced: list[Path] = []
+
+    def sync(path: Path) -> None:
+        if len(synced) == number:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        synced.append(path)
+
+    monkeypatch.setattr(atomic, "sync_file", sync)
+    with pytest.raises(OSError, match="Input/output error"), replaced_files(tmp_path) as folder:
+        for name in "cba":
+            (folder / name).write_text("new")
+    assert [(tmp_path / name).read_text() for name in "abc"] == ["new"] * number + ["old"] * (3 - number)
+    assert names(tmp_path) == ["a", "b", "c"]
+
+
+def test_an_error_while_files_are_written_replaces_none(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(RuntimeError, match="half-way"), replaced_files(tmp_path) as folder:
+        (folder / "a").write_text("new")
+        (folder / "b").write_text("new")
+        raise RuntimeError("half-way")
+    assert names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
+
+
+def test_nothing_to_replace_leaves_nothing(tmp_path: Path) -> None:
+    with replaced_files(tmp_path) as folder:
+        assert folder.parent == tmp_path  # on the same disk, so that a file can be renamed
+    assert names(tmp_path) == []
+
+
+def test_a_link_is_replaced_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / "run.json").symlink_to("theirs")
+    replace_text(tmp_path / "run.json", "ours")
+    assert (tmp_path / "theirs").read_text() == "theirs"
+    assert (tmp_path / "run.json").read_text() == "ours" and not (tmp_path / "run.json").is_symlink()
+
+
+def test_a_file_has_the_rights_of_any_other(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("")
+    replace_text(tmp_path / "run.json", "")
+    assert (tmp_path / "run.json").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+@pytest.mark.parametrize("path", ["missing/run.json", "file/run.json"])
+def test_a_directory_that_is_none_is_the_systems_error(path: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"No such file or directory|Not a directory"):
+        replace_text(tmp_path / path, "new")
+
+
+def test_waiting_for_the_disk_leaves_no_file_open(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        sync_file(tmp_path / "a")
+        sync_folder(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        sync_folder(tmp_path / "missing")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
