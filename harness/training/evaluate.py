@@ -24,6 +24,7 @@ from harness.training.engine.losses import Loss, RouterLoss
 from harness.training.metrics import OwnMetrics
 from harness.training.nonfinite import NonFinite
 from harness.training.prepare.inputs.datasets import later_dataset
+from harness.training.prepare.inputs.input_types import require_dataset
 from harness.training.prepare.run import PreparedRun
 from harness.training.process import signals
 from harness.training.process.distributed import any_rank
@@ -105,6 +106,7 @@ def predict(run: PreparedRun, dataset: AnyDataset, own: OwnMetrics, prefix: str)
 def _tokens(run: PreparedRun, dataset: AnyDataset, name: str) -> MapDataset:
     """Return the samples of a data set that the run did not begin with."""
     inputs, source = run.inputs, run.plan.source if run.inputs.data_collator is collate else None
+    require_dataset(name, dataset)
     data = read_all(dataset, name)
     return later_dataset(data, name, run.plan.data.tokenizer, source, run.args, inputs.env, run.console)
 

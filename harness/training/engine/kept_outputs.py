@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 from harness.config.model.shares import stretch
+from harness.errors import UserError
 from harness.parallel.comm import gather_from_group, group_size
 from harness.topology.agreement import values_of_all
 from harness.training.batches.collate import IGNORED
@@ -101,7 +102,11 @@ class KeptOutputs:
 
 
 def _as_array(value: object, rows: int) -> Array:
-    tensor = torch.as_tensor(value).detach()
+    try:
+        tensor = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(value).__name__
+        raise UserError(f"outputs to be kept hold a {kind}: preprocess_logits_for_metrics must give tensors") from error
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor[:rows]
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
 

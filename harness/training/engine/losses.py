@@ -166,7 +166,7 @@ class MeanLoss:
         if n == 0:
             return weight * 0.0
         kept = tuple(label[:n] for label in labels)
-        return self.loss_fn(_head(outputs, n), kept[0] if len(kept) == 1 else kept).float() * n * weight
+        return _scalar(self.loss_fn(_head(outputs, n), kept[0] if len(kept) == 1 else kept)).float() * n * weight
 
     def parts(self, _outputs: Outputs) -> dict[str, Tensor]:
         """Nothing."""
@@ -203,7 +203,7 @@ class LogitsLoss:
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
         """Return the loss of the rows that count, in float32, weighted."""
         if not self.per_label:
-            return _scalar(MeanLoss(self.loss_fn)(outputs, targets))
+            return MeanLoss(self.loss_fn)(outputs, targets)
         weight, _, _, labels = targets
         return _scalar(self.loss_fn(outputs, labels, num_items_in_batch=1 / weight)).float()
 

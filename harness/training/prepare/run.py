@@ -249,6 +249,10 @@ def _trainable(inputs: RunInputs, plan: RunPlan, context: RunContext, sample: Mi
     if plan.source is None:
         if inputs.args.neftune_noise_alpha:
             raise UserError("--neftune_noise_alpha needs a HuggingFace model, not a list of layers")
+        if inputs.compute_loss_func is not None:
+            raise UserError(
+                "compute_loss_func is for a HuggingFace model: give a list of layers loss_fn(outputs, labels)"
+            )
         trainable = trainable_layers(cast("Sequence[Layer]", inputs.model), inputs.loss_fn, sample)
     else:
         startup_report.origin(inputs.console, plan.source, inputs.args.seed)

@@ -80,6 +80,8 @@ def choose_boundaries(trainable: TrainableModel, context: RunContext, sample: Mi
     for part, (start, stop) in enumerate(pairwise(boundaries)):
         if not sum(trainable.trained[start:stop]):
             where = f"stage {part}" if parts.each == 1 else f"part {part} of the model"
+            if parts.count == 1:
+                raise UserError("the model has nothing to train: each of its parameters is frozen, or it has none")
             raise UserError(f"{where} has nothing to train: use another pipeline.partition or fewer stages")
     return boundaries
 

@@ -274,6 +274,10 @@ def trainable_layers(
     """Prepare a user's own layers; they are counted on the meta device, and built only where they run."""
     if loss_fn is None:
         raise UserError("a list of layers needs loss_fn(outputs, labels), the mean loss over the samples it is given")
+    wrong = next((layer for layer in layers if not callable(layer) and not isinstance(layer, LayerSpec)), layers)
+    if not layers or wrong is not layers:
+        what = "there is none" if not layers else f"one is a {type(wrong).__name__}"
+        raise UserError(f"a model in layers is a list of modules, LayerSpecs and functions, but {what}")
     counted = [_on_meta(layer) for layer in layers]
     return TrainableModel(
         layers=list(layers),

@@ -16,6 +16,7 @@ from harness.checkpoint.directories import Progress, finished_name, optimizer_na
 from harness.checkpoint.exporting.adapters import export_adapter_config, export_adapters
 from harness.checkpoint.exporting.weights import export_config, export_weights
 from harness.config.values.json_object import JsonObject
+from harness.errors import UserError
 from harness.hf.lora import plain_name, saved_name, sorted_config
 from harness.training.best_model import best_as_saved
 from harness.training.callbacks import TrainerState
@@ -88,7 +89,10 @@ def _write_configs(run: PreparedRun, folder: Path) -> None:
 
 def write_model(run: PreparedRun, directory: Path) -> None:
     """Write what `run` has trained into `directory`; all ranks call it."""
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the model cannot be written to {directory}: {error.strerror or error}") from error
     if run.plan.adaptation is None:
         _write_whole(run, directory)
     else:

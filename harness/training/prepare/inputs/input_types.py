@@ -24,7 +24,7 @@ def require_types(
     for name, dataset in datasets.items():
         if dataset is not None:
             for each_name, each in _by_name(name, dataset).items():
-                _require_dataset(each_name, each)
+                require_dataset(each_name, each)
 
 
 def _by_name(name: str, dataset: object) -> dict[str, object]:
@@ -34,7 +34,10 @@ def _by_name(name: str, dataset: object) -> dict[str, object]:
     return {name: dataset}
 
 
-def _require_dataset(name: str, dataset: object) -> None:
+def require_dataset(name: str, dataset: object) -> None:
+    """Raise UserError for what is no data set."""
+    if isinstance(dataset, Mapping) and not dataset:
+        raise UserError(f"{name} is an empty {_kind(dataset)}: give a data set or a list of samples")
     if isinstance(dataset, Mapping):
         raise UserError(
             f"{name} is a {_kind(dataset)} of {', '.join(map(str, list(dataset)[:4]))}: give one data set, such as one "
