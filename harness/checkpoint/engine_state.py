@@ -10,12 +10,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from harness.checkpoint.directories import Progress
 from harness.checkpoint.tensors.coverage import require_each_value_once
 from harness.checkpoint.tensors.held import Held, held_tensors
+from harness.checkpoint.tensors.tensor_writer import require_storable
+from harness.checkpoint.tensors.whole_tensors import entry_of
 from harness.deepspeed.engine import loss_scaling
 from harness.deepspeed.flat_tensors import EngineOptimizer, Run, SteppedOn
 from harness.deepspeed.nvme_states import states_in_memory
 from harness.deepspeed.optimizer_states import Template, counted, template, torch_optimizer
 from harness.parallel.gradients.compressed import CompressedReduction
-from harness.topology.agreement import values_of_all
+from harness.topology.agreement import all_or_none, values_of_all
 from harness.topology.groups import Groups
 
 MODEL, ADAPTERS = "model", "adapter_model"
@@ -79,11 +81,13 @@ def _stored(state: EngineState, progress: Progress) -> tuple[list[tuple[str, lis
 
 
 def require_savable(state: EngineState) -> None:
-    """Raise UserError if a checkpoint would lack values of the model or of the optimizer; all ranks call it."""
+    """Raise UserError if a checkpoint would lack values of the model or of the optimizer, or no file can hold them; all
+    ranks call it."""
     with states_in_memory(state.engine.optimizer):
         held = state.held()
         templates(state.engine.optimizer, held)
         require_each_value_once(held, state.groups)
+        all_or_none(lambda: require_storable(map(entry_of, held)))
 
 
 def templates(optimizer: EngineOptimizer, held: Sequence[Held]) -> dict[tuple[int, int], Template]:

@@ -64,15 +64,18 @@ def split_by_size(entries: Iterable[Entry], most: int) -> list[list[Entry]]:
     return files
 
 
+def require_storable(entries: Iterable[Entry]) -> None:
+    """Raise UserError for a tensor of a dtype that no file holds."""
+    if wrong := next((entry for entry in entries if entry.dtype not in NAMES), None):
+        raise UserError(f"{wrong.name} is of {wrong.dtype}, which cannot be saved: use another dtype")
+
+
 def places_in(path: Path, entries: Sequence[Entry]) -> tuple[bytes, list[Place]]:
     """Return the header of the file `path`, and the places of its tensors: wider ones first, so that each is aligned.
 
     UserError for a tensor of a dtype that no such file holds.
     """
-    if wrong := next((entry for entry in entries if entry.dtype not in NAMES), None):
-        raise UserError(
-            f"{wrong.name} is of {wrong.dtype}, which cannot be saved: make it a buffer that is not persistent"
-        )
+    require_storable(entries)
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
     header: JsonObject = {"__metadata__": {"format": "pt"}}
     at = 0

@@ -90,7 +90,7 @@ def plan_tensors(
             index.append((folder / f"{stem}.safetensors.index.json", text))
         return {place.entry.name: place for _, places in created.values() for place in places}
 
-    places = dealt_places([_entry(held) for held in tensors], groups, plan)
+    places = dealt_places([entry_of(held) for held in tensors], groups, plan)
     return PlannedFiles(tensors=tensors, places=places, created=created, index=next(iter(index), None))
 
 
@@ -148,12 +148,15 @@ def _problem(stored: dict[str, Stored], held: Held) -> str | None:
     return None
 
 
-def _entry(held: Held) -> Entry:
+def entry_of(held: Held) -> Entry:
+    """Return the tensor of a file of which a rank holds a part: a trained one is in float32."""
     trained = held.stepped is not None
     dtype = torch.float32 if trained and held.values.is_floating_point() else held.values.dtype
     return Entry(name=held.name, shape=held.full_shape, dtype=dtype, trained=trained)
 
 
 def _named(stem: str, parts: list[list[Entry]]) -> dict[str, list[Entry]]:
+    if len(parts) < 2:
+        return {f"{stem}.safetensors": parts[0] if parts else []}
     names = [f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
-    return dict(zip(names if len(parts) > 1 else [f"{stem}.safetensors"], parts, strict=True))
+    return dict(zip(names, parts, strict=True))
