@@ -123,6 +123,6 @@ def corrected(costs: Sequence[float], boundaries: Sequence[int], stages: Sequenc
     """Return the costs of layers in seconds, so that those of each stage add up to what it was measured to take."""
     found: list[float] = []
     for (start, stop), seconds in zip(pairwise(boundaries), stages, strict=True):
-        estimated = sum(costs[start:stop])
-        found += [cost * seconds / estimated for cost in costs[start:stop]]
+        own = costs[start:stop] if any(costs[start:stop]) else [1.0] * (stop - start)
+        found += [cost * seconds / sum(own) for cost in own]
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from harness.profile.timeline import pipeline_seconds
@@ -10,6 +12,24 @@ from harness.training.rebalancing.rebalancer import corrected
 
 def test_estimates_add_up_to_what_was_measured_and_keep_their_proportions() -> None:
     assert corrected([1, 3, 2, 2], [0, 2, 4], [8.0, 2.0]) == [2.0, 6.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("costs", "boundaries", "stages"),
+    [
+        pytest.param([0, 0, 5], [0, 2, 3], [4.0, 1.0], id="a-stage-that-is-estimated-at-nothing"),
+        pytest.param([1e-12, 1e12], [0, 1, 2], [3.0, 3.0], id="far-apart"),
+        pytest.param([7], [0, 1], [2.5], id="one-layer"),
+        pytest.param([1, 2, 3, 4], [0, 1, 2, 4], [1.0, 0.0, 5.0], id="a-stage-that-took-no-time"),
+    ],
+)
+def test_layers_of_a_stage_take_together_what_it_took(
+    costs: list[float], boundaries: list[int], stages: list[float]
+) -> None:
+    found = corrected(costs, boundaries, stages)
+    assert len(found) == len(costs) and min(found) >= 0
+    sums = [sum(found[start:stop]) for start, stop in pairwise(boundaries)]
+    assert sums == pytest.approx(stages)
 
 
 @pytest.mark.parametrize(("micro_batches", "seconds"), [(1, 6.0), (4, 15.0)])

@@ -145,6 +145,7 @@ def hold_out(documents: Dataset, part: Fraction = Fraction(1, 20)) -> tuple[Data
     total = int(number[-1]) + 1 if len(number) else 0
     if total < 2:
         raise UserError(f"{total} document cannot be split for evaluation: give a --validation_file")
+    part = part.limit_denominator(2**62 // total)  # so that the products below fit into 64 bits
     held_out = number * part.numerator // part.denominator != (number - 1) * part.numerator // part.denominator
     return documents.select(np.flatnonzero(~held_out)), documents.select(np.flatnonzero(held_out))
 

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from datasets import Dataset
 
 from harness.errors import UserError
 from harness.training.arguments.themes.script import ScriptArguments
@@ -146,6 +147,15 @@ def test_a_part_is_held_out_evenly(percentage, held_out, tmp_path):
     training, evaluation = hold_out(read_documents(tmp_path / "a.jsonl", tmp_path / "cache"), script.held_out)
     assert list(map(int, evaluation["text"]))[: len(held_out)] == held_out
     assert sorted(map(int, [*training["text"], *evaluation["text"]])) == list(range(45))
+
+
+@pytest.mark.parametrize("percentage", [100 / 3, 0.1234567890123456789, 2e-3, 99.99999999999999])
+def test_of_many_documents_the_part_is_held_out_that_was_asked_for(percentage):
+    documents = Dataset.from_dict({"text": [""] * 30_000})
+    part = ScriptArguments(validation_split_percentage=percentage).held_out
+    training, evaluation = hold_out(documents, part)
+    assert len(training) + len(evaluation) == 30_000
+    assert abs(len(evaluation) - 30_000 * float(part)) <= 1
 
 
 def test_a_split_that_makes_no_sense_is_refused():
