@@ -190,9 +190,9 @@ def test_the_files_behind_the_flags_are_listed_with_their_sizes(tmp_path: Path) 
 
 
 def test_a_run_that_cannot_make_samples_is_refused(make: Callable[..., Trainer], tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "nobody", "content": "a"}]}\n')
-    with pytest.raises(UserError, match="--sample_prompts needs evaluations"):
-        make("tiny-llama", sample_prompts=str(tmp_path / "p.jsonl"), eval_steps=None, eval_dataset=None)
+    (tmp_path / "p.txt").write_text("a")
+    with pytest.raises(UserError, match="--sample_prompts needs a HuggingFace model"):
+        make(sample_prompts=str(tmp_path / "p.txt"))
     (tmp_path / "long.txt").write_text("a" * 600)
     with pytest.raises(UserError, match=r"long\.txt: prompt 1 has 600 tokens, and the model has 512 positions"):
         make("tiny-llama", sample_prompts=str(tmp_path / "long.txt"))
