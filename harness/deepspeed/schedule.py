@@ -58,6 +58,11 @@ class StageProgram:
     instructions: Sequence[tuple[str, int, int]]
     buffers: int
 
+    @property
+    def micro_batches(self) -> int:
+        """How many it goes through: in an evaluation others than in a step."""
+        return 1 + max((micro_batch for _, micro_batch, _ in self.instructions), default=-1)
+
 
 class OwnSchedule(of_deepspeed.PipeSchedule):  # type: ignore[misc]  # DeepSpeed has no types
     """A program as the engine takes it, and what comes after its last instruction."""
@@ -65,7 +70,7 @@ class OwnSchedule(of_deepspeed.PipeSchedule):  # type: ignore[misc]  # DeepSpeed
     def __init__(
         self, engine: PipelineEngine, program: StageProgram, last: Sequence[type[of_deepspeed.PipeInstruction]]
     ) -> None:
-        super().__init__(engine.micro_batches, engine.num_stages, engine.stage_id)
+        super().__init__(program.micro_batches, engine.num_stages, engine.stage_id)
         self._program, self._last = program, last
 
     def num_pipe_buffers(self) -> int:

@@ -1,0 +1,12 @@
+"""A world of one rank, for engines."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> None:
+    """Start the only rank; `no_run_is_left` ends it."""
+    from harness.topology.env import LaunchEnv
+    from harness.training.process.distributed import start
+
+    start(LaunchEnv())

@@ -1,0 +1,139 @@
+"""An engine that follows a program of ours computes what DeepSpeed's own schedule does, in however many parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe import schedule as of_deepspeed
+from torch import Tensor
+
+from harness.config.values.stage_parts import StageParts
+from harness.deepspeed.schedule import INSTRUCTIONS, UPDATE, AwaitSends, OwnSchedule, StageProgram, run_schedule
+from harness.parallel.pipeline.schedules.instructions import Action
+from harness.parallel.weight_gradients import WeightGradients
+from tests.unit.deepspeed.pipelines import batches, pipeline, scheduled, weights
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+ONE, TWO, FOUR, FOLDED = StageParts(1), StageParts(1, 2), StageParts(1, 4), StageParts(1, 2, folded=True)
+FP32, BF16 = torch.float32, torch.bfloat16
+CASES = [
+    pytest.param("gpipe", ONE, 3, FP32, id="gpipe"),
+    pytest.param("zero-bubble", ONE, 4, BF16, id="zero bubble"),
+    pytest.param("zero-bubble", ONE, 1, FP32, id="zero bubble, one micro-batch"),
+    pytest.param("interleaved", TWO, 4, FP32, id="two parts"),
+    pytest.param("interleaved", FOUR, 3, FP32, id="a part a layer"),
+    pytest.param("interleaved", TWO, 1, FP32, id="one micro-batch"),
+    pytest.param("interleaved-zero-bubble", TWO, 4, BF16, id="two parts, zero bubble"),
+    pytest.param("looped-bfs", FOUR, 2, FP32, id="breadth first"),
+    pytest.param("zero-bubble-v", FOLDED, 4, FP32, id="folded"),
+    pytest.param("dualpipe-v", FOLDED, 4, BF16, id="folded, in pairs"),
+]
+
+
+@pytest.mark.parametrize(("name", "parts", "micro_batches", "dtype"), CASES)
+def test_no_program_changes_a_number(name: str, parts: StageParts, micro_batches: int, dtype: torch.dtype) -> None:
+    bf16 = dtype is torch.bfloat16
+    theirs, (ours, _) = pipeline(ONE, micro_batches, bf16=bf16), scheduled(name, parts, micro_batches, bf16=bf16)
+    for seed in range(2):
+        wanted = theirs.train_batch(batches(seed, dtype))
+        assert torch.equal(ours.train_batch(batches(seed, dtype)), wanted)
+    assert all(map(torch.equal, weights(ours), weights(theirs)))
+    wanted = theirs.eval_batch(batches(7, dtype))
+    assert torch.equal(ours.eval_batch(batches(7, dtype)), wanted)
+    assert torch.equal(ours.train_batch(batches(3, dtype)), theirs.train_batch(batches(3, dtype)))  # and goes on
+
+
+@pytest.mark.parametrize("parts", [TWO, FOUR], ids=str)
+def test_an_evaluation_may_have_another_number_of_micro_batches(parts: StageParts) -> None:
+    theirs, (ours, _) = pipeline(ONE, 2), scheduled("interleaved", parts, 2)
+    for count in (1, 5, 2):
+        wanted = theirs.eval_batch(batches(count), num_micro_batches=count)
+        assert torch.equal(ours.eval_batch(batches(count), num_micro_batches=count), wanted)
+    assert torch.equal(ours.train_batch(batches(0)), theirs.train_batch(batches(0)))
+
+
+def test_each_batch_is_read_once_though_two_parts_need_it() -> None:
+    engine, _ = scheduled("interleaved", FOUR, 3)
+    read = 0
+
+    def counted() -> Iterator[tuple[Tensor, Tensor]]:
+        nonlocal read
+        for batch in batches(0):
+            read += 1
+            yield batch
+
+    engine.train_batch(counted())
+    assert read == 3
+
+
+def test_a_step_that_failed_leaves_nothing_to_the_next() -> None:
+    theirs, (ours, gradients) = pipeline(ONE, 4), scheduled("interleaved-zero-bubble", TWO, 4)
+
+    def broken(after: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for number, batch in enumerate(batches(0)):
+            if number == after:
+                raise RuntimeError("no more data")
+            yield batch
+
+    for after in range(4):
+        with pytest.raises(RuntimeError, match="no more data"):
+            ours.train_batch(broken(after))
+        ours.zero_grad()
+        ours.timers.timers.clear()  # DeepSpeed's own, which it has left running
+    assert torch.equal(ours.train_batch(batches(1)), theirs.train_batch(batches(1)))
+    assert all(map(torch.equal, weights(ours), weights(theirs)))
+    assert gradients.keeping is None
+
+
+def test_deepspeed_sends_as_before_once_an_instruction_has_ended() -> None:
+    before = p2p.send, p2p.recv
+    engine, _ = scheduled("interleaved", TWO, 2)
+    engine.train_batch(batches(0))
+    assert (p2p.send, p2p.recv) == before
+    engine.module.loss_fn = None  # the backward pass has nothing to begin with
+    with pytest.raises((AttributeError, TypeError, AssertionError, RuntimeError)):
+        engine.train_batch(batches(0))
+    assert (p2p.send, p2p.recv) == before
+
+
+# -- the program as the engine takes it ----------------------------------------------------------------------
+
+
+def test_instructions_have_the_names_that_logs_show() -> None:
+    assert set(INSTRUCTIONS) == {action.value for action in Action}
+    assert all(issubclass(kind, of_deepspeed.BufferOpInstruction) for kind in INSTRUCTIONS.values())
+
+
+def test_a_program_is_executed_in_order_and_ends_with_the_update() -> None:
+    engine = pipeline(ONE, 3)
+    stated = StageProgram(
+        instructions=[("ForwardPass", 0, 0), ("ForwardPass", 2, 0), ("BackwardPass", 1, 0)], buffers=2
+    )
+    schedule = OwnSchedule(engine, stated, UPDATE)
+    assert schedule.num_pipe_buffers() == 2
+    *steps, last = schedule.steps()
+    assert [(step.name, step.buffer_id, step.part) for (step,) in steps] == [
+        ("ForwardPass", 0, 0),
+        ("ForwardPass", 0, 0),  # the third micro-batch takes the first one's place
+        ("BackwardPass", 1, 0),
+    ]
+    assert [type(each) for each in last] == list(UPDATE)
+    assert list(UPDATE).index(AwaitSends) == 0  # what was sent must have arrived before weights change
+
+
+def test_an_unknown_instruction_is_an_error_at_once() -> None:
+    engine = pipeline(ONE, 1)
+    stated = StageProgram([("Teleport", 0, 0)], buffers=1)
+    run_schedule(engine, ONE, stated, lambda _: stated, WeightGradients())
+    with pytest.raises(KeyError, match="Teleport"):
+        engine.train_batch(batches(0))
+
+
+def test_with_one_part_a_stage_deepspeed_evaluates_by_its_own_schedule() -> None:
+    engine, _ = scheduled("zero-bubble", ONE, 2)
+    assert isinstance(engine._inference_schedule(2), of_deepspeed.InferenceSchedule)
+    engine, _ = scheduled("interleaved", TWO, 2)
+    assert isinstance(engine._inference_schedule(2), OwnSchedule)
