@@ -78,7 +78,7 @@ def test_text_is_tokenised_whenever_it_is_given(tmp_path: Path) -> None:
     [
         ({"a": rows()}, {"early_stopping_patience": 1}, "metric_for_best_model='a_loss'"),
         ({"a": rows(), "b": (row for row in rows())}, {}, r"eval_dataset\['b'\]: generator is not map-style"),
-        ({}, {}, "eval_dataset is a dict"),
+        ({}, {}, "eval_dataset is an empty dict: give a data set"),
     ],
 )
 def test_sets_that_cannot_be_evaluated_are_refused_before_a_model_is_built(
