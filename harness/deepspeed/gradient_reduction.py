@@ -42,6 +42,22 @@ def average_with(engine: PipelineEngine, average: Callable[[Sequence[Tensor], fl
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceGrads: run}
 
 
+def keep_own_gradients(engine: PipelineEngine) -> None:
+    """Leave out the reduction of a rank without data-parallel neighbours, whose optimizer takes gradients as they are.
+
+    DeepSpeed would copy them into a flat tensor of the size of the parameters, and back.
+    """
+    if isinstance(engine.optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)) or engine.has_moe_layers:
+        return
+    parameters = trained_parameters(engine)
+
+    def run(_: PipelineEngine) -> None:
+        for parameter in parameters:
+            _gradient(parameter)
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceGrads: run}
+
+
 def _gradient(parameter: nn.Parameter) -> Tensor:
     """Return the gradient that a parameter has, or is given: another rank may have one."""
     found = accumulated_gradient(parameter)

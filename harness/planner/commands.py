@@ -72,7 +72,7 @@ def estimate(argv: Sequence[str]) -> int:
     values = AutoValues(**stated, hidden_size=shape.hidden, given=frozenset(stated))
     resolved = resolve(load(args.deepspeed_config), values, model=args.model)
     require_precision(hardware, resolved.precision)
-    one = estimate_layout(hardware, *of_config(resolved, shape, args.block_size))
+    one = estimate_layout(hardware, *of_config(resolved, shape, args.block_size, on_cpu=hardware.is_host))
     print(json.dumps([one.row()], indent=2) if args.json else "\n".join(estimate_lines(one)))
     return 0
 

@@ -105,7 +105,7 @@ def memory_of(workload: Workload, strategy: Strategy) -> tuple[StageMemory, ...]
     return tuple(stage_memory(workload, strategy, stage, index) for index, stage in enumerate(stages))
 
 
-def of_config(resolved: Resolved, shape: DecoderShape, sequence: int) -> tuple[Workload, Strategy]:
+def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu: bool) -> tuple[Workload, Strategy]:
     """Return what a resolved config trains, and how."""
     summed = lookup(resolved.config, "/data_types/grad_accum_dtype")
     width = ELEMENT_BYTES[resolved.precision]
@@ -114,6 +114,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int) -> tuple[W
         sequence=sequence,
         precision=resolved.precision,
         gradient_bytes=ELEMENT_BYTES.get(str(summed), width),
+        on_cpu=on_cpu,
     )
     section = resolved.config.get("zero_optimization")
     zero = section if isinstance(section, Mapping) else {}
@@ -134,6 +135,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int) -> tuple[W
         whole_gradients=sums_whole(resolved.precision, resolved.zero_stage),
         bucket=whole(zero.get("reduce_bucket_size")) or 5e8,
         partition=resolved.partition,
+        split_table=True,
         schedule=SCHEDULES.get(resolved.schedule, "1f1b"),
         virtual_stages=1 if resolved.parts.folded else resolved.parts.each,
     )

@@ -12,19 +12,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
+from harness.planner.passing import Held, passing_bytes, shared_bytes
 from harness.planner.shape import LayerShape
 from harness.planner.stages import Stage
 from harness.planner.workload import Strategy, Workload, layer_parameters
 
 ALLOCATOR_SHARE = 0.04  # of activations: blocks are rounded up, and gaps between them stay unused
 LOSS_CHUNK = 2**23  # logits that the cross entropy exponentiates at a time (harness/parallel/tensor/cross_entropy.py)
-FLAT_BUCKET = 5e8  # gradients, DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
-GATHERED = 5e8  # parameters at the end of a forward: their way through the backward is within stage3_max_reuse_distance
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes of one rank of a stage, by what they are for; `host` of its host's memory, where states are offloaded."""
+    """Bytes of one rank of a stage when it holds most, by what they are for; `host` of its host's memory.
+
+    Of activations and logits it is what stands then beside whole gradients, which take their place in a backward.
+    """
 
     parameters: float
     gradients: float
@@ -49,19 +51,31 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
     """Return what a rank of stage `index` holds."""
     held = local_parameters(workload, strategy, stage)
     parameters, gradients, optimizer, host = _states(workload, strategy, held)
-    buffers = _reduction_buffers(workload, strategy, stage, held)
-    state = _state_bytes(workload, strategy)
-    if strategy.pipeline > 1:
-        buffers += 2 * min(strategy.pipeline, strategy.accumulation, 2) * state  # what is sent and received
     activations = stage_activations(workload, strategy, stage, index)
     logits = _logits(workload, strategy) if stage.is_last else 0.0
-    buffers += ALLOCATOR_SHARE * (activations + logits)
+    made = activations + logits
+    passing = passing_bytes(
+        workload,
+        strategy,
+        stage,
+        Held(
+            parameters=held,
+            gradients=gradients,
+            made=made,
+            in_flight=min(strategy.pipeline - index, strategy.accumulation),
+        ),
+    )
+    share = min(1.0, passing / made) if made else 0.0  # what gradients take the place of as they are made
+    state = _state_bytes(workload, strategy)
+    buffers = max(0.0, passing - made) + ALLOCATOR_SHARE * made + shared_bytes(workload, strategy, held, state)
+    if strategy.pipeline > 1:
+        buffers += 2 * min(strategy.pipeline, strategy.accumulation, 2) * state  # what is sent and received
     return StageMemory(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        activations=activations,
-        logits=logits,
+        activations=activations * share,
+        logits=logits * share,
         buffers=buffers,
         host=host,
     )
@@ -70,7 +84,7 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
 def local_parameters(workload: Workload, strategy: Strategy, stage: Stage) -> float:
     """Return the parameters of a rank of a stage before ZeRO shares them out.
 
-    A table that is not the head is whole on every tensor-parallel rank; the head, and a tied table, are split.
+    The head is split over tensor-parallel ranks, and so is a table, where it is tied or `split_table` says so.
     """
     shape, tp = workload.shape, strategy.tensor
     total = sum(count * layer_parameters(strategy, layer) for layer, count in stage.layers)
@@ -109,27 +123,6 @@ def _states(workload: Workload, strategy: Strategy, held: float) -> tuple[float,
     if strategy.offload == "optimizer+parameters":
         host, parameters = host + parameters, 0.0
     return parameters, gradients, optimizer, host
-
-
-def _reduction_buffers(workload: Workload, strategy: Strategy, stage: Stage, held: float) -> float:
-    """Return the bytes of gradients on their way, and of gathered parameters.
-
-    Without ZeRO, and for bf16 at stage 1, DeepSpeed copies the gradients into flat buckets, on one rank too
-    (`allreduce_bucket` in runtime/engine.py); else one bucket fills while the other is reduced. ZeRO-3 keeps what the
-    forward has gathered until the backward, as far as it is needed again soon (`__params_to_release` in
-    zero/partitioned_param_coordinator.py).
-    """
-    width, largest = workload.element_bytes, max((layer_parameters(strategy, x) for x, _ in stage.layers), default=0.0)
-    if strategy.zero_stage == 0 or strategy.whole_gradients:
-        return 0.0 if workload.sums_in_place else min(held, FLAT_BUCKET) * max(width, workload.gradient_bytes)
-    if strategy.data == 1:
-        return 0.0
-    buckets = 2 * min(strategy.bucket, held) * width
-    if strategy.zero_stage == 3:  # the layer that computes and the next one at least
-        return buckets + max(min(held, GATHERED), 2 * largest) * width
-    return buckets + (
-        largest * width if strategy.zero_stage == 2 else 0.0
-    )  # a layer's gradients before they are reduced
 
 
 def _state_bytes(workload: Workload, strategy: Strategy) -> float:

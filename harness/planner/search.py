@@ -81,7 +81,7 @@ def candidates(task: Task) -> Iterator[Strategy | str]:
             elif task.global_batch % data:
                 yield f"a global batch of {task.global_batch} is no multiple of the data-parallel ranks"
             else:
-                base = Strategy(pipeline=pipeline, tensor=tensor, data=data)
+                base = Strategy(pipeline=pipeline, tensor=tensor, data=data, split_table=True)
                 yield from _variants(task, base)
                 if task.spreads_experts and 1 < tensor <= max(x.experts for x in task.workload.shape.layers):
                     yield from _variants(task, replace(base, expert=tensor))

@@ -51,6 +51,7 @@ def task_of(
         sequence=sequence,
         precision=chosen,
         gradient_bytes=2 if chosen == "fp16" else 4,
+        on_cpu=hardware.is_host,
     )
     return Task(
         hardware=hardware,

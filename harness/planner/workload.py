@@ -29,6 +29,7 @@ class Workload:
         attention_speed: rate of the attention kernel beside the best one for the device.
         fused_elementwise: whether norms, rotations and activations are one kernel each.
         loss_in_place: whether the loss writes its gradient over the logits and makes no copy of them.
+        on_cpu: whether ranks are processes of a host's processor: they exchange tensors through memory that they share.
     """
 
     shape: DecoderShape
@@ -40,6 +41,7 @@ class Workload:
     attention_speed: float = 1.0
     fused_elementwise: bool = False
     loss_in_place: bool = True
+    on_cpu: bool = False
 
     @property
     def element_bytes(self) -> int:
@@ -62,7 +64,8 @@ class Strategy:
         virtual_stages: parts of the model on each stage (Narayanan et al. 2021, interleaved schedule).
         sequence_parallel: whether tensor-parallel ranks share out what lies between their layers (Korthikanti et al.
             2022).
-        split_table: whether tensor-parallel ranks share an embedding that is not tied to the head, as in Megatron-LM.
+        split_table: whether tensor-parallel ranks share an embedding that is not tied to the head, as in Megatron-LM
+            and in the plans of transformers.
         gathers_again: whether these gather the input of a block again for its backward, instead of keeping it whole.
         overlap_data, overlap_parameters: whether gradients and parameters travel while layers compute.
         whole_gradients: whether each data-parallel rank gets all summed gradients, though it needs only its part.

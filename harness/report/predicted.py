@@ -37,7 +37,9 @@ def predict(run: RunFiles, hardware: Hardware | None) -> Predicted:
         return Predicted()
     try:
         resolved = resolve(from_values(run.config), AutoValues(world_size=int(run.layout.get("world_size", 1))))
-        workload, strategy = of_config(resolved, decoder_of(model, run.name), block)
+        workload, strategy = of_config(
+            resolved, decoder_of(model, run.name), block, on_cpu=hardware is not None and hardware.is_host
+        )
         if hardware is None:
             return Predicted(memory_bytes=[_parts(stage) for stage in memory_of(workload, strategy)])
         require_precision(hardware, resolved.precision)

@@ -26,6 +26,7 @@ from harness.deepspeed.engine import (
     check_every_gradient,
     forget_outputs,
 )
+from harness.deepspeed.gradient_reduction import keep_own_gradients
 from harness.deepspeed.kept_in_fp32 import keeping_fp32, reduce_fp32_gradients
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_groups import MpuAdapter
@@ -152,6 +153,8 @@ def _change_steps(engine: PipelineEngine, context: RunContext) -> CompressedRedu
     what averages, if DeepSpeed does not."""
     resolved, parameters = context.resolved, list(engine.module.parameters())
     compression = compress_gradients(engine, context.groups, resolved.gradient_bits, context.device)
+    if context.groups.dp_group is None:
+        keep_own_gradients(engine)
     put_off_sums(parameters)
     if context.device.type != "cpu":  # there the cores that sum are those that compute: a step took 1.04 times as long
         overlap_sums(engine.module)

@@ -65,7 +65,8 @@ def forecast(plan: RunPlan, length: int, device: torch.device, local_ranks: int)
         return None
     limit = device_limit_bytes(device)
     try:
-        workload, strategy = of_config(plan.resolved, decoder_of(source.config.to_dict(), source.name), length)
+        shape = decoder_of(source.config.to_dict(), source.name)
+        workload, strategy = of_config(plan.resolved, shape, length, on_cpu=device.type == "cpu")
         stages = memory_of(workload, strategy)
         name = _described(device)
         row = None if name is None else estimate(load_hardware(name, plan.layout.world_size), workload, strategy)

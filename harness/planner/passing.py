@@ -1,0 +1,148 @@
+"""Bytes that come and go within a step, beside parameters, summed gradients and optimizer states.
+
+A step is fullest at one of three moments: where a backward begins (all activations stand), where gradients are reduced,
+and where the optimizer steps on a flat copy of them. Each is counted from what DeepSpeed 0.19.8 allocates: runtime/
+engine.py (`allreduce_bucket`), zero/stage_1_and_2.py (`copy_grads_in_partition`, `get_flat_partition`, `step`),
+zero/stage3.py (`_prepare_fp32_grad_for_sub_group`), zero/partitioned_param_coordinator.py (`__params_to_release`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.planner.shape import LayerShape
+from harness.planner.stages import Stage
+from harness.planner.workload import Strategy, Workload
+
+FLAT_BUCKET = 5e8  # gradients, DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
+GATHERED = 5e8  # parameters at the end of a forward: their way through the backward is within stage3_max_reuse_distance
+SUB_GROUP = 1e9  # elements that ZeRO-3 steps on at once, DeepSpeed's sub_group_size
+SHARED_PIECE = 2**22  # bytes; twice that of each rank of a host is mapped (harness/parallel/collectives/host_memory.py)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a rank of a stage holds when a step begins to pass through it.
+
+    Attributes:
+        parameters: elements before ZeRO shares them out.
+        gradients: bytes of their sums on the device.
+        made: bytes of activations and logits.
+        in_flight: micro-batches that are in flight at most.
+    """
+
+    parameters: float
+    gradients: float
+    made: float
+    in_flight: int
+
+
+def passing_bytes(workload: Workload, strategy: Strategy, stage: Stage, held: Held) -> float:
+    """Return the bytes at the fullest moment, activations and logits among them."""
+    at_reduction = _at_reduction(workload, strategy, stage, held)
+    return max(_at_backward(workload, strategy, stage, held), at_reduction, _at_update(workload, strategy, held))
+
+
+def shared_bytes(workload: Workload, strategy: Strategy, held: float, state: float) -> float:
+    """Return the bytes of memory that ranks of one host share and that count as this rank's, where it reads them."""
+    if not workload.on_cpu:
+        return 0.0
+    of_data = 2 * strategy.data * min(SHARED_PIECE, held * workload.element_bytes) if strategy.data > 1 else 0.0
+    return of_data + (2 * strategy.tensor * min(SHARED_PIECE, state) if strategy.tensor > 1 else 0.0)
+
+
+def _at_backward(workload: Workload, strategy: Strategy, stage: Stage, held: Held) -> float:
+    """Return the bytes where a backward begins, which makes the gradient of the largest matrix beside what it needs.
+
+    The gradients of the first backward are not there yet, but where they have a flat tensor of their own: a stage that
+    has fewer micro-batches in flight than the step has begins the others with whole sums. ZeRO-2 copies its part of
+    each micro-batch's into one more flat tensor; on a CPU the system hands out the pages of that as they are filled.
+    """
+    width, zero = workload.element_bytes, strategy.zero_stage
+    again = strategy.accumulation > held.in_flight
+    largest = largest_matrix(workload, strategy, stage) * width
+    if workload.sums_in_place:
+        return held.made + _buckets(workload, strategy, held)
+    if zero == 3:
+        return held.made + _gathered(workload, strategy, stage, held) + _buckets(workload, strategy, held) + largest
+    if zero == 2:
+        begun = held.made + 2 * largest + _buckets(workload, strategy, held)
+        if workload.on_cpu:
+            return begun - (0.0 if again or _sums_apart(workload) else held.gradients)
+        return begun + (held.gradients if again and not _sums_apart(workload) else 0.0)
+    is_there = again or strategy.whole_gradients or (zero == 0 and width == 2)
+    return held.made + largest - (0.0 if is_there else held.gradients)
+
+
+def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, held: Held) -> float:
+    """Return the bytes at the end of the last backward.
+
+    Without ZeRO, and for bf16 at stage 1, gradients are copied into flat buckets; not in fp32 on a rank that sends none
+    (harness/deepspeed/gradient_reduction.py). ZeRO-1 and ZeRO-2 copy this rank's part into one flat tensor, and
+    matrices that exceed a bucket one by one.
+    """
+    width, zero = workload.element_bytes, strategy.zero_stage
+    if workload.sums_in_place or zero == 3:
+        return 0.0
+    if zero == 0 or strategy.whole_gradients:
+        alone = strategy.data * strategy.context == 1 and zero == 0 and width == 4
+        return 0.0 if alone else min(held.parameters, FLAT_BUCKET) * max(width, workload.gradient_bytes)
+    moved = largest_matrix(workload, strategy, stage) * width + _buckets(workload, strategy, held)
+    if zero == 1:
+        return moved + held.parameters * width / (strategy.data * strategy.context)
+    again = strategy.accumulation > held.in_flight and not _sums_apart(workload)
+    return moved + (held.gradients if again else 0.0)
+
+
+def _at_update(workload: Workload, strategy: Strategy, held: Held) -> float:
+    """Return the bytes of the flat copy of a rank's gradients that the optimizer steps on, in fp32.
+
+    ZeRO-1 and ZeRO-2 make it of the parts that they have put aside, and at stage 1 other ranks' parts are gone by then;
+    ZeRO-2 with sums in fp32 of 16-bit gradients has it already. ZeRO-3 makes it for a sub-group at a time. In fp16 the
+    flat copy is there twice for a moment, as it was and in fp32.
+    """
+    width, zero = workload.element_bytes, strategy.zero_stage
+    if workload.sums_in_place or strategy.offload != "none" or zero == 0 or strategy.whole_gradients:
+        return 0.0
+    part = held.parameters / (strategy.data * strategy.context)
+    if zero == 3:
+        summed = max(workload.gradient_bytes, width)
+        return min(part, SUB_GROUP) * (summed if summed == 4 else summed + 4)
+    if zero == 2 and _sums_apart(workload):
+        return 0.0
+    copied = part * (width if width == 4 else width + 4)
+    return copied + (part * width - held.gradients if zero == 1 else 0.0)
+
+
+def _sums_apart(workload: Workload) -> bool:
+    """Whether gradients are summed in a wider dtype than their own (`_use_compact_grad_partition_buffer`)."""
+    return workload.gradient_bytes > workload.element_bytes
+
+
+def _buckets(workload: Workload, strategy: Strategy, held: Held) -> float:
+    """Return the bytes of ZeRO's buckets: one fills while the other is reduced."""
+    if strategy.zero_stage == 0 or strategy.whole_gradients or strategy.data == 1:
+        return 0.0
+    return 2 * min(strategy.bucket, held.parameters) * workload.element_bytes
+
+
+def _gathered(workload: Workload, strategy: Strategy, stage: Stage, held: Held) -> float:
+    """Return the bytes of gathered parameters: what the forward has gathered, as far as it is needed again soon."""
+    if strategy.data == 1:
+        return 0.0
+    layer = max((_matrix(strategy, layer) for layer, _ in stage.layers), default=0.0)
+    return max(min(held.parameters, GATHERED), 2 * layer) * workload.element_bytes
+
+
+def largest_matrix(workload: Workload, strategy: Strategy, stage: Stage) -> float:
+    """Return the elements of a rank's largest parameter, whose gradient is made at once."""
+    shape = workload.shape
+    table = shape.vocab * shape.hidden / strategy.tensor if stage.is_first or stage.is_last else 0.0
+    return max([table, *[_matrix(strategy, layer) for layer, _ in stage.layers]])
+
+
+def _matrix(strategy: Strategy, layer: LayerShape) -> float:
+    """Return the elements of the largest matrix of a layer; those of all experts lie in one tensor."""
+    dense = layer.hidden * max(layer.query, layer.output, layer.dense_ffn) / strategy.tensor
+    experts = layer.experts * layer.into_ffn * layer.hidden * layer.expert_ffn / max(strategy.expert, strategy.tensor)
+    return max(dense, experts)
