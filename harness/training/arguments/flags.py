@@ -44,13 +44,24 @@ class Flags:
     """
 
     TITLE: ClassVar[str] = ""
-    _given: ClassVar[frozenset[str]] = frozenset()  # set on each instance
+    _asked: ClassVar[frozenset[str]] = frozenset()  # set on each instance, which calls it _given once it is made
 
     def __new__(cls, *_: object, **given: object) -> Self:
         self = super().__new__(cls)
         # also where the value is the default: it may contradict the JSON, or be without effect
-        object.__setattr__(self, "_given", frozenset(name for name, value in given.items() if value is not None))
+        if given:
+            object.__setattr__(self, "_asked", frozenset(name for name, value in given.items() if value is not None))
         return self
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a flag; one that is set later is checked as the others are, and counts as given."""
+        if "_given" in vars(self):
+            hints = get_type_hints(type(self))
+            item = next((item for item in fields(self) if item.name == name), None)
+            if item is not None:
+                given, value = frozenset() if value is None else {name}, _allowed(item, hints[name], value)
+                object.__setattr__(self, "_given", self.given - {name} | given)
+        object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
         for group in groups(type(self)):
@@ -58,6 +69,7 @@ class Flags:
             for item in fields(group):
                 setattr(self, item.name, _allowed(item, hints[item.name], getattr(self, item.name)))
             group.check(self)
+        object.__setattr__(self, "_given", vars(self).pop("_asked", frozenset()))
 
     def check(self) -> None:
         """Raise UserError for values that do not fit each other; each theme has its own."""
@@ -65,7 +77,8 @@ class Flags:
     @property
     def given(self) -> frozenset[str]:
         """Names of the flags that were passed, whatever their values."""
-        return self._given
+        asked: frozenset[str] = vars(self).get("_given", self._asked)
+        return asked
 
 
 def groups(kind: type[Flags]) -> tuple[type[Flags], ...]:

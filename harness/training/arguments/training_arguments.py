@@ -33,7 +33,7 @@ class TrainingArguments(
         def __init__(self, output_dir: object = None, **given: object) -> None:
             """Take HuggingFace's other flags too, where they ask for what is done in any case."""
             given = own_arguments(given if output_dir is None else {"output_dir": output_dir, **given}, fields(self))
-            object.__setattr__(self, "_given", frozenset(given))
+            object.__setattr__(self, "_asked", frozenset(given))
             for item in fields(self):
                 setattr(self, item.name, given.get(item.name, item.default))
             self.__post_init__()
@@ -43,4 +43,4 @@ class TrainingArguments(
         shared = {item.name for item in fields(AutoValues)} & {item.name for item in fields(self)}
         values = {name: getattr(self, name) for name in shared}
         values.update(max_steps=max_steps, warmup_steps=self.warmup(max_steps))
-        return AutoValues(**values, world_size=world_size, hidden_size=hidden_size, given=self._given & shared)
+        return AutoValues(**values, world_size=world_size, hidden_size=hidden_size, given=self.given & shared)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import dataclass, fields
 from enum import Enum
 from fractions import Fraction
@@ -18,6 +20,7 @@ from harness.training.arguments import LoraArguments
 from harness.training.arguments.flags import Flags, flag, groups, shown_default
 from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.arguments.values import typed
+from harness.training.prepare.configure import read_run_config
 
 
 class Kind(Enum):
@@ -181,3 +184,38 @@ def test_none_stands_for_every_default_and_counts_as_not_given(kind: type[Flags]
 def test_every_default_is_a_value_that_its_flag_takes(kind: type[Flags]) -> None:
     again = kind(**{item.name: getattr(kind(), item.name) for item in fields(kind) if "lora" not in item.name})
     assert all(getattr(again, item.name) == getattr(kind(), item.name) for item in fields(kind))
+
+
+@pytest.mark.parametrize("kind", [TrainingArguments, Both])
+def test_a_flag_that_is_set_later_counts_as_given_and_is_checked_alike(kind: type[Flags]) -> None:
+    made: Any = kind()
+    name, good, bad = ("max_steps", "7", "many") if kind is TrainingArguments else ("width", 7.0, 0)
+    with pytest.raises(UserError, match=f"--{name} "):
+        setattr(made, name, bad)
+    assert made == kind() and made.given == set()
+    setattr(made, name, good)
+    assert getattr(made, name) == 7 and made.given == {name}
+    with pytest.raises(UserError, match=f"--{name} "):
+        setattr(made, name, bad)
+    assert getattr(made, name) == 7
+    setattr(made, name, None)  # its default again
+    assert made == kind() and made.given == set()
+    made.of_ones_own = 3  # as a program may note on it
+    assert made.given == set() and made.of_ones_own == 3
+
+
+def test_copies_know_what_was_given() -> None:
+    made = TrainingArguments(max_steps=7)
+    made.seed = 3
+    for again in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):  # our own
+        assert again == made and again.given == {"max_steps", "seed"}
+        again.bf16 = True
+        assert again.given == {"max_steps", "seed", "bf16"} and made.given == {"max_steps", "seed"}
+
+
+def test_a_flag_that_is_set_later_contradicts_the_file_as_one_given_at_once() -> None:
+    made = TrainingArguments(deepspeed_config={"train_batch_size": 8, "gradient_clipping": 0.5})
+    assert read_run_config(made, world_size=1).resolved.config["gradient_clipping"] == 0.5
+    made.max_grad_norm = 0.1
+    with pytest.raises(UserError, match=r"--max_grad_norm is 0.1 and gradient_clipping is 0.5"):
+        read_run_config(made, world_size=1)
