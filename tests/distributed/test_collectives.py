@@ -5,11 +5,13 @@ Three ranks and two are launched once each: a sum of two is made at once, a sum 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -63,6 +65,19 @@ def sums_at_once(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return [largest, begun[2](), begun[0](), begun[1](), begun[0]()]
 
 
+def is_kept(group: dist.ProcessGroup) -> bool:
+    """Whether a result outlives its last name, until Python's collector finds it."""
+    gc.disable()
+    try:
+        of_group.summed(torch.ones(4), group)
+        results = [of_group.start_sum(torch.ones(4), group)(), of_group.start_scattered_sum(torch.ones(12), group)()]
+        alive = [weakref.ref(result) for result in results]
+        results.clear()
+        return any(ref() is not None for ref in alive)
+    finally:
+        gc.enable()
+
+
 def compare() -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
@@ -74,11 +89,13 @@ def compare() -> dict[str, Any]:
         first = {case: results(x, group) for case, x in inputs.items()}
         again = {case: results(x, group) for case, x in inputs.items()}
     totals = {case: found["sum"] for case, found in first.items()}
+    kept = is_kept(group)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, totals)
     of_group.leave_memory()
     return {
         "shares": shares,
+        "kept": kept,
         "left": of_group.shares_memory(group),
         "errors": {
             (*case, name): ((found - wanted[case][name]).abs().max() / wanted[case][name].abs().max()).item()
@@ -93,7 +110,7 @@ def compare() -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_shared_memory_gives_what_torch_distributed_gives(ranks: int) -> None:
     for found in run_ranks(ranks, compare):
-        assert found["shares"] and not found["left"]
+        assert found["shares"] and not found["left"] and not found["kept"]
         assert found["equal again"]
         assert found["equal on all ranks"]
         wrong = {case: error for case, error in found["errors"].items() if not error <= TOLERANCE[case[1]]}

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,16 @@ Operation = Callable[..., Tensor]
 Combine = Callable[[list[Tensor], Tensor], None]
 
 
+class Started(NamedTuple):
+    """What has begun: the pieces to write, where they are combined, how, into what, and all ranks' first pieces."""
+
+    pieces: Sequence[Tensor]
+    into: Sequence[Tensor]
+    combine: Combine
+    result: Tensor
+    first: list[Tensor]
+
+
 class HostMemory:
     """The memory that the ranks of one group share. All of them call the same functions in the same order, with
     tensors of one shape and dtype."""
@@ -32,7 +44,7 @@ class HostMemory:
     def __init__(self, neighbours: Neighbours) -> None:
         self._neighbours = neighbours
         self._turn = 0
-        self._started: Callable[[], Tensor] | None = None
+        self._started: Started | None = None
 
     @classmethod
     def open(cls, group: dist.ProcessGroup, timeout: timedelta) -> HostMemory | None:
@@ -104,21 +116,18 @@ class HostMemory:
         """Write the first of the pieces; return what waits for those of all ranks, writes the others, combines each
         into its place in `into`, and returns `result`."""
         if self._started is not None:
-            self._started()
-        shares = self._write(pieces[0])
+            self._end(self._started)
+        started = self._started = Started(pieces, into, combine, result, self._write(pieces[0]))
+        return partial(self._end, started)
 
-        def end() -> Tensor:
-            nonlocal shares
-            if self._started is end:  # else it has ended
-                self._started = None
-                for number, (piece, place) in enumerate(zip(pieces, into, strict=True)):
-                    shares = self._write(piece) if number else shares
-                    self._neighbours.wait_for_ranks(_bytes(piece))
-                    combine(shares, place)
-            return result
-
-        self._started = end
-        return end
+    def _end(self, started: Started) -> Tensor:
+        if self._started is started:  # else it has ended
+            self._started, shares = None, started.first
+            for number, (piece, place) in enumerate(zip(started.pieces, started.into, strict=True)):
+                shares = self._write(piece) if number else shares
+                self._neighbours.wait_for_ranks(_bytes(piece))
+                started.combine(shares, place)
+        return started.result
 
     def _write(self, piece: Tensor) -> list[Tensor]:
         """Write a piece and tell the others; return the pieces of all ranks, which this rank may read from the next
