@@ -83,8 +83,10 @@ class Estimate:
             "tokens_per_second_per_gpu": rate,
             "model_tflops_per_gpu": model_flops / 1e12,
             "mfu": model_flops / self.hardware.flops[self.workload.precision],
-            "schedule": strategy.schedule,
+            "schedule": strategy.schedule_name,
             "expert_parallel_size": strategy.expert,
+            "parts_per_stage": strategy.parts_per_stage,
+            "sequence_parallel": strategy.sequence_parallel,
         }
 
 

@@ -62,7 +62,7 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
             parameters=held,
             gradients=gradients,
             made=made,
-            in_flight=min(strategy.pipeline - index, strategy.accumulation),
+            in_flight=in_flight(strategy, index),
         ),
     )
     share = min(1.0, passing / made) if made else 0.0  # what gradients take the place of as they are made
@@ -131,18 +131,30 @@ def _state_bytes(workload: Workload, strategy: Strategy) -> float:
     return tokens * workload.shape.hidden * workload.element_bytes
 
 
+def in_flight(strategy: Strategy, index: int) -> float:
+    """Return how many micro-batches' activations a stage holds at most.
+
+    1F1B: one for each stage from here on. Interleaved, in passes of a part: a group of micro-batches in each part but
+    one, and two for each stage behind (Narayanan et al. 2021, section 2.2, as harness/parallel/pipeline/schedules runs
+    it). ZB-V: as many as there are stages, on each of them (Qi et al. 2024, section 6); ZB-2p: twice those of 1F1B.
+    """
+    stages, times, parts = strategy.pipeline, strategy.accumulation, strategy.virtual_stages
+    if strategy.is_folded:
+        return min(stages, times)
+    if parts > 1:
+        group = ceil(times / max(1, times // stages))
+        ahead = 2 * (stages - 1 - index) + (parts - 1) * group + 1
+        return min(ahead / parts, times)
+    return min(stages - index, times) * (2 if strategy.schedule == "zero-bubble-2p" else 1)
+
+
 def stage_activations(workload: Workload, strategy: Strategy, stage: Stage, index: int) -> float:
     """Return the bytes that a stage keeps for the backward at most.
 
     Recomputed layers keep their input, for every micro-batch in flight, and all of one layer while it is computed
     again. Under zero-bubble a stage also keeps what its weight gradients need that are put off: `index` micro-batches'.
     """
-    virtual = strategy.virtual_stages
-    flight: float = min(strategy.pipeline - index, strategy.accumulation)
-    if virtual > 1:  # Narayanan et al. 2021: interleaving keeps (p - 1) / (p v) more
-        flight *= 1 + (strategy.pipeline - 1) / (strategy.pipeline * virtual)
-    if strategy.schedule == "zero-bubble-2p":
-        flight *= 2
+    flight = in_flight(strategy, index)
     parallel = strategy.tensor if strategy.sequence_parallel else 1
     each = {layer: layer_activations(workload, strategy, layer) for layer, _ in stage.layers}
     put_off = min(index, strategy.accumulation) if strategy.schedule == "zero-bubble" else 0

@@ -34,7 +34,7 @@ class Held:
     parameters: float
     gradients: float
     made: float
-    in_flight: int
+    in_flight: float
 
 
 def passing_bytes(workload: Workload, strategy: Strategy, stage: Stage, held: Held) -> float:

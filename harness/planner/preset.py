@@ -9,7 +9,7 @@ from harness.config.check import check, refusals
 from harness.config.diagnostic import ConfigError
 from harness.config.text.document import from_text
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import ZERO_BUBBLE
+from harness.config.values.layout_keys import DEEPSPEED_1F1B
 from harness.errors import UserError
 from harness.planner.workload import Strategy
 
@@ -49,10 +49,14 @@ def preset(strategy: Strategy, precision: str) -> JsonObject:
             **config["pipeline"],
             "use_reentrant": False,
         }
-    if strategy.schedule == ZERO_BUBBLE:
-        config["pipeline"]["schedule"] = ZERO_BUBBLE
+        if strategy.schedule_name != DEEPSPEED_1F1B:
+            config["pipeline"]["schedule"] = strategy.schedule_name
+        if strategy.virtual_stages > 1:
+            config["pipeline"]["parts_per_stage"] = strategy.virtual_stages
     if strategy.tensor > 1:
         config["tensor_parallel"] = {"autotp_size": strategy.tensor}
+        if strategy.sequence_parallel:
+            config["tensor_parallel"]["sequence_parallel"] = True
     if strategy.expert > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": strategy.expert}
     return config

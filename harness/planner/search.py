@@ -105,9 +105,23 @@ def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
                     whole_gradients=sums_whole(task.workload.precision, stage),
                     bucket=float(task.workload.shape.hidden**2),
                 )
-                yield one
-                if base.pipeline > 1 and again == "none":  # which would free what zero-bubble keeps
-                    yield replace(one, schedule="zero-bubble")
+                yield from _orders(task, one)
+                if base.tensor > 1 and task.workload.sequence % base.tensor == 0:
+                    yield from _orders(task, replace(one, sequence_parallel=True))
+
+
+def _orders(task: Task, one: Strategy) -> Iterator[Strategy]:
+    """Yield a layout under each schedule that differs in time or memory."""
+    yield one
+    if one.pipeline == 1:
+        return
+    has_parts = 2 * one.pipeline <= len(task.workload.shape.layers)
+    if has_parts:
+        yield replace(one, virtual_stages=2)
+    if one.recompute == "none":  # which would free what zero-bubble keeps
+        yield replace(one, schedule="zero-bubble")
+        if has_parts:
+            yield replace(one, schedule="zero-bubble-v")
 
 
 def _small_divisors(samples: int) -> list[int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
+from harness.config.values.stage_parts import StageParts
 from harness.parallel.pipeline.costs import LayerCost
 from harness.parallel.pipeline.partition import stage_boundaries
 from harness.planner.shape import DecoderShape, LayerShape
@@ -14,7 +14,8 @@ from harness.planner.shape import DecoderShape, LayerShape
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The layers of one stage: kinds with their counts, and whether the first and the last pipeline layer are here."""
+    """The layers of one stage, in all its parts: kinds with their counts, and whether the first and the last pipeline
+    layer are here."""
 
     layers: tuple[tuple[LayerShape, int], ...]
     is_first: bool
@@ -27,27 +28,44 @@ class Stage:
 
 
 @lru_cache(maxsize=1024)
-def stages_of(shape: DecoderShape, count: int, method: str, sequence: int, checkpointed: bool) -> tuple[Stage, ...]:
-    """Return the stages that `pipeline.partition` makes of a decoder. UserError where there are too few layers.
+def stages_of(
+    shape: DecoderShape,
+    count: int,
+    method: str,
+    sequence: int,
+    checkpointed: bool,
+    each: int = 1,
+    folded: bool = False,
+) -> tuple[Stage, ...]:
+    """Return the stages that `pipeline.partition` makes of a decoder, of `each` parts. UserError where there are too
+    few layers.
 
     `measured` is planned as `balanced`: what a run will measure is what these costs predict.
     """
+    parts = StageParts(count, each, folded)
     boundaries = [0, len(shape.layers) + 2]
     if count > 1:
         boundaries = stage_boundaries(
             method,
-            count,
+            parts.count,
             costs=[cost.flops_per_token() for cost in _costs(shape, sequence, checkpointed)],
             parameters=[shape.prologue_parameters, *(x.parameters for x in shape.layers), shape.epilogue_parameters],
             names=["Prologue", *("DecoderLayer" for _ in shape.layers), "Epilogue"],
         )
-    return tuple(_stage(shape, start, stop) for start, stop in pairwise(boundaries))
+    return tuple(_stage(shape, boundaries, parts.of_stage(stage)) for stage in range(count))
 
 
-def _stage(shape: DecoderShape, start: int, stop: int) -> Stage:
-    """Return the stage of pipeline layers start to stop - 1, of which the first is the prologue."""
-    inside = Counter(shape.layers[max(0, start - 1) : min(stop - 1, len(shape.layers))])
-    return Stage(layers=tuple(inside.items()), is_first=start == 0, is_last=stop == len(shape.layers) + 2)
+def _stage(shape: DecoderShape, boundaries: list[int], own: list[int]) -> Stage:
+    """Return the stage of the parts `own`; pipeline layer 0 is the prologue, the last one the epilogue."""
+    inside: list[LayerShape] = []
+    for part in own:
+        start, stop = boundaries[part], boundaries[part + 1]
+        inside = [*inside, *shape.layers[max(0, start - 1) : min(stop - 1, len(shape.layers))]]
+    return Stage(
+        layers=tuple(Counter(inside).items()),
+        is_first=0 in own,
+        is_last=len(boundaries) - 2 in own,
+    )
 
 
 def _costs(shape: DecoderShape, sequence: int, checkpointed: bool) -> list[LayerCost]:

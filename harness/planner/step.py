@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness.config.values.batch import left_waits
-from harness.config.values.layout_keys import DEEPSPEED_1F1B, INTERLEAVED, INTERLEAVED_ZERO_BUBBLE, ZERO_BUBBLE
 from harness.planner.compute import Seconds
 from harness.planner.hardware import Hardware
 from harness.planner.layer_time import (
@@ -54,8 +53,15 @@ class StepSeconds:
 
 def strategy_stages(workload: Workload, strategy: Strategy) -> tuple[Stage, ...]:
     """Return the stages of a strategy."""
-    checkpointed = strategy.recompute == "full"
-    return stages_of(workload.shape, strategy.pipeline, strategy.partition, workload.sequence, checkpointed)
+    return stages_of(
+        workload.shape,
+        strategy.pipeline,
+        strategy.partition,
+        workload.sequence,
+        strategy.recompute == "full",
+        strategy.parts_per_stage,
+        strategy.is_folded,
+    )
 
 
 def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> StepSeconds:
@@ -86,15 +92,10 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
 
 
 def _left_bubble(strategy: Strategy) -> float:
-    """Return the share of 1F1B's waits that the schedule leaves; ZB-2p and ZB-V leave none (Qi et al. 2024)."""
-    several = strategy.virtual_stages > 1
-    if strategy.schedule == "1f1b":
-        name = INTERLEAVED if several else DEEPSPEED_1F1B
-    elif strategy.schedule == "zero-bubble":
-        name = INTERLEAVED_ZERO_BUBBLE if several else ZERO_BUBBLE
-    else:
+    """Return the share of 1F1B's waits that the schedule leaves; ZB-2p leaves none (Qi et al. 2024)."""
+    if strategy.schedule == "zero-bubble-2p":
         return 0.0
-    return left_waits(strategy.pipeline, strategy.accumulation, name, strategy.virtual_stages)
+    return left_waits(strategy.pipeline, strategy.accumulation, strategy.schedule_name, strategy.virtual_stages)
 
 
 def _stage_compute(hardware: Hardware, workload: Workload, strategy: Strategy, stage: Stage) -> float:
@@ -125,7 +126,7 @@ def _stage_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, s
 def _pipeline(hardware: Hardware, workload: Workload, strategy: Strategy) -> float:
     """Return the seconds in which stages send and receive: the cut's traffic, 2 x the hidden state of a micro-batch.
 
-    Each micro-batch is sent on once forward and once backward; interleaving sends it once for each of its parts.
+    Each micro-batch is sent on once forward and once backward, for each part of the model that a stage has.
     """
     if strategy.pipeline == 1:
         return 0.0
@@ -134,7 +135,7 @@ def _pipeline(hardware: Hardware, workload: Workload, strategy: Strategy) -> flo
     state /= strategy.tensor if strategy.sequence_parallel else 1
     stride = strategy.tensor * strategy.data * strategy.context
     once = message(hardware, stride, state) + COLLECTIVE_OPERATIONS * hardware.dispatch_seconds
-    return 2 * once * (strategy.accumulation * strategy.virtual_stages + strategy.pipeline - 1)
+    return 2 * once * (strategy.accumulation * strategy.parts_per_stage + strategy.pipeline - 1)
 
 
 def _data(hardware: Hardware, workload: Workload, strategy: Strategy, held: float, compute: float) -> float:

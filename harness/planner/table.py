@@ -8,6 +8,7 @@ from harness.planner.estimate import Estimate
 from harness.planner.hardware import GIB
 from harness.planner.search import Found
 from harness.planner.sensitivity import MoreDevices, MoreMemory
+from harness.planner.workload import Strategy
 from harness.wording import counted
 
 HEADER = (
@@ -65,13 +66,13 @@ def _cells(number: int, one: Estimate) -> tuple[str, ...]:
     return (
         str(number),
         str(strategy.pipeline),
-        f"{strategy.tensor} ep" if strategy.expert > 1 else str(strategy.tensor),
+        _tensor(strategy),
         str(strategy.data),
         str(strategy.zero_stage),
         str(strategy.micro_batch),
         str(strategy.accumulation),
         "yes" if row["activation_checkpointing"] else "no",
-        strategy.schedule if strategy.pipeline > 1 else "-",
+        strategy.schedule_name if strategy.pipeline > 1 else "-",
         {"none": "no", "optimizer": "states", "optimizer+parameters": "all"}[strategy.offload],
         f"{row['memory_gib']['max']:.1f}",
         f"{row['step_seconds']['total']:.3g}",
@@ -79,6 +80,12 @@ def _cells(number: int, one: Estimate) -> tuple[str, ...]:
         f"{row['tokens_per_second']:,.0f}",
         f"{row['mfu']:.1%}",
     )
+
+
+def _tensor(strategy: Strategy) -> str:
+    """Return the tensor-parallel size, with `ep` where ranks hold whole experts and `sp` where they share sequences."""
+    more = " ep" * (strategy.expert > 1) + " sp" * strategy.sequence_parallel
+    return f"{strategy.tensor}{more}"
 
 
 def estimate_lines(one: Estimate) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from harness.config.values.layout_keys import INTERLEAVED, INTERLEAVED_ZERO_BUBBLE, ZERO_BUBBLE
 from harness.planner.shape import DecoderShape, LayerShape
 
 Recompute = Literal["none", "selective", "half", "full"]
@@ -61,7 +62,7 @@ class Strategy:
         zero_stage: what data-parallel ranks share out: 1 optimizer states, 2 gradients too, 3 parameters too.
         recompute: what the backward computes again: nothing, the core of attention, all but it and every second matrix
             product, or whole layers.
-        virtual_stages: parts of the model on each stage (Narayanan et al. 2021, interleaved schedule).
+        virtual_stages: parts of the model that go round the stages (Narayanan et al. 2021, interleaved schedule).
         sequence_parallel: whether tensor-parallel ranks share out what lies between their layers (Korthikanti et al.
             2022).
         split_table: whether tensor-parallel ranks share an embedding that is not tied to the head, as in Megatron-LM
@@ -100,6 +101,23 @@ class Strategy:
     def world_size(self) -> int:
         """Ranks in all."""
         return self.pipeline * self.tensor * self.data * self.context
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether each stage has a part of the first half of the model and one of the second (Qi et al. 2024)."""
+        return self.pipeline > 1 and self.schedule == "zero-bubble-v"
+
+    @property
+    def parts_per_stage(self) -> int:
+        """Parts of the model on each stage."""
+        return 2 if self.is_folded else self.virtual_stages
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule as `pipeline.schedule` names it."""
+        if self.virtual_stages == 1:
+            return self.schedule
+        return INTERLEAVED_ZERO_BUBBLE if self.schedule == ZERO_BUBBLE else INTERLEAVED
 
     @property
     def global_batch(self) -> int:

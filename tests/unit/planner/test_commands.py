@@ -26,6 +26,8 @@ ROW = {
     "mfu": None,
     "schedule": None,
     "expert_parallel_size": None,
+    "parts_per_stage": None,
+    "sequence_parallel": None,
 }
 STAGE = {"parameters", "gradients", "optimizer", "activations", "logits", "buffers", "total"}
 PLAN = ["plan", "--model", "llama-1b", "--world_size", "8", "--hardware", "h100", "--block_size", "4096"]
@@ -85,13 +87,34 @@ def test_a_plan_has_the_schedules_and_the_whole_experts_that_a_run_can_have(caps
     }
     assert {row["offload"] for row in rows} == {"none"}  # the device's memory is the host's
     assert {row["schedule"] for row in rows if row["layout"]["pipeline"] == 1} == {"1f1b"}
-    assert {row["schedule"] for row in rows if row["layout"]["pipeline"] == 2} == {"1f1b", "zero-bubble"}
+    assert {row["schedule"] for row in rows if row["layout"]["pipeline"] == 4} == {"1f1b", "zero-bubble"}
+    of_parts = {(row["schedule"], row["parts_per_stage"]) for row in rows if row["layout"]["pipeline"] == 2}
+    assert of_parts == {("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("zero-bubble-v", 2)}  # of four layers
     both = [row["expert_parallel_size"] > 1 and row["schedule"] == "zero-bubble" for row in rows]
     file = tmp_path / "plan.json"
     assert main([*argv, "--row", str(both.index(True) + 1), "--write", str(file)]) == 0
     capsys.readouterr()
     assert [str(finding) for finding in check(load(str(file)), world_size=4, model="tiny-mixtral")] == []
     assert rows_of(capsys, "estimate", "--deepspeed_config", str(file), *argv[1:])[0] == rows[both.index(True)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shares_sequence"), [("interleaved", False), ("zero-bubble-v", True), ("1f1b", True)]
+)
+def test_a_row_with_parts_or_a_shared_sequence_is_written_as_it_is_predicted(
+    capsys, tmp_path, schedule, shares_sequence
+):
+    argv = ["plan", "--model", "tiny-llama", "--world_size", "8", "--hardware", "cpu", "--global_batch_size", "8"]
+    rows = rows_of(capsys, *argv, "--block_size", "64")
+    layout = {"pipeline": 2, "tensor": 2, "data": 2}
+    wanted = {"schedule": schedule, "sequence_parallel": shares_sequence, "layout": layout}
+    found = [all(row[key] == value for key, value in wanted.items()) for row in rows]
+    file = tmp_path / "plan.json"
+    number = found.index(True)
+    assert main([*argv, "--block_size", "64", "--row", str(number + 1), "--write", str(file)]) == 0
+    capsys.readouterr()
+    again = rows_of(capsys, "estimate", "--deepspeed_config", str(file), *argv[1:], "--block_size", "64")
+    assert again[0] == rows[number]
 
 
 @pytest.mark.parametrize("row", [1, 40, 90])

@@ -9,10 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config.values.stage_parts import StageParts
+from harness.errors import UserError
+from harness.parallel.pipeline.schedules.folded import zero_bubble_v
 from harness.parallel.pipeline.schedules.instructions import most_in_flight
+from harness.parallel.pipeline.schedules.interleaved import interleaved
 from harness.parallel.pipeline.schedules.passes import Kind, one_forward_one_backward, zero_bubble_h1
 from harness.planner.memory import (
     LOSS_CHUNK,
+    in_flight,
     layer_activations,
     local_parameters,
     stage_activations,
@@ -117,6 +121,34 @@ def test_as_many_micro_batches_are_in_flight_as_the_schedule_has(stages: int, mi
         most = max(most, now)
     assert most <= held("zero-bubble") <= most + 1
     assert held("zero-bubble-2p") == 2 * held("1f1b")
+
+
+@given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 19))
+def test_stages_of_several_parts_hold_what_their_schedule_has_begun(stages: int, each: int, micro_batches: int) -> None:
+    round_, folded = StageParts(stages, each), StageParts(stages, 2, folded=True)
+    one = Strategy(pipeline=stages, accumulation=micro_batches, virtual_stages=each)
+    v_shaped = replace(one, virtual_stages=1, schedule="zero-bubble-v")
+    for index in range(stages):
+        assert each * in_flight(one, index) == pytest.approx(most_in_flight(interleaved(round_, micro_batches, index)))
+        now = most = 0
+        for each_pass in zero_bubble_v(folded, micro_batches, index):
+            now += (each_pass.kind is Kind.FORWARD) - (each_pass.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENTS))
+            most = max(most, now)
+        assert most <= 2 * in_flight(v_shaped, index)
+        if micro_batches >= 2 * stages:
+            assert most == 2 * in_flight(v_shaped, index)
+
+
+def test_a_stage_has_the_layers_of_all_its_parts() -> None:
+    shape = gpt(64, 4, layers=8)
+    method = "type:DecoderLayer"  # two of eight layers in each of four parts
+    round_ = stages_of(shape, 2, method, 32, False, 2)
+    folded = stages_of(shape, 2, method, 32, False, 2, True)
+    assert [stage.depth for stage in (*round_, *folded)] == [4, 4, 4, 4]
+    assert [(stage.is_first, stage.is_last) for stage in round_] == [(True, False), (False, True)]
+    assert [(stage.is_first, stage.is_last) for stage in folded] == [(True, True), (False, False)]
+    with pytest.raises(UserError):
+        stages_of(shape, 8, "balanced", 32, False, 2)
 
 
 def test_interleaving_keeps_more_by_the_formula() -> None:

@@ -77,6 +77,26 @@ def test_zero_is_tried_where_it_shares_something(name: str, precision: str, worl
     assert {(one.zero_stage, one.offload) for one in data_only} == stages
 
 
+@pytest.mark.parametrize(
+    ("world_size", "length", "orders", "shared"),
+    [
+        pytest.param(2, 64, {("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble-v", 2)}, {2}, id="all"),
+        pytest.param(4, 62, {("1f1b", 1), ("zero-bubble", 1)}, {2}, id="four layers make no eight parts"),
+        pytest.param(
+            2, 63, {("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble-v", 2)}, set(), id="odd"
+        ),
+    ],
+)
+def test_schedules_and_shared_sequences_are_tried_where_they_can_run(
+    world_size: int, length: int, orders: set[tuple[str, int]], shared: set[int]
+) -> None:
+    asked = task(world_size)
+    found = strategies(replace(asked, workload=replace(asked.workload, sequence=length)))
+    assert {(one.schedule_name, one.parts_per_stage) for one in found if one.pipeline == world_size} == orders
+    assert {one.tensor for one in found if one.sequence_parallel} == shared
+    assert {(one.schedule_name, one.parts_per_stage) for one in found if one.pipeline == 1} == {("1f1b", 1)}
+
+
 def test_experts_are_spread_over_no_more_ranks_than_there_are() -> None:
     asked = task(4, model=EXPERTS)
     assert asked.spreads_experts

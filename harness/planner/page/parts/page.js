@@ -107,7 +107,7 @@ function noteOf(state) {
 // A layout as the address names it.
 function nameOf(one) {
   const s = one.strategy;
-  return `pp${s.pipeline}.tp${s.tensor}.dp${s.data}.ep${s.expert}.zero${s.zero_stage}.micro${s.micro_batch}.${s.recompute}.${s.offload}.${s.schedule}`;
+  return `pp${s.pipeline}.tp${s.tensor}.dp${s.data}.ep${s.expert}.zero${s.zero_stage}.micro${s.micro_batch}.${s.recompute}.${s.offload}.${s.schedule}.${s.virtual_stages}.${s.sequence_parallel}`;
 }
 
 function say(text, isError) {
