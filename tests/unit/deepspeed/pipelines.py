@@ -15,13 +15,14 @@ from harness.config.values.stage_parts import StageParts
 from harness.deepspeed.schedule import StageProgram, run_schedule
 from harness.parallel.pipeline.schedules.instructions import buffers, instructions
 from harness.parallel.pipeline.schedules.orders import ORDERS
-from harness.parallel.pipeline.schedules.passes import Kind
+from harness.parallel.pipeline.schedules.passes import Kind, Pass
 from harness.parallel.pipeline.staged_module import StagedModule
 from harness.parallel.weight_gradients import WeightGradients, attach
 from harness.topology.layout import Layout
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 LAYERS, WIDTH = 4, 3
+LATE = "weight gradients last"
 
 
 def pipeline(parts: StageParts, micro_batches: int, *, bf16: bool = False) -> PipelineEngine:
@@ -49,9 +50,18 @@ def pipeline(parts: StageParts, micro_batches: int, *, bf16: bool = False) -> Pi
     return engine
 
 
+def late(parts: StageParts, micro_batches: int, _stage: int) -> Iterator[Pass]:
+    """Yield passes of which all that compute weight gradients come last."""
+    own = range(parts.count)
+    yield from (Pass(Kind.FORWARD, number, part) for number in range(micro_batches) for part in own)
+    for kind in (Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS):
+        yield from (Pass(kind, number, part) for number in range(micro_batches) for part in reversed(own))
+
+
 def program(name: str, parts: StageParts, micro_batches: int, *, forwards_only: bool = False) -> StageProgram:
-    """Return what the stage does by one of the schedules."""
-    passes = [each for each in ORDERS[name](parts, micro_batches, 0) if not forwards_only or each.kind is Kind.FORWARD]
+    """Return what the stage does by one of the schedules, or by LATE."""
+    order = late if name == LATE else ORDERS[name]
+    passes = [each for each in order(parts, micro_batches, 0) if not forwards_only or each.kind is Kind.FORWARD]
     steps = [(each.action.value, each.micro_batch, each.part) for each in instructions(passes, parts.count)]
     return StageProgram(instructions=steps, buffers=buffers(passes))
 

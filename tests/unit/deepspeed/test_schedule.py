@@ -14,7 +14,7 @@ from harness.config.values.stage_parts import StageParts
 from harness.deepspeed.schedule import INSTRUCTIONS, UPDATE, AwaitSends, OwnSchedule, StageProgram, run_schedule
 from harness.parallel.pipeline.schedules.instructions import Action
 from harness.parallel.weight_gradients import WeightGradients
-from tests.unit.deepspeed.pipelines import batches, pipeline, scheduled, weights
+from tests.unit.deepspeed.pipelines import LATE, batches, pipeline, scheduled, weights
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ONE, TWO, FOUR, FOLDED = StageParts(1), StageParts(1, 2), StageParts(1, 4), StageParts(1, 2, folded=True)
@@ -29,6 +29,7 @@ CASES = [
     pytest.param("interleaved-zero-bubble", TWO, 4, BF16, id="two parts, zero bubble"),
     pytest.param("looped-bfs", FOUR, 2, FP32, id="breadth first"),
     pytest.param("zero-bubble-v", FOLDED, 4, FP32, id="folded"),
+    pytest.param(LATE, FOUR, 3, FP32, id="weight gradients last"),
     pytest.param("dualpipe-v", FOLDED, 4, BF16, id="folded, in pairs"),
 ]
 
@@ -86,6 +87,21 @@ def test_a_step_that_failed_leaves_nothing_to_the_next() -> None:
     assert torch.equal(ours.train_batch(batches(1)), theirs.train_batch(batches(1)))
     assert all(map(torch.equal, weights(ours), weights(theirs)))
     assert gradients.keeping is None
+
+
+def test_weight_gradients_of_a_step_that_failed_are_not_computed_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, (ours, gradients) = pipeline(ONE, 2), scheduled(LATE, TWO, 2)
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="out of memory"):
+        patched.setattr(gradients, "compute", fail)
+        ours.train_batch(batches(0))
+    ours.zero_grad()
+    ours.timers.timers.clear()
+    assert torch.equal(ours.train_batch(batches(1)), theirs.train_batch(batches(1)))
+    assert all(map(torch.equal, weights(ours), weights(theirs)))
 
 
 def test_deepspeed_sends_as_before_once_an_instruction_has_ended() -> None:
