@@ -80,7 +80,12 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (n for n in nodes(path) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    """Functions at any depth, without a look into expressions, which hold none and are most of a file."""
+    statements: list[ast.AST] = [tree(path)]
+    for node in statements:  # it grows
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            statements += getattr(node, block, [])
+    return (n for n in statements if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def test_the_sources_are_found():

@@ -68,11 +68,11 @@ def deepspeed_refuses():
 def test_every_key_with_every_kind_of_value(deepspeed_refuses):
     excused = STRICTER | LENIENT
     wrong = []
-    for pointer, _ in every_key():
+    for pointer in sorted({pointer for pointer, _ in every_key()} - excused.keys()):
         for value in VALUES:
             text = config(pointer, value)
             batch_by_auto = value == "auto" and pointer.count("/") == 1  # a rule of its own: nobody resolves it
-            if refused(text) != deepspeed_refuses(text) and pointer not in excused and not batch_by_auto:
+            if not batch_by_auto and refused(text) != deepspeed_refuses(text):
                 wrong.append(text)
     assert not wrong
 

@@ -51,7 +51,17 @@ def test_a_deeper_encoder_beside_the_layers_is_no_hindrance_to_the_cut() -> None
 
 
 def test_a_config_without_a_depth_or_with_another_has_costs_too() -> None:
-    config = tiny_config("blt")
+    part = dict(vocab_size=260, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=2)
+    part |= dict(num_hidden_layers=1, max_position_embeddings=128)
+    config = CONFIG_MAPPING["blt"](
+        vocab_size=260,
+        max_position_embeddings=128,
+        encoder_hash_byte_group_vocab=320,
+        encoder_config=part | {"hidden_size_global": 64},
+        decoder_config=part | {"hidden_size_global": 64},
+        global_config=part | {"hidden_size": 64, "num_hidden_layers": 2},
+        patcher_config=part,
+    )
     assert find_stack(build_skeleton(config)) == "model.global_transformer.layers"
     model = cut(ModelSource(name="it", config=config, weights=None), TensorParallel())
     assert all(cost.flops_per_token() > 0 for cost in model.costs(32, checkpointed=False))
