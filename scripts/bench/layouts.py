@@ -2,10 +2,12 @@
 
 Measures the machine (`ds-harness plan --calibrate`), ranks what 2 and 4 ranks can run, and trains an even sample of
 both rankings, or all of them, in turns. Ranks are forked from a process that has imported everything. A step is the
-fastest of its round, and the median over the rounds; memory is the peak of the resident set of the rank that needs
-most, over that of ranks which train next to nothing. Needs a quiet machine:
+fastest of its round, and the median over the rounds. Memory is the peak of the resident set during the steps, of the
+rank that needs most, over that of ranks which train next to nothing: `peak_gib` of a run of its own, in which the C
+library gives freed memory back at once, so that it is what tensors take; `kept_gib` of the timed runs, where it keeps
+freed memory. Needs a quiet machine, and about ten minutes:
 
-    OMP_NUM_THREADS=1 python scripts/bench/layouts.py [--sample 8 | --all] [--rounds 3] [--steps 4]
+    OMP_NUM_THREADS=1 python scripts/bench/layouts.py [--sample 3 | --all] [--rounds 2] [--steps 4]
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -37,30 +40,34 @@ from scripts.bench.report import RESULTS, write_report  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
 LENGTH, SAMPLES, LIMIT_S = 128, 8, 300
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # of glibc: a larger block is a mapping of its own
+MEMORY_STEPS = 2  # the second has the optimizer's states from its beginning
 COMMON = {"model_type": "llama", "max_position_embeddings": LENGTH, "tie_word_embeddings": False}
 NOTHING = COMMON | {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 64,
 }  # fmt: skip
 MODELS = {
     "deep": COMMON | {
-        "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8,
-        "vocab_size": 4096,
+        "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
+        "vocab_size": 8192,
     },
     "wide": COMMON | {
-        "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8,
         "num_key_value_heads": 4, "vocab_size": 16384,
     },
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
-    """A layout of a model with its prediction, and of each round the seconds of a step and the bytes of the peak."""
+    """A layout of a model with its prediction. Of each round the seconds of a step and the bytes of the peak (`kept`);
+    and the peak where freed memory is given back."""
 
     model: str
     predicted: Estimate
     seconds: list[float] = field(default_factory=list)
-    peaks: list[float] = field(default_factory=list)
+    kept: list[float] = field(default_factory=list)
+    peak: float = 0.0
 
     @property
     def ranks(self) -> int:
@@ -70,7 +77,7 @@ class Measured:
     def errors(self, empty: float) -> tuple[float, float]:
         """Return the relative errors of the predicted seconds and of the predicted peak over `empty`."""
         time = self.predicted.seconds.total / median(self.seconds) - 1
-        return time, self.predicted.peak_bytes / (median(self.peaks) - empty) - 1
+        return time, self.predicted.peak_bytes / (self.peak - empty) - 1
 
     def row(self, empty: float) -> dict[str, Any]:
         """Return what is reported of it."""
@@ -84,39 +91,40 @@ class Measured:
             "rounds_s": [round(each, 4) for each in self.seconds],
             "peak_gib": {
                 "predicted": round(row["memory_gib"]["max"], 4),
-                "measured": round((median(self.peaks) - empty) / GIB, 4),
+                "measured": round((self.peak - empty) / GIB, 4),
             },
+            "kept_gib": round((median(self.kept) - empty) / GIB, 4),
             "error": {"step": round(time, 4), "memory": round(memory, 4)},
         }
 
 
-def train(model: dict[str, Any], config: dict[str, Any], steps: int) -> tuple[float, float]:
+def train(model: dict[str, Any], config: dict[str, Any], steps: int, folder: str) -> tuple[float, float]:
     """Train some steps; return the seconds of the fastest and the peak of the resident set. Runs on each rank."""
     import torch
     from transformers import LlamaConfig
 
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model["vocab_size"], (steps * SAMPLES, LENGTH), generator=draw).tolist()
-    with tempfile.TemporaryDirectory() as folder:
-        shared = Path(os.environ.get("LAYOUTS_FOLDER", folder))
-        args = TrainingArguments(
-            deepspeed_config=config, output_dir=str(shared), max_steps=steps, save_steps=0, verify_plan="off",
-            logging_steps=1, overwrite_output_dir=True,
-        )  # fmt: skip
-        reset_peak(torch.device("cpu"))
-        trainer = Trainer(LlamaConfig(**model), args, [{"input_ids": row} for row in ids])
-        records = [trainer.training_step() for _ in range(steps)]
-        found = min(record.step_seconds for record in records[1:]), float(peak_bytes(torch.device("cpu")))
-        trainer.close()
+    args = TrainingArguments(
+        deepspeed_config=config, output_dir=folder, max_steps=steps, save_steps=0, verify_plan="off", logging_steps=1,
+        overwrite_output_dir=True,
+    )  # fmt: skip
+    trainer = Trainer(LlamaConfig(**model), args, [{"input_ids": row} for row in ids])
+    reset_peak(torch.device("cpu"))
+    records = [trainer.training_step() for _ in range(steps)]
+    found = min(record.step_seconds for record in records[1:]), float(peak_bytes(torch.device("cpu")))
+    trainer.close()
     return found
 
 
-def run(ranks: int, model: dict[str, Any], strategy: Strategy, steps: int) -> tuple[float, float]:
+def run(
+    ranks: int, model: dict[str, Any], strategy: Strategy, steps: int, env: Mapping[str, str] | None = None
+) -> tuple[float, float]:
     """Return seconds of a step and peak bytes of a layout: of the slowest rank, and of the one that needs most."""
     with tempfile.TemporaryDirectory() as folder:
         each = run_ranks(
-            ranks, "scripts.bench.layouts:train", model, preset(strategy, "fp32"), steps, timeout_s=LIMIT_S,
-            env={"LAYOUTS_FOLDER": f"{folder}/run"},
+            ranks, "scripts.bench.layouts:train", model, preset(strategy, "fp32"), steps, f"{folder}/run",
+            timeout_s=LIMIT_S, env=env,
         )  # fmt: skip
     return max(seconds for seconds, _ in each), max(peak for _, peak in each)
 
@@ -125,7 +133,7 @@ def choose(hardware: Path, ranks: int, sample: int | None) -> list[Measured]:
     """Return the layouts to train, best first: all, or an even sample with the recommended one."""
     device, chosen = load_hardware(str(hardware), ranks), []
     for name, model in MODELS.items():
-        work = Workload(shape=decoder_of(model, name), sequence=LENGTH, precision="fp32")
+        work = Workload(shape=decoder_of(model, name), sequence=LENGTH, precision="fp32", on_cpu=True)
         found = search(Task(hardware=device, workload=work, world_size=ranks, global_batch=SAMPLES)).fitting
         stride = 1 if sample is None else max(1, len(found) // sample)
         chosen += [Measured(name, one) for one in found[::stride][:sample]]
@@ -167,9 +175,9 @@ def main() -> None:
     """Measure, compare, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--sample", type=int, default=8, help="layouts of each model and number of ranks")
+    parser.add_argument("--sample", type=int, default=3, help="layouts of each model and number of ranks")
     parser.add_argument("--all", action="store_true", help="every layout")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="of a run; the first is left out")
     options = parser.parse_args()
     rows, summaries, empties = [], [], {}
@@ -179,13 +187,15 @@ def main() -> None:
         machine = json.loads(hardware.read_text(encoding="utf-8"))
         for ranks in options.ranks:
             plain = Strategy(data=ranks, accumulation=SAMPLES // ranks)
-            empty = empties[ranks] = run(ranks, NOTHING, plain, 2)[1]
+            empty = empties[ranks] = run(ranks, NOTHING, plain, MEMORY_STEPS, GIVES_BACK)[1]
             chosen = choose(hardware, ranks, None if options.all else options.sample)
+            for one in chosen:
+                one.peak = run(ranks, MODELS[one.model], one.predicted.strategy, MEMORY_STEPS, GIVES_BACK)[1]
             for _ in range(options.rounds):
                 for one in chosen:
                     seconds, peak = run(ranks, MODELS[one.model], one.predicted.strategy, options.steps)
                     one.seconds.append(seconds)
-                    one.peaks.append(peak)
+                    one.kept.append(peak)
             rows += [one.row(empty) for one in chosen]
             for name in MODELS:
                 summaries.append(summary(name, ranks, [one for one in chosen if one.model == name], empty))
