@@ -1,0 +1,27 @@
+"""The link that a calibration measures: what runs of this host use."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from harness.parallel import speed
+from harness.parallel.collectives.of_group import leave_memory, share_memory
+from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def linked() -> tuple[float, float]:
+    """Times of a link whose ranks have no other way than the memory that they share."""
+    share_memory([dist.group.WORLD])
+    with patch.object(dist, "all_reduce", side_effect=AssertionError("not through shared memory")):
+        found = speed.link(sizes=(4, 2**16))
+    leave_memory()
+    return found
+
+
+def test_the_link_is_the_memory_that_ranks_of_a_host_share() -> None:
+    assert all(few > 0 and many > 0 for few, many in run_ranks(2, linked))
