@@ -32,6 +32,13 @@ def test_two_equal_stages_idle_by_the_formula(micro_batches, share):
     assert one.bubble / (one.bubble + one.compute) == pytest.approx(share, rel=0.02)
 
 
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 2), ("zero-bubble-v", 1)])
+def test_each_part_of_a_stage_sends_every_micro_batch(schedule, virtual):
+    one = Strategy(pipeline=4, accumulation=8)
+    seconds = [of(x).seconds.pipeline for x in (one, replace(one, schedule=schedule, virtual_stages=virtual))]
+    assert seconds[1] / seconds[0] == pytest.approx((2 * 8 + 3) / (8 + 3))
+
+
 def test_a_ring_moves_each_byte_through_each_rank_almost_twice():
     group = Group(size=8, bytes_per_second=1e9)
     assert all_reduce(group, 1e9) == pytest.approx(2 * 7 / 8)

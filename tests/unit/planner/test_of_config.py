@@ -32,7 +32,10 @@ from tests.unit.planner.devices import device
 
 SHAPE = read_decoder("tiny-llama")
 # layers alone, so that stages are equal: nothing looks up and nothing is predicted
-EVEN = decoder_of({"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8, "vocab_size": 1}, "even")
+EVEN, LONGER = (
+    decoder_of({"hidden_size": 1024, "num_hidden_layers": count, "num_attention_heads": 8, "vocab_size": 1}, "even")
+    for count in (24, 48)
+)
 
 
 PREDICTED: dict[str, Schedule] = {
@@ -40,6 +43,7 @@ PREDICTED: dict[str, Schedule] = {
     ZERO_BUBBLE: "zero-bubble",
     INTERLEAVED: "1f1b",
     INTERLEAVED_ZERO_BUBBLE: "zero-bubble",
+    ZERO_BUBBLE_V: "zero-bubble-v",
 }
 
 
@@ -132,19 +136,28 @@ def test_a_pipeline_idles_by_the_formula(stages: int, micro_batches: int, name: 
         virtual_stages=parts,
         partition="type:DecoderLayer",
     )
-    seconds = estimate(device(), Workload(shape=EVEN, sequence=64, precision="fp32"), strategy).seconds
+    shape = LONGER if name == ZERO_BUBBLE_V else EVEN  # layers that all numbers of parts divide
+    seconds = estimate(device(), Workload(shape=shape, sequence=64, precision="fp32"), strategy).seconds
     assert seconds.idle == pytest.approx(
         bubble(stages, micro_batches, name, parts), abs=0.002
     )  # the two ends differ a little
 
 
+ORDERS: list[tuple[Schedule, int]] = [
+    ("1f1b", 1),
+    ("zero-bubble", 1),
+    ("1f1b", 2),
+    ("zero-bubble", 2),
+    ("zero-bubble-v", 1),
+]
 STRATEGIES = st.one_of(
     st.builds(
-        lambda p, t, d, m, a, again, zb: Strategy(
+        lambda p, t, d, m, a, again, order, shares: Strategy(
             pipeline=p, tensor=t, data=d, micro_batch=m, accumulation=a, zero_stage=1, whole_gradients=True,
-            recompute="full" if again else "none", schedule="zero-bubble" if zb and p > 1 and not again else "1f1b",
+            recompute="full" if again else "none", sequence_parallel=shares and t > 1,
+            schedule=order[0] if p > 1 else "1f1b", virtual_stages=order[1] if p > 1 else 1,
         ),
-        *[st.sampled_from([1, 2])] * 2, *[st.integers(1, 4)] * 3, *[st.booleans()] * 2,
+        *[st.sampled_from([1, 2])] * 2, *[st.integers(1, 4)] * 3, st.booleans(), st.sampled_from(ORDERS), st.booleans(),
     ),
     st.builds(
         lambda d, m, zero: Strategy(data=d, micro_batch=m, zero_stage=zero[0], offload=zero[1], overlap_data=True),
