@@ -86,7 +86,7 @@ class Measured:
         kept = ("layout", "zero_stage", "micro_batch", "gradient_accumulation_steps", "activation_checkpointing")
         return {
             "model": self.model,
-            **{key: row[key] for key in (*kept, "schedule")},
+            **{key: row[key] for key in (*kept, "schedule", "parts_per_stage", "sequence_parallel")},
             "step_s": {"predicted": round(row["step_seconds"]["total"], 4), "measured": round(median(self.seconds), 4)},
             "rounds_s": [round(each, 4) for each in self.seconds],
             "peak_gib": {
@@ -171,6 +171,20 @@ def summary(name: str, ranks: int, group: list[Measured], empty: float) -> dict[
     }
 
 
+def over_all(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the errors over all layouts, and the correlation of their order, across models and numbers of ranks."""
+    times, memory = ([abs(row["error"][key]) for row in rows] for key in ("step", "memory"))
+    predicted, measured = ([row["step_s"][key] for row in rows] for key in ("predicted", "measured"))
+    return {
+        "layouts": len(rows),
+        "step_mean_error": round(fmean(times), 4),
+        "step_worst_error": round(max(times), 4),
+        "spearman": round(spearman(predicted, measured), 3),
+        "memory_mean_error": round(fmean(memory), 4),
+        "memory_worst_error": round(max(memory), 4),
+    }
+
+
 def main() -> None:
     """Measure, compare, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -200,6 +214,8 @@ def main() -> None:
             for name in MODELS:
                 summaries.append(summary(name, ranks, [one for one in chosen if one.model == name], empty))
                 print(json.dumps(summaries[-1]), flush=True)
+    every = over_all(rows)
+    print(json.dumps(every), flush=True)
     report = {
         "load_average_of_the_minutes_1_5_15": [round(each, 1) for each in os.getloadavg()],
         "cores": os.cpu_count(),
@@ -209,6 +225,7 @@ def main() -> None:
         "empty_process_gib": {ranks: round(empty / GIB, 4) for ranks, empty in empties.items()},
         "machine": machine,
         "summaries": summaries,
+        "over_all": every,
         "layouts": rows,
     }
     write_report(RESULTS / "layouts.json", report, what=str(__doc__))
