@@ -41,8 +41,7 @@ def assert_alike(first: EngineState, second: EngineState) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
-@pytest.mark.parametrize("theirs", [0, 1, 2, 3])
-@pytest.mark.parametrize("ours", [0, 1, 3])
+@pytest.mark.parametrize(("ours", "theirs"), [(0, 0), (0, 3), (1, 0), (2, 1), (3, 2), (3, 3)])
 def test_the_next_steps_are_those_of_the_run_that_was_saved(ours: int, theirs: int, groups: Groups, run: Path) -> None:
     old, new = engine_state(groups, theirs), engine_state(groups, ours, seed=1)
     step(old, 3)
