@@ -1,20 +1,22 @@
-"""What each pipeline schedule takes for a step, compared with DeepSpeed's own, with the same losses.
+"""How long the stages of a pipeline idle under each schedule, by the clock, beside the formula of the schedule.
 
-A llama of 17 million parameters is cut into two stages and trained on eight micro-batches a step with each schedule, in
-turns in the same processes. The ratios are of the fastest step of each round, which is the least disturbed one; on a
-machine with a load of more than the two ranks, which the report holds, waiting stages give their time to others, and
-the ratios say little:
+Four stages train a small llama on eight micro-batches a step, with each schedule in turn in the same processes. Each
+pass waits a fixed time for each of its layers besides its computation, a backward pass twice as long as a forward pass.
+So ranks that share cores behave as machines of their own, as long as the waits are much longer than the computation. A
+stage is busy from the begin to the end of each pass; the step lasts from the first pass of any stage to the last one's
+end, without the optimizer's step:
 
-    OMP_NUM_THREADS=1 python scripts/bench/schedules.py [--rounds 6] [--steps 4]
+    OMP_NUM_THREADS=1 python scripts/bench/schedules.py [--steps 5] [--pass_s 0.08]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,61 +30,99 @@ from transformers import LlamaConfig  # noqa: E402
 from harness import Trainer, TrainingArguments  # noqa: E402
 from harness.config.values.batch import bubble  # noqa: E402
 from harness.config.values.layout_keys import SCHEDULES  # noqa: E402
+from harness.config.values.stage_parts import stage_parts  # noqa: E402
+from harness.deepspeed.engine import announce_instructions  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
-STAGES, MICRO_BATCHES, SAMPLES, LENGTH = 2, 8, 1, 128
+STAGES, MICRO_BATCHES, SAMPLES, LENGTH = 4, 8, 1, 16
 SHAPE = {
-    "vocab_size": 4096,
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     "tie_word_embeddings": False,
 }
+WARM_STEPS = 2
+UNITS = {"ForwardPass": 1, "BackwardPass": 2, "InputGradients": 1, "WeightGradients": 1}
+
+
+@dataclass
+class PassClock:
+    """Makes each pass of a rank wait, and notes when it begins and ends."""
+
+    wait_s: float = 0.0  # of a forward pass
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    _begin: float | None = None
+
+    def begin(self, instruction: str) -> None:
+        units = UNITS.get(instruction.partition("(")[0], 0)
+        self._begin = time.perf_counter() if units else None
+        time.sleep(units * self.wait_s)
+
+    def end(self) -> None:
+        if self._begin is not None:
+            self.spans.append((self._begin, time.perf_counter()))
+            self._begin = None
+
+    def taken(self) -> list[tuple[float, float]]:
+        """Return the spans since the last call."""
+        taken, self.spans = self.spans, []
+        return taken
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=4, help="of each schedule and round; the first is left out")
+    parser.add_argument("--steps", type=int, default=5, help="of each schedule; the first two are left out")
+    parser.add_argument("--pass_s", type=float, default=0.08, help="wait of a layer's forward pass")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (folder, options.rounds, options.steps)
-        rounds = run_ranks(STAGES, "scripts.bench.schedules:train_rounds", *arguments, timeout_s=900)[0]
-    seconds = {name: [each[name]["step_s"] for each in rounds] for name in SCHEDULES}
-    own = SCHEDULES[0]
-    ratios = {name: [one / base for one, base in zip(seconds[name], seconds[own], strict=True)] for name in SCHEDULES}
+        arguments = (folder, options.steps, options.pass_s)
+        ranks = run_ranks(STAGES, "scripts.bench.schedules:train_with_each", *arguments, timeout_s=600)
     report = {
         "stages": STAGES,
         "micro_batches": MICRO_BATCHES,
+        "forward_pass_of_a_layer_s": options.pass_s,
         "load_average_of_the_minutes_1_5_15": [round(each, 1) for each in os.getloadavg()],
         "cores": os.cpu_count(),
-        "tokens_per_step": MICRO_BATCHES * SAMPLES * LENGTH,
         "model": SHAPE,
-        "schedules": {
-            name: {
-                "step_s": [round(each, 3) for each in seconds[name]],
-                f"of_{own}": [round(each, 3) for each in ratios[name]],
-                f"median_of_{own}": round(median(ratios[name]), 3),
-                "idle_share_of_the_formula": round(bubble(STAGES, MICRO_BATCHES, name), 3),
-            }
-            for name in SCHEDULES
-        },
-        "losses_are_equal": all(each[name]["losses"] == each[own]["losses"] for each in rounds for name in SCHEDULES),
+        "schedules": {name: compared(name, [rank[name]["spans"] for rank in ranks]) for name in SCHEDULES},
+        "losses_are_equal": len({str(rank[name]["losses"]) for rank in ranks for name in SCHEDULES}) == 1,
     }
-    print(json.dumps(report["schedules"], indent=1))
+    for name, each in report["schedules"].items():
+        print(f"| `{name}` | {each['formula']:.3f} | {each['measured']:.3f} | {each['of_the_formula']:.2f} |")
     write_report(RESULTS / "schedules.json", report, what=__doc__)
 
 
-def train_rounds(folder: str, rounds: int, steps: int) -> list[dict[str, dict[str, Any]]]:
-    """Train with each schedule in turns; return of each round and schedule the losses and the seconds of a step."""
-    return [{name: train(f"{folder}/{turn}-{name}", name, steps) for name in SCHEDULES} for turn in range(rounds)]
+def compared(schedule: str, of_ranks: list[list[list[tuple[float, float]]]]) -> dict[str, Any]:
+    """Compare the idle share of each step, from each rank's passes, with the formula."""
+    shares = [idle_share(list(step)) for step in zip(*of_ranks, strict=True)]
+    formula = bubble(STAGES, MICRO_BATCHES, schedule)
+    return {
+        "formula": round(formula, 4),
+        "measured": round(median(shares), 4),
+        "of_the_formula": round(median(shares) / formula, 3),
+        "steps": [round(share, 4) for share in shares],
+    }
 
 
-def train(folder: str, schedule: str, steps: int) -> dict[str, Any]:
-    """Train some steps with one schedule; return losses and the seconds of the fastest."""
+def idle_share(ranks: list[list[tuple[float, float]]]) -> float:
+    """Return the share of a step in which stages compute nothing, from the begin and end of each rank's passes."""
+    begin = min(start for rank in ranks for start, _ in rank)
+    end = max(stop for rank in ranks for _, stop in rank)
+    busy = sum(stop - start for rank in ranks for start, stop in rank)
+    return 1 - busy / (len(ranks) * (end - begin))
+
+
+def train_with_each(folder: str, steps: int, pass_s: float) -> dict[str, dict[str, Any]]:
+    """Train with each schedule; return of each the losses and this rank's passes in each step that waits."""
+    return {name: train(f"{folder}/{name}", name, steps, pass_s) for name in SCHEDULES}
+
+
+def train(folder: str, schedule: str, steps: int, pass_s: float) -> dict[str, Any]:
+    """Train some steps with one schedule, each pass of which waits."""
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "gradient_accumulation_steps": MICRO_BATCHES,
@@ -94,12 +134,16 @@ def train(folder: str, schedule: str, steps: int) -> dict[str, Any]:
     )
     ids = torch.randint(0, SHAPE["vocab_size"], (64, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
     trainer = Trainer(LlamaConfig(**SHAPE), args, [{"input_ids": row} for row in ids])
-    records = [trainer.training_step() for _ in range(steps)]
+    clock, parts = PassClock(), stage_parts(STAGES, schedule)
+    stop = announce_instructions(trainer.run.engine.deepspeed, clock.begin, clock.end)
+    losses, spans = [], []
+    for step in range(steps):
+        clock.wait_s = 0.0 if step < WARM_STEPS else pass_s * SHAPE["num_hidden_layers"] / parts.count
+        losses.append(trainer.training_step().loss)
+        spans.append(clock.taken())
+    stop()
     trainer.close()
-    return {
-        "losses": [record.loss for record in records],
-        "step_s": min(record.step_seconds for record in records[1:]),
-    }
+    return {"losses": losses, "spans": spans[WARM_STEPS:]}
 
 
 if __name__ == "__main__":
