@@ -17,7 +17,7 @@ from harness.planner.shape import LayerShape
 from harness.planner.stages import Stage
 from harness.planner.workload import Strategy, Workload, layer_parameters
 
-ALLOCATOR_SHARE = 0.04  # of activations: blocks are rounded up, and gaps between them stay unused
+ALLOCATOR_SHARE = 0.04  # of activations: a GPU's blocks are rounded up, and gaps between them stay unused
 LOSS_CHUNK = 2**23  # logits that the cross entropy exponentiates at a time (harness/parallel/tensor/cross_entropy.py)
 
 
@@ -67,7 +67,8 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
     )
     share = min(1.0, passing / made) if made else 0.0  # what gradients take the place of as they are made
     state = _state_bytes(workload, strategy)
-    buffers = max(0.0, passing - made) + ALLOCATOR_SHARE * made + shared_bytes(workload, strategy, held, state)
+    gaps = 0.0 if workload.on_cpu else ALLOCATOR_SHARE * made
+    buffers = max(0.0, passing - made) + gaps + shared_bytes(workload, strategy, held, state)
     if strategy.pipeline > 1:
         buffers += 2 * min(strategy.pipeline, strategy.accumulation, 2) * state  # what is sent and received
     return StageMemory(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from harness.parallel.collectives import host_memory
@@ -98,6 +100,7 @@ def test_the_parts_add_up_to_the_fullest_moment() -> None:
     memory = stage_memory(work, Strategy(), STAGE, 0)
     later = stage_memory(work, Strategy(accumulation=2), STAGE, 0)
     matrix = 4 * LARGEST
+    assert stage_memory(replace(work, on_cpu=True), Strategy(), STAGE, 0).buffers == 0  # pages have no gaps
     assert memory.buffers == pytest.approx(0.04 * later.activations)
     assert memory.activations == pytest.approx(later.activations - memory.gradients + matrix)
     assert later.buffers == pytest.approx(memory.buffers + matrix)
