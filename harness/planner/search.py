@@ -106,7 +106,7 @@ def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
                     bucket=float(task.workload.shape.hidden**2),
                 )
                 yield from _orders(task, one)
-                if base.tensor > 1 and task.workload.sequence % base.tensor == 0:
+                if base.tensor > 1 and base.expert == 1 and task.workload.sequence % base.tensor == 0:
                     yield from _orders(task, replace(one, sequence_parallel=True))
 
 

@@ -102,6 +102,7 @@ def test_experts_are_spread_over_no_more_ranks_than_there_are() -> None:
     assert asked.spreads_experts
     assert {(one.tensor, one.expert) for one in strategies(asked)} == {(1, 1), (2, 1), (2, 2), (4, 1)}
     assert {one.expert for one in strategies(task(4))} == {1}
+    assert {one.expert for one in strategies(asked) if one.sequence_parallel} == {1}
 
 
 @pytest.mark.parametrize(
