@@ -6,7 +6,7 @@ So ranks that share cores behave as machines of their own, as long as the waits 
 stage is busy from the begin to the end of each pass; the step lasts from the first pass of any stage to the last one's
 end, without the optimizer's step:
 
-    OMP_NUM_THREADS=1 python scripts/bench/schedules.py [--steps 5] [--pass_s 0.08]
+    OMP_NUM_THREADS=1 python scripts/bench/schedules.py [--steps 5] [--pass_s 0.16]
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PassClock:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5, help="of each schedule; the first two are left out")
-    parser.add_argument("--pass_s", type=float, default=0.08, help="wait of a layer's forward pass")
+    parser.add_argument("--pass_s", type=float, default=0.16, help="wait of a layer's forward pass")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, options.steps, options.pass_s)
