@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 
 import pytest
 import torch
 
-from harness.parallel.memory import keep_freed_memory
+from harness.parallel.memory import M_MMAP_MAX, M_TRIM_THRESHOLD, keep_freed_memory
 
 SIZE = 128 << 20  # more than glibc keeps by itself
 
@@ -17,6 +18,9 @@ def faults_of_the_second_block(device: str) -> int:
     """Page faults of a large block that is made where another one was freed, in a process of its own."""
     read, write = os.pipe()
     if not os.fork():
+        option = ctypes.CDLL(None).mallopt  # a test before may have trained in this process
+        option(M_TRIM_THRESHOLD, 128 << 10)
+        option(M_MMAP_MAX, 65536)
         keep_freed_memory(torch.device(device))
         for _ in range(2):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -76,7 +76,7 @@ def once_per_host(build: Callable[[], T], *, env: LaunchEnv, store: Store, poll_
 def fingerprint(*parts: object) -> str:
     """Return a name for prepared data, the same in every process and run: made of what it was made of, of no pickled
     code."""
-    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+    return hashlib.sha256("\0".join(map(str, parts)).encode(errors="surrogatepass")).hexdigest()[:32]
 
 
 def fingerprint_of(rows: Dataset) -> str:
