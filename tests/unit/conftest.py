@@ -15,7 +15,7 @@ def no_run_is_left() -> Iterator[None]:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
-        if (groups := sys.modules.get("deepspeed.utils.groups")) is not None:  # it keeps its own, for the next engine
-            groups._release_process_group_references()
+    if (groups := sys.modules.get("deepspeed.utils.groups")) is not None:  # it keeps its own, for the next engine
+        groups._release_process_group_references()
     os.environ.clear()
     os.environ.update(environment)

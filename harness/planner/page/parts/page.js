@@ -107,7 +107,8 @@ function noteOf(state) {
 // A layout as the address names it.
 function nameOf(one) {
   const s = one.strategy;
-  return `pp${s.pipeline}.tp${s.tensor}.dp${s.data}.ep${s.expert}.zero${s.zero_stage}.micro${s.micro_batch}.${s.recompute}.${s.offload}.${s.schedule}.${s.virtual_stages}.${s.sequence_parallel}`;
+  const more = s.virtual_stages > 1 || s.sequence_parallel ? `.${s.virtual_stages}.${s.sequence_parallel}` : "";
+  return `pp${s.pipeline}.tp${s.tensor}.dp${s.data}.ep${s.expert}.zero${s.zero_stage}.micro${s.micro_batch}.${s.recompute}.${s.offload}.${s.schedule}${more}`;
 }
 
 function say(text, isError) {
