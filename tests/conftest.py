@@ -1,10 +1,14 @@
-"""What holds for every test: how many examples hypothesis draws, and what Python's collector of garbage looks through.
+"""What holds for every test: how many examples hypothesis draws, what Python's collector of garbage looks through, and
+that a file leaves nothing of a run in its process.
 
 Hypothesis measures no time, as the machine may be busy with other ranks. It draws other examples in every run, so that
 few of them a run are enough; `--hypothesis-profile thorough` draws many.
 """
 
 import gc
+import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -26,3 +30,17 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_run_is_left() -> Iterator[None]:
+    """End the process group of a Trainer in this process, and give back the environment that it has changed."""
+    environment = dict(os.environ)
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+    if (groups := sys.modules.get("deepspeed.utils.groups")) is not None:  # it keeps its own, for the next engine
+        groups._release_process_group_references()
+    os.environ.clear()
+    os.environ.update(environment)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
 from harness import Trainer, TrainerCallback
 from harness.checkpoint.tensors import tensor_writer
+from harness.errors import UserError
 from harness.training.process.distributed import all_arrive
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model
@@ -70,6 +73,27 @@ def resume_and_compare(job: Job, folder: str) -> tuple[list[str], Any, Any]:
     found = sorted(path.name for path in place.glob("*checkpoint-*"))
     dist.barrier()
     return found, train(job, place, resume="auto"), train(job, Path(folder, "unbroken"))
+
+
+def export_where_a_rank_cannot_write(job: Job, folder: str) -> str:
+    trainer = Trainer(job.model, arguments_of(job, folder), rows())
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with patch.object(tensor_writer.os, "pwrite", side_effect=full if dist.get_rank() == 1 else None, wraps=os.pwrite):
+        try:
+            trainer.save_model()
+            return "saved"
+        except UserError as error:
+            return str(error)
+        finally:
+            trainer.close()
+
+
+def test_an_export_that_one_rank_cannot_write_ends_on_all_of_them(tmp_path: Path) -> None:
+    job = Job(tiny_model(tmp_path / "m", "gpt2", True), "pp2z1")
+    first, second = run_ranks(2, export_where_a_rank_cannot_write, job, str(tmp_path / "out"))
+    assert first == second and "unfinished-" in first
+    assert first.endswith("model.safetensors: cannot be written: No space left on device")
+    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:

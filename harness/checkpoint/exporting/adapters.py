@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch import nn
 
 from harness.checkpoint.atomic import UNFINISHED, replaced_files, sync_file, sync_folder
 from harness.checkpoint.tensors.held import held_of
 from harness.checkpoint.tensors.whole_tensors import write_tensors
+from harness.topology.agreement import all_or_none
 from harness.topology.groups import Groups
 
 if TYPE_CHECKING:
@@ -36,12 +36,14 @@ def export_adapters(module: nn.Module, groups: Groups, directory: Path, *, renam
     trained = [each for each in module.named_parameters(remove_duplicate=False) if each[1].requires_grad]
     unfinished = UNFINISHED + STEM
     write_tensors(directory, unfinished, [held_of(rename(n), p, groups) for n, p in trained], groups, one_file=True)
-    if groups.rank == 0:
+
+    def replace() -> None:
         written = directory / f"{unfinished}.safetensors"
         sync_file(written)
         written.replace(directory / FILE)
         sync_folder(directory)
-    dist.barrier()
+
+    all_or_none(replace if groups.rank == 0 else lambda: None)
 
 
 def export_adapter_config(config: LoraConfig, base: str, directory: Path) -> None:

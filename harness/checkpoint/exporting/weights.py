@@ -8,12 +8,11 @@ directory that is shared by all hosts is assumed, as for checkpoints.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
@@ -23,10 +22,12 @@ from harness.checkpoint.exporting.model_files import replace_model, settle_model
 from harness.checkpoint.tensors.file_plan import Share, dealt_places, plan_files
 from harness.checkpoint.tensors.held import held_of, saved_tensors
 from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, Place, create, index_content, places_in
+from harness.errors import UserError
 from harness.hf.skeleton import ModelSource
 from harness.hf.weights.conversion import CheckpointFormat, ParameterRef
 from harness.hf.weights.lazy_tensor import Computed, InMemory, LazyTensor, realised
 from harness.hf.weights.slices import Box, TensorSlice
+from harness.topology.agreement import all_or_none
 from harness.topology.groups import Groups
 
 
@@ -41,7 +42,8 @@ def export_weights(
         form: the tensors to write and their files; None: those of all stages, as they are.
 
     Raises:
-        UserError: a tensor would have to be made of values of several stages, or there is no room for the files.
+        UserError: on all ranks alike: a tensor would have to be made of values of several stages, or there is no room
+            for the files, or one of them cannot be written.
     """
     local = {rename(name): tensor for name, tensor in saved_tensors(module, each_name=form is not None)}
     if form is None:
@@ -61,10 +63,8 @@ def export_weights(
         export = _Export(local=local, mine=mine, places=places, groups=groups, opened=opened)
         export.write_patches()
         export.write_computed()
-    dist.barrier()
-    if groups.rank == 0:
-        replace_model(directory, list(files), index_content(files))
-    dist.barrier()
+    all_or_none(export.require_written)
+    all_or_none(lambda: replace_model(directory, list(files), index_content(files)) if groups.rank == 0 else None)
 
 
 def export_config(source: ModelSource, dtype: torch.dtype, directory: Path) -> None:
@@ -113,6 +113,7 @@ class _Export:
         local: this rank's tensors, by their names in the form.
         mine: the tensors that this rank's stage writes, made of those.
         places: where they go.
+        failed: why this rank could not write; kept for the end, as the others compute with it until then.
     """
 
     local: Mapping[str, Tensor]
@@ -120,6 +121,18 @@ class _Export:
     places: Mapping[str, Place]
     groups: Groups
     opened: OpenFiles
+    failed: list[UserError] = field(default_factory=list)
+
+    def require_written(self) -> None:
+        """Raise UserError if this rank could not write all."""
+        if self.failed:
+            raise self.failed[0]
+
+    def _write(self, place: Place, start: Sequence[int], values: Tensor) -> None:
+        try:
+            self.opened.write(place, start, values)
+        except UserError as error:
+            self.failed.append(error)
 
     def write_patches(self) -> None:
         """Write what is but an arrangement of this rank's tensors, each rank what it holds of them."""
@@ -134,7 +147,7 @@ class _Export:
                 for place, patch in uses[name]:
                     part = _within(patch, box)
                     if part is not None:
-                        self.opened.write(place, part.start, part.lazy_view(values[_index(part.box, box)]))
+                        self._write(place, part.start, part.lazy_view(values[_index(part.box, box)]))
 
     def write_computed(self) -> None:
         """Write what must be computed from whole tensors, which the first rank of the tensor group then holds."""
@@ -147,7 +160,7 @@ class _Export:
                 whole = {source: InMemory(gather_tp(self.local[source], self.groups).cpu()) for source in needed}
                 if self.groups.coordinate.dp_rank == 0 and self.groups.coordinate.tp_rank == 0:
                     values = realised(lazy.with_leaves(whole.__getitem__))
-                    self.opened.write(self.places[name], (0,) * values.dim(), values.to(self.places[name].entry.dtype))
+                    self._write(self.places[name], (0,) * values.dim(), values.to(self.places[name].entry.dtype))
 
 
 def _within(patch: TensorSlice, box: Box) -> TensorSlice | None:

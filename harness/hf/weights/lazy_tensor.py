@@ -229,7 +229,7 @@ def _split(lazy: LazyTensor, sizes: Sequence[int], dim: int) -> list[LazyTensor]
 
 
 def _equal_sizes(total: int, size: int) -> list[int]:
-    return [min(size, total - start) for start in range(0, total, size)]
+    return [min(size, total - start) for start in range(0, total, size)] or [0]  # of nothing, one empty part
 
 
 def _join(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:

@@ -87,6 +87,10 @@ def test_only_what_is_asked_for_is_read() -> None:
     assert asked == [((0, 2), (2, 3), (0, 4))]
 
 
+def test_an_empty_tensor_is_split_into_one_part() -> None:
+    assert [tuple(part.shape) for part in lazy()[:0].split(2)] == [tuple(part.shape) for part in REAL[:0].split(2)]
+
+
 def test_tensors_that_do_not_fit_together_are_not_joined() -> None:
     with pytest.raises(ValueError, match="cannot be joined"):
         torch.cat([lazy(), lazy()[:, :, :2]], dim=1)
