@@ -4,6 +4,7 @@ Two ranks are launched once.
 """
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,12 @@ from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.plan import Plan, PlanRule, wildcard
+from harness.parallel.tensor.shared_input import SharedInput
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parallel_layers import IN, OUT, TOKENS, TOLERANCE, Errors, compare
 
 pytestmark = pytest.mark.ranks
+PLAN = Plan(model_type="any", rules={"up": PlanRule(style="colwise"), "down": PlanRule(style="rowwise")})
 
 
 class Scaled(nn.Module):
@@ -46,10 +49,9 @@ class Checkpointed(nn.Module):
 
 
 def forgotten_parameter(group: dist.ProcessGroup, wrap: Callable[[nn.Module], nn.Module]) -> Errors:
-    plan = Plan(model_type="any", rules={"up": PlanRule(style="colwise"), "down": PlanRule(style="rowwise")})
     whole = Scaled()
     part = copy.deepcopy(whole)
-    cut(part, "", plan, TensorParallel.of(group), None)
+    cut(part, "", PLAN, TensorParallel.of(group), None)
     return compare(wrap(whole), wrap(part), torch.randn(*TOKENS, IN), group)
 
 
@@ -113,12 +115,31 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def run_cases() -> tuple[dict[str, Errors], list[str]]:
+def inputs_kept(group: dist.ProcessGroup) -> int:
+    """Inputs of split layers that were computed again and are kept until Python's collector comes: with
+    `use_reentrant=False` nothing goes backward through them."""
+    block = Scaled()
+    cut(block, "", PLAN, TensorParallel.of(group), None)
+    gc.disable()
+    try:
+        for use_reentrant in (False, True):
+            again, x = Checkpointed(block, use_reentrant), torch.randn(*TOKENS, IN, requires_grad=True)
+            again(again(x)).sum().backward()
+        return sum(bool(each.tensors) for each in gc.get_objects() if isinstance(each, SharedInput))
+    finally:
+        gc.enable()
+
+
+def run_cases() -> tuple[dict[str, Errors], list[str], int]:
     """What every rank does."""
     group = dist.group.WORLD
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(1)
-    return {name: forgotten_parameter(group, wrap) for name, wrap in WRAPPERS.items()}, refusals(group)
+    return (
+        {name: forgotten_parameter(group, wrap) for name, wrap in WRAPPERS.items()},
+        refusals(group),
+        inputs_kept(group),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -128,14 +149,14 @@ def results() -> Any:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_parameter_between_split_layers_gets_its_whole_gradient(results: Any, wrapper: str) -> None:
-    for errors, _ in results:
+    for errors, *_ in results:
         assert any(what.endswith("scale gradient") for what in errors[wrapper])
         assert {what: error for what, error in errors[wrapper].items() if not error <= TOLERANCE} == {}
 
 
 def test_a_plan_that_would_give_wrong_gradients_is_refused(results: Any) -> None:
     end = " used by split and by whole layers: set tensor_parallel.autotp_size to 1, or correct the plan"
-    for _, said in results:
+    for _, said, _ in results:
         assert said == [
             f"the tensor-parallel plan of Twice gives wrong gradients: scale is{end}",
             f"the tensor-parallel plan of Leaking gives wrong gradients: its input is{end}",
@@ -143,3 +164,7 @@ def test_a_plan_that_would_give_wrong_gradients_is_refused(results: Any) -> None
             "the tensor-parallel style all_reduce needs a module that is split, but 0 is whole: "
             "set tensor_parallel.autotp_size to 1",
         ]
+
+
+def test_layers_that_are_computed_again_keep_no_inputs(results: Any) -> None:
+    assert [kept for *_, kept in results] == [0, 0]

@@ -22,7 +22,7 @@ from harness.config.model.shares import stretch
 from harness.parallel.collectives.of_group import gathered, start_scattered_sum
 from harness.parallel.comm import Context, apply, group_rank, group_size
 from harness.parallel.compiling import eager
-from harness.parallel.tensor.shared_input import SharedInput, keep_copy
+from harness.parallel.tensor.shared_input import SharedInput, attach, forget, keep_copy
 from harness.parallel.weight_gradients import accumulate
 
 
@@ -163,7 +163,8 @@ class _GatherSequence(torch.autograd.Function):
         ctx: Context, share: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...], shared: SharedInput
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.group, ctx.widths, ctx.shared = group, widths, shared
+        ctx.group, ctx.widths = group, widths
+        attach(ctx, shared)
         whole = _join(share, group, widths)
         return whole, whole.detach()
 
@@ -171,11 +172,11 @@ class _GatherSequence(torch.autograd.Function):
     def backward(
         ctx: Context, whole_grad: Tensor | None, partial_grad: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
-        ctx.shared.tensors.clear()
+        forget(ctx)
         grads = [] if whole_grad is None else [_own_share(whole_grad, ctx.group, ctx.widths)]
         if partial_grad is not None:
             share = _start_reduce(partial_grad, ctx.group, ctx.widths)
-            accumulate(ctx.shared.products)
+            accumulate(ctx.products)
             grads.append(share())
         return sum(grads[1:], grads[0]) if grads else None, None, None, None
 

@@ -9,6 +9,7 @@ under way, the layers' weight gradients are computed, which do not need it.
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +28,8 @@ class SharedInput:
 
     Attributes:
         tensors: the input, and the copy of it that they take; cleared when the gradient of the copy arrives, else the
-            graph of the step would outlive it.
+            graph of the step would outlive it. The copy's node in the graph does not keep them: one that is computed
+            again for its values alone gets no gradient, and would be left to Python's collector.
         products: what the layers' weight gradients are computed from, while that gradient is summed.
     """
 
@@ -44,6 +46,18 @@ class _Latest(threading.local):
 
 
 _LATEST = _Latest()
+
+
+def attach(ctx: Context, shared: SharedInput) -> None:
+    """Let the node of a copy find what is shared."""
+    ctx.shared, ctx.products = weakref.ref(shared), shared.products
+
+
+def forget(ctx: Context) -> None:
+    """Give up the tensors of a copy whose gradient has arrived, and those of what was computed again before that."""
+    for shared in (ctx.shared(), _LATEST.shared):
+        if shared is not None:
+            shared.tensors.clear()
 
 
 @eager
@@ -69,12 +83,13 @@ def keep_copy(shared: SharedInput, group: dist.ProcessGroup) -> None:
 class _CopyOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, group: dist.ProcessGroup, shared: SharedInput) -> Tensor:
-        ctx.group, ctx.shared = group, shared
+        ctx.group = group
+        attach(ctx, shared)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.shared.tensors.clear()
+        forget(ctx)
         total = start_sum(grad, ctx.group)
-        accumulate(ctx.shared.products)
+        accumulate(ctx.products)
         return total(), None, None
