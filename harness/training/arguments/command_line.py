@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn
 
 from harness.errors import UserError, UserErrors
 from harness.training.arguments.config_file import ConfigFlag
-from harness.training.arguments.flags import Flags, groups, shown_default
+from harness.training.arguments.flags import Flags, groups, hints_of, shown_default
 from harness.training.arguments.values import takes, typed
 from harness.training.arguments.words import Known, config_flags, known_flags, own_words
 
@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Flags]) -> None:
 
 
 def _add_group(parser: argparse._ArgumentGroup, kind: type[Flags]) -> None:
-    hints = get_type_hints(kind)
+    hints = hints_of(kind)
     for item in fields(kind):
         text, default = item.metadata["help"].replace("%", "%%"), shown_default(item)
         suffix = f" (default: {default})" if default else ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
 from typing import ClassVar, Self, TypeVar, get_type_hints
 
 from harness.errors import UserError
@@ -56,7 +57,7 @@ class Flags:
     def __setattr__(self, name: str, value: object) -> None:
         """Set a flag; one that is set later is checked as the others are, and counts as given."""
         if "_given" in vars(self):
-            hints = get_type_hints(type(self))
+            hints = hints_of(type(self))
             item = next((item for item in fields(self) if item.name == name), None)
             if item is not None:
                 given, value = frozenset() if value is None else {name}, _allowed(item, hints[name], value)
@@ -65,7 +66,7 @@ class Flags:
 
     def __post_init__(self) -> None:
         for group in groups(type(self)):
-            hints = get_type_hints(group)
+            hints = hints_of(group)
             for item in fields(group):
                 setattr(self, item.name, _allowed(item, hints[item.name], getattr(self, item.name)))
             group.check(self)
@@ -79,6 +80,14 @@ class Flags:
         """Names of the flags that were passed, whatever their values."""
         asked: frozenset[str] = vars(self).get("_given", self._asked)
         return asked
+
+
+def hints_of(kind: type[Flags]) -> Mapping[str, object]:
+    """Return the types of a class's fields."""
+    return _hints(kind)  # type: ignore[arg-type]  # mypy takes the class for its instances, which have no hash
+
+
+_hints = cache(get_type_hints)
 
 
 def groups(kind: type[Flags]) -> tuple[type[Flags], ...]:
