@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from harness.errors import UserError, UserErrors
+from harness.training.arguments.flags import ALIASES, require_one_name
 from harness.training.arguments.other_names.advice import advice
 from harness.training.arguments.other_names.other_programs import is_section
 from harness.training.arguments.values import takes
@@ -87,6 +88,7 @@ def _flags(
     import yaml
 
     seen: set[str] = set()
+    names: dict[str, str] = {}
     for key, value in node.value:
         if not isinstance(key.value, str):
             raise UserError(f"{file}:{key.start_mark.line + 1}: a key is no name: give flags, as `max_steps: 100`")
@@ -107,6 +109,7 @@ def _flags(
             raise UserError(f"{where}{name}: has a value that JSON has not ({problem})") from error
         if plain is None or (of_run and item is not None and _same(plain, item.default)):
             continue
+        require_one_name(names, ALIASES.get(own, own), own, where)
         yield ConfigFlag(where, words)
 
 

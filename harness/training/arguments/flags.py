@@ -13,6 +13,13 @@ from harness.training.arguments.values import typed
 
 T = TypeVar("T")
 
+ALIASES = {
+    "deepspeed": "deepspeed_config",
+    "evaluation_strategy": "eval_strategy",
+    "activation_checkpointing": "gradient_checkpointing",
+}
+"""Other names that flags have, as in HuggingFace."""
+
 
 def flag(default: T, text: str, *, least: float | None = None, choices: Sequence[str] = (), paths: bool = False) -> T:
     """Return the field of a flag.
@@ -25,6 +32,12 @@ def flag(default: T, text: str, *, least: float | None = None, choices: Sequence
     """
     about = {"help": text, "least": least, "choices": tuple(choices), "paths": paths}
     return field(default=default, metadata=about)
+
+
+def require_one_name(names: dict[str, str], own: str, name: str, where: str = "") -> None:
+    """Note in `names` by which name a flag is given. UserError if it was given by another one before."""
+    if (other := names.setdefault(own, name)) != name:
+        raise UserError(f"{where}{other} and {name} are the same flag: give one of them")
 
 
 def shown_default(item: Field[object]) -> str:

@@ -11,15 +11,10 @@ from dataclasses import Field, fields
 
 from harness.errors import UserError
 from harness.training.arguments.config_file import ConfigFlag, read_config_file
-from harness.training.arguments.flags import Flags
+from harness.training.arguments.flags import ALIASES, Flags, require_one_name
 from harness.training.arguments.other_names.advice import advice, is_idle, refusal
 from harness.training.arguments.values import takes
 
-ALIASES = {
-    "deepspeed": "deepspeed_config",
-    "evaluation_strategy": "eval_strategy",
-    "activation_checkpointing": "gradient_checkpointing",
-}
 LAUNCHER = {"local_rank", "help", "h", "config"}  # local_rank: DeepSpeed's launcher adds it
 
 Known = Mapping[str, Field[object]]
@@ -49,11 +44,12 @@ def config_flags(words: Sequence[str], known: Known) -> tuple[list[ConfigFlag], 
 
 
 def own_words(words: Sequence[str], known: Known) -> list[str]:
-    """Return the words with the harness's names. UserError for an unknown flag."""
+    """Return the words with the harness's names. UserError for an unknown flag, and for one under two names."""
     kept: list[str] = []
+    names: dict[str, str] = {}
     for flag in _flags(words):
         name, equals, value = flag[0].partition("=")
-        plain = name.removeprefix("--").replace("-", "_")
+        plain = spelled = name.removeprefix("--").replace("-", "_")
         if not name.startswith("--") or plain in LAUNCHER:
             kept += flag
             continue
@@ -62,10 +58,12 @@ def own_words(words: Sequence[str], known: Known) -> list[str]:
         negated = plain.removeprefix("no_")
         negated = ALIASES.get(negated, negated)
         if plain in known:
+            require_one_name(names, plain, f"--{spelled}")
             kept += [f"--{plain}{equals}{value}", *flag[1:]]
         elif plain != negated and negated in known and takes(known[negated].type, "bool"):
             if given != "true":
                 raise UserError(f"{name} {given}: takes no value: give --{negated} true or false")
+            require_one_name(names, negated, f"--{spelled.removeprefix('no_')}")
             kept.append(f"--{negated}=false")
         elif not _may_stand(plain, negated, given):
             raise UserError(refusal(plain, name, known))
@@ -73,14 +71,16 @@ def own_words(words: Sequence[str], known: Known) -> list[str]:
 
 
 def own_arguments(given: Mapping[str, object], items: Iterable[Field[object]]) -> dict[str, object]:
-    """Return keyword arguments with the harness's names. UserError for an unknown one."""
+    """Return keyword arguments with the harness's names. UserError for an unknown one, and for one under two names."""
     known = {item.name for item in items}
     kept: dict[str, object] = {}
+    names: dict[str, str] = {}
     for name, value in given.items():
         own = ALIASES.get(name, name)
         if own == "resume_from_checkpoint" and isinstance(value, bool):  # as in HuggingFace
             value = str(value)
         if own in known and value is not None:
+            require_one_name(names, own, name)
             kept[own] = value
         elif own not in known and not is_idle(name, value):
             raise UserError(f"TrainingArguments takes no {name}: {advice(name, known)}")

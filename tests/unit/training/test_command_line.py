@@ -9,12 +9,13 @@ import pytest
 from harness import TrainingArguments, UserError
 from harness.config import AutoValues
 from harness.training.arguments import LoraArguments, expanded, parse
+from harness.training.arguments.flags import ALIASES
 from harness.training.arguments.other_names.advice import advice, is_idle, refusal
 from harness.training.arguments.other_names.axolotl import AXOLOTL, AXOLOTL_PREFIXES, asks_for_nothing
 from harness.training.arguments.other_names.huggingface import NOT_TAKEN
 from harness.training.arguments.other_names.other_programs import PROGRAMS, is_section, meant
 from harness.training.arguments.themes.script import ScriptArguments
-from harness.training.arguments.words import ALIASES, known_flags, own_words
+from harness.training.arguments.words import known_flags, own_words
 from harness.training.prepare.configure import read_run_config
 
 KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
@@ -128,6 +129,32 @@ def test_another_name_is_taken_from_a_program_too(name: str) -> None:
     args = TrainingArguments(**{name: value})
     assert args.given == {ALIASES[name]} and getattr(args, ALIASES[name]) == value
     assert TrainingArguments(**{name: None}).given == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--deepspeed a.json --deepspeed_config b.json", "--deepspeed and --deepspeed_config are the same flag"),
+        ("--eval-strategy no --evaluation_strategy=no", "--eval_strategy and --evaluation_strategy are the same flag"),
+        (
+            "--no_activation_checkpointing --gradient_checkpointing true",
+            "--activation_checkpointing and --gradient_checkpointing are the same flag: give one of them",
+        ),
+    ],
+)
+def test_one_flag_has_one_name(words: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        flags(*words.split())
+
+
+def test_one_name_may_be_given_again_and_a_bare_deepspeed_is_no_config() -> None:
+    assert flags("--deepspeed", "--deepspeed-config", "a", "--deepspeed_config=b") == {"deepspeed_config": "b"}
+
+
+def test_a_program_gives_an_argument_under_one_name() -> None:
+    with pytest.raises(UserError, match="deepspeed and deepspeed_config are the same flag: give one of them"):
+        TrainingArguments(deepspeed="zero2", deepspeed_config="zero3")
+    assert TrainingArguments(deepspeed=None, deepspeed_config="zero3").deepspeed_config == "zero3"
 
 
 @pytest.mark.parametrize("spelled", [True, "True", "true", "TRUE"])

@@ -148,6 +148,12 @@ def test_words_of_a_list_stay_words(tmp_path: Path) -> None:
             "a.yaml", "training:\n  steps: 3\n  steps: 4\n", "a.yaml:3: training.steps is given twice", id="in"
         ),
         pytest.param(
+            "a.yaml",
+            "deepspeed_config: zero2\ndeepspeed: zero3\n",
+            "a.yaml:2: deepspeed_config and deepspeed are the same flag: give one of them",
+            id="two-names",
+        ),
+        pytest.param(
             "a.yaml", "\ndeepspeed_config: &a {b: *a}\n", "a.yaml:2: deepspeed_config: has a value that", id="circle"
         ),
         pytest.param("a.yaml", "deepspeed_config: {b: !foo c}\n", "tag '!foo'", id="unknown-tag"),

@@ -14,10 +14,11 @@ import transformers
 from harness import TrainingArguments, UserError
 from harness.train import main
 from harness.training.arguments import LoraArguments, expanded, parse
+from harness.training.arguments.flags import ALIASES
 from harness.training.arguments.other_names.huggingface import NOT_TAKEN
 from harness.training.arguments.other_names.other_programs import PROGRAMS
 from harness.training.arguments.themes.script import ScriptArguments
-from harness.training.arguments.words import ALIASES, known_flags
+from harness.training.arguments.words import known_flags
 
 KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
 RUN_CLM = (
