@@ -154,7 +154,7 @@ def test_padded_and_packed_conversations_have_one_loss_in_other_layouts(tmp_path
     model = tiny_model(tmp_path / "model", "qwen3", False)
     tiny_model(tmp_path / "model-bloom", "bloom", False)
     losses, curves, said = run_ranks(2, in_memory, model, str(tmp_path), timeout_s=300)[0]
-    assert said[0] == "position_ids reach 503, the model has 128 positions: shorten them"
+    assert said[0] == "sample 0: position_ids reach 503, but the model has 128 positions: shorten its documents"
     assert "'bloom' does not separate packed documents" in said[1]
     first = next(iter(losses.values()))
     assert len(losses) == 6

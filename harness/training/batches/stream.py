@@ -240,5 +240,5 @@ def read_micro_batch(
     masked = sum(map(hidden_tokens, [collated] if isinstance(collated, Mapping) else samples))
     micro_batch = as_micro_batch(collated)
     if isinstance(collator, TokenCollator):
-        collator.check(micro_batch, rows)
+        collator.check(micro_batch, rows, samples)
     return micro_batch, masked

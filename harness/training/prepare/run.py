@@ -26,6 +26,7 @@ from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.prints import silence_prints
 from harness.errors import UserError
 from harness.hf.lora import saved_name
+from harness.hf.skeleton import position_limit
 from harness.parallel.collectives.of_group import (
     gathers_in_memory,
     leave_memory,
@@ -147,14 +148,15 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
     plan = replace(plan, checkpoint=intact_checkpoint(plan, inputs), resolved=context.resolved)
     startup_report.placement(console, plan.layout, inputs.env)
     take_first_ranks(tensors_in_memory(inputs.model, plan.source, plan.adaptation), context.device, console)
-    collator = inputs.data_collator if plan.source is None else TokenCollator(inputs.data_collator)
+    longest = None if plan.source is None else position_limit(plan.source.config)
+    collator = inputs.data_collator if plan.source is None else TokenCollator(inputs.data_collator, None, longest)
     data_check = DatasetCheck(source=plan.source, context=context, collator=collator)
     sample = _first_samples(data_check, plan, inputs.args)
     expected = _expected(inputs, plan, context, sample)
     trainable = _trainable(inputs, plan, context, sample)
     if trainable.causal is not None:  # the vocabulary is known now
         own_labels = inputs.loss_fn is not None or inputs.compute_loss_func is not None
-        collator = TokenCollator(inputs.data_collator, trainable.causal.vocab_size, checks_labels=not own_labels)
+        collator = TokenCollator(inputs.data_collator, trainable.causal.vocab_size, longest, not own_labels)
         data_check = replace(data_check, collator=collator)
         _first_samples(data_check, plan, inputs.args)
     samples = all_or_none(lambda: sample_prompts(inputs.args, plan, trainable))

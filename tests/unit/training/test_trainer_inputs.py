@@ -184,6 +184,11 @@ def test_a_metric_that_there_is_not_is_named_beside_those_that_there_are(make: C
         pytest.param([{"input_ids": [1]}, {"input_ids": [1, 2]}], "input_ids of (1,) and (2,) in one", id="lengths"),
         pytest.param([{"text": "a"}], "needs processing_class, the tokenizer", id="text-without-a-tokenizer"),
         pytest.param(POINTS[:1], "a sample of a language model has input_ids", id="pairs"),
+        pytest.param(
+            [{"input_ids": [1] * length} for length in (8, 8, 600, 600)],
+            "sample 2 has 600 tokens, but the model has 512 positions: shorten it",
+            id="longer-than-the-model-has-positions",
+        ),
     ],
 )
 def test_samples_that_a_language_model_cannot_take(rows: Any, words: str, make: Callable[..., Trainer]) -> None:

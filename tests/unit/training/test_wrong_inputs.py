@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from datasets import Dataset
 
 import harness
 from harness import TrainerCallback, TrainingArguments, UserError
@@ -16,7 +17,9 @@ from harness.training.batches.tokens_only import TokenCollator
 from harness.training.callbacks import instances, take_out
 from harness.training.evaluate import mean_loss
 from harness.training.prepare.inputs.input_types import require_types
+from harness.training.prepare.inputs.sample_lengths import require_short
 
+TOKENS_APART = [{"input_ids": [1] * 5, "position_ids": positions} for positions in ([0, 1, 0, 1, 2], [0, 1, 2, 3, 4])]
 ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6]}]
 
 
@@ -69,6 +72,60 @@ def test_a_sample_that_the_model_cannot_take_is_named(sample: Any, words: str) -
         read_micro_batch([good, sample], [0, 1], TokenCollator(collate, 300))
     (inputs, _), _ = read_micro_batch(ROWS, [1], TokenCollator(collate, 300))
     assert isinstance(inputs, torch.Tensor) and inputs.tolist() == [[4, 5, 6]]
+
+
+LONG = [{"input_ids": [1] * length} for length in (4, 4, 5, 6)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        (LONG[2:3] * 2, "sample 7 has 5 tokens, but the model has 4 positions: shorten it"),
+        ([TOKENS_APART[0], TOKENS_APART[1]], "sample 8: position_ids reach 4, but the model has 4 positions"),
+    ],
+)
+def test_a_sample_with_more_tokens_than_positions_is_named(samples: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        read_micro_batch(dict(zip((7, 8), samples, strict=True)), [7, 8], TokenCollator(collate, positions=4))
+
+
+def test_of_padded_samples_the_longest_is_named_and_others_pass() -> None:
+    def padded(samples: list[Any]) -> Any:
+        longest = max(len(sample["input_ids"]) for sample in samples)
+        return {"input_ids": [[*row["input_ids"], *[0] * (longest - len(row["input_ids"]))] for row in samples]}
+
+    with pytest.raises(UserError, match="sample 3 has 6 tokens, but the model has 4 positions"):
+        read_micro_batch(LONG, [1, 2, 3], TokenCollator(padded, positions=4))
+    assert read_micro_batch(LONG, [1, 2, 3], TokenCollator(padded, positions=6))[0][1].shape == (3, 6)
+    assert read_micro_batch(LONG, [3], TokenCollator(padded))[0][1].shape == (1, 6)
+    apart = read_micro_batch(
+        [{"input_ids": [1] * 8, "position_ids": [0, 1, 2, 3] * 2}], [0], TokenCollator(collate, 9, 4)
+    )
+    assert apart[0][1].shape == (1, 8)  # two documents, each within the positions
+
+
+@pytest.mark.parametrize(
+    "form", [list, tuple, Dataset.from_list, lambda rows: Dataset.from_list(rows).with_format("torch")]
+)
+def test_a_long_sample_is_found_before_a_run_begins(form: Any) -> None:
+    require_short(form(LONG), 6)
+    with pytest.raises(UserError, match="sample 2 has 5 tokens, but the model has 4 positions"):
+        require_short(form(LONG), 4)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{**row, "position_ids": [0] * len(row["input_ids"])} for row in LONG],
+        Dataset.from_list([{**row, "position_ids": [0] * len(row["input_ids"])} for row in LONG]),
+        Dataset.from_list(LONG).select([0, 1]),
+        Dataset.from_list([{"text": "a"}]),
+        [(1, 2), None, {"input_ids": 3}],
+        dict(enumerate(LONG)),
+    ],
+)
+def test_what_may_be_within_the_positions_is_left_to_be_read(rows: Any) -> None:
+    require_short(rows, 4)
 
 
 def test_pairs_are_no_samples_of_a_language_model() -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from harness.errors import UserError
 from harness.hf.attention import require_available, with_attention
 from harness.hf.forward.payload import Tokens
 from harness.hf.skeleton import ModelSource, position_limit
@@ -14,7 +13,7 @@ from harness.hf.verify.packing import require_documents_apart, require_flash_apa
 from harness.training.batches.collate import Collator, MapDataset, MicroBatch
 from harness.training.batches.stream import dataset_length, read_micro_batch
 from harness.training.engine.build import RunContext
-from harness.wording import counted
+from harness.training.prepare.inputs.sample_lengths import require_short
 
 USUAL_LENGTH = 1024
 
@@ -30,25 +29,23 @@ class DatasetCheck:
     def first_batch(self, dataset: MapDataset | None, size: int) -> MicroBatch | None:
         """Return a micro-batch of the first samples, None without any; all ranks call it.
 
-        Raises UserError if a sample cannot be collated, or if the samples are packed documents and the model does
-        not keep them apart or has not so many positions.
+        Raises UserError if a sample cannot be collated or is known to be longer than the model has positions, or if the
+        samples are packed documents and the model does not keep them apart.
         """
         if dataset is None or not dataset_length(dataset):
             return None
         batch, _ = read_micro_batch(dataset, range(min(size, dataset_length(dataset))), self.collator)
-        if self.source is not None and (tokens := Tokens.of(batch[0])).positions is not None:
-            self._require_apart(self.source, tokens.ids, tokens.positions)
+        if self.source is not None:
+            if (limit := position_limit(self.source.config)) is not None:
+                require_short(dataset, limit)
+            if (tokens := Tokens.of(batch[0])).positions is not None:
+                self._require_apart(self.source, tokens.ids)
         return batch
 
-    def _require_apart(self, source: ModelSource, ids: Tensor, positions: Tensor) -> None:
+    def _require_apart(self, source: ModelSource, ids: Tensor) -> None:
         args, device, dtype = self.context.args, self.context.device, self.context.dtype
         config = with_attention(source.config, args.attn_implementation)
         require_available(config, device, dtype)
-        longest = position_limit(config)
-        if longest is not None and int(positions.max()) >= longest:
-            raise UserError(
-                f"position_ids reach {int(positions.max())}, the model has {counted(longest, 'position')}: shorten them"
-            )
         require_documents_apart(config)
         require_flash_apart(config, len(ids), device, dtype)
 
