@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from harness.checkpoint.atomic import sync_file, sync_folder
+from harness.checkpoint.atomic import exchange, sync_file, sync_folder
 from harness.checkpoint.manifest import checksum, write_manifest
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
@@ -191,10 +191,12 @@ def finish(output_dir: Path, progress: Progress, files: Mapping[str, tuple[int, 
     _sync(partial)
     replaced = output_dir / f"writing-replaced-{progress.step}"
     remove([replaced])  # of a run that was killed while it removed it
-    if os.path.lexists(final):  # a link that leads nowhere, too
+    if not os.path.lexists(final):  # a link that leads nowhere has the name, too
+        partial.rename(final)
+    elif not exchange(partial, final):  # then there is a moment when neither has it
         final.rename(replaced)
-    partial.rename(final)
-    remove([replaced])
+        partial.rename(final)
+    remove([partial, replaced])
     sync_folder(output_dir)
     return final
 

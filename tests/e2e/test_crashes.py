@@ -11,10 +11,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from harness.checkpoint import directories
 from harness.checkpoint.atomic import replace_text
+from harness.checkpoint.directories import finish, partial_name, prune, remove
 from harness.checkpoint.exporting.model_files import replace_model, settle_model, unfinished_name
+from harness.checkpoint.integrity import newest_whole
+from harness.checkpoint.manifest import contents
 from harness.hf.weights.lazy_tensor import realised
 from harness.hf.weights.tensor_files import INDEX, SINGLE, open_tensors
+from tests.unit.checkpoint.saved import progress
 
 ONE = {SINGLE: ["a", "b", "c"]}
 TWO = {"model-00001-of-00002.safetensors": ["a"], "model-00002-of-00002.safetensors": ["b", "c"]}
@@ -91,6 +96,36 @@ def test_a_crash_while_a_text_is_replaced_leaves_the_old_or_the_new(tmp_path: Pa
         if not crashed:
             break
     assert seen == {"old", "new"} and step > 3
+
+
+def save(run: Path, step: int, text: str) -> None:
+    """Save a checkpoint whose file holds `text`."""
+    (partial := run / partial_name(step)).mkdir(parents=True)
+    (partial / SINGLE).write_text(text)
+    finish(run, progress(step), contents(partial))
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two-renames"])
+def test_a_crash_while_a_checkpoint_takes_the_place_of_one_leaves_a_whole_one(
+    tmp_path: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchanges:  # as on a file system that cannot
+        monkeypatch.setattr(directories, "exchange", lambda one, other: False)
+    found = set()
+    for step in range(1, 1000):
+        run = tmp_path / str(step)
+        save(run, 2, "before")
+        save(run, 4, "old")
+        crashed = crashes_at(step, lambda run=run: save(run, 4, "new"))
+        newest = newest_whole(run)
+        assert newest is not None, f"crashed at step {step}: no whole checkpoint"
+        found.add((newest / SINGLE).read_text())
+        save(run, 6, "after")
+        remove(prune(run, None))
+        assert {path.name for path in run.iterdir()} <= {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+        if not crashed:
+            break
+    assert found == ({"old", "new"} if exchanges else {"before", "old", "new"})
 
 
 def test_what_is_the_users_stays(tmp_path: Path) -> None:

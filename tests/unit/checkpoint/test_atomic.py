@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.checkpoint import atomic
-from harness.checkpoint.atomic import replace_text, replaced_files, sync_file, sync_folder
+from harness.checkpoint.atomic import exchange, replace_text, replaced_files, sync_file, sync_folder
 from tests.unit.training.full_disk import full_disk
 
 
@@ -108,3 +108,12 @@ def test_waiting_for_the_disk_leaves_no_file_open(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         sync_folder(tmp_path / "missing")
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_names_are_exchanged_whatever_bears_them(tmp_path: Path) -> None:
+    (folder := tmp_path / "folder").mkdir()
+    (folder / "inside").write_text("kept")
+    (link := tmp_path / "link").symlink_to("nowhere")
+    assert exchange(folder, link)
+    assert (link / "inside").read_text() == "kept" and folder.readlink() == Path("nowhere")
+    assert not exchange(link, tmp_path / "missing") and (link / "inside").exists()

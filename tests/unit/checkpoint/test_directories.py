@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.checkpoint import directories
 from harness.checkpoint.directories import (
     STATE,
     Progress,
@@ -111,7 +112,12 @@ def link(path: Path) -> None:
         pytest.param(link, id="a link to a whole one"),
     ],
 )
-def test_whatever_has_the_name_makes_room(before: Callable[[Path], object], tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two-renames"])
+def test_whatever_has_the_name_makes_room(
+    before: Callable[[Path], object], exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchanges:  # as on a file system that cannot
+        monkeypatch.setattr(directories, "exchange", lambda one, other: False)
     before(tmp_path / finished_name(4))
     left = tmp_path / "writing-replaced-4"  # of a run that was killed while it removed the one before
     left.mkdir()
