@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from harness.config.values.json_object import JsonObject
@@ -61,7 +61,7 @@ class Key:
         """What becomes of an unknown key: rejected, ignored, or free (they are somebody else's)."""
         return str(self.spec.get("x-unknown-keys", "free"))
 
-    @property
+    @cached_property
     def keys(self) -> dict[str, Key]:
         """The keys of this section, by every name that DeepSpeed accepts."""
         return _keys(self.spec["properties"]) if self.is_section else {}

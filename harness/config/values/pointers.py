@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from harness.config.values.json_object import JsonObject
 
@@ -12,11 +13,17 @@ AUTO = "auto"
 def lookup(config: Mapping[str, object], pointer: str) -> object:
     """Return the value at a JSON pointer, or None where there is none."""
     value: object = config
-    for step in pointer.split("/")[1:]:
-        if not isinstance(value, Mapping) or step not in value:
+    for step in _steps(pointer):
+        # a dict is asked for first, as Mapping is ten times as slow to ask for
+        if not isinstance(value, dict | Mapping) or step not in value:
             return None
         value = value[step]
     return value
+
+
+@lru_cache(4096)
+def _steps(pointer: str) -> tuple[str, ...]:
+    return tuple(pointer.split("/")[1:])
 
 
 def put(config: JsonObject, pointer: str, value: object) -> None:
