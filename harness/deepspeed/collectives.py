@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from deepspeed.comm import comm
+from deepspeed.runtime.zero import stage3
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -13,7 +14,10 @@ InPlace = Callable[[Tensor, ProcessGroup | None], bool]
 """A tensor and its group; false where it is for torch.distributed."""
 Into = Callable[[Tensor, Tensor, ProcessGroup | None], bool]
 """What to fill, a tensor and its group; likewise."""
+Means = Callable[[Sequence[Tensor], ProcessGroup | None], list[Tensor] | None]
+"""Tensors and their group; this rank's part of the mean of each, or None."""
 
+_MEANS_OF_DEEPSPEED = stage3.reduce_scatter_coalesced
 _SUMS = (comm.ReduceOp.SUM, dist.ReduceOp.SUM)
 
 
@@ -29,8 +33,9 @@ class Done:
         return True
 
 
-def carry_collectives(sums: InPlace, gathers: Into, scatters: Into) -> None:
-    """Ask these, before torch.distributed, to carry the sums, gathers and scattered sums of this process's DeepSpeed.
+def carry_collectives(sums: InPlace, gathers: Into, scatters: Into, means: Means) -> None:
+    """Ask these, before torch.distributed, to carry the sums, gathers and scattered sums of this process's DeepSpeed,
+    and the scattered means of ZeRO-3's gradients.
 
     They are done when they return, and are asked in one order on all ranks.
     """
@@ -65,3 +70,9 @@ def carry_collectives(sums: InPlace, gathers: Into, scatters: Into) -> None:
     backend.all_reduce = all_reduce
     backend.all_gather_into_tensor = all_gather_into_tensor
     backend.reduce_scatter_tensor = reduce_scatter_tensor
+
+    def reduce_scatter_coalesced(tensors: list[Tensor], group: ProcessGroup | None = None) -> list[Tensor]:
+        found = means(tensors, group)
+        return _MEANS_OF_DEEPSPEED(tensors, group) if found is None else found
+
+    stage3.reduce_scatter_coalesced = reduce_scatter_coalesced

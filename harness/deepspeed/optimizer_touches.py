@@ -1,10 +1,12 @@
-"""The touches of DeepSpeed's optimizers: their states, saved and loaded."""
+"""The touches of DeepSpeed's optimizers: their states, saved and loaded, and what ZeRO-3 gathers and sums."""
 
 from __future__ import annotations
 
 from harness.deepspeed.pipeline_touches import BF16, ZERO_1_2
 from harness.deepspeed.touch import Touch
 
+STAGE3 = "deepspeed.runtime.zero.stage3"
+COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
 ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 
 OPTIMIZER_TOUCHES = (
@@ -62,5 +64,30 @@ OPTIMIZER_TOUCHES = (
         "deepspeed.runtime.swap_tensor.optimizer_utils:OptimizerSwapper.purge_state",
         "forgets them once a checkpoint is loaded, as they may be others then",
         parameters=(),
+    ),
+    # collectives, zero3_parameters
+    Touch(
+        "collectives: means of ZeRO-3's gradients",
+        STAGE3,
+        "`reduce_scatter_coalesced` is replaced in this module: ranks of one host share memory",
+        uses=("reduce_scatter_coalesced", "__avg_scatter_grads"),
+    ),
+    Touch(
+        "collectives: the function that is replaced",
+        "deepspeed.runtime.comm.coalesced_collectives",
+        "another takes its place, with its arguments",
+        uses=("reduce_scatter_coalesced", "tensors", "group"),
+    ),
+    Touch(
+        "zero3_parameters: what is released",
+        COORDINATOR,
+        "one of its methods is replaced: parameters stay gathered between the micro-batches of a step",
+        uses=("__release_param", "free_data"),
+    ),
+    Touch(
+        "zero3_parameters: parameters divided before a step",
+        ZERO_3,
+        "`step` divides all gathered parameters first, so that none outlasts the values that it changes",
+        uses=("_partition_all_parameters",),
     ),
 )

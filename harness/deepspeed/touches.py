@@ -5,7 +5,7 @@ A test looks each of them up in the installed DeepSpeed, and names the ones that
 
 from __future__ import annotations
 
-from harness.deepspeed.optimizer_touches import OPTIMIZER_TOUCHES, ZERO_3
+from harness.deepspeed.optimizer_touches import OPTIMIZER_TOUCHES, STAGE3, ZERO_3
 from harness.deepspeed.pipeline_touches import (
     BF16,
     ENGINE,
@@ -16,7 +16,6 @@ from harness.deepspeed.pipeline_touches import (
 )
 from harness.deepspeed.touch import Touch
 
-STAGE3 = "deepspeed.runtime.zero.stage3"
 INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 SCALER = "deepspeed.runtime.fp16.loss_scaler"
 MUON = "deepspeed.runtime.zero.muon.original_muon"

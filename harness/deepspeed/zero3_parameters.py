@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
 from torch import Tensor, nn
 from torch.nn import functional
@@ -91,3 +93,37 @@ class PartitionInPlace(deepspeed.zero.Init):
         self.parted += 1
         if param.ds_tensor.ds_numel != -(-param.ds_numel // self.dp_world_size):
             raise RuntimeError(f"DeepSpeed {deepspeed.__version__} partitions parameters in an unknown way")
+
+
+class GatheredParameters:
+    """The parameters that ZeRO-3 gathers, which the micro-batches of a step may share.
+
+    DeepSpeed gathers them for each micro-batch anew, although only the optimizer changes them. They stay where a
+    forward ends with all of them gathered in any case, within `stage3_max_live_parameters` and, there and back, within
+    `stage3_max_reuse_distance`; not where they come from another device, or from hpZ's second copy.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._stay = False
+        if engine.zero_optimization_stage() < 3 or engine.zero_offload_param() or engine.zero_hpz_partition_size() > 1:
+            return
+        total = unpartitioned_size(list(engine.module.parameters()))
+        if total > engine.zero_max_live_parameters() or 2 * total > engine.zero_max_reuse_distance():
+            return
+        coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+        release = coordinator._PartitionedParameterCoordinator__release_param
+
+        def release_if_done(parameter: Partitioned, free_data: bool = True) -> None:
+            if not self._stay:
+                release(parameter, free_data)
+
+        coordinator._PartitionedParameterCoordinator__release_param = release_if_done
+
+    @contextmanager
+    def staying(self, stay: bool) -> Iterator[None]:
+        """Release nothing within this block where `stay`; the last micro-batch of a step must release all."""
+        self._stay = stay
+        try:
+            yield
+        finally:
+            self._stay = False

@@ -78,6 +78,21 @@ def is_kept(group: dist.ProcessGroup) -> bool:
         gc.enable()
 
 
+def means_are_right(group: dist.ProcessGroup) -> bool:
+    """Whether each rank gets its part of the mean of tensors of several sizes, some of which give a rank nothing."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    tensors = [numbers(size, torch.float32, rank).view(1, -1) for size in (1, 7, 60_000, 2, (1 << 20) + 5)]
+    found, again = (of_group.means_in_memory(tensors, group) for _ in range(2))
+    assert found is not None and again is not None
+    for mean, same, tensor in zip(found, again, tensors, strict=True):
+        dist.all_reduce(tensor.div_(ranks), group=group)
+        size = -(-tensor.numel() // ranks)
+        wanted = tensor.view(-1)[rank * size : (rank + 1) * size]
+        assert torch.equal(mean, same)
+        torch.testing.assert_close(mean, wanted, rtol=1e-5, atol=1e-6)
+    return True
+
+
 def compare() -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
@@ -90,12 +105,14 @@ def compare() -> dict[str, Any]:
         again = {case: results(x, group) for case, x in inputs.items()}
     totals = {case: found["sum"] for case, found in first.items()}
     kept = is_kept(group)
+    means = means_are_right(group)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, totals)
     of_group.leave_memory()
     return {
         "shares": shares,
         "kept": kept,
+        "means": means,
         "left": of_group.shares_memory(group),
         "errors": {
             (*case, name): ((found - wanted[case][name]).abs().max() / wanted[case][name].abs().max()).item()
@@ -111,7 +128,7 @@ def compare() -> dict[str, Any]:
 def test_shared_memory_gives_what_torch_distributed_gives(ranks: int) -> None:
     for found in run_ranks(ranks, compare):
         assert found["shares"] and not found["left"] and not found["kept"]
-        assert found["equal again"]
+        assert found["equal again"] and found["means"]
         assert found["equal on all ranks"]
         wrong = {case: error for case, error in found["errors"].items() if not error <= TOLERANCE[case[1]]}
         assert not wrong

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.parallel.collectives.neighbours import Neighbours, meet
+from harness.parallel.collectives.parts import Parts, width
 
 PIECE_BYTES = 1 << 22
 """What a rank writes before it waits: of half of it, a meeting would take a tenth of the time."""
@@ -110,13 +112,39 @@ class HostMemory:
 
         return self._start(rows.split(numbers, dim=1), own.view(-1).split(numbers), combine, own)
 
+    def mean_of_parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's part of the mean of each tensor over the ranks, flat, as `Parts` divides them.
+
+        What a rank keeps is read where it lies; only the others' parts are copied into the memory.
+        """
+        self._end_started()
+        rank, ranks = self._neighbours.rank, self._neighbours.size
+        parts = Parts(tensors, ranks)
+        means = tensors[0].new_empty(sum(parts.sizes))
+        done = 0
+        for piece in parts.pieces(PIECE_BYTES // (means.element_size() * ranks)):
+            mean = means[done : done + width(piece)]
+            shares = self._buffer((ranks, len(mean)), mean.dtype)
+            for other in range(ranks):
+                parts.copy(other, piece, mean if other == rank else shares[rank][other]).div_(ranks)
+            self._neighbours.tell_ranks(_bytes(shares[rank]))
+            self._neighbours.wait_for_ranks(_bytes(shares[rank]))
+            for other in range(ranks):
+                if other != rank:
+                    mean += shares[other][rank]
+            done += len(mean)
+        return parts.split(rank, means)
+
+    def _end_started(self) -> None:
+        if self._started is not None:
+            self._end(self._started)
+
     def _start(
         self, pieces: Sequence[Tensor], into: Sequence[Tensor], combine: Combine, result: Tensor
     ) -> Callable[[], Tensor]:
         """Write the first of the pieces; return what waits for those of all ranks, writes the others, combines each
         into its place in `into`, and returns `result`."""
-        if self._started is not None:
-            self._end(self._started)
+        self._end_started()
         started = self._started = Started(pieces, into, combine, result, self._write(pieces[0]))
         return partial(self._end, started)
 
@@ -132,14 +160,16 @@ class HostMemory:
     def _write(self, piece: Tensor) -> list[Tensor]:
         """Write a piece and tell the others; return the pieces of all ranks, which this rank may read from the next
         meeting until the next call but one."""
-        size, start = _bytes(piece), self._turn * PIECE_BYTES
-        shares = [
-            memory[start : start + size].view(piece.dtype).view(piece.shape) for memory in self._neighbours.memory
-        ]
-        self._turn = 1 - self._turn  # another rank may still read what this one wrote last
+        shares = self._buffer(piece.shape, piece.dtype)
         shares[self._neighbours.rank].copy_(piece)
-        self._neighbours.tell_ranks(size)
+        self._neighbours.tell_ranks(_bytes(piece))
         return shares
+
+    def _buffer(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """Return, of each rank's memory, what is to be written next; another rank may still read what was last."""
+        size, start = prod(shape) * dtype.itemsize, self._turn * PIECE_BYTES
+        self._turn = 1 - self._turn
+        return [memory[start : start + size].view(dtype).view(shape) for memory in self._neighbours.memory]
 
     def _reduced_in_shares(self, pieces: list[Tensor], operation: Operation, size: int) -> Tensor:
         """Return the sum of the pieces, a share of which each rank has made."""

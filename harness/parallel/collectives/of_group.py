@@ -109,6 +109,16 @@ def scatters_in_memory(share: Tensor, x: Tensor, group: dist.ProcessGroup | None
     return memory is not None and memory.reduce_scatter(x, out=share) is share
 
 
+def means_in_memory(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor] | None:
+    """Return this rank's part of the mean of each tensor over the group, through shared memory alone; None where that
+    cannot be.
+
+    The tensors are contiguous and of one dtype; a part is flat, and has an equal share of the elements, rounded up.
+    """
+    memory = _memory(tensors[0], group or dist.group.WORLD)
+    return None if memory is None else memory.mean_of_parts(tensors)
+
+
 def _memory(x: Tensor, group: dist.ProcessGroup | None) -> HostMemory | None:
     return _OPEN.get(_ranks(group)) if _OPEN and group is not None and x.device.type == "cpu" else None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import isfinite
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from harness.deepspeed.engine import evaluate_pipeline, scales_loss_dynamically
+from harness.deepspeed.zero3_parameters import GatheredParameters
 from harness.errors import UserError
 from harness.parallel.draws import DrawKeys
 from harness.parallel.generators import own_generators, seed_of
@@ -269,22 +271,33 @@ class PipelineStages(Engine):
 class WholeModel(Engine):
     """All layers on every rank, for ZeRO-2 and ZeRO-3."""
 
+    @cached_property
+    def gathered(self) -> GatheredParameters:
+        """What ZeRO-3 has gathered."""
+        return GatheredParameters(self.deepspeed)
+
     def _train(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
         total = torch.zeros((), device=self.device)
         parts: dict[str, Tensor] = {}
-        for inputs, wanted in batches:
-            outputs = self.deepspeed(_move(inputs, self.device))
-            beat("loss")
-            loss = self.loss(outputs, _move(wanted, self.device))
-            for name, value in self.loss.parts(outputs).items():
-                parts[name] = parts.get(name, 0.0) + value
-            del outputs  # the logits are not needed while the next ones are made
-            self.deepspeed.backward(loss)
-            beat("optimizer step")
-            self.deepspeed.step()
-            total += loss.detach()
+        for index, batch in enumerate(batches):
+            with self.gathered.staying(index + 1 < len(batches)):
+                total += self._pass(batch, parts)
         means = {name: self._mean(value / len(batches)) for name, value in parts.items()}
         return self._mean(total / len(batches)), means
+
+    def _pass(self, batch: Batch, parts: dict[str, Tensor]) -> Tensor:
+        """Forward and backward of a micro-batch, and the update after a step's last; adds to the loss's parts."""
+        inputs, wanted = batch
+        outputs = self.deepspeed(_move(inputs, self.device))
+        beat("loss")
+        loss = self.loss(outputs, _move(wanted, self.device))
+        for name, value in self.loss.parts(outputs).items():
+            parts[name] = parts.get(name, 0.0) + value
+        del outputs  # the logits are not needed while the next ones are made
+        self.deepspeed.backward(loss)
+        beat("optimizer step")
+        self.deepspeed.step()
+        return loss.detach()
 
     def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
         self.deepspeed.eval()

@@ -30,6 +30,7 @@ from harness.hf.skeleton import position_limit
 from harness.parallel.collectives.of_group import (
     gathers_in_memory,
     leave_memory,
+    means_in_memory,
     scatters_in_memory,
     share_memory,
     sums_in_memory,
@@ -183,7 +184,7 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
         expected=expected,
     )
     malloc_trim()  # DeepSpeed has copied all parameters into flat tensors
-    if context.is_pipeline:  # ZeRO-2 and ZeRO-3 are there to save memory, and would need up to half as much again
+    if context.resolved.zero_stage != 2:  # which would need up to half as much again
         keep_freed_memory(context.device)
     if inputs.args.saves:
         require_savable(run.engine_state)
@@ -218,7 +219,7 @@ def _join(inputs: RunInputs, plan: RunPlan) -> tuple[RunContext, frozenset[dist.
         watch_run(args, groups, inputs.console)
     if device.type == "cpu":
         share_memory([groups.tp_group, groups.dp_group])
-        carry_collectives(sums_in_memory, gathers_in_memory, scatters_in_memory)
+        carry_collectives(sums_in_memory, gathers_in_memory, scatters_in_memory, means_in_memory)
     startup_report.version(inputs.console)
     resolved = settle_compression(plan.resolved, groups, device, inputs.console)
     context = RunContext(args=args, resolved=resolved, groups=groups, device=device, max_steps=plan.max_steps)

@@ -1,0 +1,80 @@
+"""The micro-batches of a step share the parameters that ZeRO-3 has gathered, where the config gives it room for all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from harness import Trainer
+from harness.parallel.collectives.host_memory import HostMemory
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import BATCH, Curve, Job, arguments_of, rows
+
+pytestmark = pytest.mark.ranks
+STEPS, MICRO_BATCHES = 4, 4
+CASES: dict[str, dict[str, Any]] = {
+    "room for all": {},
+    "kept from a forward to its backward alone": {"stage3_max_live_parameters": 1},
+    "gathered in the backward again": {"stage3_max_reuse_distance": 0},
+    "another copy of each group of ranks": {"zero_hpz_partition_size": 2},
+    "from the host": {"offload_param": {"device": "cpu"}},
+}
+
+
+def job(interval: int, zero: dict[str, Any]) -> Job:
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH // 2 // MICRO_BATCHES,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
+        "pipeline": {"activation_checkpoint_interval": interval},
+    }
+    return Job("tiny-llama", "dp2z3", config)
+
+
+def train(interval: int, zero: dict[str, Any], folder: str) -> tuple[Curve, list[float]]:
+    """Losses and norms of the steps, and how often each of them gathers all parameters."""
+    numbers = 0
+    whole_of_deepspeed = HostMemory.all_gather
+
+    def counted(memory: HostMemory, x: Tensor, out: Tensor | None = None) -> Tensor:
+        nonlocal numbers
+        whole = whole_of_deepspeed(memory, x, out)
+        numbers += whole.numel()
+        return whole
+
+    curve, gathered = [], []
+    with patch.object(HostMemory, "all_gather", counted):
+        trainer = Trainer("tiny-llama", arguments_of(job(interval, zero), folder), train_dataset=rows())
+        total = sum(parameter.ds_numel for parameter in trainer.run.module.parameters())
+        for _ in range(STEPS):
+            numbers = 0
+            record = trainer.training_step()
+            curve.append((record.loss, record.grad_norm or 0.0))
+            gathered.append(round(numbers / total, 4))
+        trainer.close()
+    return curve, gathered
+
+
+def train_all(folder: Path) -> dict[tuple[str, int], tuple[Curve, list[float]]]:
+    return {
+        (name, interval): train(interval, zero, os.fspath(folder / f"{name}-{interval}"))
+        for name, zero in CASES.items()
+        for interval in (0, 1)
+    }
+
+
+def test_parameters_are_gathered_once_a_step(tmp_path: Path) -> None:
+    """Whether layers are recomputed or not, with the same numbers to the bit."""
+    found = run_ranks(2, train_all, tmp_path, timeout_s=300)[0]
+    for interval in (0, 1):
+        curve, gathered = found["room for all", interval]
+        assert gathered == [1.0] * STEPS
+        for name in CASES:
+            assert found[name, interval][0] == curve, name
+            if name != "room for all":
+                assert min(found[name, interval][1]) >= MICRO_BATCHES, name
