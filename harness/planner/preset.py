@@ -16,12 +16,14 @@ from harness.planner.workload import Strategy
 
 def preset(strategy: Strategy, precision: str) -> JsonObject:
     """Return the config of a layout; what it leaves to the arguments of a run is "auto"."""
-    zero: JsonObject = {"stage": strategy.zero_stage, "contiguous_gradients": True, "reduce_bucket_size": "auto"}
+    zero: JsonObject = {"stage": strategy.zero_stage}
+    if strategy.zero_stage:
+        zero |= {"contiguous_gradients": True, "reduce_bucket_size": int(strategy.bucket)}
     if strategy.zero_stage >= 2:
         zero["overlap_comm"] = True
     if strategy.zero_stage == 3:
         zero |= {
-            "stage3_prefetch_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": int(0.9 * strategy.bucket),
             "stage3_param_persistence_threshold": "auto",
             "stage3_gather_16bit_weights_on_model_save": True,
         }

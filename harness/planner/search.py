@@ -17,6 +17,7 @@ from harness.topology.layout import divisors
 from harness.wording import counted
 
 LARGEST_MICRO_BATCH = 64
+LEAST_BUCKET = 2**22  # elements: each reduction of ZeRO, however small, costs the host some hundred operations
 NO_MEMORY = "needs more memory than a device has"
 NO_HOST_MEMORY = "needs more memory than the host has for each device"
 
@@ -103,7 +104,7 @@ def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
                     recompute=again,
                     overlap_data=stage >= 2,
                     whole_gradients=sums_whole(task.workload.precision, stage),
-                    bucket=float(task.workload.shape.hidden**2),
+                    bucket=float(max(task.workload.shape.hidden**2, LEAST_BUCKET)),
                 )
                 yield from _orders(task, one)
                 if base.tensor > 1 and base.expert == 1 and task.workload.sequence % base.tensor == 0:

@@ -259,8 +259,8 @@ def deepspeed_config(context: RunContext) -> JsonObject:
     if not config.get("steps_per_print"):  # the harness has its own metrics; the timers are printed with DeepSpeed's
         config["steps_per_print"] = context.args.logging_steps if config.get("wall_clock_breakdown") else 2**31
     if context.device.type == "cpu" and context.resolved.zero_stage == 3:
-        # gradients are summed where they lie; a GPU's memory would be left in pieces
-        config["zero_optimization"] = {"contiguous_gradients": False, **config["zero_optimization"]}
+        # a CPU's memory is not left in pieces: gradients are reduced where they lie
+        config["zero_optimization"] = {**config["zero_optimization"], "contiguous_gradients": False}
     config["zero_allow_untested_optimizer"] = True
     # an optimizer on the CPU that is torch's must not be refused; DeepSpeed's own would have to be compiled first
     config.setdefault("zero_force_ds_cpu_optimizer", False)
