@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 PLANS = Path(__file__).resolve().parents[1] / "models" / "plans"
 LAYERS, VOCABULARY = 2, 131  # a vocabulary that two ranks cannot share alike
@@ -176,15 +176,19 @@ ODD_SHAPES: dict[str, dict[str, Any]] = {
 REFUSED_ODD = {"dbrx", "doge", "jetmoe", "mamba2", "moshi", "zamba2"}
 
 
-def plan_model(family: str, shape: dict[str, Any], sizes: dict[str, Any] = SIZES) -> PreTrainedModel:
-    """A random model of a family in a shape, biases and norms included, the same on every rank."""
+def plan_config(family: str, shape: dict[str, Any], sizes: dict[str, Any] = SIZES) -> PreTrainedConfig:
+    """A tiny config of a family in a shape, without dropout."""
     kind = CONFIG_MAPPING[family]
     default = kind()
     fields = {name: size for name, size in sizes.items() if hasattr(default, name) and not is_property(kind, name)}
     fields |= {name: 0.0 for name in dir(default) if ("drop" in name or "jitter" in name) and is_float(default, name)}
-    config = kind(**{**fields, "vocab_size": VOCABULARY, "use_cache": False, **shape})
+    return kind(**{**fields, "vocab_size": VOCABULARY, "use_cache": False, **shape})
+
+
+def plan_model(family: str, shape: dict[str, Any], sizes: dict[str, Any] = SIZES) -> PreTrainedModel:
+    """A random model of a family in a shape, biases and norms included, the same on every rank."""
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(config).float()
+    model = AutoModelForCausalLM.from_config(plan_config(family, shape, sizes)).float()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

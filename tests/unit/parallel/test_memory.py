@@ -11,16 +11,18 @@ import torch
 
 from harness.parallel.memory import M_MMAP_MAX, M_TRIM_THRESHOLD, keep_freed_memory
 
-SIZE = 128 << 20  # more than glibc keeps by itself
+SIZE = 48 << 20  # more than glibc keeps by itself
 
 
 def faults_of_the_second_block(device: str) -> int:
     """Page faults of a large block that is made where another one was freed, in a process of its own."""
     read, write = os.pipe()
-    if not os.fork():
+    child = os.fork()
+    if not child:
         option = ctypes.CDLL(None).mallopt  # a test before may have trained in this process
         option(M_TRIM_THRESHOLD, 128 << 10)
         option(M_MMAP_MAX, 65536)
+        ctypes.CDLL(None).malloc_trim(0)  # and have left room that the block would fit into
         keep_freed_memory(torch.device(device))
         for _ in range(2):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -29,7 +31,7 @@ def faults_of_the_second_block(device: str) -> int:
             del block
         os.write(write, str(faults).encode())
         os._exit(0)
-    os.wait()
+    os.waitpid(child, 0)
     return int(os.read(read, 100))
 
 

@@ -11,9 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.errors import UserError
+from harness.hf.skeleton import build_skeleton
 from harness.parallel.plans.plan import STYLES, Plan, PlanRule, patterns, plan_for, read_plan_file, wildcard
 from harness.parallel.plans.styles import STYLE_FUNCTIONS
-from tests.plan_models import PLANS, SHAPES, plan_model
+from tests.plan_models import PLANS, SHAPES, plan_config
 
 
 def on_meta(model_type: str, **sizes: Any) -> Any:
@@ -144,8 +145,7 @@ def is_number(module: Any, attribute: str) -> bool:
 def places(family: str) -> Iterator[tuple[Any, Plan]]:
     """The models of a family's shapes, with the plans that its file has for them."""
     for shape in SHAPES[family]:
-        with torch.device("meta"):
-            model = plan_model(family, shape)
+        model = build_skeleton(plan_config(family, shape))
         yield model, read_plan_file(PLANS / f"{family}.json", model.config)
 
 
