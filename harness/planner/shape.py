@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class LayerShape:
     vectors: int = 0
     norms: int = 2
 
-    @property
+    @cached_property
     def attention_matrices(self) -> tuple[tuple[int, int], ...]:
         """Inputs and outputs of the projections that lead into attention; the one out of it is `output` x hidden."""
         if not self.kv_rank:
@@ -56,7 +57,7 @@ class LayerShape:
         """Matrices that lead into the feed-forward part."""
         return 2 if self.gated else 1
 
-    @property
+    @cached_property
     def attention_parameters(self) -> int:
         """Of the projections."""
         return sum(rows * columns for rows, columns in self.attention_matrices) + self.output * self.hidden
@@ -66,12 +67,12 @@ class LayerShape:
         """Width that every token passes: the dense part and shared experts."""
         return self.ffn + self.shared_ffn
 
-    @property
+    @cached_property
     def expert_parameters(self) -> int:
         """Of all routed experts."""
         return self.experts * (self.into_ffn + 1) * self.hidden * self.expert_ffn
 
-    @property
+    @cached_property
     def matrix_parameters(self) -> int:
         """Of everything that multiplies matrices, all experts included."""
         dense = (self.into_ffn + 1) * self.hidden * self.dense_ffn

@@ -63,6 +63,7 @@ def _matrix() -> JsonObject:
     return content
 
 
+@cache
 def families_of_matrix() -> dict[str, dict[str, str]]:
     """Return the rows of the stored matrix; none where it was made with another transformers than the installed."""
     matrix = _matrix()

@@ -177,7 +177,7 @@ class Program:
                 if method.name in self.attributes and method.name not in one.parts:
                     if method.name in METHODS:
                         raise Untranslatable(method, f"{method.name} is a method of a built-in type too")
-                    keyword = "get" if "property" in decorators(method) else ""
+                    keyword = "get" if decorators(method) & {"property", "cached_property"} else ""
                     translate = self._translator(one.module)
                     one.parts[method.name] = translate.function(method, method.name, keyword=keyword, is_method=True)
                     added = True

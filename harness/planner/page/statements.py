@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from harness.planner.page.calls import Calls
 from harness.planner.page.expressions import Untranslatable, fields_of, names_in, safe
 
-DECORATORS = {"cache", "lru_cache", "dataclass", "property"}
+DECORATORS = {"cache", "lru_cache", "dataclass", "property", "cached_property"}
 
 
 def decorators(node: ast.FunctionDef | ast.ClassDef) -> set[str]:

@@ -29,6 +29,7 @@ _WORD = 2**64 - 1
 
 # With fewer than 16 some of the permutations of 5 or 6 samples come more often than others.
 _ROUNDS = 24
+_SPLIT_MIX = tuple(map(np.uint64, (30, 27, 31, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)))  # shifts, multipliers
 
 
 class OwnOrder(ABC):
@@ -96,6 +97,7 @@ def _shuffle(places: _Words, keys: _Words, rows: np.uint64, columns: np.uint64) 
 
 def _hashed(words: _Words) -> _Words:
     """Return SplitMix64's hash of each word."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    first, second, third, multiplier, other = _SPLIT_MIX
+    words = (words ^ (words >> first)) * multiplier
+    words = (words ^ (words >> second)) * other
+    return words ^ (words >> third)
