@@ -36,9 +36,25 @@ def layer_seconds(hardware: Hardware, workload: Workload, strategy: Strategy, la
     summed = _summed(hardware, workload, strategy, layer)
     device = products.plus(attention).plus(elementwise).plus(summed).plus(Seconds(0.0, again))
     collectives = 2 * COLLECTIVE_OPERATIONS if strategy.tensor > 1 else 0
-    operations = OPERATIONS * (2 if layer.experts else 1)  # routing takes as many again
-    issue = (operations + collectives) * hardware.dispatch_seconds
+    issue = (_operations(workload, strategy, layer) + collectives) * hardware.dispatch_seconds
     return Seconds(max(device.forward, issue), max(device.backward, 2 * issue))
+
+
+def _operations(workload: Workload, strategy: Strategy, layer: LayerShape) -> int:
+    """Return the operations that a host issues for a layer's forward.
+
+    Routing takes as many again as a dense layer. Where experts are multiplied one by one, each takes two products, and
+    in less than 16 bits two casts of their inputs.
+    """
+    if not layer.experts:
+        return OPERATIONS
+    each = 4 if PRODUCT_BYTES[workload.precision] < 2 else 2
+    return 2 * OPERATIONS + (0 if workload.grouped_experts else each * _held_experts(strategy, layer))
+
+
+def _held_experts(strategy: Strategy, layer: LayerShape) -> int:
+    """Return how many routed experts a rank holds."""
+    return max(1, layer.experts // strategy.expert)
 
 
 def _share(width: int, ranks: int) -> int:
@@ -77,7 +93,7 @@ def _feed_forward(strategy: Strategy, layer: LayerShape, tokens: int) -> list[tu
     """Return width, rows and copies of the feed-forward parts of one rank."""
     parts = [(_share(layer.dense_ffn, strategy.tensor), tokens, 1)] if layer.dense_ffn else []
     if layer.experts:
-        held = max(1, layer.experts // strategy.expert)
+        held = _held_experts(strategy, layer)
         ranks = 1 if strategy.expert > 1 else strategy.tensor
         routed = tokens * layer.top_k
         if strategy.expert > 1:  # the tokens of tensor-parallel ranks are the same; experts see each once

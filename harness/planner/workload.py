@@ -29,6 +29,8 @@ class Workload:
         fused_attention: whether scores stay on the chip (Dao et al. 2022, FlashAttention).
         attention_speed: rate of the attention kernel beside the best one for the device.
         fused_elementwise: whether norms, rotations and activations are one kernel each.
+        grouped_experts: whether a host issues the products of a rank's experts at once (grouped_mm of torch), or one by
+            one (GroupedLinear of Transformer Engine, which calls cuBLAS for each).
         loss_in_place: whether the loss writes its gradient over the logits and makes no copy of them.
         on_cpu: whether ranks are processes of a host's processor: they exchange tensors through memory that they share.
     """
@@ -41,6 +43,7 @@ class Workload:
     fused_attention: bool = True
     attention_speed: float = 1.0
     fused_elementwise: bool = False
+    grouped_experts: bool = True
     loss_in_place: bool = True
     on_cpu: bool = False
 

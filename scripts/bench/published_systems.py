@@ -9,7 +9,7 @@ from typing import Any
 from harness.planner.estimate import memory_of
 from harness.planner.hardware import Hardware, Link, load_hardware
 from harness.planner.shape import DecoderShape, LayerShape
-from harness.planner.workload import Recompute, Schedule, Strategy, Workload
+from harness.planner.workload import Recompute, Schedule, Strategy, Workload, layer_parameters
 
 DEVICES = {
     "A100-40GB": "a100-40gb",
@@ -84,6 +84,8 @@ def case_of(row: dict[str, str]) -> Case:
     shape = shape_of(row)
     hardware = device_of(row)
     workload, strategy = workload_of(row, shape), strategy_of(row)
+    if strategy.zero_stage == 3:  # FSDP reduces the gradients of a layer at once, without buckets
+        strategy = replace(strategy, bucket=max(layer_parameters(strategy, layer) for layer in shape.layers))
     if not row["recompute"] and strategy.zero_stage == 3 and not _fits(hardware, workload, strategy):
         strategy = replace(strategy, recompute="full")
     if not row["step_seconds"]:
@@ -225,7 +227,8 @@ def workload_of(row: dict[str, str], shape: DecoderShape) -> Workload:
         fused_attention=not program.is_early and "ZB" not in system and "1F1B" not in system,
         attention_speed=_attention_speed(row),
         fused_elementwise=not is_eager,
-        loss_in_place=False,
+        grouped_experts=False,  # all of these systems multiply experts with Transformer Engine's GroupedLinear
+        loss_in_place=system == "nanotron",  # its cross entropy writes exponentials and gradient over the fp32 logits
     )
 
 
@@ -265,5 +268,5 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         overlap_data=overlaps,
         overlap_parameters=overlaps,
         overlap_tensor=0.5 if program.is_megatron and ("NeMo" in system or "Bridge" in system) else 0.0,
-        partition="type:DecoderLayer",
+        partition="balanced" if system == "nanotron" else "type:DecoderLayer",  # nanotron weighs its blocks, the head too
     )
