@@ -268,5 +268,5 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         overlap_data=overlaps,
         overlap_parameters=overlaps,
         overlap_tensor=0.5 if program.is_megatron and ("NeMo" in system or "Bridge" in system) else 0.0,
-        partition="balanced" if system == "nanotron" else "type:DecoderLayer",  # nanotron weighs its blocks, the head too
+        partition="balanced" if system == "nanotron" else "type:DecoderLayer",  # it weighs blocks, the head among them
     )
