@@ -15,7 +15,8 @@ from math import ceil
 from harness.planner.passing import Held, passing_bytes, shared_bytes
 from harness.planner.shape import LayerShape
 from harness.planner.stages import Stage
-from harness.planner.workload import Strategy, Workload, layer_parameters
+from harness.planner.traffic import data_ranks, expert_ranks
+from harness.planner.workload import Strategy, Workload, layer_experts, layer_parameters
 
 ALLOCATOR_SHARE = 0.04  # of activations: a GPU's blocks are rounded up, and gaps between them stay unused
 LOSS_CHUNK = 2**23  # logits that the cross entropy exponentiates at a time (harness/parallel/tensor/cross_entropy.py)
@@ -50,7 +51,8 @@ class StageMemory:
 def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: int) -> StageMemory:
     """Return what a rank of stage `index` holds."""
     held = local_parameters(workload, strategy, stage)
-    parameters, gradients, optimizer, host = _states(workload, strategy, held)
+    own = owned_parameters(strategy, held, local_experts(strategy, stage))
+    parameters, gradients, optimizer, host = _states(workload, strategy, held, own)
     activations = stage_activations(workload, strategy, stage, index)
     logits = _logits(workload, strategy) if stage.is_last else 0.0
     made = activations + logits
@@ -60,6 +62,7 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
         stage,
         Held(
             parameters=held,
+            own=own,
             gradients=gradients,
             made=made,
             in_flight=in_flight(strategy, index),
@@ -98,25 +101,38 @@ def local_parameters(workload: Workload, strategy: Strategy, stage: Stage) -> fl
     return total
 
 
-def _states(workload: Workload, strategy: Strategy, held: float) -> tuple[float, float, float, float]:
+def local_experts(strategy: Strategy, stage: Stage) -> float:
+    """Return a rank's parameters of routed experts before ZeRO shares them out."""
+    return sum(count * layer_experts(strategy, layer) for layer, count in stage.layers)
+
+
+def owned_parameters(strategy: Strategy, held: float, experts: float) -> float:
+    """Return how many of the `held` parameters a rank owns where ZeRO shares them out.
+
+    Each parameter goes to the ranks that hold copies of it: of an expert there are fewer than of the rest.
+    """
+    return (held - experts) / data_ranks(strategy) + experts / expert_ranks(strategy)
+
+
+def _states(workload: Workload, strategy: Strategy, held: float, own: float) -> tuple[float, float, float, float]:
     """Return bytes of parameters, gradients and optimizer states on the device, and of what lies in the host's memory.
 
     fp32 without ZeRO: AdamW's two moments beside parameters and gradients. ZeRO holds a master copy in fp32 besides,
     whatever the precision. bf16 at stage 1 keeps its gradients in bf16 and sums them in fp32, both whole; fp16 only in
     fp16; from stage 2 on a rank keeps the sums of its part alone.
     """
-    width, dp, stage = workload.element_bytes, strategy.data * strategy.context, strategy.zero_stage
-    parameters = held * width / (dp if stage == 3 else 1)
+    width, stage = workload.element_bytes, strategy.zero_stage
+    parameters = (own if stage == 3 else held) * width
     if stage == 0:
         gradients, optimizer = held * width, held * 8
         if width == 2:
             optimizer += held * 4
     elif stage == 1:
         summed = workload.gradient_bytes if workload.precision != "fp16" else 0
-        own = 0 if workload.sums_in_place else width
-        gradients, optimizer = held * (own + (summed if width == 2 else 0)), held * 12 / dp
+        each = 0 if workload.sums_in_place else width
+        gradients, optimizer = held * (each + (summed if width == 2 else 0)), own * 12
     else:
-        gradients, optimizer = held * max(workload.gradient_bytes, width) / dp, held * 12 / dp
+        gradients, optimizer = own * max(workload.gradient_bytes, width), own * 12
     host = 0.0
     if strategy.offload != "none":
         host, optimizer = optimizer + gradients, 0.0

@@ -25,13 +25,14 @@ class Held:
     """What a rank of a stage holds when a step begins to pass through it.
 
     Attributes:
-        parameters: elements before ZeRO shares them out.
+        parameters: elements before ZeRO shares them out; own: those that it leaves to this rank.
         gradients: bytes of their sums on the device.
         made: bytes of activations and logits.
         in_flight: micro-batches that are in flight at most.
     """
 
     parameters: float
+    own: float
     gradients: float
     made: float
     in_flight: float
@@ -89,7 +90,7 @@ def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, held: He
         return 0.0 if alone else min(held.parameters, FLAT_BUCKET) * max(width, workload.gradient_bytes)
     moved = largest_matrix(workload, strategy, stage) * width + _buckets(workload, strategy, held)
     if zero == 1:
-        return moved + held.parameters * width / (strategy.data * strategy.context)
+        return moved + held.own * width
     again = strategy.accumulation > held.in_flight and not _sums_apart(workload)
     return moved + (held.gradients if again else 0.0)
 
@@ -104,7 +105,7 @@ def _at_update(workload: Workload, strategy: Strategy, held: Held) -> float:
     width, zero = workload.element_bytes, strategy.zero_stage
     if workload.sums_in_place or strategy.offload != "none" or zero == 0 or strategy.whole_gradients:
         return 0.0
-    part = held.parameters / (strategy.data * strategy.context)
+    part = held.own
     if zero == 3:
         summed = max(workload.gradient_bytes, width)
         return min(part, SUB_GROUP) * (summed if summed == 4 else summed + 4)

@@ -19,9 +19,9 @@ from harness.planner.layer_time import (
     layer_seconds,
     layer_traffic,
 )
-from harness.planner.memory import local_parameters
+from harness.planner.memory import local_experts, local_parameters, owned_parameters
 from harness.planner.stages import Stage, stages_of
-from harness.planner.traffic import all_reduce, data_group, half_ring, message
+from harness.planner.traffic import all_reduce, data_group, expert_group, half_ring, message
 from harness.planner.workload import Strategy, Workload
 
 ADAM_BYTES = 28.0  # a parameter's master copy, two moments and gradient, read; the first three written
@@ -79,14 +79,15 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     # chain of stages has them to itself.
     used = max(busy, whole / hardware.crowding) / whole
     compute, tensor, bubble, idle = compute * used, tensor * used, bubble * used, 1 - busy / (whole * used)
-    heaviest = max(local_parameters(workload, strategy, stage) for stage in stages)
+    held = max(local_parameters(workload, strategy, stage) for stage in stages)
+    experts = max(local_experts(strategy, stage) for stage in stages)
     return StepSeconds(
         compute=compute,
         bubble=bubble,
         tensor=tensor,
         pipeline=_pipeline(hardware, workload, strategy),
-        data=_data(hardware, workload, strategy, heaviest, compute),
-        optimizer=_optimizer(hardware, workload, strategy, heaviest),
+        data=_data(hardware, workload, strategy, held, experts, compute),
+        optimizer=_optimizer(hardware, workload, strategy, held, owned_parameters(strategy, held, experts)),
         idle=idle,
     )
 
@@ -138,34 +139,50 @@ def _pipeline(hardware: Hardware, workload: Workload, strategy: Strategy) -> flo
     return 2 * once * (strategy.accumulation * strategy.parts_per_stage + strategy.pipeline - 1)
 
 
-def _data(hardware: Hardware, workload: Workload, strategy: Strategy, held: float, compute: float) -> float:
+def _data(
+    hardware: Hardware, workload: Workload, strategy: Strategy, held: float, experts: float, compute: float
+) -> float:
     """Return the seconds of data-parallel traffic that nothing hides.
 
     ZeRO-0 and 1 reduce the gradients once a step; 2 reduces them after every micro-batch; 1 and 2 gather the parameters
     after the update; 3 gathers them for every forward and every backward (Rajbhandari et al. 2020, section 7).
     """
-    group = data_group(hardware, strategy)
-    if group.size == 1:
+    if data_group(hardware, strategy).size == 1:
         return 0.0
     contention = 1.0 if hardware.is_host else CONTENTION
     width, times, stage = workload.element_bytes, strategy.accumulation, strategy.zero_stage
-    gradients, parameters = held * _reduced_bytes(workload, strategy), held * width
     window = compute / times * 2 / 3  # the backward in which gradients are final: of the last micro-batch, and of
     if strategy.virtual_stages > 1:  # interleaved parts one after the other
         window *= min(times, strategy.pipeline)
     if stage == 3:
         layers = len(workload.shape.layers)
-        once = 2 * half_ring(group, parameters / layers) + half_ring(group, gradients / layers)
-        moved = times * layers * once
-        ends = once  # the first gather and the last reduction
+        of_gradients = _half_rings(hardware, strategy, held, experts, _reduced_bytes(workload, strategy), layers)
+        ends = 2 * _half_rings(hardware, strategy, held, experts, width, layers) + of_gradients  # first and last layer
+        moved = times * layers * ends
         return max(0.0, moved - compute) + contention * min(moved, compute) + ends
     whole = strategy.whole_gradients or not stage
-    reduce = all_reduce(group, gradients) if whole else half_ring(group, gradients)
+    each = _reduced_bytes(workload, strategy)
+    if whole:
+        reduce = _all_reduces(hardware, strategy, held, experts, each)
+    else:
+        reduce = _half_rings(hardware, strategy, held, experts, each, 1)
     reduce *= times if stage == 2 else 1
     hidden = (compute * 2 / 3 if stage == 2 else window) if strategy.overlap_data else 0.0
-    gather = half_ring(group, parameters) if stage else 0.0
+    gather = _half_rings(hardware, strategy, held, experts, width, 1) if stage else 0.0
     shown = max(0.0, gather - window / 2) if strategy.overlap_parameters else gather
     return max(0.0, reduce - hidden) + contention * min(reduce, hidden) + shown
+
+
+def _half_rings(hardware: Hardware, strategy: Strategy, held: float, experts: float, each: float, layers: int) -> float:
+    """Return the seconds in which one of `layers` is gathered or reduced: of experts among fewer ranks."""
+    dense = half_ring(data_group(hardware, strategy), (held - experts) * each / layers)
+    return dense + (half_ring(expert_group(hardware, strategy), experts * each / layers) if experts else 0.0)
+
+
+def _all_reduces(hardware: Hardware, strategy: Strategy, held: float, experts: float, each: float) -> float:
+    """Return the seconds in which all ranks get the sums of their gradients: of experts among fewer ranks."""
+    dense = all_reduce(data_group(hardware, strategy), (held - experts) * each)
+    return dense + (all_reduce(expert_group(hardware, strategy), experts * each) if experts else 0.0)
 
 
 def _reduced_bytes(workload: Workload, strategy: Strategy) -> float:
@@ -173,10 +190,9 @@ def _reduced_bytes(workload: Workload, strategy: Strategy) -> float:
     return workload.gradient_bytes if strategy.zero_stage <= 1 else workload.element_bytes
 
 
-def _optimizer(hardware: Hardware, workload: Workload, strategy: Strategy, held: float) -> float:
+def _optimizer(hardware: Hardware, workload: Workload, strategy: Strategy, held: float, own: float) -> float:
     """Return the seconds of the update: a matter of memory, on the device or on the host."""
-    ranks = strategy.data * strategy.context if strategy.zero_stage else 1
-    part = held / ranks
+    part = own if strategy.zero_stage else held
     moved = part * (ADAM_BYTES + workload.element_bytes) + held * workload.gradient_bytes  # the norm reads them all
     if strategy.offload == "none":
         return moved / hardware.memory_bytes_per_second

@@ -51,9 +51,24 @@ def tensor_group(hardware: Hardware, strategy: Strategy) -> Group:
     return group_along(hardware, strategy.tensor, 1)
 
 
+def data_ranks(strategy: Strategy) -> int:
+    """Return how many ranks hold copies of one part of the model, context-parallel ranks among them."""
+    return strategy.data * strategy.context
+
+
+def expert_ranks(strategy: Strategy) -> int:
+    """Return how many ranks hold copies of one expert, or of one part of it."""
+    return max(1, strategy.tensor * data_ranks(strategy) // max(strategy.expert, strategy.tensor))
+
+
 def data_group(hardware: Hardware, strategy: Strategy) -> Group:
-    """Return the ranks that hold copies of one part of the model, context-parallel ranks among them."""
-    return group_along(hardware, strategy.data * strategy.context, strategy.tensor)
+    """Return the ranks that hold copies of one part of the model."""
+    return group_along(hardware, data_ranks(strategy), strategy.tensor)
+
+
+def expert_group(hardware: Hardware, strategy: Strategy) -> Group:
+    """Return the ranks that hold copies of one expert."""
+    return group_along(hardware, expert_ranks(strategy), max(strategy.expert, strategy.tensor))
 
 
 def half_ring(group: Group, size_bytes: float) -> float:

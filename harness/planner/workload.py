@@ -130,7 +130,11 @@ class Strategy:
 
 def layer_parameters(strategy: Strategy, layer: LayerShape) -> float:
     """Return a rank's parameters of one decoder layer: matrices split, norms and most biases whole."""
-    share = max(strategy.expert, strategy.tensor)  # experts: whole ones over expert ranks, or parts of each
     router = layer.hidden * layer.experts
     dense = layer.matrix_parameters - layer.expert_parameters - router
-    return dense / strategy.tensor + layer.expert_parameters / share + router + layer.vectors
+    return dense / strategy.tensor + layer_experts(strategy, layer) + router + layer.vectors
+
+
+def layer_experts(strategy: Strategy, layer: LayerShape) -> float:
+    """Return a rank's parameters of a layer's routed experts: whole ones over expert ranks, or parts of each."""
+    return layer.expert_parameters / max(strategy.expert, strategy.tensor)

@@ -241,9 +241,10 @@ def strategy_of(row: dict[str, str]) -> Strategy:
     expert = number(row, "ep", dp if "DeepEP" in row["notes"] else 1)  # DeepEP sends tokens to expert-parallel ranks
     if dp < 1 or batch % (dp * micro):
         raise Unusable("sizes that do not multiply")
-    overlaps = program.is_megatron and not program.is_early
+    is_modern = program.is_megatron and not program.is_early
+    overlaps = is_modern and not system.startswith("Megatron-LM")  # by default, as the recipes of the others ask for it
     shares_states = "distributed" in row["zero_or_distopt"] or any(n in system for n in ("NeMo", "Bridge", "nanotron"))
-    shares_sequence = row["seq_parallel"].startswith("yes") or (overlaps and tp > 1)
+    shares_sequence = row["seq_parallel"].startswith("yes") or (is_modern and tp > 1)
     recompute: Recompute = "full" if row["recompute"].startswith("full") else "none"
     if row["recompute"].startswith("selective"):  # torchtitan saves attention and every second matrix product
         recompute = "half" if system == "torchtitan" else "selective"
@@ -266,7 +267,7 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         split_table=shares_sequence,
         gathers_again=program.is_megatron and system != "nanotron",
         overlap_data=overlaps,
-        overlap_parameters=overlaps,
+        overlap_parameters=overlaps and system != "nanotron",  # which gathers them behind its update
         overlap_tensor=0.5 if program.is_megatron and ("NeMo" in system or "Bridge" in system) else 0.0,
         partition="balanced" if system == "nanotron" else "type:DecoderLayer",  # it weighs blocks, the head among them
     )

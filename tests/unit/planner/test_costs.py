@@ -9,6 +9,7 @@ from harness.planner.estimate import Estimate, estimate
 from harness.planner.hardware import load_hardware, names
 from harness.planner.memory import local_parameters
 from harness.planner.model_config import decoder_of, read_decoder
+from harness.planner.shape import DecoderShape, LayerShape
 from harness.planner.step import strategy_stages
 from harness.planner.traffic import Group, all_reduce, half_ring
 from harness.planner.workload import Strategy, Workload
@@ -67,6 +68,18 @@ def test_the_parts_of_a_step_add_up():
 def test_model_states_are_shared_out_as_deepspeed_does(precision, stage, each):
     one = of(Strategy(data=4, zero_stage=stage), replace(WORKLOAD, precision=precision)).stages[0]
     assert one.parameters + one.gradients + one.optimizer == pytest.approx(each * SHAPE.parameters)
+
+
+@pytest.mark.parametrize(("expert", "copies"), [(1, 8), (4, 2), (8, 1)])
+def test_states_are_shared_out_among_the_ranks_that_hold_copies_of_an_expert(expert, copies):
+    layer = LayerShape(
+        hidden=64, heads=4, kv_heads=4, query=64, key=64, value=64, output=64, experts=8, top_k=2, expert_ffn=4096
+    )
+    shape = DecoderShape(layers=(layer,), vocab=64)
+    strategy = Strategy(data=8, expert=expert, zero_stage=1, tokens_travel=True)
+    one = of(strategy, Workload(shape=shape, sequence=16)).stages[0]
+    dense = shape.parameters - layer.expert_parameters
+    assert one.optimizer == pytest.approx(12 * (dense / 8 + layer.expert_parameters / expert / copies))
 
 
 def test_stages_hold_the_whole_model_and_a_tied_table_twice():

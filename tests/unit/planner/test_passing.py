@@ -22,7 +22,9 @@ HELD, LARGEST = 1e6, 1000
 def passing(strategy: Strategy, gradients: float, made: float = 0.0, held: float = HELD, **changes: object) -> float:
     """Bytes for a stage that holds so many parameters."""
     work = Workload(shape=SHAPE, sequence=1, **{"precision": "fp32", **changes})  # type: ignore[arg-type]
-    return passing_bytes(work, strategy, STAGE, Held(parameters=held, gradients=gradients, made=made, in_flight=1))
+    own = held / (strategy.data * strategy.context)
+    step = Held(parameters=held, own=own, gradients=gradients, made=made, in_flight=1)
+    return passing_bytes(work, strategy, STAGE, step)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from harness.planner.traffic import (
     all_reduce,
     data_group,
     expert_exchange,
+    expert_group,
+    expert_ranks,
     group_along,
     half_ring,
     message,
@@ -106,3 +108,17 @@ def test_a_token_goes_once_to_each_node_of_its_experts(size: int, stride: int, c
 )
 def test_a_message_leaves_the_node_where_a_stage_fills_it(stride: int, seconds: float) -> None:
     assert message(HARDWARE, stride, 500) == seconds
+
+
+@pytest.mark.parametrize(
+    ("tensor", "data", "expert", "copies"),
+    [(1, 8, 1, 8), (1, 8, 8, 1), (1, 8, 4, 2), (2, 8, 4, 4), (4, 2, 4, 2), (2, 2, 8, 1)],
+)
+def test_an_expert_has_a_copy_for_each_group_of_ranks_that_hold_all(tensor, data, expert, copies) -> None:
+    assert expert_ranks(Strategy(tensor=tensor, data=data, expert=expert)) == copies
+
+
+def test_ranks_with_copies_of_an_expert_lie_on_other_nodes_where_a_node_holds_all() -> None:
+    assert expert_group(HARDWARE, Strategy(data=16, expert=8)) == group_along(HARDWARE, 2, 8)
+    shared = Strategy(tensor=4, data=4, expert=4)
+    assert expert_group(HARDWARE, shared) == data_group(HARDWARE, shared)
