@@ -168,16 +168,19 @@ def layer_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, la
 
     Tensor parallel: an all-reduce of the hidden state behind attention and one behind the feed-forward part, as many
     backward (Shoeybi et al. 2019, section 3); with sequence parallelism an all-gather and a reduce-scatter each, and
-    one more all-gather backward where inputs are gathered again (Korthikanti et al. 2022, section 4.2.2). Context
+    one more all-gather backward where inputs are gathered again (Korthikanti et al. 2022, section 4.2.2); with
+    `narrow_gathers` what is gathered has as many bytes as the products read (Transformer Engine's Linear). Context
     parallel: keys and values go round, hidden but for the first hop. Experts: two all-to-alls each way where tokens
     travel to them.
     """
     tokens = strategy.micro_batch * workload.sequence // strategy.context
     state = float(tokens * layer.hidden * workload.element_bytes)
     group = tensor_group(hardware, strategy)
-    forward = 2 * all_reduce(group, state)
+    narrow = min(1.0, PRODUCT_BYTES[workload.precision] / workload.element_bytes) if strategy.narrow_gathers else 1.0
+    gather = half_ring(group, narrow * state)
+    forward = 2 * (all_reduce(group, state) - half_ring(group, state) + gather)
     again = strategy.sequence_parallel and strategy.gathers_again
-    backward = forward + (2 * half_ring(group, state) if again else 0.0)
+    backward = forward + (2 * gather if again else 0.0)
     shown = 1 - strategy.overlap_tensor
     total = Seconds(shown * forward, shown * backward)
     if layer.experts and strategy.expert > 1 and strategy.tokens_travel:

@@ -127,7 +127,8 @@ def _stage_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, s
 def _pipeline(hardware: Hardware, workload: Workload, strategy: Strategy) -> float:
     """Return the seconds in which stages send and receive: the cut's traffic, 2 x the hidden state of a micro-batch.
 
-    Each micro-batch is sent on once forward and once backward, for each part of the model that a stage has.
+    Each micro-batch is sent on once forward and once backward, for each part of the model that a stage has. Where that
+    overlaps with the passes of other micro-batches, only what fills and empties the pipeline waits for it.
     """
     if strategy.pipeline == 1:
         return 0.0
@@ -136,7 +137,8 @@ def _pipeline(hardware: Hardware, workload: Workload, strategy: Strategy) -> flo
     state /= strategy.tensor if strategy.sequence_parallel else 1
     stride = strategy.tensor * strategy.data * strategy.context
     once = message(hardware, stride, state) + COLLECTIVE_OPERATIONS * hardware.dispatch_seconds
-    return 2 * once * (strategy.accumulation * strategy.parts_per_stage + strategy.pipeline - 1)
+    steady = strategy.accumulation * strategy.parts_per_stage * (CONTENTION if strategy.overlap_pipeline else 1.0)
+    return 2 * once * (steady + strategy.pipeline - 1)
 
 
 def _data(

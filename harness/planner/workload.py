@@ -75,6 +75,8 @@ class Strategy:
         whole_gradients: whether each data-parallel rank gets all summed gradients, though it needs only its part.
         bucket: gradients that are reduced at once.
         overlap_tensor: share of the tensor-parallel traffic that travels while layers compute.
+        overlap_pipeline: whether stages send and receive while they compute, but for the first and the last passes.
+        narrow_gathers: whether a layer's inputs are gathered in the precision of its products.
     """
 
     pipeline: int = 1
@@ -98,6 +100,8 @@ class Strategy:
     whole_gradients: bool = False
     bucket: float = 5e8
     overlap_tensor: float = 0.0
+    overlap_pipeline: bool = False
+    narrow_gathers: bool = False
     partition: str = "balanced"
 
     @property

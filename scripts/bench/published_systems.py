@@ -269,5 +269,8 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         overlap_data=overlaps,
         overlap_parameters=overlaps and system != "nanotron",  # which gathers them behind its update
         overlap_tensor=0.5 if program.is_megatron and ("NeMo" in system or "Bridge" in system) else 0.0,
+        overlap_pipeline=is_modern
+        and number(row, "vpp") > 1,  # Megatron does so by default, in its interleaved schedule
+        narrow_gathers=is_modern and system != "nanotron",
         partition="balanced" if system == "nanotron" else "type:DecoderLayer",  # it weighs blocks, the head among them
     )

@@ -10,7 +10,7 @@ from harness.planner.hardware import load_hardware, names
 from harness.planner.memory import local_parameters
 from harness.planner.model_config import decoder_of, read_decoder
 from harness.planner.shape import DecoderShape, LayerShape
-from harness.planner.step import strategy_stages
+from harness.planner.step import CONTENTION, strategy_stages
 from harness.planner.traffic import Group, all_reduce, half_ring
 from harness.planner.workload import Strategy, Workload
 
@@ -38,6 +38,12 @@ def test_each_part_of_a_stage_sends_every_micro_batch(schedule, virtual):
     one = Strategy(pipeline=4, accumulation=8)
     seconds = [of(x).seconds.pipeline for x in (one, replace(one, schedule=schedule, virtual_stages=virtual))]
     assert seconds[1] / seconds[0] == pytest.approx((2 * 8 + 3) / (8 + 3))
+
+
+def test_stages_that_send_while_they_compute_wait_where_the_pipeline_fills_and_empties():
+    one = Strategy(pipeline=4, accumulation=8, virtual_stages=2)
+    seconds = [of(x).seconds.pipeline for x in (one, replace(one, overlap_pipeline=True))]
+    assert seconds[1] / seconds[0] == pytest.approx((CONTENTION * 2 * 8 + 3) / (2 * 8 + 3))
 
 
 def test_a_ring_moves_each_byte_through_each_rank_almost_twice():
