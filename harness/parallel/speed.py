@@ -1,8 +1,8 @@
 """Measures what this machine's processor does for one rank: the constants of a device file of the planner.
 
 `python -m harness.parallel.speed` prints the rates of one rank with one thread; with the number of a rank and a file to
-meet at, those of the link between two ranks. Each figure is the best of several tries, as other work on the
-machine can only slow them.
+meet at and how many they are, those of the link between them. Each figure is the median of several tries: what a long
+run gets, not the best that is possible.
 """
 
 from __future__ import annotations
@@ -11,84 +11,110 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from math import ceil, log2
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from harness.config.model.shape import PRESETS
 from harness.parallel.collectives.of_group import leave_memory, share_memory, sum_in_place
 
-TRIES = 7
+TRIES = 9
+REPEATS = 20  # of what takes less time than a process may be interrupted for
+NARROW: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 4}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def best_seconds(work: Callable[[], object], clock: Callable[[], float] = time.thread_time) -> float:
-    """Return the least seconds of several tries, after one to warm up: of this thread, that of others left out."""
+def usual_seconds(work: Callable[[], object], clock: Callable[[], float] = time.thread_time) -> float:
+    """Return the median seconds of several tries, after one to warm up: of this thread, that of others left out."""
     work()
     found = []
     for _ in range(TRIES):
         begin = clock()
         work()
         found.append(clock() - begin)
-    return min(found)
+    return median(found)
 
 
 def matmul_flops(dtype: torch.dtype, size: int = 768) -> float:
     """Return the operations a second of a product of squares."""
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    return 2 * size**3 / best_seconds(lambda: a @ b)
+    return 2 * size**3 / usual_seconds(lambda: a @ b)
 
 
 def attention_flops(length: int = 512, heads: int = 8, size: int = 64) -> float:
     """Return the operations a second of causal attention, half of the scores counted."""
     q, k, v = (torch.randn(1, heads, length, size) for _ in range(3))
     work = 2 * heads * length**2 * size
-    return work / best_seconds(lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+    return work / usual_seconds(lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 def copied_bytes(elements: int = 2**24) -> float:
     """Return the bytes a second that copying a large tensor reads and writes."""
     source, target = torch.ones(elements), torch.empty(elements)
-    return 2 * 4 * elements / best_seconds(lambda: target.copy_(source))
+    return 2 * 4 * elements / usual_seconds(lambda: target.copy_(source))
 
 
-def operation_seconds(count: int = 300) -> float:
-    """Return the seconds of one small operation that autograd records."""
-    start = torch.ones(8, requires_grad=True)
+def narrow_layer_seconds(layers: int = 4) -> float:
+    """Return the seconds of a decoder layer, forward and backward, that is too narrow for its numbers to take time.
 
-    def chain() -> torch.Tensor:
-        value = start
-        for _ in range(count):
-            value = value * 1.0
-        return value
+    What a model without layers takes is measured, too, and taken off.
+    """
+    ids = torch.ones(1, 8, dtype=torch.long)
 
-    return best_seconds(chain) / count
+    def seconds(count: int) -> float:
+        config = AutoConfig.from_pretrained(PRESETS / "tiny-llama", **NARROW, num_hidden_layers=count)
+        model = AutoModelForCausalLM.from_config(config)
+        return usual_seconds(lambda: model(ids).logits.sum().backward())
+
+    return max(seconds(layers) - seconds(0), 0.0) / layers
 
 
 def link(sizes: tuple[int, int] = (2**10, 2**22)) -> tuple[float, float]:
     """Return the seconds of an all-reduce of a few and of many float32, as a run of one host makes it; all ranks call
-    it."""
+    it.
+
+    The small one stands between pieces of work, as in a layer: ranks that wait must be woken, and find their core
+    taken where there are more ranks than cores.
+    """
     world = dist.group.WORLD
     assert world is not None, "the ranks have met"
     few, many = (torch.ones(size) for size in sizes)
+    matrix = torch.ones(192, 192)
+
+    def layers(reduce: bool) -> None:
+        for _ in range(REPEATS):
+            torch.mm(matrix, matrix)
+            if reduce:
+                sum_in_place(few, world)
+
     clock = time.perf_counter  # of which a part is spent waiting
-    return best_seconds(lambda: sum_in_place(few, world), clock), best_seconds(lambda: sum_in_place(many, world), clock)
+    both = usual_seconds(lambda: layers(reduce=True), clock)
+    dist.barrier()
+    alone = usual_seconds(lambda: layers(reduce=False), clock)
+    dist.barrier()
+    return max(both - alone, 0.0) / REPEATS, usual_seconds(lambda: sum_in_place(many, world), clock)
 
 
 def main() -> None:
     """Print the measurements as JSON."""
     torch.set_num_threads(1)
     if sys.argv[1:]:
-        rank, meeting = sys.argv[1:]
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=2)
+        rank, ranks, meeting = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
         share_memory([dist.group.WORLD])
         few, many = link()
-        measured = {"hop_seconds": few / 2, "bytes_per_second": 4 * 2**22 / max(many - few, 1e-9)}
+        moved, hops = 2 * (ranks - 1) / ranks * 4 * 2**22, 2 * ceil(log2(ranks))
+        measured = {"hop_seconds": few / hops, "bytes_per_second": moved / max(many - few, 1e-9)}
         leave_memory()
         dist.destroy_process_group()
     else:
         measured = {name: matmul_flops(dtype) for name, dtype in DTYPES.items()}
-        measured |= {"attention": attention_flops(), "memory": copied_bytes(), "operation": operation_seconds()}
+        measured |= {"attention": attention_flops(), "memory": copied_bytes(), "layer": narrow_layer_seconds()}
     print(json.dumps(measured))
 
 

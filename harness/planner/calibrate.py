@@ -1,4 +1,4 @@
-"""Writes the device file of this machine's CPU, from measurements of one rank and of the link between two."""
+"""Writes the device file of this machine's CPU, from measurements of one rank and of the links between several."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.planner.hardware import GIB
+from harness.planner.host_time import OPERATIONS
 
 MODULE = "harness.parallel.speed"
 LIMIT_S = 120.0
@@ -26,21 +28,27 @@ def calibrate(path: Path) -> None:
         raise UserError(f"--calibrate {path}: no such directory")
     command = [sys.executable, "-m", MODULE]
     rank = _measured([command])
-    with tempfile.TemporaryDirectory() as folder:
-        link = _measured([[*command, str(number), f"{folder}/meeting"] for number in range(2)])
+    links = {}
+    for ranks in (2, 2 * _cores()):
+        with tempfile.TemporaryDirectory() as folder:
+            commands = [[*command, str(number), str(ranks), f"{folder}/meeting"] for number in range(ranks)]
+            links[ranks] = _measured(commands)
     try:
-        path.write_text(json.dumps(device(rank, link), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(device(rank, links), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--calibrate {path}: cannot be written: {(error.strerror or '').lower()}") from None
 
 
-def device(rank: JsonObject, link: JsonObject) -> JsonObject:
-    """Return the content of the file: what was measured, and what the system says of cores and memory."""
+def device(rank: JsonObject, links: Mapping[int, JsonObject]) -> JsonObject:
+    """Return the content of the file: what was measured, and what the system says of cores and memory.
+
+    `links`: between two ranks, and between more ranks than there are cores, by their number.
+    """
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     peak = {name: rank[name] / 1e12 for name in ("fp32", "bf16", "fp16")}
-    through = {"gb_per_second": link["bytes_per_second"] / 1e9, "efficiency": 1, "hop_seconds": link["hop_seconds"]}
+    through, crowded = (_link(links[ranks]) for ranks in (min(links), max(links)))
     numbers: JsonObject = {
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": _cores(),
         "memory_gib": gib,
         "context_gib": 0.5,
         "memory_gb_per_second": rank["memory"] / 1e9,
@@ -51,15 +59,25 @@ def device(rank: JsonObject, link: JsonObject) -> JsonObject:
         "compute_units": 1,
         "kernel_seconds": 1e-6,
         "node": {"devices": 1024, **through},
+        "crowded": {"ranks": max(links), **crowded},
         "network": through,
         "host": {
-            "dispatch_seconds": rank["operation"],
+            "dispatch_seconds": rank["layer"] / (3 * OPERATIONS),  # forward, and twice as many backward
             "gb_per_second": rank["memory"] / 1e9,
             "memory_gib": gib,
             "memory_gb_per_second": rank["memory"] / 1e9,
         },
     }
     return {"name": "this machine's CPU, one core for each rank", **_with_source(numbers)}
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _link(measured: JsonObject) -> JsonObject:
+    rate = measured["bytes_per_second"] / 1e9
+    return {"gb_per_second": rate, "efficiency": 1, "hop_seconds": measured["hop_seconds"]}
 
 
 def _with_source(numbers: JsonObject) -> JsonObject:

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from harness.planner.compute import PRODUCT_BYTES, Seconds, product
 from harness.planner.hardware import Hardware
+from harness.planner.host_time import held_experts, with_issue
 from harness.planner.shape import LayerShape, context
 from harness.planner.traffic import all_reduce, expert_exchange, half_ring, tensor_group
 from harness.planner.workload import Strategy, Workload, layer_parameters
@@ -14,9 +15,6 @@ from harness.planner.workload import Strategy, Workload, layer_parameters
 # single operations as a model's Python code does. Backward moves twice as much: it reads inputs and gradients.
 FUSED = {"norm": 2, "residual": 3, "gate": 3, "activation": 2, "rotation": 2, "scores": 4.5, "cast": 3}
 PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8, "scores": 10, "cast": 3}
-# Operations that a host issues for a layer's forward, counted on a decoder of transformers; backward issues twice as
-# many, one gradient for each input. A collective takes as long as a few of them.
-OPERATIONS, COLLECTIVE_OPERATIONS = 50, 3
 # Rate of the backward kernel of attention beside the forward one (Dao 2023, section 4.1: 63% of the peak beside 73%).
 BACKWARD_RATE = 63 / 73
 # Bytes that each logit is moved for. Forward: written, widened to fp32, its maximum found and taken off, exponentials,
@@ -35,26 +33,7 @@ def layer_seconds(hardware: Hardware, workload: Workload, strategy: Strategy, la
     again = {"selective": attention.forward, "half": half}.get(strategy.recompute, 0.0)
     summed = _summed(hardware, workload, strategy, layer)
     device = products.plus(attention).plus(elementwise).plus(summed).plus(Seconds(0.0, again))
-    collectives = 2 * COLLECTIVE_OPERATIONS if strategy.tensor > 1 else 0
-    issue = (_operations(workload, strategy, layer) + collectives) * hardware.dispatch_seconds
-    return Seconds(max(device.forward, issue), max(device.backward, 2 * issue))
-
-
-def _operations(workload: Workload, strategy: Strategy, layer: LayerShape) -> int:
-    """Return the operations that a host issues for a layer's forward.
-
-    Routing takes as many again as a dense layer. Where experts are multiplied one by one, each takes two products, and
-    in less than 16 bits two casts of their inputs.
-    """
-    if not layer.experts:
-        return OPERATIONS
-    each = 4 if PRODUCT_BYTES[workload.precision] < 2 else 2
-    return 2 * OPERATIONS + (0 if workload.grouped_experts else each * _held_experts(strategy, layer))
-
-
-def _held_experts(strategy: Strategy, layer: LayerShape) -> int:
-    """Return how many routed experts a rank holds."""
-    return max(1, layer.experts // strategy.expert)
+    return with_issue(hardware, workload, strategy, layer, device)
 
 
 def _share(width: int, ranks: int) -> int:
@@ -93,7 +72,7 @@ def _feed_forward(strategy: Strategy, layer: LayerShape, tokens: int) -> list[tu
     """Return width, rows and copies of the feed-forward parts of one rank."""
     parts = [(_share(layer.dense_ffn, strategy.tensor), tokens, 1)] if layer.dense_ffn else []
     if layer.experts:
-        held = _held_experts(strategy, layer)
+        held = held_experts(strategy, layer)
         ranks = 1 if strategy.expert > 1 else strategy.tensor
         routed = tokens * layer.top_k
         if strategy.expert > 1:  # the tokens of tensor-parallel ranks are the same; experts see each once

@@ -65,7 +65,10 @@ def _at_backward(workload: Workload, strategy: Strategy, stage: Stage, held: Hel
     if workload.sums_in_place:
         return held.made + _buckets(workload, strategy, held)
     if zero == 3:
-        return held.made + _gathered(workload, strategy, stage, held) + _buckets(workload, strategy, held) + largest
+        whole = held.made + _gathered(workload, strategy, stage, held) + largest
+        if workload.on_cpu and strategy.bucket >= held.parameters:  # filled at the end of the backward alone
+            return whole
+        return whole + _buckets(workload, strategy, held)
     if zero == 2:
         begun = held.made + 2 * largest + _buckets(workload, strategy, held)
         if workload.on_cpu:
@@ -80,11 +83,14 @@ def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, held: He
 
     Without ZeRO, and for bf16 at stage 1, gradients are copied into flat buckets; not in fp32 on a rank that sends none
     (harness/deepspeed/gradient_reduction.py). ZeRO-1 and ZeRO-2 copy this rank's part into one flat tensor, and
-    matrices that exceed a bucket one by one.
+    matrices that exceed a bucket one by one. ZeRO-3's parameters stay gathered between the micro-batches of a step.
     """
     width, zero = workload.element_bytes, strategy.zero_stage
-    if workload.sums_in_place or zero == 3:
+    if workload.sums_in_place:
         return 0.0
+    if zero == 3:
+        stay = strategy.accumulation > 1 and held.parameters <= GATHERED
+        return _buckets(workload, strategy, held) + (_gathered(workload, strategy, stage, held) if stay else 0.0)
     if zero == 0 or strategy.whole_gradients:
         alone = strategy.data * strategy.context == 1 and zero == 0 and width == 4
         return 0.0 if alone else min(held.parameters, FLAT_BUCKET) * max(width, workload.gradient_bytes)
@@ -121,10 +127,15 @@ def _sums_apart(workload: Workload) -> bool:
 
 
 def _buckets(workload: Workload, strategy: Strategy, held: Held) -> float:
-    """Return the bytes of ZeRO's buckets: one fills while the other is reduced."""
+    """Return the bytes of ZeRO's buckets: one fills while the other is reduced.
+
+    On a CPU ZeRO-3 has no buckets, but gradients stand until as many are there, and beside them their means.
+    """
+    ranks = strategy.data * strategy.context
     if strategy.zero_stage == 0 or strategy.whole_gradients or strategy.data == 1:
         return 0.0
-    return 2 * min(strategy.bucket, held.parameters) * workload.element_bytes
+    times = 1 + 1 / ranks if workload.on_cpu and strategy.zero_stage == 3 else 2
+    return times * min(strategy.bucket, held.parameters) * workload.element_bytes
 
 
 def _gathered(workload: Workload, strategy: Strategy, stage: Stage, held: Held) -> float:

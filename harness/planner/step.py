@@ -12,13 +12,8 @@ from dataclasses import dataclass
 from harness.config.values.batch import left_waits
 from harness.planner.compute import Seconds
 from harness.planner.hardware import Hardware
-from harness.planner.layer_time import (
-    COLLECTIVE_OPERATIONS,
-    embedding_seconds,
-    head_seconds,
-    layer_seconds,
-    layer_traffic,
-)
+from harness.planner.host_time import COLLECTIVE_OPERATIONS, micro_batch_issue, update_issue
+from harness.planner.layer_time import embedding_seconds, head_seconds, layer_seconds, layer_traffic
 from harness.planner.memory import local_experts, local_parameters, owned_parameters
 from harness.planner.stages import Stage, stages_of
 from harness.planner.traffic import all_reduce, data_group, expert_group, half_ring, message
@@ -87,7 +82,8 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
         tensor=tensor,
         pipeline=_pipeline(hardware, workload, strategy),
         data=_data(hardware, workload, strategy, held, experts, compute),
-        optimizer=_optimizer(hardware, workload, strategy, held, owned_parameters(strategy, held, experts)),
+        optimizer=_optimizer(hardware, workload, strategy, held, owned_parameters(strategy, held, experts))
+        + update_issue(hardware, max(sum(count for _, count in stage.layers) for stage in stages)),
         idle=idle,
     )
 
@@ -111,7 +107,7 @@ def _stage_compute(hardware: Hardware, workload: Workload, strategy: Strategy, s
         total = total.plus(embedding_seconds(hardware, workload, strategy))
     if stage.is_last:
         total = total.plus(head_seconds(hardware, workload, strategy))
-    return total.forward + total.backward + forward_again
+    return total.forward + total.backward + forward_again + micro_batch_issue(hardware)
 
 
 def _stage_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, stage: Stage) -> float:
@@ -172,7 +168,21 @@ def _data(
     hidden = (compute * 2 / 3 if stage == 2 else window) if strategy.overlap_data else 0.0
     gather = _half_rings(hardware, strategy, held, experts, width, 1) if stage else 0.0
     shown = max(0.0, gather - window / 2) if strategy.overlap_parameters else gather
-    return max(0.0, reduce - hidden) + contention * min(reduce, hidden) + shown
+    return (
+        max(0.0, reduce - hidden) + contention * min(reduce, hidden) + shown + _copied(hardware, strategy, held * each)
+    )
+
+
+def _copied(hardware: Hardware, strategy: Strategy, gradients: float) -> float:
+    """Return the seconds in which a host's processor copies gradients into flat buckets, and back or to its part.
+
+    ZeRO-2 does it for every micro-batch; each copy reads and writes. A GPU's memory makes nothing of it.
+    """
+    if not hardware.is_host:
+        return 0.0
+    ranks = strategy.data * strategy.context if strategy.zero_stage else 1
+    times = strategy.accumulation if strategy.zero_stage == 2 else 1
+    return times * 2 * gradients * (1 + 1 / ranks) / hardware.memory_bytes_per_second
 
 
 def _half_rings(hardware: Hardware, strategy: Strategy, held: float, experts: float, each: float, layers: int) -> float:

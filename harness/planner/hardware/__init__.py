@@ -44,6 +44,7 @@ class Hardware:
         host_memory_bytes: of the host, for each device.
         host_memory_bytes_per_second: of the host's memory, for each device.
         crowding: ranks for each core of a host whose processor is the device; its constants are those of all at work.
+        crowded: the link between `crowded_ranks` ranks of a host that has fewer cores, if it was measured.
     """
 
     name: str
@@ -63,6 +64,8 @@ class Hardware:
     host_memory_bytes: float
     host_memory_bytes_per_second: float
     crowding: float = 1.0
+    crowded: Link | None = None
+    crowded_ranks: int = 0
 
     @property
     def is_host(self) -> bool:
@@ -125,10 +128,20 @@ def _shared(hardware: Hardware, ranks: int, cores: float) -> Hardware:
         memory_bytes_per_second=hardware.memory_bytes_per_second * speed,
         dispatch_seconds=hardware.dispatch_seconds / speed,
         host_memory_bytes_per_second=hardware.host_memory_bytes_per_second * speed,
-        node=Link(
-            bytes_per_second=hardware.node.bytes_per_second * speed, hop_seconds=hardware.node.hop_seconds / speed
-        ),
+        node=_crowded_link(hardware, ranks, speed),
         crowding=1 / speed,
+    )
+
+
+def _crowded_link(hardware: Hardware, ranks: int, speed: float) -> Link:
+    """Return the link of each of `ranks`, from what was measured of more ranks than cores where they are more."""
+    node, crowded = hardware.node, hardware.crowded
+    if crowded is None or speed == 1.0:
+        return Link(bytes_per_second=node.bytes_per_second * speed, hop_seconds=node.hop_seconds / speed)
+    more = ranks / hardware.crowded_ranks
+    return Link(
+        bytes_per_second=min(node.bytes_per_second, crowded.bytes_per_second / more),
+        hop_seconds=max(node.hop_seconds, crowded.hop_seconds * more),
     )
 
 
@@ -163,6 +176,7 @@ def _read(content: object, path: str) -> Hardware:
     if not isinstance(precisions, Mapping) or any(key not in precisions for key in ("fp32", "bf16")):
         raise UserError(f"{path}: no tflops of fp32 and bf16: write them as the packaged files of `--hardware` do")
     assert isinstance(content, Mapping)
+    measured = "crowded" in content
     return Hardware(
         name=str(content.get("name", path)),
         memory_bytes=value("memory_gib") * GIB,
@@ -180,4 +194,6 @@ def _read(content: object, path: str) -> Hardware:
         host_bytes_per_second=value("host", "gb_per_second") * 1e9,
         host_memory_bytes=value("host", "memory_gib") * GIB,
         host_memory_bytes_per_second=value("host", "memory_gb_per_second") * 1e9,
+        crowded=link("crowded") if measured else None,
+        crowded_ranks=_count(content, path, "crowded", "ranks") if measured else 0,
     )

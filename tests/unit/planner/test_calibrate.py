@@ -16,7 +16,8 @@ def measured():
     """One rank's figures, from sizes that take no time, and a link."""
     rates = {name: speed.matmul_flops(dtype, size=64) for name, dtype in speed.DTYPES.items()}
     rank = {**rates, "attention": speed.attention_flops(length=64, heads=1), "memory": speed.copied_bytes(2**16)}
-    return device(rank | {"operation": speed.operation_seconds(20)}, {"bytes_per_second": 1e9, "hop_seconds": 1e-4})
+    link, crowded = {"bytes_per_second": 1e9, "hop_seconds": 1e-4}, {"bytes_per_second": 2e8, "hop_seconds": 3e-4}
+    return device(rank | {"layer": speed.narrow_layer_seconds(1)}, {2: link, 4: crowded})
 
 
 def test_measurements_are_plausible(measured):
@@ -32,6 +33,10 @@ def test_ranks_share_the_cores_and_the_memory(measured, tmp_path):
     assert one.flops == two.flops
     assert four.flops["fp32"] == pytest.approx(two.flops["fp32"] / 2)
     assert four.memory_bytes == pytest.approx(one.memory_bytes / 4)
+    assert (one.node, two.node.bytes_per_second, two.node.hop_seconds) == (two.node, 1e9, 1e-4)
+    assert (four.node.bytes_per_second, four.node.hop_seconds) == pytest.approx((2e8, 3e-4))
+    eight = load_hardware(str(file), 8).node
+    assert (eight.bytes_per_second, eight.hop_seconds) == pytest.approx((1e8, 6e-4))
     assert one.memory_bytes == pytest.approx(measured["memory_gib"]["value"] * GIB)
 
 
