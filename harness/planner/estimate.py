@@ -134,6 +134,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         recompute="full" if interval else "none",
         offload=_offload(zero, resolved.zero_stage),
         overlap_data=bool(overlap) and resolved.zero_stage >= 2,
+        gathers_once=_gathers_once(zero, resolved.zero_stage),
         whole_gradients=sums_whole(resolved.precision, resolved.zero_stage),
         bucket=whole(zero.get("reduce_bucket_size")) or 5e8,
         partition=resolved.partition,
@@ -158,6 +159,12 @@ def _offload(zero: Mapping[str, object], stage: int) -> Offload:
     if stage == 3 and is_off("offload_param"):
         return "optimizer+parameters"
     return "optimizer" if stage >= 1 and is_off("offload_optimizer") else "none"
+
+
+def _gathers_once(zero: Mapping[str, object], stage: int) -> bool:
+    """Return whether the harness lets ZeRO-3's parameters stay gathered (harness/deepspeed/zero3_parameters.py)."""
+    copies = whole(zero.get("zero_hpz_partition_size")) or 1
+    return stage == 3 and copies == 1 and _offload(zero, stage) != "optimizer+parameters"
 
 
 def require_precision(hardware: Hardware, precision: str) -> None:

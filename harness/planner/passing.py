@@ -89,7 +89,7 @@ def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, held: He
     if workload.sums_in_place:
         return 0.0
     if zero == 3:
-        stay = strategy.accumulation > 1 and held.parameters <= GATHERED
+        stay = strategy.accumulation > 1 and strategy.gathers_once and held.parameters <= GATHERED
         return _buckets(workload, strategy, held) + (_gathered(workload, strategy, stage, held) if stay else 0.0)
     if zero == 0 or strategy.whole_gradients:
         alone = strategy.data * strategy.context == 1 and zero == 0 and width == 4

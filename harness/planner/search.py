@@ -103,6 +103,7 @@ def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
                     offload=offload,
                     recompute=again,
                     overlap_data=stage >= 2,
+                    gathers_once=stage == 3 and offload != "optimizer+parameters",
                     whole_gradients=sums_whole(task.workload.precision, stage),
                     bucket=float(max(task.workload.shape.hidden**2, LEAST_BUCKET)),
                 )

@@ -15,6 +15,7 @@ from harness.planner.hardware import Hardware
 from harness.planner.host_time import COLLECTIVE_OPERATIONS, micro_batch_issue, update_issue
 from harness.planner.layer_time import embedding_seconds, head_seconds, layer_seconds, layer_traffic
 from harness.planner.memory import local_experts, local_parameters, owned_parameters
+from harness.planner.passing import GATHERED
 from harness.planner.stages import Stage, stages_of
 from harness.planner.traffic import all_reduce, data_group, expert_group, half_ring, message
 from harness.planner.workload import Strategy, Workload
@@ -155,8 +156,10 @@ def _data(
     if stage == 3:
         layers = len(workload.shape.layers)
         of_gradients = _half_rings(hardware, strategy, held, experts, _reduced_bytes(workload, strategy), layers)
-        ends = 2 * _half_rings(hardware, strategy, held, experts, width, layers) + of_gradients  # first and last layer
-        moved = times * layers * ends
+        of_parameters = _half_rings(hardware, strategy, held, experts, width, layers)
+        ends = 2 * of_parameters + of_gradients  # of the first and the last layer
+        gathers = 1 if strategy.gathers_once and held <= GATHERED else 2 * times
+        moved = layers * (gathers * of_parameters + times * of_gradients)
         return max(0.0, moved - compute) + contention * min(moved, compute) + ends
     whole = strategy.whole_gradients or not stage
     each = _reduced_bytes(workload, strategy)

@@ -72,6 +72,8 @@ class Strategy:
             and in the plans of transformers.
         gathers_again: whether these gather the input of a block again for its backward, instead of keeping it whole.
         overlap_data, overlap_parameters: whether gradients and parameters travel while layers compute.
+        gathers_once: whether ZeRO-3 gathers parameters once a step where there is room for all (`GATHERED`), else for
+            each forward and each backward of a micro-batch.
         whole_gradients: whether each data-parallel rank gets all summed gradients, though it needs only its part.
         bucket: gradients that are reduced at once.
         overlap_tensor: share of the tensor-parallel traffic that travels while layers compute.
@@ -97,6 +99,7 @@ class Strategy:
     gathers_again: bool = False
     overlap_data: bool = False
     overlap_parameters: bool = False
+    gathers_once: bool = False
     whole_gradients: bool = False
     bucket: float = 5e8
     overlap_tensor: float = 0.0

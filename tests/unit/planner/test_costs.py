@@ -18,7 +18,8 @@ H100 = load_hardware("h100")
 SHAPE = read_decoder("llama-1b")
 WORKLOAD = Workload(shape=SHAPE, sequence=2048)
 # layers alone, so that stages are equal: nothing looks up and nothing is predicted
-EVEN = decoder_of({"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 8, "vocab_size": 8}, "even")
+EVEN_CONFIG = {"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 8, "vocab_size": 8}
+EVEN = decoder_of(EVEN_CONFIG, "even")
 
 
 def of(strategy: Strategy, workload: Workload = WORKLOAD) -> Estimate:
@@ -140,6 +141,16 @@ def test_sequence_parallelism_stores_less_of_a_layer_and_holds_the_same_paramete
         of(Strategy(tensor=4, sequence_parallel=on), untied).row()["memory_gib"]["stages"][0] for on in (False, True)
     )
     assert shared["parameters"] == whole["parameters"] and shared["activations"] < whole["activations"]
+
+
+def test_parameters_that_stay_gathered_travel_once_a_step():
+    # a narrow link, which nothing hides: gradients go by for each micro-batch, parameters for each pass, or once
+    few = replace(WORKLOAD, shape=decoder_of({**EVEN_CONFIG, "num_hidden_layers": 2}, "few"), gradient_bytes=2)
+    narrow = replace(H100, node=replace(H100.node, bytes_per_second=1e3))
+    each = Strategy(data=2, zero_stage=3, accumulation=4)
+    slow, fast = (estimate(narrow, few, replace(each, gathers_once=once)).seconds.data for once in (False, True))
+    ends = 3 / 2  # of the first and the last of two layers: two gathers and a reduction
+    assert fast / slow == pytest.approx((1 + 4 + ends) / (4 * 2 + 4 + ends), rel=1e-3)
 
 
 def test_offloading_moves_states_to_the_host():

@@ -61,6 +61,17 @@ def test_a_step_is_fullest_at_one_of_three_moments(
     assert passing(strategy, gradients, made) == bytes_
 
 
+def test_zero_3_on_a_cpu_keeps_gradients_where_they_are_until_a_bucket_is_full() -> None:
+    small, large = Strategy(data=2, zero_stage=3, bucket=100), Strategy(data=2, zero_stage=3)
+    assert (
+        passing(small, 2e6, 1e6, on_cpu=True) == 1e6 + 4e6 + 4000 + 100 * 4 * 1.5
+    )  # a bucket, and the part of its mean
+    assert passing(large, 2e6, 9e6, on_cpu=True) == 9e6 + 4e6 + 4000  # none is full where the backward begins
+    assert passing(large, 2e6, 0, on_cpu=True) == 4e6 * 1.5  # at its end all stand
+    stay = replace(large, accumulation=2, gathers_once=True)
+    assert passing(stay, 2e6, 0, on_cpu=True) == 4e6 * 1.5 + 4e6  # and parameters that the next micro-batch needs
+
+
 def test_sums_of_16_bit_gradients_are_copied_as_their_dtypes_ask() -> None:
     shared = Strategy(data=2, zero_stage=2, bucket=0)
     moved = 2 * 2 * LARGEST
