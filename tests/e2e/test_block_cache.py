@@ -8,22 +8,24 @@ from pathlib import Path
 
 from harness.training.data.blocks import make_blocks
 from harness.training.data.files.sources import read_documents
+from harness.training.data.on_disk.cache import Preparation
 from harness.training.data.tokenizer import ByteTokenizer
 
 SECOND_RUN = """
 import sys
 from harness.training.data.blocks import make_blocks
+from harness.training.data.on_disk.cache import Preparation
 from harness.training.data.pieces import PieceEncoder
 from harness.training.data.files.sources import read_documents
 from harness.training.data.tokenizer import ByteTokenizer
 PieceEncoder.__call__ = None
-print(len(make_blocks(read_documents(sys.argv[1], sys.argv[2]), ByteTokenizer(), 8, sys.argv[2])))
+print(len(make_blocks(read_documents(sys.argv[1], sys.argv[2]), ByteTokenizer(), 8, Preparation(sys.argv[2]))))
 """
 
 
 def test_another_process_finds_the_cache(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 100)
-    make_blocks(read_documents(tmp_path / "a.txt", tmp_path), ByteTokenizer(), 8, tmp_path)
+    make_blocks(read_documents(tmp_path / "a.txt", tmp_path), ByteTokenizer(), 8, Preparation(tmp_path))
     command = [sys.executable, "-c", SECOND_RUN, str(tmp_path / "a.txt"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.strip() == "12", done.stderr

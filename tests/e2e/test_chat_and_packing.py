@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from harness import Trainer, TrainingArguments, UserError
 from harness.training.batches.order import batch_indices
 from harness.training.data.files.documents import as_documents
+from harness.training.data.on_disk.cache import Preparation
 from harness.training.data.samples import make_samples
 from harness.training.data.tokenizer import ByteTokenizer
 from tests.distributed.ranks import run_ranks, script_on_ranks
@@ -119,7 +120,7 @@ def conversations_in_memory(model: str, folder: str) -> tuple[dict[str, float], 
 def padded_to_the_block(model_dir: str, folder: Path) -> Steps:
     """The same steps by plain torch, each conversation on as many tokens as a block has."""
     documents = as_documents([{"messages": chat} for chat in CHATS], "chats")
-    samples = make_samples(documents, ByteTokenizer(), 128, folder)
+    samples = make_samples(documents, ByteTokenizer(), 128, Preparation(folder))
     model = AutoModelForCausalLM.from_pretrained(model_dir).train()
     steps = batch_indices(0, 12, len(samples), seed=42).reshape(3, 4)
     batches = [[samples[row] for row in rows] for rows in steps.tolist()]

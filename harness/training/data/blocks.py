@@ -9,8 +9,7 @@ pages; blocks of any size are cut out of the same ids when they are read.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from harness.errors import UserError
 from harness.training.data.files.token_files import open_tokens
-from harness.training.data.on_disk.cache import cache_error, fingerprint, fingerprint_of, identity, prepared_folder
+from harness.training.data.on_disk.cache import USUAL, Preparation, fingerprint_of, identity
 from harness.training.data.on_disk.shards import make_shards
 from harness.training.data.pieces import PieceEncoder
 from harness.training.data.tokenizer import Tokenizer, largest_id
@@ -73,31 +72,25 @@ def positions_of(starts: npt.NDArray[np.int64], block_size: int) -> npt.NDArray[
 
 
 def make_blocks(
-    documents: Dataset,
-    tokenizer: Tokenizer,
-    block_size: int,
-    cache_dir: str | os.PathLike[str] | None = None,
-    *,
-    packing: bool = False,
-    say: Callable[[str], None] = lambda _: None,
-    workers: int | None = None,
+    documents: Dataset, tokenizer: Tokenizer, block_size: int, how: Preparation = USUAL, *, packing: bool = False
 ) -> Blocks:
     """Return the documents' ids in blocks of `block_size`; with `packing` also position ids.
 
-    What does not fill the last block is dropped. The ids are kept in `cache_dir` (default HF_DATASETS_CACHE) under a
-    name made from documents and tokenizer: a second call encodes nothing, and one after an interruption what is
-    missing. `say` gets a line of progress now and then; `workers`: processes, by default one a core. Raises UserError
-    if `block_size` < 2, the documents do not fill one block, or the cache cannot be written.
+    What does not fill the last block is dropped. The ids are kept under a name made from documents and tokenizer: a
+    second call encodes nothing, and one after an interruption what is missing. Raises UserError if `block_size` < 2,
+    the documents do not fill one block, or the cache cannot be written.
     """
     require_block_size(block_size)
     dtype = smallest_dtype(largest_id(tokenizer))
-    folder = prepared_folder(cache_dir) / fingerprint(_FORMAT, fingerprint_of(documents), identity(tokenizer))
+    folder = how.folder(_FORMAT, fingerprint_of(documents), identity(tokenizer))
     try:
         corpus = Corpus.of(documents, PieceEncoder(tokenizer), dtype)
-        folders = make_shards(folder, corpus.shards(), corpus.write, doing="tokenising", say=say, workers=workers)
+        folders = make_shards(
+            folder, corpus.shards(), corpus.write, doing="tokenising", say=how.say, workers=how.workers
+        )
         ids = TokenIds.of_shards(folders, dtype)
     except OSError as error:
-        raise cache_error(error, cache_dir) from error
+        raise how.error(error) from error
     return blocks_of(ids, block_size, packing=packing)
 
 

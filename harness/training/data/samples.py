@@ -9,8 +9,7 @@ holds nothing for each sample.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ from harness.training.batches.collate import IGNORED
 from harness.training.data.blocks import require_block_size, smallest_dtype
 from harness.training.data.chat import ConversationEncoder, Encoded
 from harness.training.data.conversations import Conversations, EncodedConversations
-from harness.training.data.on_disk.cache import cache_error, fingerprint, fingerprint_of, identity, prepared_folder
+from harness.training.data.on_disk.cache import USUAL, Preparation, fingerprint_of, identity
 from harness.training.data.on_disk.shards import make_shards
 from harness.training.data.packing import Bins, best_fit_decreasing
 from harness.training.data.tokenizer import Tokenizer, end_of_document_id, largest_id
@@ -104,14 +103,7 @@ def laid_out(conversations: Iterable[Encoded], block_size: int, pad: int) -> dic
 
 
 def make_samples(
-    documents: Dataset,
-    tokenizer: Tokenizer,
-    block_size: int,
-    cache_dir: str | os.PathLike[str] | None = None,
-    *,
-    packing: bool = False,
-    say: Callable[[str], None] = lambda _: None,
-    workers: int | None = None,
+    documents: Dataset, tokenizer: Tokenizer, block_size: int, how: Preparation = USUAL, *, packing: bool = False
 ) -> Samples:
     """Return conversations (`conversation`, `place`) as samples of `block_size`; kept as `make_blocks` keeps its ids.
 
@@ -121,17 +113,17 @@ def make_samples(
     require_block_size(block_size)
     encoder = ConversationEncoder(tokenizer)
     dtype = smallest_dtype(largest_id(tokenizer))
-    key = fingerprint("samples", _FORMAT, fingerprint_of(documents), block_size, identity(tokenizer), encoder.template)
-    folder = prepared_folder(cache_dir) / key
+    data = fingerprint_of(documents)
+    folder = how.folder("samples", _FORMAT, data, block_size, identity(tokenizer), encoder.template)
     try:
         source = Conversations.of(documents, encoder, block_size, dtype)
         folders = make_shards(
-            folder, source.shards(), source.write, doing="encoding conversations", say=say, workers=workers
+            folder, source.shards(), source.write, doing="encoding conversations", say=how.say, workers=how.workers
         )
         conversations = EncodedConversations(folders, dtype)
         bins = _packed(conversations, folder, block_size) if packing and len(conversations) else None
     except OSError as error:
-        raise cache_error(error, cache_dir) from error
+        raise how.error(error) from error
     if not len(conversations):
         raise UserError(
             f"none of {counted(len(documents), 'conversation')} has an answer within the first "

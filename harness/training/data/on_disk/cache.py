@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeVar
@@ -22,6 +23,32 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How data is prepared.
+
+    Attributes:
+        cache_dir: where it is kept; by default HF_DATASETS_CACHE.
+        say: gets a line of progress now and then.
+        workers: processes, by default one a core.
+    """
+
+    cache_dir: str | os.PathLike[str] | None = None
+    say: Callable[[str], None] = lambda _: None
+    workers: int | None = None
+
+    def folder(self, *key: object) -> Path:
+        """Return where what is made of `key` lies."""
+        return prepared_folder(self.cache_dir) / fingerprint(*key)
+
+    def error(self, error: OSError) -> UserError:
+        """Return the error for data that cannot be kept."""
+        return cache_error(error, self.cache_dir)
+
+
+USUAL = Preparation()
 
 
 def prepared_folder(cache_dir: str | os.PathLike[str] | None) -> Path:

@@ -25,7 +25,7 @@ from harness.training.data.files.documents import as_documents, holds_tokens
 from harness.training.data.files.sources import hold_out, read_documents
 from harness.training.data.files.specs import TOKENS, SourceGroup, find_tokens, source_groups, validation_group
 from harness.training.data.mixing.mixture import Source, described, joined
-from harness.training.data.on_disk.cache import once_per_host
+from harness.training.data.on_disk.cache import Preparation, once_per_host
 from harness.training.data.on_disk.progress import Speaker
 from harness.training.data.samples import make_samples
 from harness.training.data.streaming.rows import is_iterable, read_all
@@ -186,14 +186,14 @@ def _require_cut(source: ModelSource, config: RunConfig) -> None:
 
 def _layer_out(tokenizer: Tokenizer, form: SampleForm, say: Callable[[str], None]) -> Callable[[Documents], Source]:
     """Return what makes samples of documents."""
-    size, packing = form.block_size, form.packing
+    size, packing, how = form.block_size, form.packing, Preparation(say=say)
 
     def lay_out(documents: Documents) -> Source:
         if isinstance(documents, list):
             return token_blocks(documents, size, form.vocabulary, packing=packing)
         if "conversation" in documents.column_names:
-            return make_samples(documents, tokenizer, size, packing=packing, say=say)
-        return make_blocks(documents, tokenizer, size, packing=packing, say=say)
+            return make_samples(documents, tokenizer, size, how, packing=packing)
+        return make_blocks(documents, tokenizer, size, how, packing=packing)
 
     return lay_out
 

@@ -18,7 +18,7 @@ from harness.topology.env import LaunchEnv
 from harness.training.data.blocks import make_blocks
 from harness.training.data.files.sources import read_documents
 from harness.training.data.on_disk import shards
-from harness.training.data.on_disk.cache import once_per_host
+from harness.training.data.on_disk.cache import Preparation, once_per_host
 from harness.training.data.pieces import PieceEncoder
 from harness.training.data.tokenizer import ByteTokenizer, encode, load_tokenizer
 from tests.unit.training.data.conftest import TEXTS
@@ -64,7 +64,9 @@ def test_blocks_are_those_of_the_contract_however_documents_are_cut(documents, s
     if not wanted:
         return
     with tempfile.TemporaryDirectory() as folder, small_shards(7):
-        blocks = make_blocks(corpus(documents, piece), ByteTokenizer(), size, folder, packing=True, workers=1)
+        blocks = make_blocks(
+            corpus(documents, piece), ByteTokenizer(), size, Preparation(folder, workers=1), packing=True
+        )
         assert rows(blocks) == wanted
         for row, positions in ((b["input_ids"].tolist(), b["position_ids"].tolist()) for b in blocks):
             counted = [0]
@@ -75,7 +77,9 @@ def test_blocks_are_those_of_the_contract_however_documents_are_cut(documents, s
 
 def test_packed_blocks_are_kept_apart_from_the_others(tmp_path):
     documents = Dataset.from_dict({"text": TEXTS})
-    plain, packed = (make_blocks(documents, ByteTokenizer(), 16, tmp_path, packing=p) for p in (False, True))
+    plain, packed = (
+        make_blocks(documents, ByteTokenizer(), 16, Preparation(tmp_path), packing=p) for p in (False, True)
+    )
     assert rows(plain) == rows(packed) and set(plain[0]) == {"input_ids"}
     assert set(packed[0]) == {"input_ids", "position_ids"} and packed[0]["position_ids"].dtype == torch.int64
 
@@ -87,14 +91,14 @@ def whole_ids(tokenizer, texts):
 def test_a_trained_tokenizer_is_joined_alike(trained_tokenizer, tmp_path):
     tokenizer = load_tokenizer(str(trained_tokenizer))
     ids = whole_ids(tokenizer, TEXTS)
-    blocks = make_blocks(Dataset.from_dict({"text": TEXTS}), tokenizer, 8, tmp_path)
+    blocks = make_blocks(Dataset.from_dict({"text": TEXTS}), tokenizer, 8, Preparation(tmp_path))
     assert rows(blocks) == [ids[k : k + 8] for k in range(0, len(ids) - 7, 8)]
 
 
 def test_a_second_call_reads_the_cache_even_after_the_tokenizer_was_used(trained_tokenizer, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("the quick brown fox " * 50)
     documents = read_documents(tmp_path / "a.txt", tmp_path)
-    first = make_blocks(documents, load_tokenizer(str(trained_tokenizer)), 8, tmp_path)
+    first = make_blocks(documents, load_tokenizer(str(trained_tokenizer)), 8, Preparation(tmp_path))
     tokenizer = load_tokenizer(str(trained_tokenizer))
     tokenizer(["a b", "c"], padding=False, truncation=True, max_length=1)  # leaves its mark on the tokenizer
 
@@ -102,28 +106,30 @@ def test_a_second_call_reads_the_cache_even_after_the_tokenizer_was_used(trained
         raise AssertionError("mapped again")
 
     monkeypatch.setattr(PieceEncoder, "__call__", never)
-    again = make_blocks(read_documents(tmp_path / "a.txt", tmp_path), tokenizer, 8, tmp_path)
+    again = make_blocks(read_documents(tmp_path / "a.txt", tmp_path), tokenizer, 8, Preparation(tmp_path))
     assert rows(again) == rows(first)
-    assert rows(make_blocks(documents, tokenizer, 9, tmp_path))[0][:8] == rows(first)[0]  # cut out of the same ids
+    assert (
+        rows(make_blocks(documents, tokenizer, 9, Preparation(tmp_path)))[0][:8] == rows(first)[0]
+    )  # cut out of the same ids
     with pytest.raises(AssertionError, match="mapped again"):
-        make_blocks(documents, ByteTokenizer(), 8, tmp_path)
+        make_blocks(documents, ByteTokenizer(), 8, Preparation(tmp_path))
 
 
 def test_a_tokenizer_written_in_python_is_known_by_its_files(tmp_path):
     documents = Dataset.from_dict({"text": TEXTS})
-    blocks = [make_blocks(documents, ByT5Tokenizer(extra_ids=n), 8, tmp_path) for n in (125, 125, 3)]
+    blocks = [make_blocks(documents, ByT5Tokenizer(extra_ids=n), 8, Preparation(tmp_path)) for n in (125, 125, 3)]
     assert rows(blocks[0]) == rows(blocks[2])
     assert len(list((tmp_path / "prepared").iterdir())) == 2
 
 
 def test_too_little_text_is_told_with_the_numbers(tmp_path):
     documents = Dataset.from_dict({"text": ["abc", "de"]})
-    assert rows(make_blocks(documents, ByteTokenizer(), 7, tmp_path)) == [[97, 98, 99, 256, 100, 101, 256]]
+    assert rows(make_blocks(documents, ByteTokenizer(), 7, Preparation(tmp_path))) == [[97, 98, 99, 256, 100, 101, 256]]
     for _ in range(2):  # the second time the empty result comes from the cache
         with pytest.raises(UserError, match="7 tokens, less than one block of 8"):
-            make_blocks(documents, ByteTokenizer(), 8, tmp_path)
+            make_blocks(documents, ByteTokenizer(), 8, Preparation(tmp_path))
     with pytest.raises(UserError, match="--block_size 1"):
-        make_blocks(documents, ByteTokenizer(), 1, tmp_path)
+        make_blocks(documents, ByteTokenizer(), 1, Preparation(tmp_path))
 
 
 class Ranks:

@@ -18,6 +18,7 @@ from harness.training.batches.collate import IGNORED
 from harness.training.data.chat import ConversationEncoder
 from harness.training.data.files.documents import as_documents, holds_tokens
 from harness.training.data.files.sources import preflight, read_documents
+from harness.training.data.on_disk.cache import Preparation
 from harness.training.data.packing import best_fit_decreasing
 from harness.training.data.samples import make_samples
 from harness.training.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -206,7 +207,7 @@ def test_the_column_decides_and_both_formats_and_data_sets_agree(tmp_path):
         as_documents(rows, "train_dataset"),
         as_documents(Dataset.from_list(rows), "train_dataset"),
     ]
-    samples = [make_samples(d, ByteTokenizer(), 128, tmp_path / "cache") for d in documents]
+    samples = [make_samples(d, ByteTokenizer(), 128, Preparation(tmp_path / "cache")) for d in documents]
     for other in samples[1:]:
         for index in range(2):
             assert other[index]["labels"].tolist() == samples[0][index]["labels"].tolist()
@@ -224,7 +225,7 @@ def conversations(*pairs):
 
 def test_samples_are_padded_on_the_right_cut_at_the_end_and_counted(tmp_path):
     documents = conversations(("q", "a"), ("q", "b" * 30), ("q" * 20, "c"))
-    samples = make_samples(documents, ByteTokenizer(), 32, tmp_path)
+    samples = make_samples(documents, ByteTokenizer(), 32, Preparation(tmp_path))
     padded, cut = samples  # of the third nothing would be left to learn
     assert set(padded) == {"input_ids", "labels"}
     assert padded["input_ids"].tolist()[26:] == [97, 256, 10, 256, 256, 256]
@@ -234,13 +235,13 @@ def test_samples_are_padded_on_the_right_cut_at_the_end_and_counted(tmp_path):
         "3 conversations of 61 tokens; 1 longer one lost 26 tokens; 1 dropped: no answer within 32 tokens"
     )
     with pytest.raises(UserError, match="none of 3 conversations has an answer within the first 20 tokens"):
-        make_samples(documents, ByteTokenizer(), 20, tmp_path)
+        make_samples(documents, ByteTokenizer(), 20, Preparation(tmp_path))
 
 
 def test_packed_samples_hold_whole_conversations_and_positions_begin_anew(tmp_path):
     documents = conversations(*((f"q{i}", chr(97 + i) * (3 * i % 17 + 1)) for i in range(20)))
-    packed = make_samples(documents, ByteTokenizer(), 96, tmp_path, packing=True)
-    alone = make_samples(documents, ByteTokenizer(), 96, tmp_path)
+    packed = make_samples(documents, ByteTokenizer(), 96, Preparation(tmp_path), packing=True)
+    alone = make_samples(documents, ByteTokenizer(), 96, Preparation(tmp_path))
     assert len(packed) < len(alone) == 20
     found = []
     for sample in packed:

@@ -10,6 +10,7 @@ from datasets import Dataset
 from harness.errors import UserError
 from harness.training.data.chat import ConversationEncoder
 from harness.training.data.on_disk import shards
+from harness.training.data.on_disk.cache import Preparation
 from harness.training.data.packing import best_fit_decreasing
 from harness.training.data.samples import make_samples
 from harness.training.data.tokenizer import ByteTokenizer
@@ -44,11 +45,12 @@ def refuse(monkeypatch, *places):
 
 def test_processes_make_the_samples_of_one(documents, tmp_path):
     alone, together = (
-        make_samples(documents, ByteTokenizer(), 128, tmp_path / str(n), packing=True, workers=n) for n in (1, 3)
+        make_samples(documents, ByteTokenizer(), 128, Preparation(tmp_path / str(n), workers=n), packing=True)
+        for n in (1, 3)
     )
     assert len(list(tmp_path.glob("3/prepared/*/*/ids"))) > 10
     assert rows(alone) == rows(together) and alone.summary == together.summary
-    assert len(make_samples(documents, ByteTokenizer(), 128, tmp_path / "1")) == 60
+    assert len(make_samples(documents, ByteTokenizer(), 128, Preparation(tmp_path / "1"))) == 60
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -56,20 +58,24 @@ def test_what_was_encoded_before_an_error_is_kept(documents, tmp_path, workers):
     with pytest.MonkeyPatch.context() as patch:
         refuse(patch, "chats:40", "chats:57")
         with pytest.raises(UserError, match="chats:40: refused"):
-            make_samples(documents, ByteTokenizer(), 128, tmp_path, workers=workers)
+            make_samples(documents, ByteTokenizer(), 128, Preparation(tmp_path, workers=workers))
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("prepared/*/*/ids")}
     assert len(kept) > 5
     said = []
-    again = make_samples(documents, ByteTokenizer(), 128, tmp_path, workers=workers, packing=True, say=said.append)
+    again = make_samples(
+        documents, ByteTokenizer(), 128, Preparation(tmp_path, say=said.append, workers=workers), packing=True
+    )
     assert said and said[0].startswith(f"encoding conversations: {len(kept)} of ")
     assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
-    assert rows(again) == rows(make_samples(documents, ByteTokenizer(), 128, tmp_path / "new", packing=True, workers=1))
+    assert rows(again) == rows(
+        make_samples(documents, ByteTokenizer(), 128, Preparation(tmp_path / "new", workers=1), packing=True)
+    )
 
 
 def test_which_conversations_are_packed_together_is_found_out_once_and_mapped(documents, tmp_path, monkeypatch):
-    first = make_samples(documents, ByteTokenizer(), 128, tmp_path, packing=True)
+    first = make_samples(documents, ByteTokenizer(), 128, Preparation(tmp_path), packing=True)
     monkeypatch.setattr("harness.training.data.samples.best_fit_decreasing", None)
-    again = make_samples(documents, ByteTokenizer(), 128, tmp_path, packing=True)
+    again = make_samples(documents, ByteTokenizer(), 128, Preparation(tmp_path), packing=True)
     assert isinstance(again.bins.indices, np.memmap) and rows(again) == rows(first)
 
 

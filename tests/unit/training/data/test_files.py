@@ -16,6 +16,7 @@ from harness.training.data.files.sources import find_files, hold_out, preflight,
 from harness.training.data.files.specs import source_groups, validation_group
 from harness.training.data.mixing.mixture import Joined, Mixture, described
 from harness.training.data.mixing.shares import PERIOD, Shares
+from harness.training.data.on_disk.cache import Preparation
 from harness.training.data.samples import make_samples
 from harness.training.data.tokenizer import ByteTokenizer
 from tests.unit.training.data.streams import ranks_of
@@ -172,8 +173,8 @@ def sources(tmp_path_factory):
     texts = as_documents([{"text": chr(97 + i % 3) * 50} for i in range(40)], "texts")
     chats = as_documents([{"messages": MESSAGES}] * 7, "chats")
     other = as_documents([{"text": "z" * 50}] * 100, "other")
-    text, more = (make_blocks(documents, ByteTokenizer(), 64, cache) for documents in (texts, other))
-    return [text, make_samples(chats, ByteTokenizer(), 64, cache), more]
+    text, more = (make_blocks(documents, ByteTokenizer(), 64, Preparation(cache)) for documents in (texts, other))
+    return [text, make_samples(chats, ByteTokenizer(), 64, Preparation(cache)), more]
 
 
 def drawn(data, steps, data_size=1, consumed=0):

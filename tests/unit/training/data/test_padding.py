@@ -9,6 +9,7 @@ from harness.training.batches.evaluation import evaluation_batches
 from harness.training.batches.stream import BatchStream
 from harness.training.console import Console
 from harness.training.data.files.documents import as_documents
+from harness.training.data.on_disk.cache import Preparation
 from harness.training.data.samples import make_samples
 from harness.training.data.tokenizer import ByteTokenizer
 from harness.training.prepare import startup_report
@@ -23,7 +24,7 @@ def samples(tmp_path_factory):
         for i in range(N)
     ]
     documents = as_documents([{"messages": messages} for messages in turns], "chats")
-    return make_samples(documents, ByteTokenizer(), BLOCK, tmp_path_factory.mktemp("cache"))
+    return make_samples(documents, ByteTokenizer(), BLOCK, Preparation(tmp_path_factory.mktemp("cache")))
 
 
 def stream(data, one_length, data_rank=0):

@@ -8,6 +8,7 @@ from datasets import Dataset
 
 from harness.training.data.blocks import make_blocks
 from harness.training.data.on_disk import progress, shards
+from harness.training.data.on_disk.cache import Preparation
 from harness.training.data.on_disk.progress import Progress, Speaker
 from harness.training.data.tokenizer import ByteTokenizer
 
@@ -20,7 +21,7 @@ def test_lines_say_how_far_it_is_also_within_a_shard(workers, tmp_path, monkeypa
     monkeypatch.setattr(shards, "_POLL_S", 0.001)
     said = []
     documents = Dataset.from_list([{"text": "word " * 200}] * 1000)
-    make_blocks(documents, ByteTokenizer(), 64, tmp_path, say=said.append, workers=workers)
+    make_blocks(documents, ByteTokenizer(), 64, Preparation(tmp_path, say=said.append, workers=workers))
     parts = [int(re.fullmatch(r"tokenising: (\d+)%, 0:\d\d:\d\d left", line)[1]) for line in said]
     assert parts == sorted(parts) and len(parts) > 2 and parts[0] < 25
 

@@ -17,6 +17,7 @@ import pytest
 from harness.errors import UserError
 from harness.training.data.blocks import make_blocks
 from harness.training.data.files.sources import find_files, hold_out, preflight, read_documents
+from harness.training.data.on_disk.cache import Preparation
 from harness.training.data.pieces import PIECE_CHARACTERS, parts_of
 from harness.training.data.tokenizer import ByteTokenizer
 
@@ -91,7 +92,7 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path):
         read_documents(tmp_path / "a.txt", tmp_path / "file")
     documents = read_documents(tmp_path / "a.txt", tmp_path / "cache")
     with pytest.raises(UserError, match=r"cannot keep prepared data in .*/file .*HF_DATASETS_CACHE"):
-        make_blocks(documents, ByteTokenizer(), 8, tmp_path / "file")
+        make_blocks(documents, ByteTokenizer(), 8, Preparation(tmp_path / "file"))
 
 
 def test_the_standard_library_is_its_sources_without_tests(cache):

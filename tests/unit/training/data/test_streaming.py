@@ -17,6 +17,7 @@ from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.batches.stream import data_digest
 from harness.training.data.blocks import make_blocks
 from harness.training.data.files.sources import find_files, read_documents
+from harness.training.data.on_disk.cache import Preparation
 from harness.training.data.pieces import PIECE_CHARACTERS
 from harness.training.data.samples import make_samples
 from harness.training.data.streaming import layouts
@@ -59,7 +60,7 @@ def plain(sample):
 
 def test_text_is_cut_as_when_it_is_tokenised_beforehand(text, trained_tokenizer, tmp_path):
     tokenizer = load_tokenizer(str(trained_tokenizer))
-    blocks = make_blocks(read_documents(text, tmp_path), tokenizer, BLOCK, tmp_path)
+    blocks = make_blocks(read_documents(text, tmp_path), tokenizer, BLOCK, Preparation(tmp_path))
     source = streamed(text, "text", tokenizer, BLOCK)
     assert len(blocks) > 500
     assert all(torch.equal(source[k]["input_ids"], blocks[k]["input_ids"]) for k in range(len(blocks)))
@@ -68,7 +69,7 @@ def test_text_is_cut_as_when_it_is_tokenised_beforehand(text, trained_tokenizer,
 
 
 def test_conversations_are_those_of_the_file_without_what_cannot_be_learnt(chats, tmp_path, monkeypatch):
-    samples = make_samples(read_documents(chats, tmp_path), ByteTokenizer(), BLOCK, tmp_path)
+    samples = make_samples(read_documents(chats, tmp_path), ByteTokenizer(), BLOCK, Preparation(tmp_path))
     source = streamed(chats, "messages", ByteTokenizer(), BLOCK)
     for k in range(2 * len(samples)):  # twice over
         found = plain(source[k])
@@ -141,12 +142,12 @@ def test_a_buffer_is_shuffled_within(text, chats):
 
 def test_packed_text_is_that_of_blocks_and_packed_conversations_are_whole(text, chats, tmp_path):
     steps_and_a_resume(lambda: mixed(text, chats, packing=True))
-    blocks = make_blocks(read_documents(text, tmp_path), ByteTokenizer(), BLOCK, tmp_path, packing=True)
+    blocks = make_blocks(read_documents(text, tmp_path), ByteTokenizer(), BLOCK, Preparation(tmp_path), packing=True)
     source = streamed(text, "text", ByteTokenizer(), BLOCK, packing=True)
     assert all(plain(source[k]) == plain(blocks[k]) for k in range(len(blocks)))
     wide = 4 * BLOCK
     source = streamed(chats, "messages", ByteTokenizer(), wide, packing=True)
-    samples = make_samples(read_documents(chats, tmp_path), ByteTokenizer(), wide, tmp_path)
+    samples = make_samples(read_documents(chats, tmp_path), ByteTokenizer(), wide, Preparation(tmp_path))
     to_learn = sum(learnt(samples[k]) for k in range(len(samples)))
     learnt_so_far = itertools.accumulate(learnt(source[k]) for k in itertools.count())
     packed = next(k for k, total in enumerate(learnt_so_far, start=1) if total >= to_learn)
