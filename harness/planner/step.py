@@ -17,7 +17,7 @@ from harness.planner.layer_time import embedding_seconds, head_seconds, layer_se
 from harness.planner.memory import local_experts, local_parameters, owned_parameters
 from harness.planner.passing import GATHERED
 from harness.planner.stages import Stage, stages_of
-from harness.planner.traffic import all_reduce, data_group, expert_group, half_ring, message
+from harness.planner.traffic import all_reduce, data_group, expert_group, half_ring, message, tensor_group
 from harness.planner.workload import Strategy, Workload
 
 ADAM_BYTES = 28.0  # a parameter's master copy, two moments and gradient, read; the first three written
@@ -125,15 +125,18 @@ def _pipeline(hardware: Hardware, workload: Workload, strategy: Strategy) -> flo
     """Return the seconds in which stages send and receive: the cut's traffic, 2 x the hidden state of a micro-batch.
 
     Each micro-batch is sent on once forward and once backward, for each part of the model that a stage has. Where that
-    overlaps with the passes of other micro-batches, only what fills and empties the pipeline waits for it.
+    overlaps with the passes of other micro-batches, only what fills and empties the pipeline waits for it. With
+    `split_sends` a tensor-parallel rank sends its part of what all hold, and they gather it again (Narayanan et al.
+    2021, section 4.1).
     """
     if strategy.pipeline == 1:
         return 0.0
     tokens = strategy.micro_batch * workload.sequence / strategy.context
     state = tokens * workload.shape.hidden * workload.element_bytes
-    state /= strategy.tensor if strategy.sequence_parallel else 1
+    gather = half_ring(tensor_group(hardware, strategy), state) if strategy.split_sends else 0.0
+    state /= strategy.tensor if strategy.sequence_parallel or strategy.split_sends else 1
     stride = strategy.tensor * strategy.data * strategy.context
-    once = message(hardware, stride, state) + COLLECTIVE_OPERATIONS * hardware.dispatch_seconds
+    once = gather + message(hardware, stride, state) + COLLECTIVE_OPERATIONS * hardware.dispatch_seconds
     steady = strategy.accumulation * strategy.parts_per_stage * (CONTENTION if strategy.overlap_pipeline else 1.0)
     return 2 * once * (steady + strategy.pipeline - 1)
 

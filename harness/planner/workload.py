@@ -77,6 +77,7 @@ class Strategy:
         whole_gradients: whether each data-parallel rank gets all summed gradients, though it needs only its part.
         bucket: gradients that are reduced at once.
         overlap_tensor: share of the tensor-parallel traffic that travels while layers compute.
+        split_sends: whether tensor-parallel ranks send a part each of the hidden state that all of them hold.
         overlap_pipeline: whether stages send and receive while they compute, but for the first and the last passes.
         narrow_gathers: whether a layer's inputs are gathered in the precision of its products.
     """
@@ -103,6 +104,7 @@ class Strategy:
     whole_gradients: bool = False
     bucket: float = 5e8
     overlap_tensor: float = 0.0
+    split_sends: bool = False
     overlap_pipeline: bool = False
     narrow_gathers: bool = False
     partition: str = "balanced"

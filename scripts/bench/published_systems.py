@@ -79,6 +79,8 @@ def case_of(row: dict[str, str]) -> Case:
         raise Unusable("the shape of the model is not published")
     if "LoRA" in row["notes"]:
         raise Unusable("only adapters are trained")
+    if "treat as suspect" in row["notes"]:
+        raise Unusable("erratic steps")
     if not row["seq"] or not row["micro_batch"] or not row["global_batch"]:
         raise Unusable("batch or sequence length is not published")
     shape = shape_of(row)
@@ -269,6 +271,7 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         overlap_data=overlaps,
         overlap_parameters=overlaps and system != "nanotron",  # which gathers them behind its update
         overlap_tensor=0.5 if program.is_megatron and ("NeMo" in system or "Bridge" in system) else 0.0,
+        split_sends="Megatron" in system and not shares_sequence,  # by default, in its own pipeline and in DeepSpeed's
         overlap_pipeline=is_modern
         and number(row, "vpp") > 1,  # Megatron does so by default, in its interleaved schedule
         narrow_gathers=is_modern and system != "nanotron",

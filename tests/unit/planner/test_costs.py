@@ -11,7 +11,7 @@ from harness.planner.memory import local_parameters
 from harness.planner.model_config import decoder_of, read_decoder
 from harness.planner.shape import DecoderShape, LayerShape
 from harness.planner.step import CONTENTION, strategy_stages
-from harness.planner.traffic import Group, all_reduce, half_ring
+from harness.planner.traffic import Group, all_reduce, half_ring, tensor_group
 from harness.planner.workload import Strategy, Workload
 
 H100 = load_hardware("h100")
@@ -45,6 +45,15 @@ def test_stages_that_send_while_they_compute_wait_where_the_pipeline_fills_and_e
     one = Strategy(pipeline=4, accumulation=8, virtual_stages=2)
     seconds = [of(x).seconds.pipeline for x in (one, replace(one, overlap_pipeline=True))]
     assert seconds[1] / seconds[0] == pytest.approx((CONTENTION * 2 * 8 + 3) / (2 * 8 + 3))
+
+
+def test_ranks_that_send_a_part_each_gather_it_inside_the_node():
+    whole = Strategy(pipeline=2, tensor=8, accumulation=8)  # a stage fills a node
+    both = [of(x).seconds.pipeline for x in (whole, replace(whole, split_sends=True))]
+    state = 2048 * SHAPE.hidden * 2
+    group = tensor_group(H100, whole)
+    less = state * 7 / 8 / H100.network.bytes_per_second - half_ring(group, state)
+    assert both[0] - both[1] == pytest.approx(2 * (8 + 1) * less)
 
 
 def test_a_ring_moves_each_byte_through_each_rank_almost_twice():
