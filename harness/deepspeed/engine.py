@@ -115,10 +115,25 @@ def announce_instructions(
     """Have `announce` called with each instruction of the pipeline, as `RecvGrad(0)`, before it is executed, and
     `finished` after it; return what undoes this."""
 
+    def begin(name: str, place: Mapping[str, int]) -> None:
+        announce(f"{name}({place['buffer_id']})" if "buffer_id" in place else name)
+
+    return watch_instructions(engine, begin, finished)
+
+
+def watch_instructions(
+    engine: PipelineEngine, begin: Callable[[str, Mapping[str, int]], None], finished: Callable[[], None]
+) -> Callable[[], None]:
+    """Have `begin` called with the name of each instruction of the pipeline and its place, and `finished` after it;
+    return what undoes this.
+
+    The place is a `buffer_id`, and in a schedule that is not DeepSpeed's own a `micro_batch` and a `part` of the model.
+    """
+
     def announced(name: str, execute: Callable[..., None]) -> Callable[..., None]:
-        def run(self: PipelineEngine, **kwargs: object) -> None:
-            announce(f"{name}({kwargs['buffer_id']})" if "buffer_id" in kwargs else name)
-            execute(self, **kwargs)
+        def run(self: PipelineEngine, **place: int) -> None:
+            begin(name, place)
+            execute(self, **place)
             finished()
 
         return run

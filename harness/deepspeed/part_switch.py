@@ -78,9 +78,17 @@ class PartSwitch:
             waiting.clear()
 
     def at_part(self, execute: Execute) -> Execute:
-        """Return an instruction that is executed at its part. Without one it is of DeepSpeed's schedule."""
+        """Return an instruction that is executed at its part. Without one it is of DeepSpeed's schedule.
 
-        def run(engine: PipelineEngine, buffer_id: int, part: int | None = None) -> None:
+        The number of its micro-batch is for those who watch.
+        """
+
+        def run(
+            engine: PipelineEngine,
+            buffer_id: int,
+            part: int | None = None,
+            micro_batch: int | None = None,  # noqa: ARG001
+        ) -> None:
             if part is not None and len(self._own) > 1:
                 self._enter(part)
             execute(engine, buffer_id=buffer_id)

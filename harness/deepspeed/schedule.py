@@ -80,7 +80,7 @@ class OwnSchedule(of_deepspeed.PipeSchedule):  # type: ignore[misc]  # DeepSpeed
     def steps(self) -> Iterator[list[of_deepspeed.PipeInstruction]]:
         """Yield the instructions."""
         for name, micro_batch, part in self._program.instructions:
-            yield [INSTRUCTIONS[name](self._buffer_idx(micro_batch), part=part)]
+            yield [INSTRUCTIONS[name](self._buffer_idx(micro_batch), micro_batch=micro_batch, part=part)]
         yield [kind() for kind in self._last]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from harness.checkpoint.atomic import replace_text
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import DEEPSPEED_1F1B
+from harness.config.values.stage_parts import StageParts, stage_parts
 
 FOLDER = "profile"
 COMPUTING = ("forward", "backward")
@@ -28,6 +29,7 @@ class Span:
         name: of the pipeline's instruction, or of the layer.
         micro_batch: its number within the step, where there is one.
         layer: index of the layer, for the spans of layers.
+        part: of the model, for the instructions of a schedule that is not DeepSpeed's own.
     """
 
     kind: str
@@ -36,6 +38,7 @@ class Span:
     end: float
     micro_batch: int | None = None
     layer: int | None = None
+    part: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -86,9 +89,10 @@ class StepProfile:
     Attributes:
         run_id: of the run, as in `run.json`.
         layout: sizes by axis.
-        stage_boundaries: index of the first layer of each stage, then the number of layers.
+        stage_boundaries: index of the first layer of each part of the model, then the number of layers.
         micro_batches: of each rank in the step.
         schedule: of the pipeline.
+        parts_per_stage: how many parts of the model a stage has; with one a part is a stage.
     """
 
     step: int
@@ -100,11 +104,19 @@ class StepProfile:
     micro_batches: int
     ranks: Sequence[RankProfile]
     schedule: str = DEEPSPEED_1F1B
+    parts_per_stage: int = 1
 
     @property
     def stages(self) -> int:
         """The number of pipeline stages."""
-        return len(self.stage_boundaries) - 1
+        return self.parts.stages
+
+    @property
+    def parts(self) -> StageParts:
+        """The parts of the model, and which stage has which."""
+        return stage_parts(
+            (len(self.stage_boundaries) - 1) // self.parts_per_stage, self.schedule, self.parts_per_stage
+        )
 
     @property
     def seconds(self) -> float:

@@ -21,6 +21,7 @@ def summary(profiles: Sequence[StepProfile]) -> JsonObject:
         "steps": [profile.step for profile in profiles],
         "device": last.device,
         "layout": last.layout,
+        "schedule": last.schedule,
         "micro_batches": last.micro_batches,
         "step_seconds": median(profile.seconds for profile in profiles),
         "seconds_by_kind": seconds_by_kind(profiles),
@@ -46,20 +47,34 @@ def largest_of_stage(profile: StepProfile, stage: int) -> RankProfile:
     return max(_of_stage(profile, stage), key=lambda rank: rank.memory_bytes.get("peak", 0))
 
 
+def part_of_layer(profile: StepProfile, index: int) -> int:
+    """Return the part of the model that has a layer."""
+    return sum(start <= index for start in profile.stage_boundaries[1:])
+
+
 def _of_stage(profile: StepProfile, stage: int) -> list[RankProfile]:
     return [rank for rank in profile.ranks if rank.stage == stage]
 
 
 def _stage(profiles: Sequence[StepProfile], stage: int) -> JsonObject:
     last = profiles[-1]
-    start, stop = last.stage_boundaries[stage : stage + 2]
     passes = [rank.instructions for profile in profiles for rank in _of_stage(profile, stage)]
+    parts = [_part(last, part, passes) for part in last.parts.of_stage(stage)]
     return {
         "stage": stage,
         "ranks": [rank.rank for rank in _of_stage(last, stage)],
-        "layers": [start, stop - 1],
+        **({"layers": parts[0]["layers"]} if len(parts) == 1 else {"parts": parts}),
         **{f"{kind}_seconds_per_micro_batch": _median(passes, kind) for kind in COMPUTING},
         "memory_bytes": largest_of_stage(last, stage).memory_bytes,
+    }
+
+
+def _part(profile: StepProfile, part: int, passes: Iterable[Sequence[Span]]) -> JsonObject:
+    own = [[span for span in spans if span.part == part] for spans in passes]
+    return {
+        "part": part,
+        "layers": [profile.stage_boundaries[part], profile.stage_boundaries[part + 1] - 1],
+        **{f"{kind}_seconds_per_micro_batch": _median(own, kind) for kind in COMPUTING},
     }
 
 
@@ -69,7 +84,7 @@ def _layer(profiles: Sequence[StepProfile], index: int) -> JsonObject:
     return {
         "layer": index,
         "name": last.layer_names[index],
-        "stage": sum(start <= index for start in last.stage_boundaries[1:]),
+        "stage": last.parts.stage_of(part_of_layer(last, index)),
         **{f"{kind}_seconds_per_micro_batch": _median(passes, kind) for kind in ("forward", "recompute", "backward")},
     }
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import TypeAlias
 
 from harness.config.values.batch import bubble as idle_share
 from harness.config.values.batch import left_waits
@@ -17,7 +19,10 @@ PEERS = {
     "SendGrad": ("RecvGrad", -1),
     "RecvGrad": ("SendGrad", 1),
 }
-"""By an instruction that talks to a neighbouring stage: the one that answers it there, and the direction."""
+"""By an instruction that talks to a neighbouring part of the model: the one that answers it, and the direction."""
+
+Answer: TypeAlias = tuple[RankProfile, Span]
+"""The other side of a message: a rank, and what it does there."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +40,15 @@ class Bubble:
     unequal: float
 
 
-def pipeline_seconds(stages: Sequence[float], micro_batches: int, schedule: str = DEEPSPEED_1F1B) -> float:
+def pipeline_seconds(
+    stages: Sequence[float], micro_batches: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None
+) -> float:
     """Return the seconds of a step: each stage once, and the slowest for every other micro-batch.
 
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
     section 2.2.1, for stages of unequal time. Other schedules leave a share of these waits.
     """
-    waits = (sum(stages) - max(stages)) * left_waits(len(stages), micro_batches, schedule)
+    waits = (sum(stages) - max(stages)) * left_waits(len(stages), micro_batches, schedule, parts_per_stage)
     return micro_batches * max(stages) + waits
 
 
@@ -53,36 +60,53 @@ def bubble(profile: StepProfile) -> Bubble | None:
     whole = max(spans[-1].end for spans in computing) - min(spans[0].start for spans in computing)
     busy = [sum(span.seconds for span in spans) for spans in computing]
     m, p = profile.micro_batches, profile.stages
+    order = profile.schedule, profile.parts_per_stage
     stages = [
         fmean(seconds for rank, seconds in zip(profile.ranks, busy, strict=True) if rank.stage == stage) / m
         for stage in range(p)
     ]
     return Bubble(
         measured=1 - fmean(busy) / whole,
-        balanced=idle_share(p, m, profile.schedule),
-        unequal=1 - m * fmean(stages) / pipeline_seconds(stages, m, profile.schedule),
+        balanced=idle_share(p, m, *order),
+        unequal=1 - m * fmean(stages) / pipeline_seconds(stages, m, *order),
     )
 
 
-def with_waits(profile: StepProfile) -> Iterator[tuple[RankProfile, list[Span]]]:
-    """Yield each rank with its instructions, in which `wait` is the time before the other side of a message begins."""
-    by_place = {(rank.stage, rank.dp_rank, rank.tp_rank): _by_name(rank) for rank in profile.ranks}
+def with_answers(profile: StepProfile) -> Iterator[tuple[RankProfile, list[tuple[Span, Answer | None]]]]:
+    """Yield each rank with its instructions, each with the other side of its message, if it is one."""
+    sides: dict[tuple[int, int, int, str], list[Answer]] = {}
     for rank in profile.ranks:
-        spans = []
-        seen: dict[str, int] = {}
         for span in rank.instructions:
-            number = seen[span.name] = seen.get(span.name, -1) + 1
+            if span.name in PEERS:
+                sides.setdefault((rank.dp_rank, rank.tp_rank, _part(rank, span), span.name), []).append((rank, span))
+    for rank in profile.ranks:
+        seen: Counter[tuple[int, str]] = Counter()
+        found = []
+        for span in rank.instructions:
             answer, direction = PEERS.get(span.name, ("", 0))
-            peers = by_place.get((rank.stage + direction, rank.dp_rank, rank.tp_rank), {}).get(answer, [])
-            spans += _split(span, peers[number].start) if number < len(peers) else [span]
-        yield rank, spans
+            part = _part(rank, span)
+            there = sides.get((rank.dp_rank, rank.tp_rank, part + direction, answer), [])
+            number = seen[part, span.name]
+            seen[part, span.name] += 1
+            found.append((span, there[number] if number < len(there) else None))
+        yield rank, found
 
 
-def _by_name(rank: RankProfile) -> dict[str, list[Span]]:
-    found: dict[str, list[Span]] = {}
-    for span in rank.instructions:
-        found.setdefault(span.name, []).append(span)
-    return found
+def _part(rank: RankProfile, span: Span) -> int:
+    return rank.stage if span.part is None else span.part
+
+
+def with_waits(profile: StepProfile) -> Iterator[tuple[RankProfile, list[Span]]]:
+    """Yield each rank with its instructions, in which `wait` is the time before the other side of a message begins.
+
+    Sends wait in DeepSpeed's own schedule alone.
+    """
+    for rank, spans in with_answers(profile):
+        found = []
+        for span, other in spans:
+            may_wait = span.kind == "receive" or span.part is None
+            found += _split(span, other[1].start) if other is not None and may_wait else [span]
+        yield rank, found
 
 
 def _split(span: Span, ready: float) -> list[Span]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from harness.config.values.json_object import JsonObject
 from harness.profile.record import RankProfile, Span, StepProfile
-from harness.profile.timeline import PEERS, with_waits
+from harness.profile.timeline import PEERS, with_answers, with_waits
 
 MICRO = 1e6  # the unit of time is a microsecond
 TRACKS = ("instructions", "layers")
@@ -41,10 +41,11 @@ def _names(rank: RankProfile) -> Iterator[JsonObject]:
 
 
 def _slice(rank: RankProfile, span: Span, begin: float, thread: int, profile: StepProfile) -> JsonObject:
-    where = {"step": profile.step, "micro_batch": span.micro_batch, "layer": span.layer}
+    where = {"step": profile.step, "part": span.part, "micro_batch": span.micro_batch, "layer": span.layer}
+    name = f"waits for {PEERS[span.name][0]}" if span.kind == "wait" else span.name
     return {
         "ph": "X",
-        "name": f"waits for {PEERS[span.name][0]}" if span.kind == "wait" else span.name,
+        "name": f"{name}, part {span.part}" if span.part is not None and profile.parts_per_stage > 1 else name,
         "cat": span.kind,
         "pid": rank.rank,
         "tid": thread,
@@ -56,19 +57,14 @@ def _slice(rank: RankProfile, span: Span, begin: float, thread: int, profile: St
 
 def _arrows(profile: StepProfile, begin: float) -> Iterator[JsonObject]:
     """Yield an arrow from the end of each send to the end of its receive."""
-    by_place = {(rank.stage, rank.dp_rank, rank.tp_rank): rank for rank in profile.ranks}
-    for name, (answer, direction) in PEERS.items():
-        if not name.startswith("Send"):
-            continue
-        for rank in profile.ranks:
-            peer = by_place.get((rank.stage + direction, rank.dp_rank, rank.tp_rank))
-            sent = [span for span in rank.instructions if span.name == name]
-            received = [span for span in peer.instructions if span.name == answer] if peer else []
-            for number, (start, end) in enumerate(zip(sent, received, strict=False)):
-                arrow = {"name": name, "cat": "message", "id": f"{profile.step}-{rank.rank}-{name}-{number}", "tid": 0}
-                # an arrow binds to the slice that encloses its time
-                yield {**arrow, "ph": "s", "pid": rank.rank, "ts": _within(start, begin)}
-                yield {**arrow, "ph": "f", "bp": "e", "pid": peer.rank if peer else 0, "ts": _within(end, begin)}
+    for rank, spans in with_answers(profile):
+        sent = [(span, other) for span, other in spans if other is not None and span.kind == "send"]
+        for number, (span, (peer, received)) in enumerate(sent):
+            name = span.name
+            arrow = {"name": name, "cat": "message", "id": f"{profile.step}-{rank.rank}-{name}-{number}", "tid": 0}
+            # an arrow binds to the slice that encloses its time
+            yield {**arrow, "ph": "s", "pid": rank.rank, "ts": _within(span, begin)}
+            yield {**arrow, "ph": "f", "bp": "e", "pid": peer.rank, "ts": _within(received, begin)}
 
 
 def _within(span: Span, begin: float) -> float:

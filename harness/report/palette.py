@@ -8,6 +8,7 @@ from __future__ import annotations
 BLUE, ORANGE, GREEN, PINK, YELLOW, SKY = "#2b83c6", "#e0712c", "#009e73", "#cc79a7", "#e6b91e", "#56b4e9"
 GREY, PALE = "#8a8f98", "rgba(138,143,152,0.28)"
 RUNS = (BLUE, ORANGE, GREEN, PINK, YELLOW, SKY)
+DARKER = 0.62  # of each channel
 
 OF_KIND = {
     "forward": BLUE,
@@ -22,6 +23,12 @@ OF_KIND = {
 }
 OF_MEMORY = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN, "activations": PINK, "other": PALE}
 OF_MARK = {"checkpoint": GREEN, "restart": ORANGE, "rollback": PINK}
+
+
+def darker(color: str, steps: int) -> str:
+    """Return a colour, given as #rrggbb, so many steps darker: white text stands out from all of them."""
+    channels = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(channel * DARKER**steps):02x}" for channel in channels)
 
 
 def of_run(number: int) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from harness.config.values.json_object import JsonObject
-from harness.profile.record import KINDS, MEMORY, RankProfile, Span, StepProfile
+from harness.profile.record import COMPUTING, KINDS, MEMORY, RankProfile, Span, StepProfile
 from harness.profile.summary import largest_of_stage, seconds_by_kind, summary
 from harness.profile.timeline import with_waits
 from harness.report.charts import BarChart, Bars
-from harness.report.palette import BLUE, OF_KIND, OF_MEMORY
+from harness.report.palette import BLUE, OF_KIND, OF_MEMORY, darker
 from harness.report.run_files import RunFiles
 
 MOST_RANKS = 64  # in the picture of a step; more cannot be told apart
@@ -34,21 +34,20 @@ def step_charts(run: RunFiles, predicted: Sequence[Mapping[str, float]] = ()) ->
 
 def timeline(profile: StepProfile) -> BarChart:
     """Return ranks by time; what is left white is none of the kinds."""
-    pieces: dict[str, list[tuple[str, Span]]] = {}
-    ranks = [(rank, spans) for rank, spans in with_waits(profile) if rank.rank in _chosen(profile)]
+    pieces: dict[tuple[str, int], list[tuple[str, Span]]] = {}
+    chosen = _chosen(profile)
+    ranks = [(rank, spans) for rank, spans in with_waits(profile) if rank.rank in chosen]
     for rank, spans in ranks:
         for span in spans:
-            pieces.setdefault(span.kind, []).append((_row(rank), span))
+            pieces.setdefault((span.kind, _round(profile, span)), []).append((_row(rank), span))
     hidden = len(profile.ranks) - len(ranks)
     missing = f" {hidden} further ranks are not shown." if hidden else ""
-    seconds = seconds_by_kind([profile])
-    shares = {kind: spent / sum(seconds.values()) for kind, spent in seconds.items()}
     return BarChart(
         key="timeline",
         title=f"Step {profile.step} on each rank",
         axis="milliseconds",
         rows=[_row(rank) for rank, _ in ranks],
-        bars=[_spans(kind, pieces[kind], shares[kind]) for kind in KINDS if kind in pieces and kind in OF_KIND],
+        bars=list(_kinds(profile, pieces)),
         note=f"With each kind its share of a rank's time. Scroll to zoom, drag to move.{missing}",
     )
 
@@ -63,16 +62,42 @@ def _row(rank: RankProfile) -> str:
     return f"rank {rank.rank}, stage {rank.stage}"
 
 
-def _spans(kind: str, pieces: Sequence[tuple[str, Span]], share: float) -> Bars:
+def _round(profile: StepProfile, span: Span) -> int:
+    """Return which of its stage's parts computes, counted from 0; for all else 0."""
+    is_apart = profile.parts_per_stage > 1 and span.kind in COMPUTING and span.part is not None
+    return span.part // profile.stages if is_apart and span.part is not None else 0
+
+
+def _kinds(profile: StepProfile, pieces: Mapping[tuple[str, int], Sequence[tuple[str, Span]]]) -> Iterator[Bars]:
+    """Yield what is of one kind, and of one round of the parts: each goes to the next stage."""
+    seconds = seconds_by_kind([profile])
+    whole, stages, several = sum(seconds.values()), profile.stages, profile.parts_per_stage > 1
+    for kind, number in sorted(pieces, key=lambda key: (KINDS.index(key[0]), key[1])):
+        if kind not in OF_KIND:
+            continue
+        own = pieces[kind, number]
+        of_kind = sum(span.seconds for at, found in pieces.items() if at[0] == kind for _, span in found)
+        share = seconds[kind] / whole * sum(span.seconds for _, span in own) / of_kind
+        name, color = TITLES.get(kind, kind), OF_KIND[kind]
+        if several and kind in COMPUTING:
+            name = f"{name}, parts {number * stages}-{(number + 1) * stages - 1}"
+            color = darker(color, number)
+        yield _spans(f"{name} {share:.0%}", color, kind, own, is_named=several)
+
+
+def _spans(name: str, color: str, kind: str, pieces: Sequence[tuple[str, Span]], *, is_named: bool) -> Bars:
+    """Return the pieces of a kind; `is_named`: whether to say of which part of the model they are."""
+
     def hover(span: Span) -> str:
-        of = "" if span.micro_batch is None else f", micro-batch {span.micro_batch}"
+        of = f", part {span.part}" if is_named and span.part is not None else ""
+        of += "" if span.micro_batch is None else f", micro-batch {span.micro_batch}"
         what = f"waits in {span.name}" if kind == "wait" else span.name
         return f"{what}{of}<br>{span.start * 1e3:.2f} to {span.end * 1e3:.2f} ms: {span.seconds * 1e3:.2f} ms"
 
-    is_numbered = kind in ("forward", "backward")
+    is_numbered = kind in COMPUTING
     return Bars(
-        name=f"{TITLES.get(kind, kind)} {share:.0%}",
-        color=OF_KIND[kind],
+        name=name,
+        color=color,
         rows=[row for row, _ in pieces],
         starts=[span.start * 1e3 for _, span in pieces],
         lengths=[span.seconds * 1e3 for _, span in pieces],
@@ -105,8 +130,14 @@ def layer_chart(profiles: Sequence[StepProfile]) -> BarChart:
         rows=rows,
         bars=bars,
         is_upright=True,
-        dividers=[(start, f"stage {stage}") for stage, start in enumerate(boundaries[:-1])],
+        dividers=[(start, _owner(profiles[-1], part)) for part, start in enumerate(boundaries[:-1])],
     )
+
+
+def _owner(profile: StepProfile, part: int) -> str:
+    """Return the stage of a part, and which part it is if stages have several."""
+    stage = f"stage {profile.parts.stage_of(part)}"
+    return stage if profile.parts_per_stage == 1 else f"{stage}, part {part}"
 
 
 def memory_chart(profile: StepProfile, predicted: Sequence[Mapping[str, float]]) -> BarChart:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from harness import Trainer
-from harness.profile.record import read_steps
-from harness.profile.timeline import bubble
+from harness.profile.record import COMPUTING, RankProfile, StepProfile, read_steps
+from harness.profile.timeline import bubble, with_answers, with_waits
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.ranks
 
 STEPS = 5
 LAYOUTS = ["pp2z1", "dp2z3", "tp2z0"]
+SEVERAL_PARTS = ["interleaved", "dualpipe-v"]  # in the second some backward passes are whole and some are not
 
 
 def train(job: Job, folder: str, profile: int) -> list[str]:
@@ -29,6 +30,23 @@ def train(job: Job, folder: str, profile: int) -> list[str]:
     trainer.close()
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     return [json.dumps([json.loads(line)[name] for name in ("step", "loss", "grad_norm")]) for line in lines]
+
+
+def by_schedule(model: str, name: str) -> Job:
+    pipeline = {"stages": 2, "schedule": name, "activation_checkpoint_interval": 1}
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
+    return Job(model, "pp2z1", {"pipeline": pipeline, **sizes})
+
+
+def several_parts(model: str, folder: str) -> list[tuple[list[str], list[str]]]:
+    """Train by each schedule with several parts a stage, plain and profiled."""
+    return [
+        (
+            train(by_schedule(model, name), f"{folder}/{name}-plain", 0),
+            train(by_schedule(model, name), f"{folder}/{name}", 2),
+        )
+        for name in SEVERAL_PARTS
+    ]
 
 
 def all_layouts(model: str, folder: str) -> list[tuple[list[str], list[str]]]:
@@ -60,6 +78,55 @@ def test_profiled_steps_have_the_same_numbers_and_hold_together(tmp_path: Path) 
         assert {event["pid"] for event in events} == {0, 1}
 
 
+def test_profiled_steps_of_stages_with_several_parts_tell_them_apart(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "m", "llama", True, num_hidden_layers=4)
+    for plain, profiled in run_ranks(2, several_parts, model, str(tmp_path))[0]:
+        assert plain == profiled and len(plain) == STEPS
+    for name, of_stages in zip(SEVERAL_PARTS, ([[0, 2], [1, 3]], [[0, 3], [1, 2]]), strict=True):
+        steps, folder = list(read_steps(tmp_path / name)), tmp_path / name / "profile"
+        assert [step.step for step in steps] == [3, 4]
+        summary = json.loads((folder / "summary.json").read_text())
+        check_times(steps, summary)
+        check_messages(steps[-1])
+        parts = [part for stage in summary["stages"] for part in stage["parts"]]
+        assert [part["part"] for part in parts] == [part for own in of_stages for part in own]
+        for part in parts:
+            first, last = part["layers"]
+            stages = {layer["stage"] for layer in summary["layers"][first : last + 1]}
+            assert [part["part"] in own for own in of_stages].index(True) == stages.pop() and not stages
+            assert part["forward_seconds_per_micro_batch"] > 0 and part["backward_seconds_per_micro_batch"] > 0
+        for rank in steps[-1].ranks:
+            check_passes(rank, of_stages[rank.stage])
+        events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+        assert {f"ForwardPass, part {part}" for part in range(4)} <= {event["name"] for event in events}
+
+
+def check_passes(rank: RankProfile, parts: list[int]) -> None:
+    """Every micro-batch goes forward once through each part, and has all its gradients once."""
+    done = [(span.name, span.part, span.micro_batch) for span in rank.instructions if span.kind in COMPUTING]
+    every = {(part, micro_batch) for part in parts for micro_batch in range(8)}
+    assert sorted(done) == sorted(set(done)) and {(p, m) for name, p, m in done if name == "ForwardPass"} == every
+    whole, inputs, weights = (
+        {(part, micro_batch) for name, part, micro_batch in done if name == kind}
+        for kind in ("BackwardPass", "InputGradients", "WeightGradients")
+    )
+    assert whole | inputs == every and not whole & inputs and inputs == weights
+
+
+def check_messages(step: StepProfile) -> None:
+    """What is sent is received by the next part, or by the one before, of the same micro-batch."""
+    pairs = [(span, other) for _, spans in with_answers(step) for span, other in spans if span.kind == "send"]
+    sent = [(span, other) for span, other in pairs if span.name != "AwaitSends"]
+    assert len(sent) == 2 * 3 * step.micro_batches
+    for span, other in sent:
+        assert other is not None and span.part is not None
+        forward = span.name == "SendActivation"
+        assert (other[1].part, other[1].micro_batch) == (span.part + (1 if forward else -1), span.micro_batch)
+        assert step.parts.stage_of(other[1].part) == other[0].stage and other[1].end >= span.start
+    waits = [span for _, spans in with_waits(step) for span in spans if span.kind == "wait"]
+    assert waits and {span.name for span in waits} <= {"RecvActivation", "RecvGrad"}
+
+
 def check_times(steps: list[Any], summary: dict[str, Any]) -> None:
     """Every layer has its times, and lies within its instructions; a stage computes less than a step takes."""
     passes = {f"{kind}_seconds_per_micro_batch" for kind in ("forward", "backward")}
@@ -68,12 +135,15 @@ def check_times(steps: list[Any], summary: dict[str, Any]) -> None:
         found = bubble(step)
         assert (found is None) == (step.stages == 1)
         if found is not None:
-            assert found.balanced == pytest.approx(1 / (step.micro_batches + 1)) and 0 < found.measured < 1
+            balanced = 1 / (step.micro_batches + 1)
+            if step.parts_per_stage > 1:  # a half of it, and a sixth
+                balanced = 1 / ((2 if step.schedule == "interleaved" else 6) * step.micro_batches + 1)
+            assert found.balanced == pytest.approx(balanced) and 0 < found.measured < 1
         for rank in step.ranks:
             spans = rank.instructions
             assert all(a.end <= b.start + 1e-9 for a, b in pairwise(spans))
             kinds = [span.kind for span in spans if span.kind in ("forward", "backward", "step")]
-            assert kinds.count("forward") == step.micro_batches and kinds[-1] == "step"
+            assert kinds.count("forward") == step.micro_batches * step.parts_per_stage and kinds[-1] == "step"
             for layer in rank.layers:
                 kind = "forward" if layer.kind == "forward" else "backward"
                 assert any(s.kind == kind and s.start <= layer.start and layer.end <= s.end for s in spans), layer

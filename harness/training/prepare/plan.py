@@ -115,8 +115,6 @@ def plan_run(inputs: RunInputs) -> RunPlan:
     _require_evaluation(args, data)
     samples = None if data.train is None else dataset_length(data.train)
     resolved, max_steps, layout = resolve_for(source, config, samples, env.world_size)
-    if args.profile:
-        require_one_part(resolved, "--profile")
     adapters = fingerprint(adaptation, args.seed if source and source.weights is None else None)
     checkpoint = None
     if not inputs.may_hold_a_run:

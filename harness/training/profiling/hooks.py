@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from harness.deepspeed.engine import announce_instructions
+from harness.deepspeed.engine import watch_instructions
 from harness.deepspeed.pipeline import GivenStages
 from harness.parallel.pipeline.staged_module import LayerSequence
 from harness.training.profiling.span_log import SpanLog
@@ -44,7 +44,7 @@ def log_instructions(engine: DeepSpeedEngine, log: SpanLog, before_update: Calla
     stack = ExitStack()
     if isinstance(engine, PipelineEngine):
         begin = partial(_begin_instruction, log, before_update)
-        stack.callback(announce_instructions(engine, begin, log.end))
+        stack.callback(watch_instructions(engine, begin, log.end))
         return stack
     # the loss, which lies between forward and backward, counts as forward
     hook = engine.module.register_forward_pre_hook(lambda *_: log.begin("forward", "Forward"))
@@ -69,12 +69,11 @@ def log_instructions(engine: DeepSpeedEngine, log: SpanLog, before_update: Calla
     return stack
 
 
-def _begin_instruction(log: SpanLog, before_update: Callable[[], object], instruction: str) -> None:
-    name = instruction.partition("(")[0]
+def _begin_instruction(log: SpanLog, before_update: Callable[[], object], name: str, place: Mapping[str, int]) -> None:
     kind = KINDS.get(name, "other")
     if kind == "step":
         before_update()
-    log.begin(kind, name)
+    log.begin(kind, name, part=place.get("part"), micro_batch=place.get("micro_batch"))
 
 
 def _logged(log: SpanLog, kind: str, name: str, method: Callable[P, R]) -> Callable[P, R]:

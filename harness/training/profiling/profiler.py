@@ -177,6 +177,7 @@ def step_profile(run: PreparedRun, step: int, ranks: list[RankProfile]) -> StepP
         layer_names=run.trainable.names,
         micro_batches=run.resolved.accumulation,
         schedule=run.resolved.schedule,
+        parts_per_stage=run.resolved.parts.each,
         ranks=[rank.since(first) for rank in ranks],
     )
 

@@ -39,11 +39,12 @@ class Clock:
 
 @dataclass(slots=True)
 class _Doing:
-    """What goes on since `start`; `number`: how many of its kind and layer have begun before it."""
+    """What goes on since `start`; `number`: its micro-batch, or how many of its kind and layer have begun before it."""
 
     kind: str
     name: str
     layer: int | None
+    part: int | None
     number: int
     start: Moment
 
@@ -63,13 +64,25 @@ class SpanLog:
         """Of what goes on now; empty if nothing does."""
         return self._open[-1].kind if self._open else ""
 
-    def begin(self, kind: str, name: str, layer: int | None = None) -> None:
-        """Note that something begins, within what has begun before and has not ended."""
+    def begin(
+        self,
+        kind: str,
+        name: str,
+        layer: int | None = None,
+        *,
+        part: int | None = None,
+        micro_batch: int | None = None,
+    ) -> None:
+        """Note that something begins, within what has begun before and has not ended.
+
+        Where the micro-batch is not said, they are taken to come one after the other.
+        """
         self._end_inner()
         now, thing = self.clock.now(), (name, layer) if layer is None else (kind, layer)
         if self._open:
             self._noted.append((self._open[-1], now))
-        self._open.append(_Doing(kind, name, layer, self._counts[thing], now))
+        number = self._counts[thing] if micro_batch is None else micro_batch
+        self._open.append(_Doing(kind, name, layer, part, number, now))
         self._counts[thing] += 1
 
     def end(self) -> None:
@@ -100,6 +113,7 @@ class SpanLog:
                 end=self.clock.seconds(end) - origin,
                 micro_batch=doing.number if doing.kind in OF_MICRO_BATCHES else None,
                 layer=doing.layer,
+                part=doing.part,
             )
             for doing, end in self._noted
             if self.clock.seconds(end) > self.clock.seconds(doing.start)

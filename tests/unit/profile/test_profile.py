@@ -14,7 +14,7 @@ from harness.profile.record import FOLDER, Span, read_steps, write_step
 from harness.profile.summary import largest_of_stage, summary
 from harness.profile.timeline import bubble, pipeline_seconds, with_gaps, with_waits
 from harness.profile.trace import trace
-from tests.unit.profile.made import MEMORY, profile
+from tests.unit.profile.made import MEMORY, profile, several_parts
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,39 @@ def test_there_is_no_bubble_where_nothing_waits_or_nothing_computes(stages: int,
     made = profile()
     ranks = [rank if computing else replace(rank, instructions=[]) for rank in made.ranks]
     assert bubble(replace(made, stage_boundaries=[0, 2] if stages == 1 else [0, 1, 2], ranks=ranks)) is None
+
+
+def test_parts_of_a_stage_wait_for_other_stages_alone() -> None:
+    (_, first), (_, second) = with_waits(several_parts())
+    assert [(s.kind, s.name, s.part, s.start, s.end) for s in (*first, *second) if s.kind in ("wait", "receive")] == [
+        ("wait", "RecvActivation", 3, 1.1, 3.3),
+        ("receive", "RecvActivation", 3, 3.3, 3.5),
+        ("wait", "RecvGrad", 0, 6.6, 10.8),
+        ("receive", "RecvGrad", 0, 10.8, 11.0),
+        ("wait", "RecvActivation", 1, 0.5, 1.0),
+        ("receive", "RecvActivation", 1, 1.0, 1.2),
+        ("receive", "RecvActivation", 2, 2.25, 2.3),
+        ("wait", "RecvGrad", 2, 3.4, 6.5),
+        ("receive", "RecvGrad", 2, 6.5, 6.7),
+        ("receive", "RecvGrad", 1, 8.75, 8.8),
+    ]
+    events = trace([several_parts()])["traceEvents"]
+    assert len([event for event in events if event["ph"] == "s"]) == 6
+    assert "waits for SendGrad, part 2" in {event["name"] for event in events}
+
+
+def test_the_summary_of_stages_with_several_parts_says_what_each_part_takes() -> None:
+    found = summary([several_parts()])
+    parts = [[(part["part"], part["layers"]) for part in stage["parts"]] for stage in found["stages"]]
+    assert parts == [[(0, [0, 0]), (3, [4, 4])], [(1, [1, 1]), (2, [2, 3])]]
+    assert [layer["stage"] for layer in found["layers"]] == [0, 1, 1, 1, 0]
+    first = found["stages"][0]
+    assert "layers" not in first and first["forward_seconds_per_micro_batch"] == 2.0  # both parts
+    assert [part["backward_seconds_per_micro_batch"] for part in first["parts"]] == [2.0, 2.0]
+    # the stages compute 6 s each; with one micro-batch they wait as under 1F1B with one part
+    assert found["bubble"]["measured"] == pytest.approx(1 - 6 / 13)
+    assert found["bubble"]["balanced"] == pytest.approx(idle_share(2, 1, "zero-bubble-v", 2))
+    assert found["bubble"]["unequal"] == pytest.approx(found["bubble"]["balanced"])
 
 
 def test_a_message_whose_other_side_is_not_there_is_left_whole() -> None:
