@@ -30,25 +30,34 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 @contextmanager
+def own_torch_generators(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """As `own_generators`, for what draws by torch alone: a tenth of the time."""
+    generators = [torch.default_generator]
+    if device is not None and default_generator(device) is not torch.default_generator:
+        generators.append(default_generator(device))
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+@contextmanager
 def own_generators(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Draw random numbers from `seed` while this lasts; afterwards everything draws as if nothing had been drawn.
 
     It covers the global generators of torch (on the CPU and on `device`), numpy and Python. Other devices are left
     alone: `torch.manual_seed` would reset their generators in the middle of a run. Does not wait for the device.
     """
-    generators = [torch.default_generator]
-    if device is not None and default_generator(device) is not torch.default_generator:
-        generators.append(default_generator(device))
-    states = [generator.get_state() for generator in generators]
     numpy_state, python_state = np.random.get_state(), random.getstate()
     try:
-        for generator in generators:
-            generator.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
-        yield
+        with own_torch_generators(seed, device):
+            yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
         np.random.set_state(numpy_state)
         random.setstate(python_state)

@@ -25,7 +25,7 @@ from transformers import initialization
 
 from harness.hf.weights.buffers import SMALL
 from harness.hf.weights.slices import Box
-from harness.parallel.generators import own_generators
+from harness.parallel.generators import own_generators, own_torch_generators
 from harness.parallel.values import Keyword, Operation, Positional
 
 PIECE_BYTES = 4 << 20  # the most that is drawn at once
@@ -115,10 +115,13 @@ class Drawn:
 
     def _draw(self, start: int, values: Tensor) -> Tensor:
         digest = hashlib.sha256(f"{self.seed}:{self.name}:{start}".encode()).digest()
-        with own_generators(int.from_bytes(digest[:8], "little"), self.device):
-            if self.changes is None:
+        seed = int.from_bytes(digest[:8], "little")
+        if self.changes is None:  # a family may draw as it likes
+            with own_generators(seed, self.device):
                 self.draw(values)
-            for change in self.changes or ():
+            return values
+        with own_torch_generators(seed, self.device):
+            for change in self.changes:
                 change.apply(values.view(-1), start)
         return values
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,14 @@ def parameters(causal: CausalModel, start: int = 0, stop: int | None = None) -> 
     }
 
 
+@cache
+def whole_llama() -> dict[str, torch.nn.Parameter]:
+    """The parameters of a whole model with adapters everywhere, which nobody changes."""
+    return parameters(fresh("llama", ALL))
+
+
 def test_adapters_begin_by_pefts_rule_the_same_wherever_a_layer_is_built() -> None:
-    whole = parameters(fresh("llama", ALL))
+    whole = whole_llama()
     for name, parameter in whole.items():
         assert parameter.requires_grad == (".lora_" in name)
         if ".lora_A." in name:  # kaiming_uniform with a = sqrt(5)
@@ -140,7 +147,7 @@ def test_tied_embeddings_are_trained_as_one_or_the_wish_is_refused(tmp_path: Pat
 @pytest.mark.parametrize("rank", [0, 3])
 def test_an_adapter_is_cut_as_its_layer(rank: int) -> None:
     place = TensorParallel(rank=rank, size=4)
-    whole, local = parameters(fresh("llama", ALL)), parameters(fresh("llama", ALL, place=place))
+    whole, local = whole_llama(), parameters(fresh("llama", ALL, place=place))
     prefix = "model.layers.0."
 
     def part(name: str, dim: int, index: int = rank, of: int = 4) -> Tensor:
