@@ -166,7 +166,7 @@ def _data(
         return max(0.0, moved - compute) + contention * min(moved, compute) + ends
     whole = strategy.whole_gradients or not stage
     each = _reduced_bytes(workload, strategy)
-    if whole:
+    if whole or hardware.is_host:  # DeepSpeed sums whole buckets, of which each rank takes its part
         reduce = _all_reduces(hardware, strategy, held, experts, each)
     else:
         reduce = _half_rings(hardware, strategy, held, experts, each, 1)
@@ -180,15 +180,19 @@ def _data(
 
 
 def _copied(hardware: Hardware, strategy: Strategy, gradients: float) -> float:
-    """Return the seconds in which a host's processor copies gradients into flat buckets, and back or to its part.
+    """Return the seconds in which a host's processor copies gradients, each copy read and written.
 
-    ZeRO-2 does it for every micro-batch; each copy reads and writes. A GPU's memory makes nothing of it.
+    Once a step into flat buckets, and back or to a rank's part; ZeRO-2 does it for every micro-batch, by way of one
+    more bucket. A GPU's memory makes nothing of it.
     """
     if not hardware.is_host:
         return 0.0
-    ranks = strategy.data * strategy.context if strategy.zero_stage else 1
-    times = strategy.accumulation if strategy.zero_stage == 2 else 1
-    return times * 2 * gradients * (1 + 1 / ranks) / hardware.memory_bytes_per_second
+    part = 1 / (strategy.data * strategy.context)
+    if strategy.zero_stage == 2:
+        copies = strategy.accumulation * (2 + part)
+    else:
+        copies = 1 + (part if strategy.zero_stage else 1)
+    return 2 * copies * gradients / hardware.memory_bytes_per_second
 
 
 def _half_rings(hardware: Hardware, strategy: Strategy, held: float, experts: float, each: float, layers: int) -> float:

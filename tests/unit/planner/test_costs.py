@@ -6,7 +6,7 @@ import pytest
 
 from harness.config.values.batch import bubble
 from harness.planner.estimate import Estimate, estimate
-from harness.planner.hardware import load_hardware, names
+from harness.planner.hardware import Link, load_hardware, names
 from harness.planner.memory import local_parameters
 from harness.planner.model_config import decoder_of, read_decoder
 from harness.planner.shape import DecoderShape, LayerShape
@@ -160,6 +160,22 @@ def test_parameters_that_stay_gathered_travel_once_a_step():
     slow, fast = (estimate(narrow, few, replace(each, gathers_once=once)).seconds.data for once in (False, True))
     ends = 3 / 2  # of the first and the last of two layers: two gathers and a reduction
     assert fast / slow == pytest.approx((1 + 4 + ends) / (4 * 2 + 4 + ends), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("stage", "copies"),
+    [(0, 1 + 1), (1, 1 + 1 / 4), (2, 3 * (2 + 1 / 4)), (3, 0)],
+    ids=["there and back", "back to a part", "for every micro-batch, by way of a bucket", "where they lie"],
+)
+def test_the_processor_of_a_host_copies_gradients_to_send_them(stage, copies):
+    at_once = Link(bytes_per_second=1e30, hop_seconds=0.0)
+    host = replace(H100, compute_units=1, node=at_once, network=at_once)
+    strategy = Strategy(data=4, accumulation=3, zero_stage=stage)
+    gradients = local_parameters(WORKLOAD, strategy, strategy_stages(WORKLOAD, strategy)[0]) * WORKLOAD.gradient_bytes
+    width = 1.0 if stage < 2 else WORKLOAD.element_bytes / WORKLOAD.gradient_bytes
+    moved = estimate(host, WORKLOAD, strategy).seconds.data * host.memory_bytes_per_second
+    assert moved == pytest.approx(2 * copies * width * gradients, rel=1e-6, abs=1e6)
+    assert estimate(replace(host, compute_units=2), WORKLOAD, strategy).seconds.data == pytest.approx(0.0, abs=1e-6)
 
 
 def test_offloading_moves_states_to_the_host():
