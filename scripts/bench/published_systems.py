@@ -263,6 +263,9 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         recompute = "half" if system == "torchtitan" else "selective"
     schedules: dict[str, Schedule] = {"ZB-1p": "zero-bubble", "ZB-2p": "zero-bubble-2p", "ZB-V": "zero-bubble-v"}
     schedule = next((value for name, value in schedules.items() if name in system), "1f1b")
+    parts = number(row, "vpp")
+    if system.endswith("1F1B-I"):  # parts of one layer, as the published memory says; two layers less at the ends
+        parts = (number(row, "layers") + 2) // pp
     return Strategy(
         pipeline=pp,
         tensor=tp,
@@ -275,7 +278,7 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         zero_stage=3 if program.is_fsdp else int(shares_states),
         recompute=recompute,
         schedule=schedule,
-        virtual_stages=number(row, "vpp"),
+        virtual_stages=parts,
         sequence_parallel=shares_sequence,
         split_table=shares_sequence,
         gathers_again=program.is_megatron and system != "nanotron",
@@ -283,8 +286,7 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         overlap_parameters=overlaps and system != "nanotron",  # which gathers them behind its update
         overlap_tensor=0.5 if program.is_megatron and ("NeMo" in system or "Bridge" in system) else 0.0,
         split_sends="Megatron" in system and not shares_sequence,  # by default, in its own pipeline and in DeepSpeed's
-        overlap_pipeline=is_modern
-        and number(row, "vpp") > 1,  # Megatron does so by default, in its interleaved schedule
+        overlap_pipeline=is_modern and parts > 1,  # Megatron does so by default, in its interleaved schedule
         narrow_gathers=is_modern and system != "nanotron",
         partition="balanced" if system == "nanotron" else "type:DecoderLayer",  # it weighs blocks, the head among them
     )
