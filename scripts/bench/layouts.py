@@ -8,6 +8,10 @@ library gives freed memory back at once, so that it is what tensors take; `kept_
 freed memory. Needs a quiet machine, and about ten minutes:
 
     OMP_NUM_THREADS=1 python scripts/bench/layouts.py [--sample 3 | --all] [--rounds 2] [--steps 4]
+
+Whether the recommended layout is the fastest is asked of all that are predicted to be nearly as fast, without memory:
+
+    OMP_NUM_THREADS=1 python scripts/bench/layouts.py --ranks 4 --within 1.2 --rounds 1 --output best-layouts.json
 """
 
 from __future__ import annotations
@@ -75,9 +79,10 @@ class Measured:
         return self.predicted.strategy.world_size
 
     def errors(self, empty: float) -> tuple[float, float]:
-        """Return the relative errors of the predicted seconds and of the predicted peak over `empty`."""
+        """Return the relative errors of the predicted seconds and of the predicted peak over `empty`; 0 if it was not
+        measured."""
         time = self.predicted.seconds.total / median(self.seconds) - 1
-        return time, self.predicted.peak_bytes / (self.peak - empty) - 1
+        return time, self.predicted.peak_bytes / (self.peak - empty) - 1 if self.peak else 0.0
 
     def row(self, empty: float) -> dict[str, Any]:
         """Return what is reported of it."""
@@ -91,7 +96,7 @@ class Measured:
             "rounds_s": [round(each, 4) for each in self.seconds],
             "peak_gib": {
                 "predicted": round(row["memory_gib"]["max"], 4),
-                "measured": round((self.peak - empty) / GIB, 4),
+                "measured": round((self.peak - empty) / GIB, 4) if self.peak else None,
             },
             "kept_gib": round((median(self.kept) - empty) / GIB, 4),
             "error": {"step": round(time, 4), "memory": round(memory, 4)},
@@ -129,14 +134,17 @@ def run(
     return max(seconds for seconds, _ in each), max(peak for _, peak in each)
 
 
-def choose(hardware: Path, ranks: int, sample: int | None) -> list[Measured]:
-    """Return the layouts to train, best first: all, or an even sample with the recommended one."""
+def choose(hardware: Path, ranks: int, sample: int | None, within: float | None = None) -> list[Measured]:
+    """Return the layouts to train, best first: all, or an even sample with the recommended one, or those that are
+    predicted to take at most `within` times as long as that."""
     device, chosen = load_hardware(str(hardware), ranks), []
     for name, model in MODELS.items():
         work = Workload(shape=decoder_of(model, name), sequence=LENGTH, precision="fp32", on_cpu=True)
         found = search(Task(hardware=device, workload=work, world_size=ranks, global_batch=SAMPLES)).fitting
-        stride = 1 if sample is None else max(1, len(found) // sample)
-        chosen += [Measured(name, one) for one in found[::stride][:sample]]
+        stride = 1 if sample is None or within else max(1, len(found) // sample)
+        limit = found[0].seconds.total * (within or float("inf"))
+        kept = [one for one in found[::stride] if one.seconds.total <= limit]
+        chosen += [Measured(name, one) for one in (kept if within else kept[:sample])]
     return chosen
 
 
@@ -191,6 +199,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sample", type=int, default=3, help="layouts of each model and number of ranks")
     parser.add_argument("--all", action="store_true", help="every layout")
+    parser.add_argument("--within", type=float, help="every layout that is predicted to take at most so many times as "
+                        "long as the recommended one; memory is not measured")  # fmt: skip
+    parser.add_argument("--output", default="layouts.json", help="in results/")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="of a run; the first is left out")
     options = parser.parse_args()
@@ -202,8 +213,8 @@ def main() -> None:
         for ranks in options.ranks:
             plain = Strategy(data=ranks, accumulation=SAMPLES // ranks)
             empty = empties[ranks] = run(ranks, NOTHING, plain, MEMORY_STEPS, GIVES_BACK)[1]
-            chosen = choose(hardware, ranks, None if options.all else options.sample)
-            for one in chosen:
+            chosen = choose(hardware, ranks, None if options.all else options.sample, options.within)
+            for one in chosen if options.within is None else []:
                 one.peak = run(ranks, MODELS[one.model], one.predicted.strategy, MEMORY_STEPS, GIVES_BACK)[1]
             for _ in range(options.rounds):
                 for one in chosen:
@@ -228,7 +239,7 @@ def main() -> None:
         "over_all": every,
         "layouts": rows,
     }
-    write_report(RESULTS / "layouts.json", report, what=str(__doc__))
+    write_report(RESULTS / options.output, report, what=str(__doc__))
 
 
 if __name__ == "__main__":
