@@ -24,7 +24,8 @@ PIECE_CHARACTERS = 1 << 16
 
 _AROUND = 256  # characters before and after a place that decide whether the tokenizer cuts there
 _LOOKED_AT = 1 << 12  # characters after a place in which another one is looked for
-_TRIED = 12  # ends of lines, and as many of words, and as many other places
+_TRIED = 12  # ends of lines, and as many of words
+_ELSEWHERE = 64  # characters where neither will do: tokens of a text without spaces are seldom as long
 
 Ids = npt.NDArray[np.integer]
 
@@ -109,4 +110,4 @@ def _places(last: str, text: str) -> Iterator[int]:
     pairs = list(zip(last + looked_at[:-1], looked_at, strict=False))
     lines = (at for at, (one, other) in enumerate(pairs) if one == "\n" and not other.isspace())
     words = (at for at, (one, other) in enumerate(pairs) if other.isspace() and not one.isspace())
-    return chain(islice(lines, _TRIED), islice(words, _TRIED), range(min(_TRIED, len(text))))
+    return chain(islice(lines, _TRIED), islice(words, _TRIED), range(min(_ELSEWHERE, len(text))))

@@ -42,11 +42,11 @@ def text(length: int, breaks: str) -> str:
 
 
 TEXTS = {
-    "lines": text(6000, " | | | |\n|\n\n|  |\t"),
-    "blank lines and indents": text(6000, " |\n    |\n\n\n|\r\n"),
-    "one line": text(6000, " "),
-    "spaces alone": text(3000, " |      ") + " " * 600 + text(2000, "   "),
-    "no space": text(4000, "-|_"),
+    "lines": text(4000, " | | | |\n|\n\n|  |\t"),
+    "blank lines and indents": text(4000, " |\n    |\n\n\n|\r\n"),
+    "one line": text(4000, " "),
+    "spaces alone": text(2000, " |      ") + " " * 600 + text(1400, "   "),
+    "no space": text(3000, "-|_"),
 }
 
 
@@ -114,3 +114,13 @@ def test_a_text_becomes_rows_and_a_conversation_stays_whole():
     rows = list(in_pieces({"text": "a" * 150_000}))
     assert [row["part"] for row in rows] == [0, 1, 2] and "".join(row["text"] for row in rows) == "a" * 150_000
     assert list(in_pieces({"conversation": "{}", "place": "x"})) == [{"conversation": "{}", "place": "x"}]
+
+
+def test_a_long_token_across_the_end_of_a_piece_stays_whole():
+    word = "abcdefghijklmnopqrstuvwxyz0123"
+    model = models.Unigram([("</s>", 0.0), ("<unk>", 0.0), (word, -1.0), *((letter, -10.0) for letter in word)], 1)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token="</s>")
+    text = word * 60
+    rows = [text[start : start + 700] for start in range(0, len(text), 700)]
+    ids = PieceEncoder(tokenizer)(rows, range(len(rows)))
+    assert [int(i) for row in ids for i in row] == [2] * 60 + [0]
