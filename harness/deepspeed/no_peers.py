@@ -5,13 +5,15 @@ What they send is found out by DeepSpeed itself; what they would receive has the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import ParamSpec, TypeAlias, TypeVar
 
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe.engine import TENSOR_META_SIZE, PipelineEngine
 from deepspeed.runtime.pipe.schedule import RecvGrad
 from deepspeed.runtime.utils import PartitionedTensor
 from deepspeed.runtime.zero import utils
@@ -49,28 +51,29 @@ def trusting_peers() -> Iterator[None]:
         yield
 
 
-def expect_from_peers(engine: PipelineEngine, received: Received | None) -> None:
-    """Have a stage receive from the one before what has the form of `received`; None for the first stage.
+def expect_from_peers(engine: PipelineEngine, received: Mapping[int, Received]) -> None:
+    """Have a stage receive from the part of the model before what has the form of `received`, by its own part; with one
+    part a stage by its number. The first part receives nothing.
 
-    From the next stage it gets gradients of what it sends. The numbers by which partitioned tensors are put together
+    From the next part it gets gradients of what it sends. The numbers by which partitioned tensors are put together
     again are known here, and not received.
     """
     execute: Callable[..., None] = engine._INSTRUCTION_MAP[RecvGrad]
 
-    def receive_gradients(self: PipelineEngine, buffer_id: int) -> None:
-        execute(self, buffer_id=buffer_id)
+    def receive_gradients(self: PipelineEngine, buffer_id: int, **place: int) -> None:
+        execute(self, buffer_id=buffer_id, **place)
         if self.is_grad_partitioned:
             self.grad_partition_grad_layer_meta_cache = self.pipe_buffers["outputs"][buffer_id][0]
 
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, RecvGrad: receive_gradients}
-    if received is None:
-        return
-    tensors = received if isinstance(received, tuple) else (received,)
-    if engine.is_pipe_partitioned:
-        part = PartitionedTensor(tensor=tensors[0], group=engine.grid.get_slice_parallel_group())
-        tensors = (part.to_meta(), part.data(), *tensors[1:])
 
-    def buffers(_stage: int) -> Received:
+    def buffers(sender: int) -> Received:
+        p2p.recv(torch.empty(TENSOR_META_SIZE, dtype=torch.int32, device=engine.device), sender)  # its form: known
+        value = received[sender + 1]
+        tensors = value if isinstance(value, tuple) else (value,)
+        if engine.is_pipe_partitioned:
+            part = PartitionedTensor(tensor=tensors[0], group=engine.grid.get_slice_parallel_group())
+            tensors = (part.to_meta(), part.data(), *tensors[1:])
         made = [_buffer(engine, index, tensor) for index, tensor in enumerate(tensors)]
         return tuple(made) if len(made) > 1 else made[0]
 

@@ -95,7 +95,7 @@ def _plan(script: ScriptArguments, config: RunConfig, lora: LoraArguments, world
     from harness.hf.skeleton import read_source
     from harness.training.data.tokenizer import load_tokenizer
     from harness.training.prepare.inputs.sample_form import SampleForm
-    from harness.training.prepare.plan import require_one_part, resolve_for
+    from harness.training.prepare.plan import resolve_for
     from harness.training.prepare.trainable import adapted
     from harness.training.process.distributed import require_device, require_precision
 
@@ -104,7 +104,6 @@ def _plan(script: ScriptArguments, config: RunConfig, lora: LoraArguments, world
         raise UserError("a dry run needs a HuggingFace decoder")
     tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
     resolved, max_steps, layout = resolve_for(source, config, None, world_size)
-    require_one_part(resolved, "a dry run")
     if device == "cpu":
         require_precision(resolved.precision)
         require_device(resolved.config, torch.device("cpu"))

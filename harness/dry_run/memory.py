@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -15,6 +15,10 @@ from harness.deepspeed.optimizer_states import held_by_optimizer
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.dry_run.ledger import Ledger
 
+OF_FORWARD = ("RecvActivation", "LoadMicroBatch", "ForwardPass", "SendActivation")
+BACKWARD = ("BackwardPass", "InputGradients", "LastBackward")
+"""When the first of these begins, all activations of a micro-batch are kept."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -23,7 +27,7 @@ class Memory:
     Attributes:
         optimizer: its states, and the copies of parameters that it steps on.
         activations: of one micro-batch, kept for its backward.
-        in_flight: micro-batches whose activations are kept at once.
+        in_flight: micro-batches whose activations are kept at once; not whole where a stage has several parts.
         buffers: whatever else lasts: masks, rotary tables, flat tensors of DeepSpeed.
         peak: the most at any moment of a step.
     """
@@ -32,7 +36,7 @@ class Memory:
     gradients: dict[str, int]
     optimizer: dict[str, int]
     activations: int
-    in_flight: int
+    in_flight: float
     buffers: int
     peak: int
 
@@ -43,30 +47,45 @@ class Step:
 
     Attributes:
         gradients: bytes by dtype when the most were there.
+        kept: bytes that forward passes of the last step have left behind, by the part of the model.
     """
 
     ledger: Ledger
     engine: DeepSpeedEngine
     gradients: dict[str, int] = field(default_factory=dict)
+    kept: Counter[int] = field(default_factory=Counter)
+    _part: int | None = None
+    _before: int = 0
 
     @property
     def parameters(self) -> list[Tensor]:
         """The model's part on this rank."""
         return list(self.engine.module.parameters())
 
+    def begin_at(self, instruction: str, place: Mapping[str, int]) -> None:
+        """Begin an instruction of a schedule with several parts of the model."""
+        self.begin(instruction)
+        self._part = place["part"] if instruction in OF_FORWARD else None
+        self._before = self.ledger.live
+
+    def end(self) -> None:
+        """Note what the instruction that was begun has left behind."""
+        if self._part is not None:
+            self.kept[self._part] += self.ledger.live - self._before
+
     def begin(self, phase: str) -> None:
         """Begin a phase of the step."""
-        if phase.startswith(("BackwardPass", "LastBackward")):
+        if phase.startswith(BACKWARD):
             gc.collect()  # what recomputation leaves in cycles
         if phase in ("ReduceGrads", "OptimizerStep", "LastStep"):
             now = by_dtype(gradients_of(self.engine, self.parameters))
             self.gradients = max(now, self.gradients, key=lambda sizes: sum(sizes.values()))
         self.ledger.begin(phase)
 
-    def memory(self, in_flight: int) -> Memory:
+    def memory(self, in_flight: float) -> Memory:
         """Return the bytes of the step that has ended, if the activations of `in_flight` micro-batches are kept."""
         marks = self.ledger.marks
-        activations = marks.get("BackwardPass", marks.get("LastBackward", 0)) - marks["step"]
+        activations = next((live for phase, live in marks.items() if phase in BACKWARD), 0) - marks["step"]
         parameters = by_dtype(held_tensor(parameter) for parameter in self.parameters)
         optimizer = by_dtype(held_by_optimizer(self.engine.optimizer, self.parameters))
         lasting = by_dtype(gradients_of(self.engine, self.parameters))
@@ -78,7 +97,7 @@ class Step:
             activations=activations,
             in_flight=in_flight,
             buffers=max(0, marks["step"] - known),
-            peak=self.ledger.peak + (in_flight - 1) * activations,
+            peak=round(self.ledger.peak + (in_flight - 1) * activations),
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config import Resolved
-from harness.deepspeed.engine import announce_instructions
+from harness.deepspeed.engine import announce_instructions, watch_instructions
 from harness.deepspeed.no_peers import Received, announce_halves, cut_step, expect_from_peers, replaced
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.dry_run.ledger import Ledger, Message, Traffic
@@ -26,7 +26,8 @@ from harness.dry_run.world import fake_tensors, fake_world
 from harness.hf.layers.dry_run import ASKS_FOR_VALUES
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
-from harness.parallel.pipeline.schedules.instructions import most_in_flight
+from harness.parallel.pipeline.schedules.following import follow_schedule
+from harness.parallel.pipeline.schedules.instructions import most_in_flight, most_kept
 from harness.parallel.pipeline.schedules.orders import ORDERS
 from harness.parallel.pipeline.stage_transport import pack_payload
 from harness.parallel.pipeline.staged_module import build_layers
@@ -45,10 +46,10 @@ from harness.training.prepare.trainable import TrainableModel, trainable_decoder
 from harness.training.process.distributed import start
 
 OF_A_MICRO_BATCH = (
-    *("LoadMicroBatch", "ForwardPass", "BackwardPass"),
+    *("LoadMicroBatch", "ForwardPass", "BackwardPass", "InputGradients", "WeightGradients"),
     *("SendActivation", "RecvActivation", "SendGrad", "RecvGrad"),
 )
-"""DeepSpeed's instructions that come once a micro-batch."""
+"""The instructions that come once a micro-batch."""
 EXPERTS = "the memory of experts: counted as if each token had weights of its own, which is too much"
 
 
@@ -57,7 +58,7 @@ class RankReport:
     """What one rank builds, holds and sends in a step.
 
     Attributes:
-        first, last: indices of its pipeline layers.
+        parts: of the model that it has, with the first and last index of the layers of each.
         kinds: class name -> number of layers.
         elements: of its parameters.
         memory: None where no step could be made.
@@ -65,8 +66,7 @@ class RankReport:
     """
 
     groups: Groups
-    first: int
-    last: int
+    parts: dict[int, tuple[int, int]]
     kinds: dict[str, int]
     elements: int
     memory: Memory | None
@@ -96,10 +96,10 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
     """Build the rank `env.rank` and let it make its steps. Raises UserError for what a run would refuse."""
     with fake_world(env):
         device = start(env)
-        groups = build_groups(plan.layout)
+        groups = build_groups(plan.layout, plan.resolved.parts.loss_stage)
         context = RunContext(
             args=plan.args,
-            # DeepSpeed's schedule can be cut short; a compiled layer asks for the sizes of tensors that have no values
+            # the schedule is cut short first; a compiled layer asks for the sizes of tensors that have no values
             resolved=replace(plan.resolved, schedule="", compile_backend=None),
             groups=groups,
             device=device,
@@ -124,13 +124,14 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
                 memory, messages = _two_steps(engine, context, plan, ledger, before)
             except ASKS_FOR_VALUES as error:
                 untried = f"a step, as it looks at values ({type(error).__name__}: {str(error).splitlines()[0]})"
-        stage = groups.coordinate.stage
-        first, stop = boundaries[stage], boundaries[stage + 1]
+        parts = {
+            part: (boundaries[part], boundaries[part + 1] - 1)
+            for part in plan.resolved.parts.of_stage(groups.coordinate.stage)
+        }
         return RankReport(
             groups=groups,
-            first=first,
-            last=stop - 1,
-            kinds=dict(Counter(trainable.names[first:stop])),
+            parts=parts,
+            kinds=dict(Counter(name for a, b in parts.values() for name in trainable.names[a : b + 1])),
             elements=sum(held_tensor(parameter).numel() for parameter in engine.deepspeed.module.parameters()),
             memory=memory,
             messages=messages,
@@ -151,9 +152,16 @@ def _two_steps(
     count = Step(ledger, deepspeed)
     ids = torch.zeros((plan.resolved.micro_batch, plan.block_size), dtype=torch.long)
     if pipeline:
-        stage = context.groups.coordinate.stage
-        expect_from_peers(deepspeed, before(stage, ids) if stage else None)
-        announce_instructions(deepspeed, count.begin)
+        cut_step(deepspeed, 1)
+        parts = plan.resolved.parts
+        own = parts.of_stage(context.groups.coordinate.stage)
+        if parts.each > 1:
+            follow_schedule(deepspeed, plan.resolved.schedule, parts)
+        expect_from_peers(deepspeed, {part: before(part, ids) for part in own if part})
+        if parts.each > 1:
+            watch_instructions(deepspeed, count.begin_at, count.end)
+        else:
+            announce_instructions(deepspeed, count.begin)
     else:
         announce_halves(deepspeed, count.begin)
     micro_batches = 1 if pipeline else min(2, accumulation)
@@ -162,21 +170,25 @@ def _two_steps(
     gc.freeze()  # collecting is quick then
     for _ in range(2):
         ledger.begin_step()
+        count.kept.clear()
         cut_step(deepspeed, micro_batches)
         engine.train_step(batches, 0, plan.block_size)
     gc.unfreeze()
     repeated = OF_A_MICRO_BATCH if pipeline else ("BackwardPass", "OptimizerStep")
     times = dict.fromkeys(repeated, accumulation if pipeline else accumulation - 1)
-    return count.memory(_in_flight(engine, plan)), ledger.messages(times)
+    return count.memory(_in_flight(engine, plan, count.kept)), ledger.messages(times)
 
 
-def _in_flight(engine: Engine, plan: DryRun) -> int:
-    """Return of how many micro-batches the schedule keeps activations at once."""
+def _in_flight(engine: Engine, plan: DryRun, kept: Mapping[int, int]) -> float:
+    """Return of how many micro-batches the schedule keeps activations at once; `kept`: of one, in each part."""
     stages, stage, accumulation = plan.layout.pp_size, engine.groups.coordinate.stage, plan.resolved.accumulation
     if not isinstance(engine, PipelineStages):
         return 1
     if plan.resolved.schedule in ORDERS:
-        return most_in_flight(ORDERS[plan.resolved.schedule](plan.resolved.parts, accumulation, stage))
+        passes = list(ORDERS[plan.resolved.schedule](plan.resolved.parts, accumulation, stage))
+        if plan.resolved.parts.each > 1:
+            return round(most_kept(passes, kept) / sum(kept.values()), 3)
+        return most_in_flight(passes)
     return min(stages - stage, accumulation)
 
 

@@ -24,7 +24,7 @@ def as_json(plan: DryRun, report: RankReport) -> JsonObject:
         "world_size": plan.layout.world_size,
         "layout": plan.layout.sizes(),
         "coordinate": {"pipeline": place.stage, "data": place.dp_rank, "tensor": place.tp_rank},
-        "layers": {"first": report.first, "last": report.last, "kinds": report.kinds},
+        "layers": {**_layers(report), "kinds": report.kinds},
         "parameters": report.elements,
         "precision": plan.resolved.precision,
         "zero_stage": plan.resolved.zero_stage,
@@ -44,10 +44,11 @@ def as_text(plan: DryRun, report: RankReport) -> str:
     """Return the report for a terminal."""
     resolved, groups = plan.resolved, report.groups
     kinds = ", ".join(name if n == 1 else f"{n} x {name}" for name, n in report.kinds.items())
+    layers = " and ".join(f"{first}-{last}" for first, last in report.parts.values())
     batch = f"{resolved.accumulation} micro-batches of {resolved.micro_batch} x {plan.block_size} tokens"
     lines = [
         f"rank {groups.rank} of {plan.layout.world_size} ({plan.layout}): {groups.coordinate}",
-        f"  layers {report.first}-{report.last} ({kinds}), {report.elements:,} parameters",
+        f"  layers {layers} ({kinds}), {report.elements:,} parameters",
         f"  {resolved.precision}, ZeRO stage {resolved.zero_stage}, {batch} a step",
         *_memory_lines(report),
         *_message_lines(report),
@@ -56,11 +57,17 @@ def as_text(plan: DryRun, report: RankReport) -> str:
     return "\n".join(lines)
 
 
+def _layers(report: RankReport) -> JsonObject:
+    """Return the first and last layer, of each part where there are several."""
+    parts = [{"part": part, "first": first, "last": last} for part, (first, last) in report.parts.items()]
+    return {"parts": parts} if len(parts) > 1 else {"first": parts[0]["first"], "last": parts[0]["last"]}
+
+
 def _memory_lines(report: RankReport) -> list[str]:
     memory = report.memory
     if memory is None:
         return []
-    kept = f"{spell(memory.activations)} a micro-batch x {memory.in_flight} in flight"
+    kept = f"{spell(memory.activations)} a micro-batch x {memory.in_flight:g} in flight"
     rows = {
         "parameters": _by_dtype(memory.parameters),
         "gradients": _by_dtype(memory.gradients),

@@ -26,8 +26,19 @@ from tests.distributed.training import BLOCK, Job, arguments_of, rows, without_s
 
 pytestmark = pytest.mark.ranks
 
-TWO = [Job("tiny-llama", name) for name in ("pp2dp1tp1z0", "pp1dp2tp1z2", "pp1dp2tp1z3")]
+
+def by_schedule(name: str, schedule: str, **sections: Any) -> Job:
+    """A run by a schedule with several parts a stage, with more micro-batches than it keeps at once."""
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
+    return Job("tiny-llama", name, config={"pipeline": {"stages": 2, "schedule": schedule}, **sizes, **sections})
+
+
+TWO = [
+    *(Job("tiny-llama", name) for name in ("pp2dp1tp1z0", "pp1dp2tp1z2", "pp1dp2tp1z3")),
+    *(by_schedule("pp2dp1tp1z0", name) for name in ("interleaved", "looped-bfs", "zero-bubble-v", "dualpipe-v")),
+]
 FOUR = [
+    by_schedule("pp2dp1tp2z1", "zero-bubble-v", bf16={"enabled": True}),
     Job("tiny-qwen3", "pp2dp1tp2z1"),
     Job("tiny-gpt2", "pp2dp2tp1z1", config={"bf16": {"enabled": True}, "pipeline": {"stages": 2}}),
 ]

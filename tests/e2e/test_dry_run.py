@@ -63,6 +63,24 @@ def test_every_stage_of_a_thousand_ranks_is_counted(capfd: pytest.CaptureFixture
     assert sent["data", "all_reduce"]["ranks"] == 256
 
 
+def test_a_stage_with_several_parts_is_counted_part_by_part(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, pipeline = tmp_path / "config.json", {"stages": 2, "schedule": "zero-bubble-v"}
+    batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    path.write_text(json.dumps({**batch, "pipeline": pipeline, "zero_optimization": {"stage": 1}}))
+    words = ("--world_size", "2", "--deepspeed_config", str(path), "--model", "tiny-llama")
+    first, last = of_all_stages(capfd, *words)
+    assert [[part["part"] for part in each["layers"]["parts"]] for each in (first, last)] == [[0, 3], [1, 2]]
+    assert first["layers"]["kinds"] == {"Prologue": 1, "LlamaDecoderLayer": 2, "Epilogue": 1}
+    for report in (first, last):
+        sizes = {m["operation"]: (m["count"], m["bytes"]) for m in report["messages"] if m["group"] == "pipeline"}
+        state = 2 * 16 * 128 * 4  # bytes of a hidden state
+        # there and back for three micro-batches, and their gradients; the middle parts are on one stage
+        assert sizes["send"] == sizes["recv"] == (6, 6 * state)
+        assert 1 < report["memory_bytes"]["in_flight"] <= 2
+    code, out, _ = dry_run(capfd, "--rank", "0", "--block_size", "16", *words)
+    assert code == 0 and "layers 0-1 and 4-5 (Prologue, 2 x LlamaDecoderLayer, Epilogue)" in out
+
+
 def test_with_sequence_parallelism_a_layer_gathers_and_scatters_where_it_summed(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, model: str
 ) -> None:

@@ -147,15 +147,6 @@ def resolve_for(
     return resolved, max_steps, Layout.from_world(world_size, **sizes)
 
 
-def require_one_part(resolved: Resolved, what: str) -> None:
-    """Raise UserError where stages have several parts of the model, which `what` cannot tell apart."""
-    if resolved.parts.each > 1:
-        raise UserError(
-            f"pipeline.schedule {resolved.schedule} gives a stage {resolved.parts.each} parts of the model: "
-            f"{what} needs a schedule with one part a stage, as zero-bubble"
-        )
-
-
 def _require_types(inputs: RunInputs) -> None:
     require_types(
         inputs.args,

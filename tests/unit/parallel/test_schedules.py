@@ -24,7 +24,14 @@ from harness.config.values.layout_keys import (
     ZERO_BUBBLE_V,
 )
 from harness.config.values.stage_parts import StageParts, stage_parts
-from harness.parallel.pipeline.schedules.instructions import Action, Instruction, buffers, instructions, most_in_flight
+from harness.parallel.pipeline.schedules.instructions import (
+    Action,
+    Instruction,
+    buffers,
+    instructions,
+    most_in_flight,
+    most_kept,
+)
 from harness.parallel.pipeline.schedules.orders import ORDERS
 from harness.parallel.pipeline.schedules.passes import Kind, Pass, one_forward_one_backward, zero_bubble_h1
 from harness.parallel.pipeline.schedules.timeline import end_of, idle_share, timeline
@@ -216,3 +223,12 @@ def test_the_micro_batches_wanted_leave_a_fifth_idle_or_less(name: str) -> None:
         wanted = micro_batches_wanted(stages, name)
         assert bubble(stages, wanted, name) <= 0.2 < bubble(stages, wanted - 1, name)
     assert micro_batches_wanted(4, ZERO_BUBBLE) == 4 < micro_batches_wanted(4, DEEPSPEED_1F1B) == 12
+
+
+def test_what_is_kept_at_most_goes_by_the_sizes_of_parts() -> None:
+    forward, inputs, weights = Kind.FORWARD, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS
+    order = [(forward, 0, 0), (forward, 0, 3), (inputs, 0, 3), (forward, 1, 0), (inputs, 0, 0), (weights, 0, 3)]
+    passes = [Pass(*each) for each in order]
+    assert most_kept(passes, {0: 5, 3: 2}) == 10  # two micro-batches in part 0, though never more than two passes
+    assert most_kept(passes, {0: 2, 3: 5}) == 7
+    assert most_in_flight(passes) == 2 and most_in_flight([]) == 0

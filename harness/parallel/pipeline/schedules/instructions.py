@@ -8,7 +8,7 @@ receive begins. Two neighbouring parts of one stage exchange in the same way, wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -66,13 +66,19 @@ def instructions(passes: Iterable[Pass], parts: int) -> Iterator[Instruction]:
 def most_in_flight(passes: Iterable[Pass]) -> int:
     """Return how many micro-batches at most have begun their forward pass, and not ended their backward pass, in the
     parts of a stage; in one part it is the number of buffers that it needs."""
+    found = list(passes)
+    return most_kept(found, {each.part: 1 for each in found})
+
+
+def most_kept(passes: Iterable[Pass], sizes: Mapping[int, int]) -> int:
+    """Return how much forward passes keep at most for their backward passes; `sizes`: what one keeps, by its part."""
     most = now = 0
     for each in passes:
         if each.kind is Kind.FORWARD:
-            now += 1
+            now += sizes[each.part]
             most = max(most, now)
         elif each.kind is not Kind.WEIGHT_GRADIENTS:
-            now -= 1
+            now -= sizes[each.part]
     return most
 
 
