@@ -70,10 +70,11 @@ def _at_backward(workload: Workload, strategy: Strategy, stage: Stage, held: Hel
             return whole
         return whole + _buckets(workload, strategy, held)
     if zero == 2:
-        begun = held.made + 2 * largest + _buckets(workload, strategy, held)
-        if workload.on_cpu:
+        begun = held.made + 2 * largest
+        if workload.on_cpu:  # whose buckets, made anew for each backward, take memory as they are filled
             return begun - (0.0 if again or _sums_apart(workload) else held.gradients)
-        return begun + (held.gradients if again and not _sums_apart(workload) else 0.0)
+        whole = begun + _buckets(workload, strategy, held)
+        return whole + (held.gradients if again and not _sums_apart(workload) else 0.0)
     is_there = again or strategy.whole_gradients or (zero == 0 and width == 2)
     return held.made + largest - (0.0 if is_there else held.gradients)
 

@@ -91,6 +91,7 @@ def test_a_cpu_hands_out_pages_as_they_are_filled() -> None:
     first, second = (Strategy(data=2, zero_stage=2, bucket=0, accumulation=times) for times in (1, 2))
     assert passing(first, 2e6, 5e6, on_cpu=True) == 5e6 + 8000 - 2e6
     assert passing(second, 2e6, 5e6, on_cpu=True) == 5e6 + 8000
+    assert passing(replace(second, bucket=100), 2e6, 5e6, on_cpu=True) == 5e6 + 8000  # none is filled yet
     assert passing(second, 2e6, 5e6) == 5e6 + 8000 + 2e6
 
 
