@@ -13,8 +13,8 @@ from harness.planner.workload import Strategy, Workload, layer_parameters
 
 # Elements that one element of a value is moved to and from memory for, forward; one kernel each, or written out in
 # single operations as a model's Python code does. Backward moves twice as much: it reads inputs and gradients.
-FUSED = {"norm": 2, "residual": 3, "gate": 3, "activation": 2, "rotation": 2, "scores": 4.5, "cast": 3}
-PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8, "scores": 10, "cast": 3}
+FUSED = {"norm": 2, "residual": 3, "gate": 3, "activation": 2, "rotation": 2, "scores": 4.5}
+PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8, "scores": 10}
 # Rate of the backward kernel of attention beside the forward one (Dao 2023, section 4.1: 63% of the peak beside 73%).
 BACKWARD_RATE = 63 / 73
 # Bytes that each logit is moved for. Forward: written, widened to fp32, its maximum found and taken off, exponentials,
@@ -55,11 +55,21 @@ def _projections(hardware: Hardware, workload: Workload, strategy: Strategy, lay
             total = total.plus(product(hardware, precision, rows, layer.hidden, columns, copies))
         total = total.plus(product(hardware, precision, rows, width, layer.hidden, copies))
     if PRODUCT_BYTES[precision] < 2:  # inputs, weights and gradients are narrowed before each product
-        moved = FUSED["cast"] * tokens * (2 * layer.hidden + layer.output / tp + layer.dense_ffn / tp)
-        moved += FUSED["cast"] * tokens * layer.top_k * (layer.hidden + layer.expert_ffn)
+        moved = _cast_bytes(workload) * tokens * (2 * layer.hidden + layer.output / tp + layer.dense_ffn / tp)
+        moved += _cast_bytes(workload) * tokens * layer.top_k * (layer.hidden + layer.expert_ffn)
         cast = moved / hardware.memory_bytes_per_second
         total = total.plus(Seconds(cast, 2 * cast))
     return total
+
+
+def _cast_bytes(workload: Workload) -> float:
+    """Return the bytes that narrowing moves for each element: it is read, and written as it is and transposed.
+
+    Both layouts are needed, for the output and for the gradient of the weight. fp4 reads all once more before, for the
+    scale of the whole tensor (NVIDIA 2025, Pretraining Large Language Models with NVFP4, section 2).
+    """
+    reads = 2 if workload.precision == "fp4" else 1
+    return reads * workload.element_bytes + 2 * PRODUCT_BYTES[workload.precision]
 
 
 def _summed(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
