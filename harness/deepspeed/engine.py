@@ -122,7 +122,7 @@ def announce_instructions(
 
 
 def watch_instructions(
-    engine: PipelineEngine, begin: Callable[[str, Mapping[str, int]], None], finished: Callable[[], None]
+    engine: PipelineEngine, begin: Callable[[str, Mapping[str, int]], None], finished: Callable[[], None] = lambda: None
 ) -> Callable[[], None]:
     """Have `begin` called with the name of each instruction of the pipeline and its place, and `finished` after it;
     return what undoes this.

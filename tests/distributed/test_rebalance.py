@@ -47,10 +47,10 @@ def both(jobs: list[Job], folder: str) -> list[tuple[dict[str, object], dict[str
     return [(train(job, folder, None), train(job, folder, 2)) for job in jobs]
 
 
-@pytest.mark.parametrize(("ranks", "layouts"), [(2, ["pp2z1"]), (4, ["pp2tp2z0", "pp2dp2z1"])])
+@pytest.mark.parametrize(("ranks", "layouts"), [(2, ["pp2z1", "pp2z0"]), (4, ["pp2tp2z0", "pp2dp2z1"])])
 def test_layers_move_to_the_stage_with_less_to_do_and_no_number_changes(tmp_path, ranks, layouts) -> None:
     model = tiny_model(tmp_path / "m", "llama", True, num_hidden_layers=4, intermediate_size=256)
-    schedules = {"pp2tp2z0": "zero-bubble", "pp2dp2z1": "1f1b-async"}
+    schedules = {"pp2tp2z0": "zero-bubble", "pp2dp2z1": "1f1b-async", "pp2z0": "interleaved"}
     jobs = [Job(model, at, {"pipeline": {**UNEVEN["pipeline"], "schedule": schedules.get(at)}}) for at in layouts]
     for plain, moved in run_ranks(ranks, both, jobs, str(tmp_path))[0]:
         assert plain["before"] == plain["after"] == moved["before"]

@@ -1,26 +1,27 @@
 """Even out the pipeline's stages by what they take, while a run lives (`--rebalance_steps`).
 
-Every so many steps the ranks compare how long their stages compute. What the layers cost within a stage is estimated,
-what a stage costs is measured: so the estimate is corrected stage by stage. Where another cut would make a step
+Every so many steps the ranks compare how long their stages compute. What the layers cost within a part of the model is
+estimated, what a part costs is measured: so the estimate is corrected part by part. Where another cut would make a step
 shorter by more than `MIN_GAIN`, layers move. The next comparison reports what it gained; if it gained nothing, the
 layers go back and stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
 from torch import nn
 
-from harness.deepspeed.engine import announce_instructions
+from harness.deepspeed.engine import watch_instructions
 from harness.parallel.pipeline.partition import balanced
 from harness.profile.timeline import pipeline_seconds
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.prepare.run import PreparedRun
+from harness.training.prepare.stages import stage_costs
 from harness.training.rebalancing.recut import recut
 from harness.training.rebalancing.stage_clock import StageClock
 from harness.training.saving.writing import progress_of
@@ -38,7 +39,7 @@ class Rebalancer:
 
     run: PreparedRun
     _clock: StageClock = field(init=False)
-    _computed: list[float] = field(default_factory=list)
+    _computed: list[dict[int, float]] = field(default_factory=list)  # by part, of all micro-batches of a step
     _steps: list[float] = field(default_factory=list)
     _before: tuple[list[int], float] | None = None  # boundaries and seconds of a step before the last move
     _is_warm: bool = False
@@ -57,7 +58,7 @@ class Rebalancer:
         moved."""
         before, computed = self.run, self._clock.take()
         if self._is_warm:
-            self._computed.append(computed / self.run.resolved.accumulation)
+            self._computed.append(computed)
             self._steps.append(record.step_seconds)
         self._is_warm = True  # the first step after a start, or a move, takes longer
         if self._goes_on and self._steps and record.step % (self.run.args.rebalance_steps or 1) == 0:
@@ -65,18 +66,22 @@ class Rebalancer:
         return self.run is not before
 
     def _compare(self, state: TrainerState) -> None:
-        own = (self.run.groups.coordinate.stage, median(self._computed), median(self._steps))
-        of_all = values_of_all(own)
-        step_seconds = max(seconds for _, _, seconds in of_all)
-        stages = [max(s for at, s, _ in of_all if at == stage) for stage in range(self.run.plan.layout.pp_size)]
+        parts, accumulation = self.run.resolved.parts, self.run.resolved.accumulation
+        computed = {
+            part: median(of_step.get(part, 0.0) for of_step in self._computed) / accumulation
+            for part in parts.of_stage(self.run.groups.coordinate.stage)
+        }
+        of_all = values_of_all((computed, median(self._steps)))
+        step_seconds = max(seconds for _, seconds in of_all)
+        of_parts = [max(found[part] for found, _ in of_all if part in found) for part in range(parts.count)]
         self._computed, self._steps = [], []
         if self._before is not None and not self._has_gained(step_seconds, state):
             return
-        costs = corrected(self.run.trainable.costs, self.run.boundaries, stages)
-        boundaries = balanced(costs, len(stages))
-        after = [sum(costs[start:stop]) for start, stop in pairwise(boundaries)]
-        how = self.run.resolved.accumulation, self.run.resolved.schedule
-        gain = 1 - pipeline_seconds(after, *how) / pipeline_seconds(stages, *how)
+        costs = corrected(self.run.trainable.costs, self.run.boundaries, of_parts)
+        boundaries = balanced(costs, parts.count)
+        now, after = (stage_costs(costs, cut, parts) for cut in (self.run.boundaries, boundaries))
+        how = accumulation, self.run.resolved.schedule, parts.each
+        gain = 1 - pipeline_seconds(after, *how) / pipeline_seconds(now, *how)
         if gain > MIN_GAIN and all(sum(self.run.trainable.trained[a:b]) for a, b in pairwise(boundaries)):
             self._before = self.run.boundaries, step_seconds
             self._move(boundaries, state, f"a step takes {step_seconds:.3g} s, and should take {gain:.0%} less")
@@ -105,24 +110,27 @@ class Rebalancer:
         engine, self._is_warm = self.run.engine.deepspeed, False
         self._clock = clock = StageClock(self.run.context.device)
         if self._goes_on:
-            announce_instructions(engine, lambda name: clock.begin(name if engine.module.training else ""))
+            stage = self.run.groups.coordinate.stage
+
+            def begin(name: str, place: Mapping[str, int]) -> None:
+                clock.begin(name if engine.module.training else "", place.get("part", stage))
+
+            watch_instructions(engine, begin)
 
 
 def obstacle(run: PreparedRun) -> str | None:
     """Return why the layers of a run cannot move; None if they can."""
     if run.plan.layout.pp_size == 1:
         return "there is one pipeline stage"
-    if run.resolved.parts.each > 1:
-        return f"under the schedule {run.resolved.schedule} a stage has several parts of the model"
     if any(isinstance(layer, nn.Module) for layer in run.trainable.layers):
         return "the list of layers has modules, which cannot be built once more: give LayerSpecs"
     return None
 
 
-def corrected(costs: Sequence[float], boundaries: Sequence[int], stages: Sequence[float]) -> list[float]:
-    """Return the costs of layers in seconds, so that those of each stage add up to what it was measured to take."""
+def corrected(costs: Sequence[float], boundaries: Sequence[int], parts: Sequence[float]) -> list[float]:
+    """Return the costs of layers in seconds, so that those of each part add up to what it was measured to take."""
     found: list[float] = []
-    for (start, stop), seconds in zip(pairwise(boundaries), stages, strict=True):
+    for (start, stop), seconds in zip(pairwise(boundaries), parts, strict=True):
         own = costs[start:stop] if any(costs[start:stop]) else [1.0] * (stop - start)
         found += [cost * seconds / sum(own) for cost in own]
     return found

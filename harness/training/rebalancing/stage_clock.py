@@ -1,4 +1,4 @@
-"""How long this rank computes in a step of the pipeline: forward and backward passes, without waits for others."""
+"""How long this rank computes in a step of the pipeline, by the parts of the model: without waits for others."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ class StageClock:
     """
 
     device: torch.device
-    _spans: list[tuple[Moment, Moment]] = field(default_factory=list)
-    _start: Moment | None = None
+    _spans: list[tuple[int, Moment, Moment]] = field(default_factory=list)
+    _open: tuple[int, Moment] | None = None
 
-    def begin(self, instruction: str) -> None:
-        """Note that an instruction begins, and that the one before has ended."""
-        if self._start is not None:
-            self._spans.append((self._start, moment(self.device)))
-        self._start = moment(self.device) if instruction.startswith(COMPUTING) else None
+    def begin(self, instruction: str, part: int) -> None:
+        """Note that an instruction begins in a part of the model, and that the one before has ended."""
+        if self._open is not None:
+            self._spans.append((*self._open, moment(self.device)))
+        self._open = (part, moment(self.device)) if instruction in COMPUTING else None
 
-    def take(self) -> float:
-        """Return the seconds of computing since the last call; waits for the device."""
+    def take(self) -> dict[int, float]:
+        """Return the seconds of computing since the last call, by part; waits for the device."""
         spans, self._spans = self._spans, []
-        return sum((seconds_between(start, stop) for start, stop in spans), 0.0)
+        found: dict[int, float] = {}
+        for part, start, stop in spans:
+            found[part] = found.get(part, 0.0) + seconds_between(start, stop)
+        return found

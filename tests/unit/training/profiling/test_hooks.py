@@ -42,7 +42,9 @@ def test_a_stage_clock_counts_what_computes_alone(monkeypatch: pytest.MonkeyPatc
     now = iter(float(second * second) for second in range(20))
     monkeypatch.setattr(moments.time, "perf_counter", lambda: next(now))
     clock = StageClock(CPU)
-    for instruction in ("ForwardPass(0)", "SendActivation(0)", "RecvGrad(0)", "BackwardPass(0)", "OptimizerStep()"):
-        clock.begin(instruction)
-    assert clock.take() == (1.0 - 0.0) + (9.0 - 4.0)
-    assert clock.take() == 0.0
+    for instruction, part in (("ForwardPass", 0), ("SendActivation", 0), ("RecvGrad", 3), ("BackwardPass", 3)):
+        clock.begin(instruction, part)
+    clock.begin("WeightGradients", 0)
+    clock.begin("OptimizerStep", 0)
+    assert clock.take() == {0: (1.0 - 0.0) + (25.0 - 16.0), 3: 9.0 - 4.0}
+    assert clock.take() == {}
