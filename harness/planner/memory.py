@@ -65,6 +65,8 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
             own=own,
             gradients=gradients,
             made=made,
+            layer=layer_activations(workload, strategy, stage.layers[0][0]) if stage.layers else 0.0,
+            below=_below(workload, strategy, stage),
             in_flight=in_flight(strategy, index),
         ),
     )
@@ -92,13 +94,24 @@ def local_parameters(workload: Workload, strategy: Strategy, stage: Stage) -> fl
     """
     shape, tp = workload.shape, strategy.tensor
     total = sum(count * layer_parameters(strategy, layer) for layer, count in stage.layers)
-    table = shape.vocab * shape.hidden / (tp if shape.tied or strategy.split_table else 1)
     if stage.is_first:
-        total += table + shape.position_rows * shape.hidden
+        total += _table(workload, strategy)
     if stage.is_last:
         total += shape.outer_vectors
         total += 0 if shape.tied and stage.is_first else shape.vocab * shape.hidden / tp
     return total
+
+
+def _below(workload: Workload, strategy: Strategy, stage: Stage) -> float:
+    """Return a rank's parameters of a stage's first layer, and of the embedding before it."""
+    first = layer_parameters(strategy, stage.layers[0][0]) if stage.layers else 0.0
+    return first + (_table(workload, strategy) if stage.is_first else 0.0)
+
+
+def _table(workload: Workload, strategy: Strategy) -> float:
+    shape = workload.shape
+    split = strategy.tensor if shape.tied or strategy.split_table else 1
+    return shape.vocab * shape.hidden / split + shape.position_rows * shape.hidden
 
 
 def local_experts(strategy: Strategy, stage: Stage) -> float:

@@ -1,9 +1,10 @@
 """Bytes that come and go within a step, beside parameters, summed gradients and optimizer states.
 
-A step is fullest at one of three moments: where a backward begins (all activations stand), where gradients are reduced,
-and where the optimizer steps on a flat copy of them. Each is counted from what DeepSpeed 0.19.8 allocates: runtime/
-engine.py (`allreduce_bucket`), zero/stage_1_and_2.py (`copy_grads_in_partition`, `get_flat_partition`, `step`),
-zero/stage3.py (`_prepare_fp32_grad_for_sub_group`), zero/partitioned_param_coordinator.py (`__params_to_release`).
+A step is fullest at one of four moments: where a backward begins (all activations stand), where it reaches its last
+layer (all other gradients stand), where gradients are reduced, and where the optimizer steps on a flat copy of them.
+Each is counted from what DeepSpeed 0.19.8 allocates: runtime/engine.py (`allreduce_bucket`), zero/stage_1_and_2.py
+(`copy_grads_in_partition`, `get_flat_partition`, `step`), zero/stage3.py (`_prepare_fp32_grad_for_sub_group`),
+zero/partitioned_param_coordinator.py (`__params_to_release`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Held:
         parameters: elements before ZeRO shares them out; own: those that it leaves to this rank.
         gradients: bytes of their sums on the device.
         made: bytes of activations and logits.
+        layer: bytes of the first layer's activations; below: elements of its parameters and of those before it.
         in_flight: micro-batches that are in flight at most.
     """
 
@@ -35,13 +37,17 @@ class Held:
     own: float
     gradients: float
     made: float
+    layer: float
+    below: float
     in_flight: float
 
 
 def passing_bytes(workload: Workload, strategy: Strategy, stage: Stage, held: Held) -> float:
     """Return the bytes at the fullest moment, activations and logits among them."""
+    at_last_layer = _at_last_layer(workload, strategy, held)
     at_reduction = _at_reduction(workload, strategy, stage, held)
-    return max(_at_backward(workload, strategy, stage, held), at_reduction, _at_update(workload, strategy, held))
+    at_backward = _at_backward(workload, strategy, stage, held)
+    return max(at_backward, at_last_layer, at_reduction, _at_update(workload, strategy, held))
 
 
 def shared_bytes(workload: Workload, strategy: Strategy, held: float, state: float) -> float:
@@ -79,6 +85,17 @@ def _at_backward(workload: Workload, strategy: Strategy, stage: Stage, held: Hel
     return held.made + largest - (0.0 if is_there else held.gradients)
 
 
+def _at_last_layer(workload: Workload, strategy: Strategy, held: Held) -> float:
+    """Return the bytes where a backward reaches the first layer: its activations, kept or computed again.
+
+    In the step's first backward the gradients of that layer, and of what lies before it, are not there yet.
+    """
+    again = strategy.accumulation > held.in_flight or strategy.whole_gradients or workload.sums_in_place
+    if strategy.zero_stage >= 2:
+        return 0.0  # gradients go to their part as they are made, so that the begin of the backward is fuller
+    return held.layer - (0.0 if again else held.below * workload.element_bytes)
+
+
 def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, held: Held) -> float:
     """Return the bytes at the end of the last backward.
 
@@ -96,8 +113,8 @@ def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, held: He
         alone = strategy.data * strategy.context == 1 and zero == 0 and width == 4
         return 0.0 if alone else min(held.parameters, FLAT_BUCKET) * max(width, workload.gradient_bytes)
     moved = largest_matrix(workload, strategy, stage) * width + _buckets(workload, strategy, held)
-    if zero == 1:
-        return moved + held.own * width
+    if zero == 1:  # a CPU's bucket takes memory as it is filled, and each gradient in it leaves as much
+        return (0.0 if workload.on_cpu else moved) + held.own * width
     again = strategy.accumulation > held.in_flight and not _sums_apart(workload)
     return moved + (held.gradients if again else 0.0)
 

@@ -19,11 +19,13 @@ STAGE = Stage(layers=((LAYER, 2),), is_first=False, is_last=False)
 HELD, LARGEST = 1e6, 1000
 
 
-def passing(strategy: Strategy, gradients: float, made: float = 0.0, held: float = HELD, **changes: object) -> float:
-    """Bytes for a stage that holds so many parameters."""
+def passing(
+    strategy: Strategy, gradients: float, made: float = 0.0, held: float = HELD, layer: float = 0.0, **changes: object
+) -> float:
+    """Bytes for a stage that holds so many parameters, of which 300 belong to its first layer."""
     work = Workload(shape=SHAPE, sequence=1, **{"precision": "fp32", **changes})  # type: ignore[arg-type]
     own = held / (strategy.data * strategy.context)
-    step = Held(parameters=held, own=own, gradients=gradients, made=made, in_flight=1)
+    step = Held(parameters=held, own=own, gradients=gradients, made=made, layer=layer, below=300, in_flight=1)
     return passing_bytes(work, strategy, STAGE, step)
 
 
@@ -61,6 +63,13 @@ def test_a_step_is_fullest_at_one_of_three_moments(
     assert passing(strategy, gradients, made) == bytes_
 
 
+def test_the_last_layer_of_a_backward_meets_the_gradients_of_all_others() -> None:
+    one, more = Strategy(recompute="full"), Strategy(recompute="full", accumulation=2)
+    assert passing(one, 4e6, 1e6, layer=9e5) == 9e5 - 300 * 4  # its own come after it
+    assert passing(more, 4e6, 1e6, layer=9e6) == 9e6  # but for those of the micro-batch before
+    assert passing(Strategy(data=2, zero_stage=2, bucket=0), 0, layer=9e6) < 9e6
+
+
 def test_zero_3_on_a_cpu_keeps_gradients_where_they_are_until_a_bucket_is_full() -> None:
     small, large = Strategy(data=2, zero_stage=3, bucket=100), Strategy(data=2, zero_stage=3)
     assert (
@@ -92,6 +101,7 @@ def test_a_cpu_hands_out_pages_as_they_are_filled() -> None:
     assert passing(first, 2e6, 5e6, on_cpu=True) == 5e6 + 8000 - 2e6
     assert passing(second, 2e6, 5e6, on_cpu=True) == 5e6 + 8000
     assert passing(replace(second, bucket=100), 2e6, 5e6, on_cpu=True) == 5e6 + 8000  # none is filled yet
+    assert passing(replace(first, zero_stage=1, bucket=100), 4e6, 0, on_cpu=True) == 2e6  # its part alone
     assert passing(second, 2e6, 5e6) == 5e6 + 8000 + 2e6
 
 
