@@ -28,9 +28,9 @@ TOUCHES = (
     Touch(
         "no_peers: shapes from the stage before",
         f"{PIPELINE_ENGINE}._recv_tensor_meta",
-        "replaced where there is no such stage",
+        "replaced where there is no such stage; the message with the shapes is taken in all the same",
         parameters=("send_stage",),
-        uses=("_allocate_or_extend_buffers",),
+        uses=("_allocate_or_extend_buffers", "TENSOR_META_SIZE", "p2p", "recv"),
     ),
     Touch(
         "no_peers: gradients from the next stage",
