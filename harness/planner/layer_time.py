@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from harness.planner.compute import PRODUCT_BYTES, Seconds, product
 from harness.planner.hardware import Hardware
-from harness.planner.host_time import held_experts, with_issue
+from harness.planner.host_time import fuses_softmax, held_experts, with_issue
 from harness.planner.shape import LayerShape, context
 from harness.planner.traffic import all_reduce, expert_exchange, half_ring, tensor_group
 from harness.planner.workload import Strategy, Workload, layer_parameters
@@ -56,7 +56,8 @@ def _projections(hardware: Hardware, workload: Workload, strategy: Strategy, lay
         total = total.plus(product(hardware, precision, rows, width, layer.hidden, copies))
     if PRODUCT_BYTES[precision] < 2:  # inputs, weights and gradients are narrowed before each product
         moved = _cast_bytes(workload) * tokens * (2 * layer.hidden + layer.output / tp + layer.dense_ffn / tp)
-        moved += _cast_bytes(workload) * tokens * layer.top_k * (layer.hidden + layer.expert_ffn)
+        routed = layer.hidden + (0 if workload.fused_experts else layer.expert_ffn)
+        moved += _cast_bytes(workload) * tokens * layer.top_k * routed
         cast = moved / hardware.memory_bytes_per_second
         total = total.plus(Seconds(cast, 2 * cast))
     return total
@@ -102,14 +103,16 @@ def _attention(hardware: Hardware, workload: Workload, strategy: Strategy, layer
     tokens = samples * length / strategy.context
     if workload.fused_attention:
         work = 2.0 * tokens * context(layer, length) * (layer.query + layer.output) / tp
-        rate = hardware.flops[precision] * hardware.attention_efficiency * workload.attention_speed
-        seconds = work / rate + hardware.kernel_seconds
-        return Seconds(seconds, 2.5 * seconds / BACKWARD_RATE)
+        seconds = work / (hardware.flops[precision] * hardware.attention_efficiency)
+        forward = seconds / workload.attention_speed + hardware.kernel_seconds
+        backward = 2.5 * (seconds / workload.attention_backward_speed + hardware.kernel_seconds) / BACKWARD_RATE
+        return Seconds(forward, backward)
     heads = _share(layer.heads, tp)
     size = layer.query // layer.heads
     scores = product(hardware, precision, length, size, length, samples * heads)
     values = product(hardware, precision, length, length, size, samples * heads)
-    passes = (FUSED if workload.fused_elementwise else PLAIN)["scores"]
+    is_fused = workload.fused_elementwise and fuses_softmax(workload, strategy, layer)
+    passes = (FUSED if is_fused else PLAIN)["scores"]
     moved = passes * samples * heads * float(length) ** 2 * workload.element_bytes / hardware.memory_bytes_per_second
     return scores.plus(values).plus(Seconds(moved, 1.2 * moved))  # the softmax's backward reads its output besides
 
@@ -120,7 +123,8 @@ def _elementwise(hardware: Hardware, workload: Workload, strategy: Strategy, lay
     tp = strategy.tensor
     outside = layer.hidden * (layer.norms * passes["norm"] + 2 * passes["residual"])
     inside = (layer.query + layer.key) * passes["rotation"]
-    widths = layer.dense_ffn / tp + layer.top_k * layer.expert_ffn / (tp if strategy.expert <= 1 else 1)
+    routed_width = 0 if workload.fused_experts else layer.top_k * layer.expert_ffn
+    widths = layer.dense_ffn / tp + routed_width / (tp if strategy.expert <= 1 else 1)
     active = widths * passes["gate" if layer.gated else "activation"]
     routed = 4.0 * layer.top_k * layer.hidden  # tokens are put in the order of experts and back
     moved = outside / (tp if strategy.sequence_parallel else 1) + inside / tp + active + routed
@@ -153,14 +157,13 @@ def embedding_seconds(hardware: Hardware, workload: Workload, strategy: Strategy
 
 @lru_cache(maxsize=65536)
 def layer_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
-    """Return the seconds of a layer's tensor-, context- and expert-parallel traffic that nothing hides.
+    """Return the seconds of a layer's tensor- and context-parallel traffic that nothing hides.
 
     Tensor parallel: an all-reduce of the hidden state behind attention and one behind the feed-forward part, as many
     backward (Shoeybi et al. 2019, section 3); with sequence parallelism an all-gather and a reduce-scatter each, and
     one more all-gather backward where inputs are gathered again (Korthikanti et al. 2022, section 4.2.2); with
     `narrow_gathers` what is gathered has as many bytes as the products read (Transformer Engine's Linear). Context
-    parallel: keys and values go round, hidden but for the first hop. Experts: two all-to-alls each way where tokens
-    travel to them.
+    parallel: keys and values go round, hidden but for the first hop.
     """
     tokens = strategy.micro_batch * workload.sequence // strategy.context
     state = float(tokens * layer.hidden * workload.element_bytes)
@@ -171,9 +174,17 @@ def layer_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, la
     again = strategy.sequence_parallel and strategy.gathers_again
     backward = forward + (2 * gather if again else 0.0)
     shown = 1 - strategy.overlap_tensor
-    total = Seconds(shown * forward, shown * backward)
-    if layer.experts and strategy.expert > 1 and strategy.tokens_travel:
-        stride = 1 if strategy.expert <= strategy.tensor else strategy.tensor * strategy.context
-        moved = 2 * expert_exchange(hardware, strategy.expert, stride, state / strategy.tensor, layer.top_k)
-        total = total.plus(Seconds(moved, moved))
-    return total
+    return Seconds(shown * forward, shown * backward)
+
+
+def expert_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
+    """Return the seconds in which a layer's tokens travel to their experts and back, forward; a backward takes the
+    same."""
+    if not layer.experts or strategy.expert == 1 or not strategy.tokens_travel:
+        return 0.0
+    tokens = strategy.micro_batch * workload.sequence // strategy.context
+    state = float(tokens * layer.hidden * workload.element_bytes)
+    stride = 1 if strategy.expert <= strategy.tensor else strategy.tensor * strategy.context
+    return 2 * expert_exchange(
+        hardware, strategy.expert, stride, state / strategy.tensor, layer.top_k, strategy.sends_copies
+    )

@@ -13,9 +13,10 @@ from harness.config.values.batch import left_waits
 from harness.planner.compute import Seconds
 from harness.planner.hardware import Hardware
 from harness.planner.host_time import COLLECTIVE_OPERATIONS, micro_batch_issue, update_issue
-from harness.planner.layer_time import embedding_seconds, head_seconds, layer_seconds, layer_traffic
+from harness.planner.layer_time import embedding_seconds, expert_traffic, head_seconds, layer_seconds, layer_traffic
 from harness.planner.memory import local_experts, local_parameters, owned_parameters
 from harness.planner.passing import GATHERED
+from harness.planner.shape import LayerShape
 from harness.planner.stages import Stage, stages_of
 from harness.planner.traffic import all_reduce, data_group, expert_group, half_ring, message, tensor_group
 from harness.planner.workload import Strategy, Workload
@@ -117,8 +118,19 @@ def _stage_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, s
     for layer, count in stage.layers:
         seconds = layer_traffic(hardware, workload, strategy, layer)
         again = seconds.forward if strategy.recompute == "full" else 0.0
-        total += count * (seconds.forward + seconds.backward + again)
+        experts = _shown_experts(hardware, workload, strategy, layer)
+        total += count * (seconds.forward + seconds.backward + again + experts)
     return total
+
+
+def _shown_experts(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
+    """Return the seconds of a layer's expert-parallel traffic, forward, backward and recomputed, that nothing hides."""
+    traffic = (3 if strategy.recompute == "full" else 2) * expert_traffic(hardware, workload, strategy, layer)
+    if not traffic or not strategy.overlap_experts:
+        return traffic
+    own = layer_seconds(hardware, workload, strategy, layer)
+    hidden = min(traffic, own.forward + own.backward)
+    return traffic - hidden + CONTENTION * hidden
 
 
 def _pipeline(hardware: Hardware, workload: Workload, strategy: Strategy) -> float:

@@ -86,16 +86,19 @@ def all_reduce(group: Group, size_bytes: float) -> float:
     return moved + 2 * min(group.ring_seconds, group.tree_seconds)
 
 
-def expert_exchange(hardware: Hardware, size: int, stride: int, token_bytes: float, copies: int) -> float:
+def expert_exchange(
+    hardware: Hardware, size: int, stride: int, token_bytes: float, copies: int, sends_copies: bool = False
+) -> float:
     """Return the seconds in which each of `size` ranks sends every token to the ranks of its `copies` experts.
 
-    A token goes once to each node that holds one of them, and is copied on inside it.
+    A token goes once to each node that holds one of them, and is copied on inside it (DeepEP); with `sends_copies` each
+    copy goes all the way by itself (NCCL's all-to-all).
     """
     if size == 1:
         return 0.0
     in_node = max(1, min(size, hardware.node_size // stride))
     nodes = -(-size // in_node)
-    reached = nodes * (1 - (1 - 1 / nodes) ** copies)
+    reached = copies if sends_copies else nodes * (1 - (1 - 1 / nodes) ** copies)
     inside = token_bytes * copies * (in_node - 1) / in_node / hardware.node.bytes_per_second
     outside = token_bytes * reached * (nodes - 1) / nodes / hardware.network.bytes_per_second
     hop = hardware.node.hop_seconds if nodes == 1 else hardware.network.hop_seconds

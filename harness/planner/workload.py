@@ -27,10 +27,15 @@ class Workload:
         gradient_bytes: of one summed gradient.
         sums_in_place: whether a gradient is added to its sum as it is made, without one of its own (Megatron).
         fused_attention: whether scores stay on the chip (Dao et al. 2022, FlashAttention).
-        attention_speed: rate of the attention kernel beside the best one for the device.
+        softmax_heads: where scores do not stay on the chip, their softmax is fused if a rank's heads x samples are a
+            multiple of this, and else single operations (Megatron's kernel: 4).
+        attention_speed, attention_backward_speed: rates of the attention kernels beside the best ones for the device.
         fused_elementwise: whether norms, rotations and activations are one kernel each.
         grouped_experts: whether a host issues the products of a rank's experts at once (grouped_mm of torch), or one by
             one (GroupedLinear of Transformer Engine, which calls cuBLAS for each).
+        fused_experts: whether the activation of experts, and narrowing it, are part of their products (NVIDIA's cuDNN
+            Frontend: grouped GEMM with SwiGLU and quantization in its epilogue).
+        replayed: whether a step is captured as one CUDA graph, which a host starts as a single operation.
         loss_in_place: whether the loss writes its gradient over the logits and makes no copy of them.
         on_cpu: whether ranks are processes of a host's processor: they exchange tensors through memory that they share.
     """
@@ -41,9 +46,13 @@ class Workload:
     gradient_bytes: int = 4
     sums_in_place: bool = False
     fused_attention: bool = True
+    softmax_heads: int = 1
     attention_speed: float = 1.0
+    attention_backward_speed: float = 1.0
     fused_elementwise: bool = False
     grouped_experts: bool = True
+    fused_experts: bool = False
+    replayed: bool = False
     loss_in_place: bool = True
     on_cpu: bool = False
 
@@ -71,12 +80,15 @@ class Strategy:
         split_table: whether tensor-parallel ranks share an embedding that is not tied to the head, as in Megatron-LM
             and in the plans of transformers.
         gathers_again: whether these gather the input of a block again for its backward, instead of keeping it whole.
+        sends_copies: whether each copy of a token goes to its expert's node by itself, instead of one for all of them.
         overlap_data, overlap_parameters: whether gradients and parameters travel while layers compute.
         gathers_once: whether ZeRO-3 gathers parameters once a step where there is room for all (`GATHERED`), else for
             each forward and each backward of a micro-batch.
         whole_gradients: whether each data-parallel rank gets all summed gradients, though it needs only its part.
         bucket: gradients that are reduced at once.
         overlap_tensor: share of the tensor-parallel traffic that travels while layers compute.
+        overlap_experts: whether tokens travel to experts and back while layers compute on another micro-batch, forward
+            beside backward (DeepSeek-AI 2024, DualPipe; Megatron's overlap_moe_expert_parallel_comm).
         split_sends: whether tensor-parallel ranks send a part each of the hidden state that all of them hold.
         overlap_pipeline: whether stages send and receive while they compute, but for the first and the last passes.
         narrow_gathers: whether a layer's inputs are gathered in the precision of its products.
@@ -98,12 +110,14 @@ class Strategy:
     sequence_parallel: bool = False
     split_table: bool = False
     gathers_again: bool = False
+    sends_copies: bool = False
     overlap_data: bool = False
     overlap_parameters: bool = False
     gathers_once: bool = False
     whole_gradients: bool = False
     bucket: float = 5e8
     overlap_tensor: float = 0.0
+    overlap_experts: bool = False
     split_sends: bool = False
     overlap_pipeline: bool = False
     narrow_gathers: bool = False

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from published_recipes import checkpoints, hides_experts, replays_step, sends_copies
+
 from harness.planner.estimate import memory_of
 from harness.planner.hardware import Hardware, Link, load_hardware
 from harness.planner.shape import DecoderShape, LayerShape
@@ -88,8 +90,10 @@ def case_of(row: dict[str, str]) -> Case:
     workload, strategy = workload_of(row, shape), strategy_of(row)
     if strategy.zero_stage == 3:  # FSDP reduces the gradients of a layer at once, without buckets
         strategy = replace(strategy, bucket=max(layer_parameters(strategy, layer) for layer in shape.layers))
-    if not row["recompute"] and strategy.zero_stage == 3 and not _fits(hardware, workload, strategy):
-        strategy = replace(strategy, recompute="full")
+    if not row["recompute"] and strategy.zero_stage == 3:
+        said = checkpoints(row)
+        if said or (said is None and not _fits(hardware, workload, strategy)):
+            strategy = replace(strategy, recompute="full")
     if not row["step_seconds"]:
         raise Unusable("no step time")
     return Case(
@@ -181,16 +185,17 @@ def _at_500_watts(hardware: Hardware) -> Hardware:
     return replace(hardware, matmul_efficiency=efficiency, attention_efficiency=attention, memory_bytes_per_second=rate)
 
 
-def _attention_speed(row: dict[str, str]) -> float:
-    """Return the rate of the program's attention beside the device's best kernel.
+def _attention_speeds(row: dict[str, str]) -> tuple[float, float]:
+    """Return the rates of the program's attention beside the device's best kernels, forward and backward.
 
-    The first FlashAttention is half as fast as the second on the A100 (Dao 2023), which reaches 35% of an H100, where
-    the third reaches 55% (Shah et al. 2024).
+    On an A100 the second FlashAttention is 1.3 to 1.5 times as fast forward as the first in Triton, by which all of
+    llm-foundry's benchmarks ran but the large ones, and twice as fast backward; it is twice as fast as the first in
+    CUDA (Dao 2023, section 4.1). It reaches 35% of an H100, where the third reaches 55% (Shah et al. 2024).
     """
-    is_h100 = row["gpu"].startswith("H100")
+    second = 0.35 / 0.55 if row["gpu"].startswith("H100") else 1.0
     if "llm-foundry" in row["system"]:
-        return 0.5 * 0.35 / 0.55 if is_h100 else 0.5
-    return 0.35 / 0.55 if row["system"] in ("torchtitan", "nanotron") and is_h100 else 1.0
+        return (0.5 if "Large Scale" in row["notes"] else 1 / 1.4) * second, 0.5 * second
+    return (second, second) if row["system"] in ("torchtitan", "nanotron") else (1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -227,9 +232,13 @@ def workload_of(row: dict[str, str], shape: DecoderShape) -> Workload:
         gradient_bytes=4 if program.is_megatron else 2,
         sums_in_place=program.is_megatron,
         fused_attention=not program.is_early and "ZB" not in system and "1F1B" not in system,
-        attention_speed=_attention_speed(row),
+        softmax_heads=4 if program.is_early else 1,
+        attention_speed=_attention_speeds(row)[0],
+        attention_backward_speed=_attention_speeds(row)[1],
         fused_elementwise=not is_eager,
         grouped_experts=False,  # all of these systems multiply experts with Transformer Engine's GroupedLinear
+        fused_experts=replays_step(row),
+        replayed=replays_step(row),
         loss_in_place=system == "nanotron",  # its cross entropy writes exponentials and gradient over the fp32 logits
     )
 
@@ -285,6 +294,8 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         overlap_data=overlaps,
         overlap_parameters=overlaps and system != "nanotron",  # which gathers them behind its update
         overlap_tensor=0.5 if program.is_megatron and ("NeMo" in system or "Bridge" in system) else 0.0,
+        overlap_experts=hides_experts(row),
+        sends_copies=sends_copies(row),
         split_sends="Megatron" in system and not shares_sequence,  # by default, in its own pipeline and in DeepSpeed's
         overlap_pipeline=is_modern and parts > 1,  # Megatron does so by default, in its interleaved schedule
         narrow_gathers=is_modern and system != "nanotron",

@@ -7,10 +7,11 @@ import pytest
 from harness.config.values.batch import bubble
 from harness.planner.estimate import Estimate, estimate
 from harness.planner.hardware import Link, load_hardware, names
+from harness.planner.layer_time import expert_traffic, layer_seconds
 from harness.planner.memory import local_parameters
 from harness.planner.model_config import decoder_of, read_decoder
 from harness.planner.shape import DecoderShape, LayerShape
-from harness.planner.step import CONTENTION, strategy_stages
+from harness.planner.step import CONTENTION, step_seconds, strategy_stages
 from harness.planner.traffic import Group, all_reduce, half_ring, tensor_group
 from harness.planner.workload import Strategy, Workload
 
@@ -20,6 +21,7 @@ WORKLOAD = Workload(shape=SHAPE, sequence=2048)
 # layers alone, so that stages are equal: nothing looks up and nothing is predicted
 EVEN_CONFIG = {"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 8, "vocab_size": 8}
 EVEN = decoder_of(EVEN_CONFIG, "even")
+WIDTHS = dict(hidden=256, heads=4, kv_heads=4, query=256, key=256, value=256, output=256)
 
 
 def of(strategy: Strategy, workload: Workload = WORKLOAD) -> Estimate:
@@ -45,6 +47,20 @@ def test_stages_that_send_while_they_compute_wait_where_the_pipeline_fills_and_e
     one = Strategy(pipeline=4, accumulation=8, virtual_stages=2)
     seconds = [of(x).seconds.pipeline for x in (one, replace(one, overlap_pipeline=True))]
     assert seconds[1] / seconds[0] == pytest.approx((CONTENTION * 2 * 8 + 3) / (2 * 8 + 3))
+
+
+@pytest.mark.parametrize("rate", [1e12, 1e6], ids=["computation is longer", "traffic is longer"])
+def test_tokens_travel_behind_computation_as_far_as_it_lasts(rate):
+    layer = LayerShape(**WIDTHS, experts=8, top_k=2, expert_ffn=256)
+    work = Workload(shape=DecoderShape(layers=(layer,), vocab=8), sequence=1024)
+    wires = replace(H100, node=Link(bytes_per_second=rate, hop_seconds=0.0))
+    apart = Strategy(data=8, expert=8, tokens_travel=True)
+    traffic = 2 * expert_traffic(wires, work, apart, layer)
+    assert step_seconds(wires, work, apart).tensor == pytest.approx(traffic)
+    seconds = layer_seconds(wires, work, apart, layer)
+    hidden = min(traffic, seconds.forward + seconds.backward)
+    shown = step_seconds(wires, work, replace(apart, overlap_experts=True)).tensor
+    assert shown == pytest.approx(traffic - (1 - CONTENTION) * hidden) and (hidden == traffic) == (rate == 1e12)
 
 
 def test_ranks_that_send_a_part_each_gather_it_inside_the_node():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from harness.planner.hardware import Link, load_hardware
-from harness.planner.layer_time import layer_seconds, layer_traffic
+from harness.planner.layer_time import BACKWARD_RATE, layer_seconds, layer_traffic
 from harness.planner.shape import DecoderShape, LayerShape
 from harness.planner.workload import Strategy, Workload
 
@@ -24,6 +24,32 @@ def test_narrow_products_are_paid_with_casts_in_both_layouts():
     cast = 4 * tokens * (2 * 1024 + 64 + 2048)  # inputs: read in 16 bits, written twice in 8
     less = sum(inner * (tokens + columns) for inner, columns in into)  # inputs and weights are read in 8 bits
     assert (narrow.forward - wide.forward) * memory == pytest.approx(cast - less)
+
+
+def test_fused_experts_neither_move_their_activation_nor_narrow_it():
+    memory = 1e6
+    slow = replace(load_hardware("h100"), dispatch_seconds=0.0, kernel_seconds=0.0, memory_bytes_per_second=memory)
+    layer, tokens = replace(DENSE, ffn=0, experts=4, top_k=2, expert_ffn=32), 16
+    work = Workload(shape=DecoderShape(layers=(layer,), vocab=64), sequence=tokens, precision="fp8")
+    work = replace(work, fused_elementwise=True, replayed=True)
+    apart = layer_seconds(slow, work, Strategy(), layer)
+    fused = layer_seconds(slow, replace(work, fused_experts=True), Strategy(), layer)
+    each = 2 * 3 + 4  # an activation reads twice and writes once, in 16 bits; then it is read, and written twice in 8
+    assert (apart.forward - fused.forward) * memory == pytest.approx(each * 2 * 32 * tokens)
+
+
+@pytest.mark.parametrize(("speeds", "ratios"), [((0.5, 1.0), (2, 1)), ((1.0, 0.25), (1, 4))])
+def test_a_slower_kernel_of_attention_counts_in_its_own_pass(speeds, ratios):
+    device = replace(load_hardware("h100"), dispatch_seconds=0.0, kernel_seconds=0.0)
+    layer = replace(DENSE, query=4096, key=1024, value=1024, output=4096)
+    work = Workload(shape=DecoderShape(layers=(layer,), vocab=64), sequence=65536)
+    best = layer_seconds(device, work, Strategy(), layer)
+    forward, backward = speeds
+    slow = replace(work, attention_speed=forward, attention_backward_speed=backward)
+    seconds = layer_seconds(device, slow, Strategy(), layer)
+    once = 2.0 * 65536 * 32768 * 2 * 4096 / (device.flops["bf16"] * device.attention_efficiency)
+    assert seconds.forward - best.forward == pytest.approx((ratios[0] - 1) * once)
+    assert seconds.backward - best.backward == pytest.approx((ratios[1] - 1) * 2.5 * once / BACKWARD_RATE)
 
 
 @pytest.mark.parametrize(("again", "forward", "backward"), [(False, 3 / 4, 3 / 4), (True, 3 / 4, 2 / 3)])

@@ -97,6 +97,11 @@ def test_a_token_goes_once_to_each_node_of_its_experts(size: int, stride: int, c
     assert expert_exchange(HARDWARE, size, stride, 800, copies) == pytest.approx(seconds)
 
 
+def test_copies_that_are_sent_one_by_one_leave_the_node_one_by_one() -> None:
+    seconds = expert_exchange(HARDWARE, 2, 8, 800, 4, sends_copies=True)
+    assert seconds == pytest.approx(800 * 4 / 2 / 10 + 200)
+
+
 @pytest.mark.parametrize(
     ("stride", "seconds"),
     [
