@@ -30,7 +30,8 @@ def layer_seconds(hardware: Hardware, workload: Workload, strategy: Strategy, la
     products = _projections(hardware, workload, strategy, layer, tokens)
     elementwise = _elementwise(hardware, workload, strategy, layer, tokens)
     half = products.forward / 2 + elementwise.forward
-    again = {"selective": attention.forward, "half": half}.get(strategy.recompute, 0.0)
+    up = _up_projections(hardware, workload, strategy, layer, tokens)
+    again = {"selective": attention.forward, "half": half, "up": up}.get(strategy.recompute, 0.0)
     summed = _summed(hardware, workload, strategy, layer)
     device = products.plus(attention).plus(elementwise).plus(summed).plus(Seconds(0.0, again))
     return with_issue(hardware, workload, strategy, layer, device)
@@ -60,6 +61,17 @@ def _projections(hardware: Hardware, workload: Workload, strategy: Strategy, lay
         moved += _cast_bytes(workload) * tokens * layer.top_k * routed
         cast = moved / hardware.memory_bytes_per_second
         total = total.plus(Seconds(cast, 2 * cast))
+    return total
+
+
+def _up_projections(
+    hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int
+) -> float:
+    """Return the seconds of the products of compressed queries, keys and values, forward."""
+    total = 0.0
+    for inner, columns in layer.attention_matrices:
+        if inner in (layer.q_rank, layer.kv_rank):
+            total += product(hardware, workload.precision, tokens, inner, _share(columns, strategy.tensor)).forward
     return total
 
 
@@ -142,7 +154,8 @@ def head_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     logits = tokens * columns / hardware.memory_bytes_per_second
     summed = columns * workload.shape.hidden * 2 * workload.gradient_bytes / hardware.memory_bytes_per_second
     moved = Seconds(LOGIT_BYTES.forward * logits, LOGIT_BYTES.backward * logits + summed)
-    return product(hardware, precision, tokens, workload.shape.hidden, columns).plus(moved)
+    once = product(hardware, precision, tokens, workload.shape.hidden, columns).plus(moved)
+    return Seconds(workload.shape.predictions * once.forward, workload.shape.predictions * once.backward)
 
 
 @lru_cache(maxsize=65536)

@@ -98,6 +98,8 @@ class DecoderShape:
         position_rows: rows of a learned table of positions, 0 without.
         tied: whether the head is the embedding table.
         outer_vectors: elements of the norms and biases around the layers.
+        predictions: tokens that each position predicts, every one with the head (DeepSeek-AI 2024, multi-token
+            prediction); their own layers are among `layers`.
     """
 
     layers: tuple[LayerShape, ...]
@@ -105,6 +107,7 @@ class DecoderShape:
     position_rows: int = 0
     tied: bool = False
     outer_vectors: int = 0
+    predictions: int = 1
 
     @property
     def hidden(self) -> int:
@@ -135,7 +138,8 @@ class DecoderShape:
         6 a parameter that multiplies (Kaplan et al. 2020, section 2.1), and 6 x context x (query + output) for
         attention, where each token attends to half of the sequence on average (causal).
         """
-        matrices = sum(layer.active_parameters for layer in self.layers) + self.vocab * self.hidden
+        matrices = sum(layer.active_parameters for layer in self.layers)
+        matrices += self.predictions * self.vocab * self.hidden
         attention = sum(context(layer, sequence) * (layer.query + layer.output) for layer in self.layers)
         return 6.0 * (matrices + attention)
 

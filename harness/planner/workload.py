@@ -12,7 +12,7 @@ from typing import Literal
 from harness.config.values.layout_keys import INTERLEAVED, INTERLEAVED_ZERO_BUBBLE, ZERO_BUBBLE
 from harness.planner.shape import DecoderShape, LayerShape
 
-Recompute = Literal["none", "selective", "half", "full"]
+Recompute = Literal["none", "selective", "up", "half", "full"]
 Schedule = Literal["1f1b", "zero-bubble", "zero-bubble-2p", "zero-bubble-v"]
 Offload = Literal["none", "optimizer", "optimizer+parameters"]
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}  # of what is stored; products may use fewer
@@ -72,8 +72,8 @@ class Strategy:
         tokens_travel: whether tokens are sent to the ranks of their experts; else these ranks see the same tokens.
         micro_batch: samples; accumulation: micro-batches of a data-parallel rank in a step.
         zero_stage: what data-parallel ranks share out: 1 optimizer states, 2 gradients too, 3 parameters too.
-        recompute: what the backward computes again: nothing, the core of attention, all but it and every second matrix
-            product, or whole layers.
+        recompute: what the backward computes again: nothing, the core of attention, the products of compressed queries,
+            keys and values, all but the core and every second product, or whole layers.
         virtual_stages: parts of the model that go round the stages (Narayanan et al. 2021, interleaved schedule).
         sequence_parallel: whether tensor-parallel ranks share out what lies between their layers (Korthikanti et al.
             2022).

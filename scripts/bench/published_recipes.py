@@ -52,6 +52,30 @@ def sends_copies(row: dict[str, str]) -> bool:
     return row["model"].startswith("Qwen3_235B") and row["gpu"].startswith("H100")
 
 
+def predicts_two(row: dict[str, str]) -> bool:
+    """Whether a run trains DeepSeek's multi-token prediction: one layer more, and the head twice.
+
+    The recipes have it by default, and the tables' FLOPs a token count it (260 GFLOP instead of 250) but where the
+    model's name says otherwise.
+    """
+    return container(row) >= 25.11 and row["model"].startswith("DeepSeekV3") and "w/o" not in row["model"]
+
+
+def recomputes_up(row: dict[str, str]) -> bool:
+    """Whether a run computes compressed queries, keys and values again (`recompute_modules`: mla_up_proj).
+
+    The recipes of DeepSeek say so but on GB300, and in 26.04 on GB200.
+    """
+    if container(row) < 25.11 or not row["model"].startswith("DeepSeekV3") or row["gpu"].startswith("GB300"):
+        return False
+    return not (row["gpu"].startswith("GB200") and container(row) == 26.04)
+
+
+def reduces_narrow(row: dict[str, str]) -> bool:
+    """Whether gradients are summed and sent in bf16: recipes of Megatron-Bridge set grad_reduce_in_fp32 to False."""
+    return "Bridge" in row["system"]
+
+
 def checkpoints(row: dict[str, str]) -> bool | None:
     """Whether a run of AutoModel recomputes whole layers; None of other programs.
 

@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from published_recipes import checkpoints, hides_experts, replays_step, sends_copies
+from published_recipes import (
+    checkpoints,
+    hides_experts,
+    predicts_two,
+    recomputes_up,
+    reduces_narrow,
+    replays_step,
+    sends_copies,
+)
 
 from harness.planner.estimate import memory_of
 from harness.planner.hardware import Hardware, Link, load_hardware
@@ -131,7 +139,13 @@ def shape_of(row: dict[str, str]) -> DecoderShape:
     shape = _shape(padded, *(row[key] for key in ("model", "layers", "hidden", "ffn", "heads", "kv_heads")))
     if shape is None:
         raise Unusable("the shape of the model is not published")
-    return shape
+    return _predicting_two(shape) if predicts_two(row) else shape
+
+
+@cache
+def _predicting_two(shape: DecoderShape) -> DecoderShape:
+    """Return a decoder with one more layer, behind which the head is used again."""
+    return replace(shape, layers=(*shape.layers, shape.layers[-1]), predictions=2)
 
 
 @cache
@@ -229,7 +243,7 @@ def workload_of(row: dict[str, str], shape: DecoderShape) -> Workload:
         shape=shape,
         sequence=number(row, "seq"),
         precision="fp4" if "fp4" in precision else "fp8" if "fp8" in precision or "float8" in precision else "bf16",
-        gradient_bytes=4 if program.is_megatron else 2,
+        gradient_bytes=4 if program.is_megatron and not reduces_narrow(row) else 2,
         sums_in_place=program.is_megatron,
         fused_attention=not program.is_early and "ZB" not in system and "1F1B" not in system,
         softmax_heads=4 if program.is_early else 1,
@@ -253,6 +267,15 @@ def _cannot_recompute(row: dict[str, str]) -> bool:
     return "not in the CSV" in row["notes"] and number(row, "gpus") <= 8
 
 
+def _recompute(row: dict[str, str]) -> Recompute:
+    """Return what a row's backward computes again, but for what memory does not allow to keep."""
+    if row["recompute"].startswith("selective"):  # torchtitan saves attention and every second matrix product
+        return "half" if row["system"] == "torchtitan" else "selective"
+    if row["recompute"].startswith("full") and not _cannot_recompute(row):
+        return "full"
+    return "up" if recomputes_up(row) else "none"
+
+
 def strategy_of(row: dict[str, str]) -> Strategy:
     """Return how a row is laid out."""
     system, program = row["system"], Program.of(row)
@@ -266,10 +289,6 @@ def strategy_of(row: dict[str, str]) -> Strategy:
     overlaps = is_modern and not system.startswith("Megatron-LM")  # by default, as the recipes of the others ask for it
     shares_states = "distributed" in row["zero_or_distopt"] or any(n in system for n in ("NeMo", "Bridge", "nanotron"))
     shares_sequence = row["seq_parallel"].startswith("yes") or (is_modern and tp > 1)
-    is_full = row["recompute"].startswith("full") and not _cannot_recompute(row)
-    recompute: Recompute = "full" if is_full else "none"
-    if row["recompute"].startswith("selective"):  # torchtitan saves attention and every second matrix product
-        recompute = "half" if system == "torchtitan" else "selective"
     schedules: dict[str, Schedule] = {"ZB-1p": "zero-bubble", "ZB-2p": "zero-bubble-2p", "ZB-V": "zero-bubble-v"}
     schedule = next((value for name, value in schedules.items() if name in system), "1f1b")
     parts = number(row, "vpp")
@@ -285,7 +304,7 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         micro_batch=micro,
         accumulation=batch // (dp * micro),
         zero_stage=3 if program.is_fsdp else int(shares_states),
-        recompute=recompute,
+        recompute=_recompute(row),
         schedule=schedule,
         virtual_stages=parts,
         sequence_parallel=shares_sequence,
@@ -299,5 +318,6 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         split_sends="Megatron" in system and not shares_sequence,  # by default, in its own pipeline and in DeepSpeed's
         overlap_pipeline=is_modern and parts > 1,  # Megatron does so by default, in its interleaved schedule
         narrow_gathers=is_modern and system != "nanotron",
-        partition="balanced" if system == "nanotron" else "type:DecoderLayer",  # it weighs blocks, the head among them
+        # nanotron weighs blocks, the head among them, and so do the layouts that recipes write out for DeepSeek
+        partition="balanced" if system == "nanotron" or predicts_two(row) else "type:DecoderLayer",
     )

@@ -7,7 +7,7 @@ import pytest
 from harness.config.values.batch import bubble
 from harness.planner.estimate import Estimate, estimate
 from harness.planner.hardware import Link, load_hardware, names
-from harness.planner.layer_time import expert_traffic, layer_seconds
+from harness.planner.layer_time import expert_traffic, head_seconds, layer_seconds
 from harness.planner.memory import local_parameters
 from harness.planner.model_config import decoder_of, read_decoder
 from harness.planner.shape import DecoderShape, LayerShape
@@ -47,6 +47,16 @@ def test_stages_that_send_while_they_compute_wait_where_the_pipeline_fills_and_e
     one = Strategy(pipeline=4, accumulation=8, virtual_stages=2)
     seconds = [of(x).seconds.pipeline for x in (one, replace(one, overlap_pipeline=True))]
     assert seconds[1] / seconds[0] == pytest.approx((CONTENTION * 2 * 8 + 3) / (2 * 8 + 3))
+
+
+def test_a_head_that_predicts_two_tokens_is_used_twice():
+    once, strategy = Workload(shape=SHAPE, sequence=2048), Strategy(pipeline=4, accumulation=8)
+    two = replace(once, shape=replace(SHAPE, predictions=2))
+    one, both = head_seconds(H100, once, strategy), head_seconds(H100, two, strategy)
+    assert (both.forward, both.backward) == pytest.approx((2 * one.forward, 2 * one.backward))
+    head = 6 * SHAPE.vocab * SHAPE.hidden
+    assert two.shape.flops_per_token(2048) - once.shape.flops_per_token(2048) == pytest.approx(head)
+    assert strategy_stages(two, strategy)[-1].depth < strategy_stages(once, strategy)[-1].depth
 
 
 @pytest.mark.parametrize("rate", [1e12, 1e6], ids=["computation is longer", "traffic is longer"])

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from harness.planner.compute import matmul
 from harness.planner.hardware import Link, load_hardware
 from harness.planner.layer_time import BACKWARD_RATE, layer_seconds, layer_traffic
 from harness.planner.shape import DecoderShape, LayerShape
@@ -36,6 +37,20 @@ def test_fused_experts_neither_move_their_activation_nor_narrow_it():
     fused = layer_seconds(slow, replace(work, fused_experts=True), Strategy(), layer)
     each = 2 * 3 + 4  # an activation reads twice and writes once, in 16 bits; then it is read, and written twice in 8
     assert (apart.forward - fused.forward) * memory == pytest.approx(each * 2 * 32 * tokens)
+
+
+def test_only_the_products_of_compressed_queries_keys_and_values_are_computed_again():
+    h100 = replace(load_hardware("h100"), dispatch_seconds=0.0)
+    widths = dict(heads=128, kv_heads=128, query=128 * 192, key=128 * 192, value=128 * 128, output=128 * 128)
+    layer = LayerShape(hidden=7168, q_rank=1536, kv_rank=512, rope=64, ffn=18432, **widths)
+    work = Workload(shape=DecoderShape(layers=(layer,), vocab=64), sequence=4096)
+    kept = layer_seconds(h100, work, Strategy(), layer)
+    again = layer_seconds(h100, work, Strategy(recompute="up"), layer)
+    up = [matmul(h100, "bf16", 4096, 1536, 128 * 192), matmul(h100, "bf16", 4096, 512, 128 * 256)]
+    assert again.forward == kept.forward
+    assert again.backward - kept.backward == pytest.approx(sum(up))
+    dense = layer_seconds(h100, work, Strategy(recompute="up"), DENSE)
+    assert dense == layer_seconds(h100, work, Strategy(), DENSE)
 
 
 @pytest.mark.parametrize(("speeds", "ratios"), [((0.5, 1.0), (2, 1)), ((1.0, 0.25), (1, 4))])
