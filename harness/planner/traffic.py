@@ -99,7 +99,8 @@ def expert_exchange(
     in_node = max(1, min(size, hardware.node_size // stride))
     nodes = -(-size // in_node)
     reached = copies if sends_copies else nodes * (1 - (1 - 1 / nodes) ** copies)
-    inside = token_bytes * copies * (in_node - 1) / in_node / hardware.node.bytes_per_second
+    rate = hardware.node.exchange_bytes_per_second or hardware.node.bytes_per_second
+    inside = token_bytes * copies * (in_node - 1) / in_node / rate
     outside = token_bytes * reached * (nodes - 1) / nodes / hardware.network.bytes_per_second
     hop = hardware.node.hop_seconds if nodes == 1 else hardware.network.hop_seconds
     return max(inside, outside) + 2 * hop

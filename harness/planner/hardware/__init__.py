@@ -21,10 +21,14 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A way between devices: bytes a second that a device sends, as collectives reach it, and seconds a hop."""
+    """A way between devices: bytes a second that a device sends, as collectives reach it, and seconds a hop.
+
+    exchange_bytes_per_second: as an all-to-all reaches it; 0: as the others do.
+    """
 
     bytes_per_second: float
     hop_seconds: float
+    exchange_bytes_per_second: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity, as results are kept by device
@@ -169,8 +173,13 @@ def _read(content: object, path: str) -> Hardware:
     value = partial(_number, content, path)
 
     def link(key: str) -> Link:
-        rate = value(key, "gb_per_second") * value(key, "efficiency") * 1e9
-        return Link(bytes_per_second=rate, hop_seconds=value(key, "hop_seconds"))
+        peak, part = value(key, "gb_per_second") * 1e9, content.get(key) if isinstance(content, Mapping) else None
+        has_exchange = isinstance(part, Mapping) and "exchange_efficiency" in part
+        return Link(
+            bytes_per_second=peak * value(key, "efficiency"),
+            hop_seconds=value(key, "hop_seconds"),
+            exchange_bytes_per_second=peak * value(key, "exchange_efficiency") if has_exchange else 0.0,
+        )
 
     precisions = content.get("tflops") if isinstance(content, Mapping) else None
     if not isinstance(precisions, Mapping) or any(key not in precisions for key in ("fp32", "bf16")):

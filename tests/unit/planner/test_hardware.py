@@ -38,6 +38,11 @@ def test_units_of_a_file_become_bytes_and_seconds() -> None:
     assert device.node_size == 4 and not device.is_host
 
 
+@pytest.mark.parametrize(("changes", "rate"), [({}, 0.0), ({"node__exchange_efficiency": {"value": 0.25}}, 112.5e9)])
+def test_a_file_may_say_what_an_all_to_all_reaches(changes: dict[str, Any], rate: float) -> None:
+    assert device_of(content(**changes), "x").node.exchange_bytes_per_second == rate
+
+
 def test_a_number_may_stand_alone_or_with_its_source() -> None:
     alone = device_of(content(memory_gib=10), "x")
     assert alone.memory_bytes == device_of(content(memory_gib={"value": 10, "source": "counted"}), "x").memory_bytes

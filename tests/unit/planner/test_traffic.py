@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +97,11 @@ def test_tensor_ranks_are_neighbours_and_data_ranks_are_as_far_apart_as_tensor_r
 )
 def test_a_token_goes_once_to_each_node_of_its_experts(size: int, stride: int, copies: int, seconds: float) -> None:
     assert expert_exchange(HARDWARE, size, stride, 800, copies) == pytest.approx(seconds)
+
+
+def test_an_exchange_has_its_own_rate_inside_a_node() -> None:
+    slow = replace(HARDWARE, node=replace(HARDWARE.node, exchange_bytes_per_second=50.0))
+    assert expert_exchange(slow, 8, 1, 800, 2) == pytest.approx(800 * 2 * 7 / 8 / 50 + 2)
 
 
 def test_copies_that_are_sent_one_by_one_leave_the_node_one_by_one() -> None:
