@@ -29,9 +29,13 @@ def layer_seconds(hardware: Hardware, workload: Workload, strategy: Strategy, la
     attention = _attention(hardware, workload, strategy, layer)
     products = _projections(hardware, workload, strategy, layer, tokens)
     elementwise = _elementwise(hardware, workload, strategy, layer, tokens)
-    half = products.forward / 2 + elementwise.forward
-    up = _up_projections(hardware, workload, strategy, layer, tokens)
-    again = {"selective": attention.forward, "half": half, "up": up}.get(strategy.recompute, 0.0)
+    again = 0.0
+    if strategy.recompute == "selective":
+        again = attention.forward
+    elif strategy.recompute == "half":
+        again = products.forward / 2 + elementwise.forward
+    elif strategy.recompute == "up":
+        again = _up_projections(hardware, workload, strategy, layer, tokens)
     summed = _summed(hardware, workload, strategy, layer)
     device = products.plus(attention).plus(elementwise).plus(summed).plus(Seconds(0.0, again))
     return with_issue(hardware, workload, strategy, layer, device)

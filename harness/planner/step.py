@@ -118,7 +118,7 @@ def _stage_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, s
     for layer, count in stage.layers:
         seconds = layer_traffic(hardware, workload, strategy, layer)
         again = seconds.forward if strategy.recompute == "full" else 0.0
-        experts = _shown_experts(hardware, workload, strategy, layer)
+        experts = _shown_experts(hardware, workload, strategy, layer) if layer.experts else 0.0
         total += count * (seconds.forward + seconds.backward + again + experts)
     return total
 
