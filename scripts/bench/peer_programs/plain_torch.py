@@ -1,4 +1,4 @@
-"""PyTorch alone: one process, DDP, FSDP2, tensor parallelism by DTensor, 1F1B of `torch.distributed.pipelining`."""
+"""PyTorch alone: one process, two without exchange, DDP, FSDP2, DTensor, 1F1B of `torch.distributed.pipelining`."""
 
 from __future__ import annotations
 
@@ -58,6 +58,30 @@ def ddp(task: Task) -> None:
         optimizer.step()
         optimizer.zero_grad()
         return mean_over_ranks(total)
+
+    task.run(step)
+
+
+def apart(task: Task) -> None:
+    """Have each rank train on its data, and update and clip its share of the parameters, without any exchange: a bound.
+
+    The replicas drift apart, so its losses mean nothing. The ranks meet before each step alone.
+    """
+    dist.init_process_group("gloo")
+    model, batches = task.model(), task.micro_batches(task.size)
+    own = sorted(model.parameters(), key=lambda parameter: parameter.numel())[task.rank :: task.size]
+    optimizer = adamw(own)
+
+    def step() -> float:
+        total = 0.0
+        for ids in batches:
+            loss = loss_of(model(ids, use_cache=False).logits, ids) / len(batches)
+            loss.backward()
+            total += float(loss.detach())
+        clip_grad_norm_(own, LARGEST_NORM)
+        optimizer.step()
+        model.zero_grad()
+        return total
 
     task.run(step)
 
