@@ -4,9 +4,9 @@
 
 A llama of 17 million parameters in float32, AdamW, clipping, eight micro-batches of 4 x 256 tokens a step. One process
 has a thread for each core, ranks have one. Every round makes some steps with each program, in new processes; the first
-step is left out. The losses of all programs are compared, except those of the two ranks that exchange nothing, which
-no data-parallel program can outrun. Writes results/peers.json, from which `draw_peers.py` makes the table and the
-picture of the docs.
+step is left out. The losses of all programs are compared, except those of the two ranks that exchange nothing: they
+show what data parallelism in plain PyTorch could reach at most. Writes results/peers.json, from which `draw_peers.py`
+makes the table and the picture of the docs.
 """
 
 from __future__ import annotations
