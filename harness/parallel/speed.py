@@ -1,8 +1,8 @@
 """Measures what this machine's processor does for one rank: the constants of a device file of the planner.
 
-`python -m harness.parallel.speed` prints the rates of one rank with one thread; with the number of a rank and a file to
-meet at and how many they are, those of the link between them. Each figure is the median of several tries: what a long
-run gets, not the best that is possible.
+`python -m harness.parallel.speed rank NUMBER RANKS FILE` prints the rates of one rank with one thread, while the other
+ranks do the same; with `link` those of the link between them. They meet at the file. Each figure is the median of
+several tries: what a long run gets, not the best that is possible.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from math import ceil, log2
 from statistics import median
 from typing import Any
@@ -100,21 +101,31 @@ def link(sizes: tuple[int, int] = (2**10, 2**22)) -> tuple[float, float]:
     return max(both - alone, 0.0) / REPEATS, usual_seconds(lambda: sum_in_place(many, world), clock)
 
 
+def rates() -> dict[str, float]:
+    """Return what one rank does while all others do the same, as they share memory and caches; all ranks call it."""
+    takes: dict[str, Callable[[], float]] = {name: partial(matmul_flops, dtype) for name, dtype in DTYPES.items()}
+    takes |= {"attention": attention_flops, "memory": copied_bytes, "layer": narrow_layer_seconds}
+    found = {}
+    for name, take in takes.items():
+        dist.barrier()
+        found[name] = take()
+    return found
+
+
 def main() -> None:
     """Print the measurements as JSON."""
     torch.set_num_threads(1)
-    if sys.argv[1:]:
-        rank, ranks, meeting = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+    what, rank, ranks, meeting = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+    if what == "rank":
+        measured = rates()
+    else:
         share_memory([dist.group.WORLD])
         few, many = link()
         moved, hops = 2 * (ranks - 1) / ranks * 4 * 2**22, 2 * ceil(log2(ranks))
         measured = {"hop_seconds": few / hops, "bytes_per_second": moved / max(many - few, 1e-9)}
         leave_memory()
-        dist.destroy_process_group()
-    else:
-        measured = {name: matmul_flops(dtype) for name, dtype in DTYPES.items()}
-        measured |= {"attention": attention_flops(), "memory": copied_bytes(), "layer": narrow_layer_seconds()}
+    dist.destroy_process_group()
     print(json.dumps(measured))
 
 

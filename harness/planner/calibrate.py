@@ -26,13 +26,8 @@ def calibrate(path: Path) -> None:
     """
     if not path.absolute().parent.is_dir():
         raise UserError(f"--calibrate {path}: no such directory")
-    command = [sys.executable, "-m", MODULE]
-    rank = _measured([command])
-    links = {}
-    for ranks in (2, 2 * _cores()):
-        with tempfile.TemporaryDirectory() as folder:
-            commands = [[*command, str(number), str(ranks), f"{folder}/meeting"] for number in range(ranks)]
-            links[ranks] = _measured(commands)
+    rank = _measured("rank", _cores())
+    links = {ranks: _measured("link", ranks) for ranks in (2, 2 * _cores())}
     try:
         path.write_text(json.dumps(device(rank, links), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
@@ -88,8 +83,23 @@ def _with_source(numbers: JsonObject) -> JsonObject:
     }
 
 
-def _measured(commands: list[list[str]]) -> JsonObject:
-    """Run commands side by side, and return what the first prints. UserError where one fails."""
+def _measured(what: str, ranks: int) -> JsonObject:
+    """Have some ranks measure something together, and return what the first finds. UserError where one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        commands = [
+            [sys.executable, "-m", MODULE, what, str(number), str(ranks), f"{folder}/meeting"]
+            for number in range(ranks)
+        ]
+        said, failed = _run(commands)
+    if failed:
+        lines = said[0][1].strip().splitlines() or ["no reason given"]
+        raise UserError(f"--calibrate: a measurement failed: {lines[-1]}")
+    found: JsonObject = json.loads(said[0][0])
+    return found
+
+
+def _run(commands: list[list[str]]) -> tuple[list[tuple[str, str]], bool]:
+    """Run commands side by side; return what each prints, also as errors, and whether one failed."""
     running = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands
     ]
@@ -104,8 +114,4 @@ def _measured(commands: list[list[str]]) -> JsonObject:
     finally:
         for process in running:
             process.kill()
-    if any(process.returncode for process in running):
-        lines = said[0][1].strip().splitlines() or ["no reason given"]
-        raise UserError(f"--calibrate: a measurement failed: {lines[-1]}")
-    found: JsonObject = json.loads(said[0][0])
-    return found
+    return said, any(process.returncode for process in running)
