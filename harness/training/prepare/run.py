@@ -250,8 +250,9 @@ def _first_samples(check: DatasetCheck, plan: RunPlan, args: TrainingArguments) 
 def _trainable(inputs: RunInputs, plan: RunPlan, context: RunContext, sample: MicroBatch | None) -> TrainableModel:
     """Return the model as pipeline layers, verified on a tiny copy where that is asked for."""
     if plan.source is None:
-        if inputs.args.neftune_noise_alpha:
-            raise UserError("--neftune_noise_alpha needs a HuggingFace model, not a list of layers")
+        for name in ("neftune_noise_alpha", "use_liger_kernel"):
+            if getattr(inputs.args, name):
+                raise UserError(f"--{name} needs a HuggingFace model, not a list of layers")
         if inputs.compute_loss_func is not None:
             raise UserError(
                 "compute_loss_func is for a HuggingFace model: give a list of layers loss_fn(outputs, labels)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +20,14 @@ from harness.deepspeed.pipeline import Layer
 from harness.errors import UserError
 from harness.hf.attention import require_available, with_attention
 from harness.hf.causal import CausalModel, assemble
+from harness.hf.liger import liger_kernels
 from harness.hf.lora import Adaptation, adapted_model, lora_config
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.costs import LayerCost
 from harness.parallel.pipeline.staged_module import first_names
 from harness.parallel.values import Value
+from harness.parallel.zero.zero3_partition import Zero3Partition
 from harness.training.arguments import TrainingArguments
 from harness.training.batches.collate import MicroBatch
 from harness.training.engine.build import LayerTraits, RunContext
@@ -173,7 +175,7 @@ def trainable_decoder(
         device=context.device,
         dtype=context.dtype,
         seed=context.args.seed,
-        finish=layer_finisher(context, part),
+        finish=_finisher(source, context, part),
         whole_experts=context.resolved.ep_size > 1,
         adaptation=adaptation,
         router_loss=getattr(source.config, "output_router_logits", False),
@@ -197,6 +199,20 @@ def trainable_decoder(
         loss=_decoder_loss(causal, context, own_loss),
         causal=causal,
     )
+
+
+def _finisher(source: ModelSource, context: RunContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
+    """Return what is done with each layer once it has its weights: it gets Liger's kernels, and ZeRO-3 spreads it."""
+    spread = layer_finisher(context, part)
+    if not context.args.use_liger_kernel or not source.has_values:
+        return spread
+    kernels = liger_kernels(source.config, context.device)
+
+    def finish(layer: nn.Module) -> None:
+        kernels.put_into(layer)
+        spread(layer)
+
+    return finish
 
 
 def adapted(model: Model, peft_config: LoraConfig | None) -> tuple[ModelSource | None, Adaptation | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from harness.training.arguments.other_names.answers import ADAPTER, DATA, LAYOUT, PRECISION, ZERO
 
 QUANTISED = "--use_peft; quantised weights are not supported"
+LIGER = "--use_liger_kernel, which takes all of Liger's kernels but those of the loss"
 KERNELS = "nothing: such kernels replace the layers that the harness cuts"
 ONE_RATE = "--learning_rate: all parameters have one rate"
 OTHER_TRAINING = "another program: only next-token training is supported"
@@ -161,7 +162,7 @@ AXOLOTL = {
 """Where the value is false nothing is asked for, but by `shuffle_merged_datasets`."""
 
 AXOLOTL_PREFIXES = {
-    "liger_": KERNELS,
+    "liger_": LIGER,
     "flash_attn_": KERNELS,
     "wandb_": "--report_to wandb, and wandb.project, wandb.team and wandb.group in the DeepSpeed JSON",
     "mlflow_": "--report_to tensorboard, wandb, comet or csv",

@@ -27,7 +27,7 @@ REDUCES = NotTaken("DeepSpeed reduces gradients, not DDP: set zero_optimization 
 SHARDS = NotTaken("use --deepspeed_config zero3, which shares out weights as FSDP does", (*OFF, "[]"))
 UPLOAD = NotTaken("upload output_dir when the run is done: `hf upload NAME output_dir`", (*OFF, "every_save"))
 COMPILE = NotTaken('set "compile": {"enabled": true} in the DeepSpeed JSON', OFF)
-LIGER = NotTaken("its kernels replace the layers that the harness cuts", OFF)
+LIGER = NotTaken("use --use_liger_kernel: all of Liger's kernels but those of the loss, which is in chunks here", OFF)
 ON_CPU = NotTaken("set DS_ACCELERATOR=cpu in the environment", OFF)
 TRACKIO = NotTaken("trackio is not supported: use --report_to tensorboard, wandb or csv", ("huggingface", *OFF))
 EVALUATION = NotTaken("use Trainer(compute_metrics=...) or a TrainerCallback with on_evaluate", (*OFF, "[]"))
@@ -70,7 +70,6 @@ NOT_TAKEN = {
     "torch_compile_mode": NotTaken("only torch's default mode: see compile.backend", ("default", *OFF)),
     "torchdynamo": NotTaken("set compile.backend in the DeepSpeed JSON", OFF),
     "jit_mode_eval": COMPILE,
-    "use_liger_kernel": LIGER,
     "liger_kernel_config": LIGER,
     "use_ipex": NotTaken("IPEX is not supported", OFF),
     "trust_remote_code": NotTaken("only families that transformers itself has can be cut", OFF),

@@ -42,7 +42,7 @@ FACTORY = {
     "double_quantization": QUANTISED,
     "flash_attn": "--attn_implementation flash_attention_2 (fa2) or sdpa",
     "shift_attn": "--attn_implementation sdpa",
-    "enable_liger_kernel": KERNELS,
+    "enable_liger_kernel": "--use_liger_kernel",
     "use_unsloth": KERNELS,
     "use_unsloth_gc": CHECKPOINTING,
     "disable_gradient_checkpointing": f"{CHECKPOINTING} false",

@@ -23,6 +23,9 @@ class ModelArguments(Flags):
         "eager, sdpa, flash_attention_2 or flash_attention_3; default: the config.json's, else sdpa or eager",
         choices=ATTENTION,
     )
+    use_liger_kernel: bool = flag(
+        False, "norms, feed-forward blocks and rotary embedding by the kernels of liger-kernel, where it is installed"
+    )
     gradient_checkpointing: bool | None = flag(
         None,
         "compute the activations of decoder layers again in the backward pass; default: as "

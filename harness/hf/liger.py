@@ -1,0 +1,128 @@
+"""Kernels of the package liger-kernel in a model's norms, dense feed-forward blocks and rotary embedding.
+
+Liger knows for each family which modules it can compute, and how. It changes a copy of the model without weights; what
+changed there is then done to the layers that a rank builds. So the layers may be cut, and no other model of the process
+is changed but in its rotary embedding, which computes the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+from importlib.util import find_spec
+from types import MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from harness.errors import UserError
+from harness.hf.skeleton import build_skeleton
+from harness.topology.env import inherited
+
+FLAG = "--use_liger_kernel"
+NOT_THE_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+"""Of what Liger computes: the loss is the harness's own, in every layout."""
+
+
+@dataclass(frozen=True)
+class FusedModule:
+    """How a module computes: the forward it is given, and what that reads of the module."""
+
+    forward: Callable[..., Any]
+    attributes: Mapping[str, object]
+
+    def put_into(self, module: nn.Module) -> None:
+        """Let the module compute so."""
+        for name, value in self.attributes.items():
+            setattr(module, name, value)
+        module.forward = MethodType(self.forward, module)
+
+
+@dataclass(frozen=True)
+class LigerKernels:
+    """What Liger computes of a model, by the names of its modules."""
+
+    modules: Mapping[str, FusedModule]
+
+    def put_into(self, layer: nn.Module) -> None:
+        """Let the modules of a layer, which have their names in the model, compute by Liger's kernels."""
+        for name, module in layer.named_modules():
+            if name in self.modules:
+                self.modules[name].put_into(module)
+
+
+def liger_kernels(config: PretrainedConfig, device: torch.device) -> LigerKernels:
+    """Return what Liger computes of the model of `config`.
+
+    UserError where its package or a GPU is missing, and for a family that it does not know.
+    """
+    has_device = device.type != "cpu" or _interpreted()
+    if not has_device or find_spec("liger_kernel") is None:
+        raise UserError(
+            f"{FLAG}: needs a GPU and the package liger-kernel (pip install liger-kernel), and one of the two is "
+            "missing here: omit the flag"
+        )
+    liger = import_module("liger_kernel.transformers.monkey_patch")
+    family = config.model_type
+    if family not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise UserError(f"{FLAG}: Liger has no kernels for model type {family!r}: omit the flag")
+    model = build_skeleton(config)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    home = sys.modules[type(model).__module__]
+    names = dict(vars(home))
+    try:
+        liger._apply_liger_kernel_to_instance(model, **NOT_THE_LOSS)  # noqa: SLF001  # as HuggingFace's Trainer does
+    except Exception as error:  # Liger's code of a family is that of some versions of transformers
+        raise UserError(f"{FLAG}: Liger cannot change model type {family!r}: {error}: omit the flag") from error
+    finally:
+        _keep_functions_alone(home, names)
+    changed = {name: module for name, module in model.named_modules() if _taken(module)}
+    if not changed:
+        raise UserError(f"{FLAG}: Liger changes nothing of model type {family!r} but its loss: omit the flag")
+    return LigerKernels({name: _changes(module, before[name]) for name, module in changed.items()})
+
+
+def _taken(module: nn.Module) -> bool:
+    """Whether Liger has changed a module that computes the same when it is cut; experts are run by the harness."""
+    return "forward" in vars(module) and all(own.dim() < 2 for own in module.parameters(recurse=False))
+
+
+def _changes(module: nn.Module, before: set[str]) -> FusedModule:
+    """Return what Liger has put into a module."""
+    added = {name: value for name, value in vars(module).items() if name not in before}
+    return FusedModule(
+        forward=added["forward"].__func__,
+        attributes={name: value for name, value in added.items() if not isinstance(value, MethodType)},
+    )
+
+
+def _keep_functions_alone(home: ModuleType, names: Mapping[str, Any]) -> None:
+    """Take back the classes that Liger has put into a family's file; its functions compute on a GPU alone.
+
+    The harness runs a model's forward without values too, which no kernel can.
+    """
+    for name, old in names.items():
+        new = getattr(home, name)
+        if new is old:
+            continue
+        keep = not isinstance(new, type) and callable(new) and callable(old)
+        setattr(home, name, _where_there_are_values(new, old) if keep else old)
+
+
+def _where_there_are_values(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def either(first: Tensor, *args: object, **kwargs: object) -> Any:
+        on_device = first.device.type not in ("meta", "cpu") or (first.device.type == "cpu" and _interpreted())
+        return (kernel if type(first) is Tensor and on_device else plain)(first, *args, **kwargs)
+
+    return either
+
+
+def _interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU, one program after the other: to try them, not to train."""
+    return inherited("TRITON_INTERPRET").get("TRITON_INTERPRET") == "1"

@@ -1,0 +1,122 @@
+"""Liger's kernels in the layers that a rank builds; where Liger and Triton are installed, run one by one on the CPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.llama import modeling_llama
+
+from harness.errors import UserError
+from harness.hf.causal import assemble
+from harness.hf.liger import LigerKernels, liger_kernels
+from harness.hf.skeleton import ModelSource
+from harness.hf.verify.tiny_copy import shrink
+from harness.parallel.comm import TensorParallel
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    from triton import language
+CPU = torch.device("cpu")
+IDS = torch.tensor([[1, 2, 3, 4, 5, 6]])
+with_liger = pytest.mark.skipif(
+    not INTERPRETED,
+    reason="needs liger-kernel and triton: install them, set TRITON_INTERPRET=1",
+)
+
+
+def tiny(family: str) -> PretrainedConfig:
+    return shrink(AutoConfig.for_model(family), tensor=2)
+
+
+def layers_of(config: PretrainedConfig, kernels: LigerKernels | None) -> list[nn.Module]:
+    causal = assemble(
+        ModelSource(name="tiny", config=config, weights=None),
+        tensor=TensorParallel(),
+        device=CPU,
+        dtype=torch.float32,
+        seed=0,
+        finish=(lambda _: None) if kernels is None else kernels.put_into,
+    )
+    return [spec.build() for spec in causal.layers]
+
+
+def loss_and_gradients(layers: list[nn.Module]) -> tuple[float, list[torch.Tensor]]:
+    value = IDS
+    for layer in layers:
+        value = layer(value)
+    loss = nn.functional.cross_entropy(value[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+    loss.backward()
+    return float(loss), [own.grad for layer in layers for own in layer.parameters() if own.grad is not None]
+
+
+def test_a_cpu_or_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UserError, match="--use_liger_kernel: needs a GPU and the package liger-kernel"):
+        liger_kernels(tiny("llama"), CPU)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter run Liger's kernels: floats become its numbers, CUDA's functions are made of its own."""
+    import numpy
+    import triton
+    from triton.language.extra import libdevice
+    from triton.runtime import interpreter
+
+    before = interpreter._implicit_cvt
+
+    def with_floats(value: object) -> object:
+        if not isinstance(value, float):
+            return before(value)
+        held = interpreter.TensorHandle(numpy.array([value], dtype=numpy.float32), language.float32)
+        return language.tensor(held, language.float32)
+
+    monkeypatch.setattr(interpreter, "_implicit_cvt", with_floats)
+    # Liger's files take these when they are first imported
+    monkeypatch.setattr(libdevice, "rsqrt", triton.jit(_rsqrt))
+    monkeypatch.setattr(libdevice, "tanh", triton.jit(_tanh))
+
+
+def _rsqrt(x):
+    return 1 / language.sqrt(x)
+
+
+def _tanh(x):
+    return 2 * language.sigmoid(2 * x) - 1
+
+
+@with_liger
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "phi3", "mixtral"])
+def test_kernels_give_the_loss_and_the_gradients(family: str) -> None:
+    config = tiny(family)
+    plain, wanted = loss_and_gradients(layers_of(config, None))
+    layers = layers_of(config, liger_kernels(config, CPU))
+    fused = {type(module).__name__ for layer in layers for module in layer.modules() if "forward" in vars(module)}
+    assert any("Norm" in name for name in fused) and not any("Experts" in name for name in fused)
+    loss, gradients = loss_and_gradients(layers)
+    assert loss == pytest.approx(plain, abs=1e-6)
+    torch.testing.assert_close(gradients, wanted, atol=1e-5, rtol=1e-4)
+
+
+@with_liger
+@pytest.mark.usefixtures("interpreted")
+def test_other_models_of_the_process_keep_their_modules_and_their_forward_without_values() -> None:
+    classes = modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP
+    liger_kernels(tiny("llama"), CPU)
+    assert (modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP) == classes
+    on_meta = [torch.empty(1, 2, 4, 8, device="meta") for _ in range(2)]
+    tables = [torch.empty(1, 4, 8, device="meta") for _ in range(2)]
+    rotated = modeling_llama.apply_rotary_pos_emb(*on_meta, *tables)
+    assert [part.shape for part in rotated] == [part.shape for part in on_meta]
+
+
+@with_liger
+@pytest.mark.usefixtures("interpreted")
+def test_a_family_that_liger_does_not_know_is_one_line() -> None:
+    with pytest.raises(UserError, match="--use_liger_kernel: Liger has no kernels for model type 'gpt2'"):
+        liger_kernels(tiny("gpt2"), CPU)
