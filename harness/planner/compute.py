@@ -36,8 +36,10 @@ class Seconds:
 
 
 @lru_cache(maxsize=65536)
-def matmul(hardware: Hardware, precision: str, rows: int, inner: int, columns: int, copies: int = 1) -> float:
-    """Return the seconds of `copies` products of rows x inner by inner x columns in one kernel."""
+def matmul(
+    hardware: Hardware, precision: str, rows: int, inner: int, columns: int, copies: int = 1, kernels: int = 1
+) -> float:
+    """Return the seconds of `copies` products of rows x inner by inner x columns in so many kernels."""
     rate = hardware.reached_flops(precision) * inner / (inner + START_UP)
     if hardware.compute_units > 1 and (inner % ALIGNED or columns % ALIGNED):
         rate *= UNALIGNED_RATE
@@ -48,14 +50,16 @@ def matmul(hardware: Hardware, precision: str, rows: int, inner: int, columns: i
         for tall, wide, speed in TILES
     ) / (copies * rows * columns)  # fmt: skip
     moved = copies * (PRODUCT_BYTES[precision] * inner * (rows + columns) + 2.0 * rows * columns)
-    return max(work * best / rate, moved / hardware.memory_bytes_per_second) + hardware.kernel_seconds
+    return max(work * best / rate, moved / hardware.memory_bytes_per_second) + kernels * hardware.kernel_seconds
 
 
-def product(hardware: Hardware, precision: str, rows: int, inner: int, columns: int, copies: int = 1) -> Seconds:
+def product(
+    hardware: Hardware, precision: str, rows: int, inner: int, columns: int, copies: int = 1, kernels: int = 1
+) -> Seconds:
     """Return the seconds of a layer's product, and of the gradients of its input and its weight."""
     if not rows * inner * columns * copies:
         return Seconds(0.0, 0.0)
-    forward = matmul(hardware, precision, rows, inner, columns, copies)
-    of_input = matmul(hardware, precision, rows, columns, inner, copies)
-    of_weight = matmul(hardware, precision, inner, rows, columns, copies)
+    forward = matmul(hardware, precision, rows, inner, columns, copies, kernels)
+    of_input = matmul(hardware, precision, rows, columns, inner, copies, kernels)
+    of_weight = matmul(hardware, precision, inner, rows, columns, copies, kernels)
     return Seconds(forward, of_input + of_weight)

@@ -55,10 +55,11 @@ def _projections(hardware: Hardware, workload: Workload, strategy: Strategy, lay
         total = total.plus(product(hardware, precision, tokens, inner, _share(columns, tp) if is_cut else columns))
     total = total.plus(product(hardware, precision, tokens, _share(layer.output, tp), layer.hidden))
     for width, rows, copies in _feed_forward(strategy, layer, tokens):
+        kernels = 1 if workload.grouped_experts else copies
         for _ in range(1 if workload.fused_elementwise else layer.into_ffn):
             columns = width * (layer.into_ffn if workload.fused_elementwise else 1)
-            total = total.plus(product(hardware, precision, rows, layer.hidden, columns, copies))
-        total = total.plus(product(hardware, precision, rows, width, layer.hidden, copies))
+            total = total.plus(product(hardware, precision, rows, layer.hidden, columns, copies, kernels))
+        total = total.plus(product(hardware, precision, rows, width, layer.hidden, copies, kernels))
     if PRODUCT_BYTES[precision] < 2:  # inputs, weights and gradients are narrowed before each product
         moved = _cast_bytes(workload) * tokens * (2 * layer.hidden + layer.output / tp + layer.dense_ffn / tp)
         routed = layer.hidden + (0 if workload.fused_experts else layer.expert_ffn)

@@ -31,8 +31,8 @@ class Workload:
             multiple of this, and else single operations (Megatron's kernel: 4).
         attention_speed, attention_backward_speed: rates of the attention kernels beside the best ones for the device.
         fused_elementwise: whether norms, rotations and activations are one kernel each.
-        grouped_experts: whether a host issues the products of a rank's experts at once (grouped_mm of torch), or one by
-            one (GroupedLinear of Transformer Engine, which calls cuBLAS for each).
+        grouped_experts: whether the products of a rank's experts are one kernel (grouped_mm of torch), or one each,
+            which a host issues one by one (GroupedLinear of Transformer Engine, which calls cuBLAS for each).
         fused_experts: whether the activation of experts, and narrowing it, are part of their products (NVIDIA's cuDNN
             Frontend: grouped GEMM with SwiGLU and quantization in its epilogue).
         replayed: whether a step is captured as one CUDA graph, which a host starts as a single operation.

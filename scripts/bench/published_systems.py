@@ -250,7 +250,7 @@ def workload_of(row: dict[str, str], shape: DecoderShape) -> Workload:
         attention_speed=_attention_speeds(row)[0],
         attention_backward_speed=_attention_speeds(row)[1],
         fused_elementwise=not is_eager,
-        grouped_experts=False,  # all of these systems multiply experts with Transformer Engine's GroupedLinear
+        grouped_experts=replays_step(row),  # the others multiply experts with Transformer Engine's GroupedLinear
         fused_experts=replays_step(row),
         replayed=replays_step(row),
         loss_in_place=system == "nanotron",  # its cross entropy writes exponentials and gradient over the fp32 logits

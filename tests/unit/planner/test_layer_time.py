@@ -53,6 +53,17 @@ def test_only_the_products_of_compressed_queries_keys_and_values_are_computed_ag
     assert dense == layer_seconds(h100, work, Strategy(), DENSE)
 
 
+def test_each_expert_that_is_multiplied_by_itself_starts_its_own_kernels():
+    start = 1.0
+    device = replace(load_hardware("h100"), dispatch_seconds=0.0, kernel_seconds=start)
+    layer = replace(DENSE, ffn=0, experts=8, top_k=2, expert_ffn=32)
+    work = Workload(shape=DecoderShape(layers=(layer,), vocab=64), sequence=16, fused_elementwise=True)
+    grouped = layer_seconds(device, work, Strategy(), layer)
+    apart = layer_seconds(device, replace(work, grouped_experts=False), Strategy(), layer)
+    assert apart.forward - grouped.forward == pytest.approx(2 * (8 - 1) * start)
+    assert apart.backward - grouped.backward == pytest.approx(4 * (8 - 1) * start)
+
+
 @pytest.mark.parametrize(("speeds", "ratios"), [((0.5, 1.0), (2, 1)), ((1.0, 0.25), (1, 4))])
 def test_a_slower_kernel_of_attention_counts_in_its_own_pass(speeds, ratios):
     device = replace(load_hardware("h100"), dispatch_seconds=0.0, kernel_seconds=0.0)
