@@ -3,7 +3,8 @@
 A ring moves 2 (n - 1) / n of the bytes through each rank for an all-reduce, half of that for an all-gather or a
 reduce-scatter (Patarasuk and Yuan 2009; NCCL's bus bandwidth is defined by it), and takes n - 1 hops for each half. A
 group that spans nodes is one ring through all of them, and its members in a node share their adapters. Only an
-all-reduce has a tree instead, whose hops grow with the logarithm of n: so sharding over thousands of ranks is slow.
+all-reduce has a tree instead, whose hops grow with the logarithm of the nodes, with a chain of ranks in each (NCCL,
+src/graph/tuning.cc): so sharding over thousands of ranks is slow. A host's ranks, which share memory, are a tree too.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ def group_along(hardware: Hardware, size: int, stride: int) -> Group:
     in_node = max(1, min(size, hardware.node_size // stride))
     nodes = -(-size // in_node)
     is_inside = nodes == 1
+    depth = ceil(log2(in_node)) if hardware.is_host else in_node - 1
     return Group(
         size=size,
         bytes_per_second=node.bytes_per_second
         if is_inside
         else min(node.bytes_per_second, in_node * network.bytes_per_second),
         ring_seconds=(size - nodes) * node.hop_seconds + (0 if is_inside else nodes * network.hop_seconds),
-        tree_seconds=ceil(log2(in_node)) * node.hop_seconds + ceil(log2(nodes)) * network.hop_seconds,
+        tree_seconds=depth * node.hop_seconds + ceil(log2(nodes)) * network.hop_seconds,
     )
 
 

@@ -68,6 +68,11 @@ def test_an_all_reduce_goes_round_a_ring_or_up_and_down_a_tree() -> None:
     assert half_ring(tree, 40) == 40 * 3 / 4 / 10 + 30  # no tree of it is known
 
 
+@pytest.mark.parametrize(("size", "units", "seconds"), [(8, 108, 7), (32, 108, 7 + 2 * 100), (2, 108, 1), (8, 1, 3)])
+def test_a_tree_of_nodes_has_a_chain_of_devices_in_each_and_a_host_a_tree(size: int, units: int, seconds: int) -> None:
+    assert group_along(replace(HARDWARE, compute_units=units), size, 1).tree_seconds == seconds
+
+
 @given(st.integers(2, 512), st.sampled_from([1, 2, 4, 8, 16]), st.floats(0, 1e12), st.floats(0, 1e12))
 def test_more_bytes_take_longer_and_an_all_reduce_no_longer_than_both_halves(
     size: int, stride: int, one: float, other: float
