@@ -15,6 +15,8 @@ from math import ceil, log2
 from harness.planner.hardware import Hardware
 from harness.planner.workload import Strategy
 
+START_SECONDS = 8.4e-6  # of a collective on GPUs: NCCL, src/graph/tuning.cc, baseLatencies of its Simple protocol
+
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
@@ -23,12 +25,14 @@ class Group:
     Attributes:
         bytes_per_second: through each of them.
         ring_seconds: what a message takes once around, tree_seconds: up a tree of them, whatever its size.
+        start_seconds: what a collective takes once, beside its hops.
     """
 
     size: int
     bytes_per_second: float
     ring_seconds: float = 0.0
     tree_seconds: float = 0.0
+    start_seconds: float = 0.0
 
 
 def group_along(hardware: Hardware, size: int, stride: int) -> Group:
@@ -44,6 +48,7 @@ def group_along(hardware: Hardware, size: int, stride: int) -> Group:
         if is_inside
         else min(node.bytes_per_second, in_node * network.bytes_per_second),
         ring_seconds=(size - nodes) * node.hop_seconds + (0 if is_inside else nodes * network.hop_seconds),
+        start_seconds=0.0 if hardware.is_host else START_SECONDS,
         tree_seconds=depth * node.hop_seconds + ceil(log2(nodes)) * network.hop_seconds,
     )
 
@@ -77,7 +82,8 @@ def half_ring(group: Group, size_bytes: float) -> float:
     """Return the seconds of an all-gather or a reduce-scatter of `size_bytes` in all."""
     if group.size == 1:
         return 0.0
-    return size_bytes * (group.size - 1) / group.size / group.bytes_per_second + group.ring_seconds
+    moved = size_bytes * (group.size - 1) / group.size / group.bytes_per_second
+    return moved + group.ring_seconds + group.start_seconds
 
 
 def all_reduce(group: Group, size_bytes: float) -> float:
@@ -85,7 +91,7 @@ def all_reduce(group: Group, size_bytes: float) -> float:
     if group.size == 1:
         return 0.0
     moved = 2 * size_bytes * (group.size - 1) / group.size / group.bytes_per_second
-    return moved + 2 * min(group.ring_seconds, group.tree_seconds)
+    return moved + 2 * min(group.ring_seconds, group.tree_seconds) + group.start_seconds
 
 
 def expert_exchange(

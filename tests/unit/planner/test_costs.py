@@ -201,7 +201,8 @@ def test_the_processor_of_a_host_copies_gradients_to_send_them(stage, copies):
     width = 1.0 if stage < 2 else WORKLOAD.element_bytes / WORKLOAD.gradient_bytes
     moved = estimate(host, WORKLOAD, strategy).seconds.data * host.memory_bytes_per_second
     assert moved == pytest.approx(2 * copies * width * gradients, rel=1e-6, abs=1e6)
-    assert estimate(replace(host, compute_units=2), WORKLOAD, strategy).seconds.data == pytest.approx(0.0, abs=1e-6)
+    gpu = estimate(replace(host, compute_units=2), WORKLOAD, strategy).seconds.data
+    assert gpu == pytest.approx(0.0, abs=2e-3)  # collectives start, and nothing is copied
 
 
 def test_offloading_moves_states_to_the_host():

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.planner.traffic import (
+    START_SECONDS,
     Group,
     all_reduce,
     data_group,
@@ -66,6 +67,14 @@ def test_an_all_reduce_goes_round_a_ring_or_up_and_down_a_tree() -> None:
     assert all_reduce(ring, 40) == 2 * half_ring(ring, 40)
     assert all_reduce(tree, 40) == 2 * 40 * 3 / 4 / 10 + 2 * 5
     assert half_ring(tree, 40) == 40 * 3 / 4 / 10 + 30  # no tree of it is known
+
+
+def test_a_collective_of_devices_starts_once_and_one_of_a_hosts_ranks_at_once() -> None:
+    group = Group(size=4, bytes_per_second=10, ring_seconds=3, start_seconds=7)
+    assert half_ring(group, 40) == 40 * 3 / 4 / 10 + 3 + 7
+    assert all_reduce(replace(group, tree_seconds=5), 40) == 2 * (40 * 3 / 4 / 10 + 3) + 7
+    assert group_along(replace(HARDWARE, compute_units=108), 8, 1).start_seconds == START_SECONDS
+    assert group_along(HARDWARE, 8, 1).start_seconds == 0.0
 
 
 @pytest.mark.parametrize(("size", "units", "seconds"), [(8, 108, 7), (32, 108, 7 + 2 * 100), (2, 108, 1), (8, 1, 3)])
