@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
@@ -159,10 +160,9 @@ def position_limit(config: PretrainedConfig) -> int | None:
 
 
 def _causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    try:
-        return type(build_skeleton(config))
-    except UserError:
-        return None
+    """Return the class that transformers makes of a config, or that was registered for it."""
+    known: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return known if isinstance(known, type) and issubclass(known, PreTrainedModel) else None
 
 
 def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
