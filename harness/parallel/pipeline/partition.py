@@ -11,7 +11,7 @@ model's.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from math import inf, isfinite
 
@@ -65,10 +65,7 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
     """
     _require_enough_layers(len(costs), stages)
     ends = list(accumulate(_as_integers([0.0, *costs])))
-    highest, _ = _cut(ends, stages, max)
-    forbidden = ends[-1] * ends[-1] + ends[-1]  # more than any sum of squares
-    _, boundaries = _cut(ends, stages, lambda first, rest: rest + (first * first if first <= highest else forbidden))
-    return boundaries
+    return _evenest(ends, stages, _least_highest(ends, stages))
 
 
 def by_type(names: Sequence[str], regex: str, stages: int) -> list[int]:
@@ -118,28 +115,54 @@ def narrowest(weights: Sequence[int], stages: int) -> list[int]:
     return boundaries[::-1]
 
 
-def _cut(ends: Sequence[int], stages: int, combine: Callable[[int, int], int]) -> tuple[int, list[int]]:
-    """Cut the layers so that combine(first stage, combine(second stage, ...)) is least; ties cut earlier.
+def _least_highest(ends: Sequence[int], stages: int) -> int:
+    """Return what the most expensive stage costs at least; `ends` are the running sums of the costs, from 0.
 
-    `ends` are the running sums of the costs, from 0. Dynamic programming over (first layer, stages left):
-    O(layers^2 x stages). `combine` must not fall when its second argument rises.
+    Dynamic programming over (first layer, stages left). The longer the first stage, the more it costs and the less the
+    others: no later stop is better than the first at which it costs as much as they.
     """
     n_layers = len(ends) - 1
-    best = [combine(ends[-1] - start, ends[0]) for start in ends[:-1]]  # one stage for all that is left
-    choices: list[list[int]] = []
+    best = [ends[-1] - start for start in ends[:-1]]  # one stage for all that is left
     for left in range(2, stages + 1):
-        first_values, choice = best, [0] * n_layers
+        rest = best
         best = [0] * n_layers
         for start in range(n_layers - left + 1):
-            stops = range(start + 1, n_layers - left + 2)
-            values = [combine(ends[stop] - ends[start], first_values[stop]) for stop in stops]
-            best[start] = min(values)
-            choice[start] = stops[values.index(best[start])]
+            least = ends[-1]
+            for stop in range(start + 1, n_layers - left + 2):
+                first = ends[stop] - ends[start]
+                least = min(least, max(first, rest[stop]))
+                if first >= rest[stop]:
+                    break
+            best[start] = least
+    return best[0]
+
+
+def _evenest(ends: Sequence[int], stages: int, highest: int) -> list[int]:
+    """Return the boundaries of least sum of squares with no stage above `highest`; ties cut earlier.
+
+    Dynamic programming as above: a stage of more cost is not tried, so that each has few places to stop.
+    """
+    n_layers = len(ends) - 1
+    forbidden = ends[-1] * ends[-1] + 1  # more than any sum of squares
+    alone = [ends[-1] - start for start in ends[:-1]]
+    best = [cost * cost if cost <= highest else forbidden for cost in alone]
+    choices: list[list[int]] = []
+    for left in range(2, stages + 1):
+        rest = best
+        best, choice = [forbidden] * n_layers, [0] * n_layers
+        for start in range(n_layers - left + 1):
+            for stop in range(start + 1, n_layers - left + 2):
+                first = ends[stop] - ends[start]
+                if first > highest:
+                    break
+                if rest[stop] + first * first < best[start]:
+                    best[start] = rest[stop] + first * first
+                    choice[start] = stop
         choices.append(choice)
     boundaries = [0]
     for choice in reversed(choices):
         boundaries.append(choice[boundaries[-1]])
-    return best[0], [*boundaries, n_layers]
+    return [*boundaries, n_layers]
 
 
 def _as_integers(costs: Sequence[float]) -> list[int]:

@@ -121,6 +121,9 @@ class Statements(Calls):
     def visit_Continue(self, node: ast.Continue) -> list[str]:  # noqa: ARG002
         return ["continue;"]
 
+    def visit_Break(self, node: ast.Break) -> list[str]:  # noqa: ARG002
+        return ["break;"]
+
     def visit_Assign(self, node: ast.Assign) -> list[str]:
         *others, last = node.targets
         if not all(isinstance(one, ast.Name) for one in others):
