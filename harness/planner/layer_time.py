@@ -91,8 +91,12 @@ def _cast_bytes(workload: Workload) -> float:
 
 
 def _summed(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
-    """Return the seconds of adding a micro-batch's weight gradients to the sum: both read, the sum written."""
-    moved = layer_parameters(strategy, layer) * (2 * workload.gradient_bytes)
+    """Return the seconds of adding a micro-batch's weight gradients to the sum: both read, the sum written.
+
+    With `fused_sums` they are never read.
+    """
+    each = 2 * workload.gradient_bytes + (0 if strategy.fused_sums else workload.element_bytes)
+    moved = layer_parameters(strategy, layer) * each
     return Seconds(0.0, moved / hardware.memory_bytes_per_second)
 
 

@@ -92,6 +92,8 @@ class Strategy:
         split_sends: whether tensor-parallel ranks send a part each of the hidden state that all of them hold.
         overlap_pipeline: whether stages send and receive while they compute, but for the first and the last passes.
         narrow_gathers: whether a layer's inputs are gathered in the precision of its products.
+        fused_sums: whether the product that makes a weight's gradient adds it to the sum (Megatron's
+            gradient_accumulation_fusion), in place of an addition of its own.
     """
 
     pipeline: int = 1
@@ -121,6 +123,7 @@ class Strategy:
     split_sends: bool = False
     overlap_pipeline: bool = False
     narrow_gathers: bool = False
+    fused_sums: bool = False
     partition: str = "balanced"
 
     @property

@@ -251,6 +251,7 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         split_sends="Megatron" in system and not shares_sequence,  # by default, in its own pipeline and in DeepSpeed's
         overlap_pipeline=is_modern and parts > 1,  # Megatron does so by default, in its interleaved schedule
         narrow_gathers=is_modern and system != "nanotron",
+        fused_sums=is_modern and system != "nanotron",  # by default, as its container has APEX
         # nanotron weighs blocks, the head among them, and so do the layouts that recipes write out for DeepSeek
         partition="balanced" if system == "nanotron" or predicts_two(row) else "type:DecoderLayer",
     )
