@@ -1,7 +1,7 @@
 """What NVIDIA's recipes of published runs say and their tables leave out.
 
-Megatron-Bridge: scripts/performance/configs at the tag of the container (v0.2.0 is 25.11, v0.3.0 26.02, v0.4.0 26.04,
-v0.5.0 26.06). NeMo AutoModel: examples/llm_benchmark.
+Megatron-Bridge: scripts/performance/configs at the tag of the container (v0.1.0 is 25.09, v0.2.0 25.11, v0.3.0 26.02,
+v0.4.0 26.04, v0.5.0 26.06). NeMo AutoModel: examples/llm_benchmark.
 """
 
 from __future__ import annotations
@@ -26,6 +26,18 @@ def replays_step(row: dict[str, str]) -> bool:
     if not row["model"].startswith(("Qwen3", "DeepSeek", "GPT OSS")):
         return False
     return row["gpu"].startswith("GB") or row["model"].startswith("Qwen3_30B") or _is_interleaved(row)
+
+
+def replays_layers(row: dict[str, str]) -> bool:
+    """Whether a run replays its layers as CUDA graphs, their experts included, as it drops tokens and pads.
+
+    The recipes of 25.09 say so for the small Qwen3 on B200 and GB200, and for the large one on GB200.
+    """
+    if container(row) != 25.09 or "tokendrop" not in row["model"]:
+        return False
+    if row["model"].startswith("Qwen3_30B"):
+        return row["gpu"].startswith(("B200", "GB200"))
+    return row["model"].startswith("Qwen3_235B") and row["gpu"].startswith("GB200")
 
 
 def hides_experts(row: dict[str, str]) -> bool:

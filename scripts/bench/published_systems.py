@@ -11,6 +11,7 @@ from published_recipes import (
     predicts_two,
     recomputes_up,
     reduces_narrow,
+    replays_layers,
     replays_step,
     sends_copies,
 )
@@ -185,7 +186,7 @@ def workload_of(row: dict[str, str], shape: DecoderShape) -> Workload:
         fused_elementwise=not is_eager,
         grouped_experts=replays_step(row),  # the others multiply experts with Transformer Engine's GroupedLinear
         fused_experts=replays_step(row),
-        replayed=replays_step(row),
+        replayed=replays_step(row) or replays_layers(row),
         loss_in_place=system == "nanotron",  # its cross entropy writes exponentials and gradient over the fp32 logits
     )
 
