@@ -143,13 +143,13 @@ def _evenest(ends: Sequence[int], stages: int, highest: int) -> list[int]:
     Dynamic programming as above: a stage of more cost is not tried, so that each has few places to stop.
     """
     n_layers = len(ends) - 1
-    forbidden = ends[-1] * ends[-1] + 1  # more than any sum of squares
+    forbidden = ends[-1] * ends[-1] + ends[-1]  # more than any sum of squares, unless all costs are 0
     alone = [ends[-1] - start for start in ends[:-1]]
     best = [cost * cost if cost <= highest else forbidden for cost in alone]
     choices: list[list[int]] = []
     for left in range(2, stages + 1):
         rest = best
-        best, choice = [forbidden] * n_layers, [0] * n_layers
+        best, choice = [forbidden] * n_layers, list(range(1, n_layers + 1))
         for start in range(n_layers - left + 1):
             for stop in range(start + 1, n_layers - left + 2):
                 first = ends[stop] - ends[start]

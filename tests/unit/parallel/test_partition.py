@@ -62,6 +62,7 @@ def test_balanced_does_not_round():
     # 0.1 + 0.2 > 0.3 in floats: a cut by rounded sums could go either way; by exact ones it is symmetric
     assert balanced([0.1, 0.2, 0.3, 0.3, 0.2, 0.1], 2) == [0, 3, 6]
     assert balanced([2.0**60, 1.0, 2.0**60, 2.0], 2) == [0, 2, 4]
+    assert balanced([0.0] * 6, 3) == [0, 1, 2, 6]
 
 
 @pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf")])
