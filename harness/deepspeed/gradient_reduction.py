@@ -1,4 +1,4 @@
-"""The data-parallel reduction of a pipeline's step, in other hands than DeepSpeed's."""
+"""The data-parallel reduction of a step, in other hands than DeepSpeed's, or without its copies."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from harness.deepspeed.engine import accumulated_gradient
+from harness.deepspeed.flat_tensors import EngineOptimizer
 
 
 def trained_parameters(engine: PipelineEngine) -> list[nn.Parameter]:
@@ -56,6 +57,34 @@ def keep_own_gradients(engine: PipelineEngine) -> None:
             _gradient(parameter)
 
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceGrads: run}
+
+
+def reduce_in_place(optimizer: EngineOptimizer) -> None:
+    """Have ZeRO-1 and ZeRO-2 sum a bucket of gradients where it lies.
+
+    DeepSpeed would copy the bucket into a second one, and the sums back.
+    """
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return
+    of_deepspeed: Callable[..., Tensor] = optimizer.allreduce_bucket
+
+    def allreduce_bucket(bucket: Sequence[Tensor], *args: object, **kwargs: object) -> Tensor:
+        whole = _joined(bucket)
+        return of_deepspeed(bucket if whole is None else [whole], *args, **kwargs)
+
+    optimizer.allreduce_bucket = allreduce_bucket
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that lie one after the other in one memory as a flat one; None where they do not."""
+    first = tensors[0]
+    end = start = first.storage_offset()
+    for tensor in tensors:
+        here = tensor.untyped_storage()._cdata == first.untyped_storage()._cdata and tensor.storage_offset() == end
+        if not here or not tensor.is_contiguous() or tensor.dtype != first.dtype:
+            return None
+        end += tensor.numel()
+    return first.as_strided((end - start,), (1,))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

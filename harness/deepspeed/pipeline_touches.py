@@ -95,6 +95,13 @@ PIPELINE_TOUCHES = (
         uses=("reduce_scatter", "gradient_reduction_w_predivide", "_add_full_reduction_to_compact_grad_partition"),
     ),
     Touch(
+        "gradient_reduction: a bucket where it lies",
+        f"{ZERO_1_2}.allreduce_bucket",
+        "called with one tensor in the place of neighbours in one memory, which flattening does not copy",
+        parameters=("bucket", "communication_data_type", "rank", "log", "divide", "process_group"),
+        uses=("flatten",),
+    ),
+    Touch(
         "gradient_reduction: gradients of the bf16 optimizer",
         BF16,
         "it steps by them, in the order of the parameters",

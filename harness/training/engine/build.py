@@ -26,7 +26,7 @@ from harness.deepspeed.engine import (
     check_every_gradient,
     forget_outputs,
 )
-from harness.deepspeed.gradient_reduction import keep_own_gradients
+from harness.deepspeed.gradient_reduction import keep_own_gradients, reduce_in_place
 from harness.deepspeed.kept_in_fp32 import keeping_fp32, reduce_fp32_gradients
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_groups import MpuAdapter
@@ -131,6 +131,7 @@ def build_engine(
     reduce_fp32_gradients(engine.optimizer)
     find_matrices(engine, context.groups)
     correct_clipping(engine, context.groups, skip_nonfinite=acts)
+    reduce_in_place(engine.optimizer)
     if acts:
         check_every_gradient(engine.optimizer)
     torch.manual_seed(context.args.seed + context.groups.coordinate.dp_rank + 1000 * context.groups.coordinate.stage)

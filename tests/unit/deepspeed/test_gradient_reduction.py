@@ -1,49 +1,51 @@
-"""Gradients of a rank without data-parallel neighbours: no copy of them is made."""
+"""A bucket of ZeRO's gradients is summed where it lies, if it is one run of memory; else as DeepSpeed does."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
+import pytest
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
-from pytest import MonkeyPatch
-from torch import Tensor, nn
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
 
-from harness import Trainer, TrainingArguments
-
-
-class HalfUsed(nn.Module):
-    """A layer with a weight that no output depends on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.used).sum(-1)
+from harness.deepspeed.gradient_reduction import reduce_in_place
 
 
-def trained(folder: Path, config: Mapping[str, object]) -> HalfUsed:
-    """A layer after one step of AdamW with weight decay."""
-    constant: Any = {"max_steps": 1, "save_steps": 0, "lr_scheduler_type": "constant", "learning_rate": 0.1}
-    constant |= {"weight_decay": 0.5, "overwrite_output_dir": True}
-    settings = {"train_batch_size": 1, **config}
-    arguments = TrainingArguments(deepspeed_config=settings, output_dir=str(folder), **constant)
-    data = [(torch.tensor([3.0, 4.0]), torch.zeros(1))]
-    layer = HalfUsed()
-    trainer = Trainer([layer], arguments, data, loss_fn=lambda outputs, labels: outputs.sum())
-    trainer.training_step()
-    trainer.close()
-    return layer
+def summed_by(bucket: list[Tensor]) -> list[Tensor]:
+    """What DeepSpeed's own reduction is given for a bucket."""
+    given: list[Tensor] = []
+    optimizer = DeepSpeedZeroOptimizer.__new__(DeepSpeedZeroOptimizer)
+    optimizer.allreduce_bucket = lambda tensors, *_, **__: given.extend(tensors)
+    reduce_in_place(optimizer)
+    optimizer.allreduce_bucket(bucket, torch.float32, divide=False)
+    return given
 
 
-def test_one_rank_steps_by_its_own_gradients(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("gradients are copied")
+def test_neighbours_are_one_tensor_of_their_memory() -> None:
+    memory = torch.arange(24.0)
+    (whole,) = summed_by([memory[2:8], memory[8:20].view(3, 4), memory[20:21]])
+    assert torch.equal(whole, memory[2:21]) and whole.data_ptr() == memory[2:].data_ptr()
+    whole.zero_()
+    assert memory.tolist() == [0.0, 1.0, *[0.0] * 19, 21.0, 22.0, 23.0]
 
-    monkeypatch.setattr(DeepSpeedEngine, "allreduce_bucket", refuse)
-    layer = trained(tmp_path, {"zero_optimization": {"stage": 0}})
-    assert torch.allclose(layer.used, torch.tensor(1 - 0.1 * 0.5 - 0.1))  # AdamW's first step is the learning rate
-    assert torch.allclose(layer.unused, torch.tensor(1 - 0.1 * 0.5))  # decayed, as by ranks that exchange zeros
+
+MEMORY = torch.arange(24.0)
+
+
+@pytest.mark.parametrize(
+    "bucket",
+    [
+        [MEMORY[:4], MEMORY[5:8]],
+        [MEMORY[4:8], MEMORY[:4]],
+        [MEMORY[:4], torch.zeros(4)],
+        [MEMORY[:6].view(2, 3).t(), MEMORY[6:9]],
+        [MEMORY[:8:2], MEMORY[4:6]],
+    ],
+    ids=["a gap", "another order", "two memories", "turned", "every second"],
+)
+def test_others_are_left_to_deepspeed(bucket: list[Tensor]) -> None:
+    given = summed_by(bucket)
+    assert [id(tensor) for tensor in given] == [id(tensor) for tensor in bucket]
+
+
+def test_other_optimizers_are_left_alone() -> None:
+    optimizer = torch.optim.AdamW([torch.zeros(2, requires_grad=True)])
+    reduce_in_place(optimizer)
+    assert not hasattr(optimizer, "allreduce_bucket")
