@@ -23,6 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from harness.config.model.plans import families_of_matrix
+from harness.hf.fused import fuse
 from harness.planner import model_config
 
 LARGEST_ERROR = 0.03
@@ -139,7 +140,14 @@ def layer_traits(layer: nn.Module, config: PretrainedConfig) -> dict[str, Any]:
         "norm_bias": any(getattr(m, "bias", None) is not None for m in norms),
         "head_norms": widths.count(dim) if dim != hidden else 0,
         "wide_norms": any(width not in (hidden, dim) for width in widths),
+        "plain_norms": any(is_plain(m) for m, width in zip(norms, widths, strict=True) if width == hidden),
     }
+
+
+def is_plain(norm: nn.Module) -> bool:
+    """Whether a norm is written in single operations that the harness leaves as they are."""
+    fuse(norm)
+    return not isinstance(norm, nn.LayerNorm) and "forward" not in vars(norm)
 
 
 OUT = ("o_proj", "out_proj", "dense", "c_proj", "wo", "out", "out_lin")

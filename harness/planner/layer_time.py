@@ -15,11 +15,16 @@ from harness.planner.workload import Strategy, Workload, layer_parameters
 # single operations as a model's Python code does. Backward moves twice as much: it reads inputs and gradients.
 FUSED = {"norm": 2, "residual": 3, "gate": 3, "activation": 2, "rotation": 2, "scores": 4.5}
 PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8, "scores": 10}
+# Of norms and rotations as harness/hf/fused.py has them; measured on a CPU alone, so not counted on a GPU.
+FEWER = {"norm": 5, "rotation": 5}
 # Rate of the backward kernel of attention beside the forward one (Dao 2023, section 4.1: 63% of the peak beside 73%).
 BACKWARD_RATE = 63 / 73
 # Bytes that each logit is moved for. Forward: written, widened to fp32, its maximum found and taken off, exponentials,
 # their sum. Backward: scaled, and narrowed again.
 LOGIT_BYTES = Seconds(32.0, 18.0)
+# On a CPU they are worked on where they lie in a core's cache: written, read twice; read and written. An exponential
+# takes about as long as moving four bytes.
+LOGIT_BYTES_IN_CACHE = Seconds(16.0, 12.0)
 
 
 @lru_cache(maxsize=65536)
@@ -142,8 +147,10 @@ def _elementwise(hardware: Hardware, workload: Workload, strategy: Strategy, lay
     """Return the seconds of norms, residuals, rotations and activations."""
     passes = FUSED if workload.fused_elementwise else PLAIN
     tp = strategy.tensor
-    outside = layer.hidden * (layer.norms * passes["norm"] + 2 * passes["residual"])
-    inside = (layer.query + layer.key) * passes["rotation"]
+    fewer = FEWER if workload.fewer_passes and not workload.fused_elementwise else passes
+    norm = (passes if layer.plain_norms else fewer)["norm"]
+    outside = layer.hidden * (layer.norms * norm + 2 * passes["residual"])
+    inside = (layer.query + layer.key) * fewer["rotation"]
     routed_width = 0 if workload.fused_experts else layer.top_k * layer.expert_ffn
     widths = layer.dense_ffn / tp + routed_width / (tp if strategy.expert <= 1 else 1)
     active = widths * passes["gate" if layer.gated else "activation"]
@@ -162,7 +169,8 @@ def head_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
     logits = tokens * columns / hardware.memory_bytes_per_second
     summed = columns * workload.shape.hidden * 2 * workload.gradient_bytes / hardware.memory_bytes_per_second
-    moved = Seconds(LOGIT_BYTES.forward * logits, LOGIT_BYTES.backward * logits + summed)
+    each = LOGIT_BYTES_IN_CACHE if workload.on_cpu else LOGIT_BYTES
+    moved = Seconds(each.forward * logits, each.backward * logits + summed)
     once = product(hardware, precision, tokens, workload.shape.hidden, columns).plus(moved)
     return Seconds(workload.shape.predictions * once.forward, workload.shape.predictions * once.backward)
 

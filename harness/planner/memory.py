@@ -19,7 +19,8 @@ from harness.planner.traffic import data_ranks, expert_ranks
 from harness.planner.workload import Strategy, Workload, layer_experts, layer_parameters
 
 ALLOCATOR_SHARE = 0.04  # of activations: a GPU's blocks are rounded up, and gaps between them stay unused
-LOSS_CHUNK = 2**23  # logits that the cross entropy exponentiates at a time (harness/parallel/tensor/cross_entropy.py)
+# logits that the cross entropy exponentiates at a time (harness/parallel/tensor/cross_entropy.py)
+LOSS_CHUNK, LOSS_CHUNK_ON_CPU = 2**23, 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +203,7 @@ def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape)
     tokens = strategy.micro_batch * workload.sequence / strategy.context
     shared = tp if strategy.sequence_parallel else 1
     whole_input = width if shared > 1 and not strategy.gathers_again else 0  # gathered, it is kept by the next product
-    outside = layer.hidden * layer.norms * ((_norm_bytes(workload) - whole_input) / shared + whole_input)
+    outside = layer.hidden * layer.norms * ((_norm_bytes(workload, layer) - whole_input) / shared + whole_input)
     repeated = layer.heads // max(layer.kv_heads, 1)
     keys = (layer.key + layer.value) * (1 if workload.fused_elementwise or repeated == 1 else repeated)
     attention = (layer.query + keys + 2 * layer.output) * width / tp
@@ -217,13 +218,15 @@ def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape)
     return tokens * (outside + attention + inside)
 
 
-def _norm_bytes(workload: Workload) -> float:
+def _norm_bytes(workload: Workload, layer: LayerShape) -> float:
     """Return what a norm keeps of each element: its input and its output, which the next product reads.
 
-    Written out in single operations, as models of transformers do: the input in fp32 and the normalised value too.
+    Written out in single operations, as models of transformers do: the input in fp32 and the normalised value too. In
+    float32 the harness has norms of its own (harness/hf/fused.py), measured on a CPU alone and so not counted on a GPU.
     """
     width = workload.element_bytes
-    return 2 * width if workload.fused_elementwise else 4 + 2 * width
+    fused = workload.fused_elementwise or (workload.fewer_passes and not layer.plain_norms)
+    return 2 * width if fused else 4 + 2 * width
 
 
 def _logits(workload: Workload, strategy: Strategy) -> float:
@@ -236,5 +239,6 @@ def _logits(workload: Workload, strategy: Strategy) -> float:
     elements = tokens * ceil(workload.shape.vocab / strategy.tensor)
     width = workload.element_bytes
     if workload.loss_in_place:
-        return elements * width + min(elements, LOSS_CHUNK) * (4 if width == 4 else 8)
+        chunk = LOSS_CHUNK_ON_CPU if workload.on_cpu else LOSS_CHUNK
+        return elements * width + min(elements, chunk) * (4 if width == 4 else 8)
     return elements * (2 * width + 8 if width == 2 else 4 * width)

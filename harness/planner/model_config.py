@@ -52,6 +52,7 @@ class Traits:
             part.
         norms: norms over the hidden state in a layer; `norm_bias`: each has a bias too.
         head_norms: norms over one head's entries; `wide_norms`: over all heads of queries and of keys.
+        plain_norms: norms over the hidden state are written in single operations that the harness does not fuse.
         positions: rows that the learned table of positions has beyond the longest sequence; None without a table.
         outer_norms: norms over the hidden state around the layers.
         head_bias: whether the head has a bias.
@@ -66,6 +67,7 @@ class Traits:
     norm_bias: bool = False
     head_norms: int = 0
     wide_norms: bool = False
+    plain_norms: bool = False
     positions: int | None = None
     outer_norms: int = 1
     head_bias: bool = False
@@ -162,6 +164,7 @@ def _layer(sizes: Mapping[str, int], traits: Traits, *, is_dense: bool) -> Layer
         shared_ffn=0 if is_dense else sizes["shared_ffn"] or sizes["shared_experts"] * expert_ffn,
         window=sizes["window"],
         norms=traits.norms,
+        plain_norms=traits.plain_norms,
     )
     return replace(shape, vectors=_vectors(shape, traits, head_dim))
 

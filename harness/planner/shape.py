@@ -18,7 +18,7 @@ class LayerShape:
         experts, top_k, expert_ffn, shared_ffn: of a mixture of experts; 0 without.
         window: tokens that a token attends to at most; 0 is all before it.
         vectors: elements of norms and biases.
-        norms: norms over the hidden state.
+        norms: norms over the hidden state; `plain_norms`: in single operations that the harness does not fuse.
     """
 
     hidden: int
@@ -40,6 +40,7 @@ class LayerShape:
     window: int = 0
     vectors: int = 0
     norms: int = 2
+    plain_norms: bool = False
 
     @cached_property
     def attention_matrices(self) -> tuple[tuple[int, int], ...]:

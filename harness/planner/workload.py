@@ -61,6 +61,11 @@ class Workload:
         """Of an activation or a parameter in use."""
         return ELEMENT_BYTES[self.precision]
 
+    @property
+    def fewer_passes(self) -> bool:
+        """Whether norms and rotations are counted as harness/hf/fused.py has them: where it was measured."""
+        return self.on_cpu and self.precision == "fp32"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:

@@ -20,6 +20,7 @@ from harness.deepspeed.pipeline import Layer
 from harness.errors import UserError
 from harness.hf.attention import require_available, with_attention
 from harness.hf.causal import CausalModel, assemble
+from harness.hf.fused import fuse
 from harness.hf.liger import liger_kernels
 from harness.hf.lora import Adaptation, adapted_model, lora_config
 from harness.hf.skeleton import ModelSource, read_source
@@ -202,14 +203,15 @@ def trainable_decoder(
 
 
 def _finisher(source: ModelSource, context: RunContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
-    """Return what is done with each layer once it has its weights: it gets Liger's kernels, and ZeRO-3 spreads it."""
-    spread = layer_finisher(context, part)
-    if not context.args.use_liger_kernel or not source.has_values:
+    """Return what is done with each layer once it has its weights: it gets fused operations, and ZeRO-3 spreads it."""
+    spread, fused = layer_finisher(context, part), fuse
+    if context.args.use_liger_kernel and source.has_values:
+        fused = liger_kernels(source.config, context.device).put_into
+    elif context.resolved.compile_backend is not None:  # which fuses more
         return spread
-    kernels = liger_kernels(source.config, context.device)
 
     def finish(layer: nn.Module) -> None:
-        kernels.put_into(layer)
+        fused(layer)
         spread(layer)
 
     return finish

@@ -1,0 +1,164 @@
+"""Norms and rotary embeddings in fewer passes over memory than models of transformers make, with the same results.
+
+transformers writes both in single operations, as of a norm: square, mean, root, product, product. Each reads and writes
+a whole hidden state, and autograd runs two or three more for each in the backward pass. Here a norm reads the hidden
+state twice forwards, and a rotation changes each half of a head in one operation. What is replaced reads word for word
+as the code that `fused.json` names, which most families share, and is in float32: numbers of 16 bits would be rounded
+otherwise than in transformers. Anything else computes as before.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import sys
+import textwrap
+from collections.abc import Callable
+from functools import cache, wraps
+from pathlib import Path
+from pkgutil import resolve_name
+from types import MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from harness.parallel.comm import Context, apply
+
+REPLACED: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+"""Code of transformers, as `module:name`, by what it does."""
+ROTATION, HALF = (REPLACED[key].rpartition(":")[2] for key in ("rotation", "half"))
+
+
+def fuse(layer: nn.Module) -> None:
+    """Let the RMS norms of a layer compute by `rms_norm`, and its attention rotate by `rotated`.
+
+    All attention of the family in this process rotates so from then on.
+    """
+    for module in layer.modules():
+        if "forward" not in vars(module) and _reads_as(type(module).forward, "norm"):
+            module.forward = MethodType(_normalised, module)
+        _fuse_rotation(sys.modules[type(module).__module__])
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return `hidden` (..., n) divided by the root of its mean square, times `weight` (n), in float32 all (Zhang &
+    Sennrich 2019, arXiv 1910.07467)."""
+    return apply(_RMSNorm, hidden, weight, epsilon)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return heads `x` (..., n) turned by angles whose `cos` and `sin` broadcast to it; n is even.
+
+    A dimension of the first half is turned with one of the second (Su et al. 2021, arXiv 2104.09864). Angles get no
+    gradient.
+    """
+    return apply(_Rotation, x, cos, sin)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+        scale = length.square_().div_(hidden.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(hidden, weight, scale)
+        normal: Tensor = hidden * scale
+        return normal.mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, scale = ctx.saved_tensors
+        normal = hidden * scale
+        of_weight = of_hidden = None
+        product = grad * normal
+        if ctx.needs_input_grad[1]:
+            of_weight = product.reshape(-1, weight.numel()).sum(0)
+        if ctx.needs_input_grad[0]:
+            mean = (product @ weight).unsqueeze(-1).div_(-weight.numel())
+            of_hidden = (grad * weight).addcmul_(normal, mean).mul_(scale)
+        return of_hidden, of_weight, None
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        first, second = sin.chunk(2, -1)
+        return _turned(x, cos, -1, first, second)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        first, second = sin.chunk(2, -1)
+        return _turned(grad, cos, 1, second, first), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sign: int, into_first: Tensor, into_second: Tensor) -> Tensor:
+    """Return x * cos, with sign * second half * `into_first` added to its first half, and -sign * first half *
+    `into_second` to its second."""
+    turned = x * cos
+    of_x, of_turned = x.chunk(2, -1), turned.chunk(2, -1)
+    of_turned[0].addcmul_(of_x[1], into_first, value=sign)
+    of_turned[1].addcmul_(of_x[0], into_second, value=-sign)
+    return turned
+
+
+def _normalised(self: Any, hidden_states: Tensor) -> Tensor:
+    if hidden_states.dtype != torch.float32 or self.weight.dtype != torch.float32:
+        plain: Tensor = type(self).forward(self, hidden_states)
+        return plain
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _fuse_rotation(home: ModuleType) -> None:
+    plain = vars(home).get(ROTATION)
+    if plain is None or getattr(plain, "is_fused", False):
+        return
+    if _reads_as(plain, "rotation") and _reads_as(vars(home).get(HALF), "half"):
+        setattr(home, ROTATION, _fused(plain))
+
+
+def _fused(plain: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return `apply_rotary_pos_emb` of a family, by `rotated` where all is float32 and angles are as wide as heads."""
+
+    @wraps(plain)
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        fits = {(each.dtype, each.shape[-1]) for each in (q, k, cos, sin)} == {(torch.float32, q.shape[-1])}
+        if type(q) is not Tensor or not fits or q.shape[-1] % 2 or cos.requires_grad or sin.requires_grad:
+            return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return rotated(q, cos, sin), rotated(k, cos, sin)
+
+    rotate.is_fused = True  # type: ignore[attr-defined]
+    return rotate
+
+
+@cache
+def _reads_as(function: Callable[..., object] | None, replaced: str) -> bool:
+    """Whether a function's code is that which is replaced, but for its comments and types."""
+    return function is not None and (found := _code(function)) is not None and found == _code_of(replaced)
+
+
+@cache
+def _code(function: Callable[..., object]) -> tuple[str, ...] | None:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError):  # made without a file, or by C
+        return None
+    if not isinstance(tree, ast.FunctionDef):
+        return None
+    names = [argument.arg for argument in tree.args.args]
+    body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
+    return (*names, *(ast.dump(statement) for statement in body))
+
+
+@cache
+def _code_of(replaced: str) -> tuple[str, ...] | None:
+    try:
+        return _code(resolve_name(REPLACED[replaced]))
+    except (ImportError, AttributeError):  # another version of transformers: nothing is replaced
+        return None
