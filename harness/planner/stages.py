@@ -36,15 +36,19 @@ def stages_of(
     checkpointed: bool,
     each: int = 1,
     folded: bool = False,
+    given: tuple[int, ...] | None = None,
 ) -> tuple[Stage, ...]:
     """Return the stages that `pipeline.partition` makes of a decoder, of `each` parts. UserError where there are too
     few layers.
 
-    `measured` is planned as `balanced`: what a run will measure is what these costs predict.
+    `measured` is planned as `balanced`: what a run will measure is what these costs predict. `given` are the boundaries
+    of a run that has chosen its own.
     """
     parts = StageParts(count, each, folded)
     boundaries = [0, len(shape.layers) + 2]
-    if count > 1:
+    if given is not None:
+        boundaries = list(given)
+    elif count > 1:
         boundaries = stage_boundaries(
             method,
             parts.count,

@@ -58,6 +58,7 @@ def strategy_stages(workload: Workload, strategy: Strategy) -> tuple[Stage, ...]
         strategy.recompute == "full",
         strategy.parts_per_stage,
         strategy.is_folded,
+        strategy.boundaries,
     )
 
 

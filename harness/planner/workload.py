@@ -99,6 +99,7 @@ class Strategy:
         narrow_gathers: whether a layer's inputs are gathered in the precision of its products.
         fused_sums: whether the product that makes a weight's gradient adds it to the sum (Megatron's
             gradient_accumulation_fusion), in place of an addition of its own.
+        boundaries: of the parts of the model in a run that has chosen them; else `partition` does.
     """
 
     pipeline: int = 1
@@ -130,6 +131,7 @@ class Strategy:
     narrow_gathers: bool = False
     fused_sums: bool = False
     partition: str = "balanced"
+    boundaries: tuple[int, ...] | None = None
 
     @property
     def world_size(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from harness.config import AutoValues, resolve
 from harness.config.text.document import from_values
@@ -12,6 +13,7 @@ from harness.planner.estimate import estimate, memory_of, of_config, require_pre
 from harness.planner.hardware import Hardware
 from harness.planner.memory import StageMemory
 from harness.planner.model_config import decoder_of
+from harness.planner.workload import Strategy
 from harness.report.run_files import RunFiles
 
 
@@ -40,6 +42,7 @@ def predict(run: RunFiles, hardware: Hardware | None) -> Predicted:
         workload, strategy = of_config(
             resolved, decoder_of(model, run.name), block, on_cpu=hardware is not None and hardware.is_host
         )
+        strategy = replace(strategy, boundaries=_boundaries(run, len(workload.shape.layers) + 2, strategy))
         if hardware is None:
             return Predicted(memory_bytes=[_parts(stage) for stage in memory_of(workload, strategy)])
         require_precision(hardware, resolved.precision)
@@ -51,6 +54,19 @@ def predict(run: RunFiles, hardware: Hardware | None) -> Predicted:
         step_seconds=found.seconds.total,
         hardware=hardware.name,
     )
+
+
+def _boundaries(run: RunFiles, layers: int, strategy: Strategy) -> tuple[int, ...] | None:
+    """Return where the run was cut as it is shown; None if it does not say.
+
+    By measured times, by a user's pattern of class names and after layers have moved that is not what is planned.
+    """
+    found = run.profiles[-1].stage_boundaries if run.profiles else run.about.get("stage_boundaries")
+    if not isinstance(found, list) or len(found) != strategy.pipeline * strategy.parts_per_stage + 1:
+        return None
+    if found[0] != 0 or found[-1] != layers or any(a >= b for a, b in pairwise(found)):
+        return None
+    return tuple(found)
 
 
 def _parts(stage: StageMemory) -> dict[str, float]:
