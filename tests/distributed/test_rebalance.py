@@ -3,58 +3,116 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from harness import Trainer
+from harness import Trainer, TrainerCallback
+from harness.profile.record import read_steps
+from harness.training.prepare.run import PreparedRun
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 
-# all layers but the last on the first stage: as uneven as two stages can be
+# all layers but one a part in the first part: as uneven as they can be
 UNEVEN = {"pipeline": {"stages": 2, "partition": "type:Epilogue", "activation_checkpoint_interval": 1}}
-STEPS = 5
+STEPS, SAVED = 6, 4
 
 
-def train(job: Job, folder: str, rebalance: int | None) -> dict[str, object]:
-    """Train, and save at step 4; return the losses, where the stages began and end, and what was printed."""
+class Stages(TrainerCallback):
+    """Notes at the end of each step which stage has which layer, and the bytes of this rank's parameters."""
+
+    def __init__(self) -> None:
+        self.of_layers: list[list[int]] = []
+        self.held: list[int] = []
+
+    def on_step_end(self, args: object, state: object, control: object, **kwargs: Any) -> None:
+        run = kwargs["trainer"].run
+        self.of_layers.append(stages_of_layers(run))
+        self.held.append(sum(parameter.nbytes for parameter in run.module.parameters()))
+
+
+def stages_of_layers(run: PreparedRun) -> list[int]:
+    """The stage of each layer."""
+    spans = enumerate(pairwise(run.boundaries))
+    return [run.resolved.parts.stage_of(part) for part, (start, stop) in spans for _ in range(start, stop)]
+
+
+def train(job: Job, folder: str, rebalance: int | None, resume: str | None = None) -> dict[str, Any]:
+    """Train, and save at step 4; return the losses, where the stages began and end, what was printed and profiled."""
     said: list[str] = []
+    stages = Stages()
     arguments = arguments_of(
         job,
-        f"{folder}/{job.layout}-{rebalance}",
+        f"{folder}/{rebalance}-{resume is not None}",
         max_steps=STEPS,
-        save_steps=4,
+        save_steps=SAVED,
         rebalance_steps=rebalance,
+        profile=2 if rebalance else 0,
         lr_scheduler_type="cosine",
         weight_decay=0.1,
     )
-    trainer = Trainer(job.model, arguments, rows(masked=True))
+    trainer = Trainer(job.model, arguments, rows(masked=True), callbacks=[stages])
     before = trainer.run.boundaries
     console = trainer.run.console
     object.__setattr__(console, "say", said.append)
-    trainer.train()
+    trainer.train(resume)
     after = trainer.run.boundaries
     trainer.close()
     lines = (Path(arguments.output_dir) / "metrics.jsonl").read_text().splitlines()
     described = json.loads((Path(arguments.output_dir) / "run.json").read_text())["stage_boundaries"]
     losses = [(json.loads(line)["loss"], json.loads(line)["learning_rate"]) for line in lines]
-    return {"losses": losses, "before": before, "after": after, "said": said, "described": described}
+    return {
+        "losses": losses,
+        "before": before,
+        "after": after,
+        "said": said,
+        "described": described,
+        "stages": stages.of_layers,
+        "held": stages.held,
+        "profiles": list(read_steps(Path(arguments.output_dir))),
+        "checkpoint": f"{arguments.output_dir}/checkpoint-{SAVED}",
+    }
 
 
-def both(jobs: list[Job], folder: str) -> list[tuple[dict[str, object], dict[str, object]]]:
-    return [(train(job, folder, None), train(job, folder, 2)) for job in jobs]
+def each(jobs: list[Job], folder: str) -> list[tuple[dict[str, Any], ...]]:
+    """Run each job without moves, with them, and on from what was saved after one."""
+    found = []
+    for number, job in enumerate(jobs):
+        plain, moved = (train(job, f"{folder}/{number}", rebalance) for rebalance in (None, 2))
+        found.append((plain, moved, train(job, f"{folder}/{number}", None, moved["checkpoint"])))
+    return found
 
 
-@pytest.mark.parametrize(("ranks", "layouts"), [(2, ["pp2z1", "pp2z0"]), (4, ["pp2tp2z0", "pp2dp2z1"])])
-def test_layers_move_to_the_stage_with_less_to_do_and_no_number_changes(tmp_path, ranks, layouts) -> None:
-    model = tiny_model(tmp_path / "m", "llama", True, num_hidden_layers=4, intermediate_size=256)
-    schedules = {"pp2tp2z0": "zero-bubble", "pp2dp2z1": "1f1b-async", "pp2z0": "interleaved"}
-    jobs = [Job(model, at, {"pipeline": {**UNEVEN["pipeline"], "schedule": schedules.get(at)}}) for at in layouts]
-    for plain, moved in run_ranks(ranks, both, jobs, str(tmp_path))[0]:
+TWO = [
+    ("pp2z1", None),
+    ("pp2z0", "interleaved"),
+    ("pp2z1", "looped-bfs"),
+    ("pp2z1", "zero-bubble-v"),
+    ("pp2z0", "dualpipe-v"),
+]
+FOUR = [("pp2tp2z0", "zero-bubble"), ("pp2dp2z1", "1f1b-async")]
+
+
+@pytest.mark.parametrize(("ranks", "runs"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
+def test_layers_move_to_the_stage_with_less_to_do_and_no_number_changes(tmp_path, ranks, runs) -> None:
+    model = tiny_model(tmp_path / "m", "llama", True, num_hidden_layers=8, intermediate_size=256)
+    jobs = [Job(model, at, {"pipeline": {**UNEVEN["pipeline"], "schedule": schedule}}) for at, schedule in runs]
+    found = run_ranks(ranks, each, jobs, str(tmp_path))[0]
+    for (_, schedule), (plain, moved, resumed) in zip(runs, found, strict=True):
         assert plain["before"] == plain["after"] == moved["before"]
         assert moved["described"] == moved["after"]
         assert [rate for _, rate in moved["losses"]] == [rate for _, rate in plain["losses"]]
-        assert [loss for loss, _ in moved["losses"]] == pytest.approx([loss for loss, _ in plain["losses"]], rel=1e-6)
-        assert any("and should take" in line for line in moved["said"])  # they may go back, where time tells nothing
+        losses = [loss for loss, _ in plain["losses"]]
+        assert [loss for loss, _ in moved["losses"]] == pytest.approx(losses, rel=1e-6), schedule
+        # they may go back after step 4, where time tells nothing
+        assert any("and should take" in line for line in moved["said"]), schedule
+        assert moved["stages"][SAVED - 1] != plain["stages"][SAVED - 1], schedule
+        assert [loss for loss, _ in resumed["losses"]] == pytest.approx(losses[SAVED:], rel=1e-6), schedule
+        assert [profile.step for profile in moved["profiles"]] == [3, 4]
+        for profile in moved["profiles"]:  # buffers count as well
+            held = moved["held"][profile.step - 1]
+            assert profile.ranks[0].memory_bytes["parameters"] == pytest.approx(held, rel=0.01), schedule

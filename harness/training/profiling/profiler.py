@@ -35,6 +35,7 @@ class ProfileCallback(TrainerCallback):
         self._first = 0
         self._measuring: _Measurement | None = None
         self._memory: dict[str, int] = {}
+        self._boundaries: Sequence[int] = ()  # of the stages whose memory it is
         self._offset = Offset()
         self._profiles: list[StepProfile] = []
         self._count = 0  # of the steps profiled
@@ -55,13 +56,15 @@ class ProfileCallback(TrainerCallback):
     ) -> None:
         """Begin to measure, if this step is one to profile."""
         self._stop()  # a step that failed has not ended
-        step = state.global_step + 1
-        takes_memory = not self._memory and step >= self._first - 1
+        step, run = state.global_step + 1, kwargs["trainer"].run
+        if self._boundaries != run.boundaries:
+            self._memory, self._boundaries = {}, run.boundaries  # layers have moved
+        takes_memory = not self._memory and self._first - 1 <= step < self._first + self.steps
         is_timed = self._first <= step < self._first + self.steps
         if takes_memory or is_timed:
             if step == self._first:
                 self._offset = offset_to_first(f"step {step}")
-            self._measuring = _Measurement(kwargs["trainer"].run, is_timed, takes_memory)
+            self._measuring = _Measurement(run, is_timed, takes_memory)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
