@@ -119,6 +119,10 @@ class GivenStages(PipelineModule):
                 weight.grad = torch.zeros_like(weight)
         return tied
 
+    @torch.no_grad()  # else each backward through a tied weight warns that torch cannot go back through a broadcast
+    def _synchronize_tied_weights(self) -> None:
+        super()._synchronize_tied_weights()
+
     @property
     def _stage_parts(self) -> StageParts:
         parts: StageParts = self.__dict__["_builder"].parts

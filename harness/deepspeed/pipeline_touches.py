@@ -54,6 +54,13 @@ PIPELINE_TOUCHES = (
         uses=("stage_owner", "tied_modules", "tied_weight_attrs"),
     ),
     Touch(
+        "pipeline: first values of tied weights",
+        f"{PIPELINE_MODULE}._synchronize_tied_weights",
+        "called without autograd, which would warn of the broadcast in each backward",
+        parameters=(),
+        uses=("broadcast",),
+    ),
+    Touch(
         "pipeline: tied weights",
         f"{PIPELINE_MODULE}.get_tied_weights_and_groups",
         "extended: every tied weight has a gradient, and frozen ones are left out",

@@ -84,6 +84,7 @@ def predicted(job: Job, rank: int, ranks: int, folder: Path) -> dict[str, Any]:
         return json.load(out)
 
 
+@pytest.mark.filterwarnings("error:.*autograd kernel")  # a backward through what was sent
 @pytest.mark.parametrize("jobs", [TWO, FOUR], ids=["two", "four"])
 def test_it_counts_what_a_run_counts(jobs: list[Job], tmp_path: Path) -> None:
     ranks = 2 if jobs is TWO else 4
