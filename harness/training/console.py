@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from harness.config.values.secrets import Secrets
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
@@ -41,7 +43,7 @@ class Console:
     def say(self, text: str = "") -> None:
         """Print a line, on rank 0."""
         if self.speaks:
-            print(text, file=self.out, flush=True)
+            print(Secrets.known().masked(text), file=self.out, flush=True)
 
     def warn(self, text: str) -> None:
         """Print a warning, on rank 0."""
@@ -49,7 +51,8 @@ class Console:
 
     def fail(self, text: str) -> None:
         """Print an error, on any rank, as one line."""
-        print(f"error: {' '.join(text.split())}", file=self.error, flush=True)
+        line = " ".join(Secrets.known().masked(text).split())
+        print(f"error: {line}", file=self.error, flush=True)
 
     @property
     def is_terminal(self) -> bool:

@@ -30,7 +30,10 @@ LAYERS += ("resilience", "compat", "dry_run", "train", "report", "cli")
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
 
 # Who reads the environment, besides harness/topology/env.py, and why.
-ENVIRONMENT_READERS = {"harness/config/cli/verbs.py": "NO_COLOR, the terminal's word on colours"}
+ENVIRONMENT_READERS = {
+    "harness/config/cli/verbs.py": "NO_COLOR, the terminal's word on colours",
+    "harness/config/values/secrets.py": "passwords and tokens in it, which are kept out of what a run writes",
+}
 
 # Who seeds the global random generators, besides harness/parallel/generators.py, which puts them back, and why.
 SEEDERS = {

@@ -11,6 +11,7 @@ from urllib.parse import quote
 from harness.config.diagnostic import Diagnostic, Severity
 from harness.config.rules.registry import RULES
 from harness.config.values.json_object import JsonObject
+from harness.config.values.secrets import masked_by_name
 from harness.errors import printable
 
 FORMATS = ("text", "json", "github", "sarif")
@@ -56,7 +57,7 @@ def text_block(finding: Diagnostic, text: str, *, colour: bool) -> str:
     head = painted(f"{finding.severity.value}[{finding.code}]", "1") + f": {printable(finding.message)}"
     gutter = " " * len(str(finding.line))
     lines = [head, f"{gutter}--> {printable(finding.file)}:{finding.line}:{finding.column}"]
-    source = text.split("\n")[finding.line - 1] if text else ""
+    source = masked_by_name(text.split("\n")[finding.line - 1]) if text else ""
     if source.strip():
         start = max(0, finding.column - 1 - _WIDTH // 2) if len(source) > _WIDTH else 0
         shown = source[start : start + _WIDTH].replace("\t", " ").rstrip("\r")

@@ -19,6 +19,7 @@ from torch import nn
 from harness.config import Resolved
 from harness.config.values.idle_keys import without_idle
 from harness.config.values.json_object import JsonObject
+from harness.config.values.secrets import Secrets
 from harness.deepspeed.engine import (
     accumulated_gradient,
     announce_instructions,
@@ -256,7 +257,7 @@ def mark_leaves(module: nn.Module, names: Iterable[str]) -> None:
 
 def deepspeed_config(context: RunContext) -> JsonObject:
     """Return the resolved config as DeepSpeed gets it."""
-    config = without_idle(context.resolved.config)
+    config = without_idle(Secrets(frozenset()).without(context.resolved.config))  # DeepSpeed prints its config
     if not config.get("steps_per_print"):  # the harness has its own metrics; the timers are printed with DeepSpeed's
         config["steps_per_print"] = context.args.logging_steps if config.get("wall_clock_breakdown") else 2**31
     if context.device.type == "cpu" and context.resolved.zero_stage == 3:

@@ -17,6 +17,7 @@ from pathlib import Path
 from harness.checkpoint.atomic import replace_text
 from harness.checkpoint.directories import RUN
 from harness.config.values.json_object import JsonObject
+from harness.config.values.secrets import Secrets
 from harness.training.callbacks import StepRecord
 from harness.training.process.wall_clock import CLOCK
 
@@ -29,12 +30,13 @@ class MetricsFile:
     def __init__(self, path: Path, first_step: int) -> None:
         self._path = path
         self._waiting = b""  # what could not be written yet
+        self._secrets = Secrets.known()
         self._file = self._cut(first_step)
 
     def write(self, record: StepRecord | JsonObject) -> None:
         """Append one object and hand it to the operating system, so that a killed run keeps it."""
         content = record.as_dict() if isinstance(record, StepRecord) else record
-        self._waiting += (json.dumps(_finite(content), default=str) + "\n").encode()
+        self._waiting += (json.dumps(_finite(self._secrets.without(content)), default=str) + "\n").encode()
         self._attempt(self._reopen)
         self._attempt(self._flush)
 
@@ -94,8 +96,8 @@ def set_aside(path: Path) -> Path | None:
 
 
 def write_run(output_dir: Path, content: JsonObject) -> None:
-    """Write `run.json`: what is given, and the versions it ran with."""
-    content = {**content, "versions": versions()}
+    """Write `run.json`: what is given but for secrets, and the versions it ran with."""
+    content = {**Secrets.known(content).without(content), "versions": versions()}
     replace_text(output_dir / RUN, json.dumps(content, indent=2, default=str) + "\n")
 
 

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from harness.config.values.json_object import JsonObject
+from harness.config.values.secrets import masked_by_name
 from harness.errors import UserError
 from harness.training.data.files.sources import PYTHON_STDLIB, find_files
 from harness.training.data.files.specs import TOKENS, find_tokens, source_groups
@@ -23,7 +24,7 @@ def origin(run: PreparedRun, hosts: Sequence[str]) -> JsonObject:
     """Return what a run was started with, when, from what code and where; `hosts`: of each rank."""
     tokenizer = run.plan.data.tokenizer
     return {
-        "command": shlex.join([sys.executable, *sys.argv]),
+        "command": masked_by_name(shlex.join([sys.executable, *sys.argv])),
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "git": git_state(Path.cwd()),
         "hosts": list(hosts),

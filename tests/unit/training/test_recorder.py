@@ -196,3 +196,29 @@ def test_a_run_that_cannot_make_samples_is_refused(make: Callable[..., Trainer],
     (tmp_path / "long.txt").write_text("a" * 600)
     with pytest.raises(UserError, match=r"long\.txt: prompt 1 has 600 tokens, and the model has 512 positions"):
         make("tiny-llama", sample_prompts=str(tmp_path / "long.txt"))
+
+
+def test_no_file_of_a_run_holds_a_secret_of_its_config_or_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    secrets = ["comet-key-4711", "hf_abcdefghij", "hunter2-hunter2"]
+    monkeypatch.setenv("HF_TOKEN", secrets[1])
+    config = {
+        "train_batch_size": 4,
+        "comet": {"enabled": False, "api_key": secrets[0]},
+        "of_another_program": {"password": secrets[2]},
+        "dump_state": True,
+        "log_level": "info",
+    }
+    args = TrainingArguments(
+        str(tmp_path), deepspeed_config=config, max_steps=1, save_steps=1, run_name=f"with {secrets[1]}"
+    )
+    trainer = Trainer([nn.Linear(2, 1)], args, POINTS, loss_fn=nn.functional.mse_loss)
+    trainer.train()
+    trainer.close()
+    said = "".join(capfd.readouterr())
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"run.json", "metrics.jsonl"} <= {path.name for path in files}
+    found = [path for path in files for secret in secrets if secret.encode() in path.read_bytes()]
+    assert not found and not [secret for secret in secrets if secret in said]
+    assert trainer.args.deepspeed_config == config

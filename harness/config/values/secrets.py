@@ -1,0 +1,85 @@
+"""Keep passwords, API keys and tokens out of what a run writes, by the name of a key and by the values that the
+environment holds. Nobody looks for them in a folder of results before it is shared.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from harness.config.values.json_object import JsonObject
+
+HIDDEN = "***"
+SHORTEST = 8  # of a secret that is searched for in texts: a shorter one may be an ordinary word
+_NAME = (
+    r"(?:[\w.-]*[_.-])?(?:api[_-]?keys?|secrets?(?:[_-]?key)?|pass(?:word|wd|phrase)s?|credentials?|private[_-]?key"
+    r"|(?:secret[_-]?)?access[_-]?key(?:[_-]?id)?|(?:auth|access|api|hub|hf|bearer|refresh|session)[_-]?token)"
+)
+_KEY = re.compile(rf"{_NAME}|token", re.IGNORECASE)
+_VARIABLE = re.compile(rf"{_NAME}|\w*_(?:TOKEN|KEY|SECRET|PAT)", re.IGNORECASE)
+_IN_TEXT = re.compile(
+    rf"""(?P<name>(?<![\w.-])\\?["']?{_NAME}\\?["']?\s*[:=]\s*|--{_NAME}\s+)"""
+    r"""(?:(?P<quote>\\?["']).*?(?P=quote)|[^\s"'\\,}}]+)""",
+    re.IGNORECASE,
+)
+_IN_URL = re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)")
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """What must not be written.
+
+    Attributes:
+        values: the secrets themselves.
+    """
+
+    values: frozenset[str]
+
+    @classmethod
+    def known(cls, *configs: Mapping[str, object]) -> Self:
+        """Return the secrets of this process's environment and of configs, by the names of variables and keys."""
+        found = {value for name, value in os.environ.items() if _VARIABLE.fullmatch(name)}
+        return cls(frozenset(value for value in found.union(*map(_values, configs)) if len(value) >= SHORTEST))
+
+    def without(self, content: Mapping[str, object]) -> JsonObject:
+        """Return a copy of an object of JSON without them: keys that name a secret are left out, texts are masked."""
+        return {name: self._clean(value) for name, value in content.items() if not is_secret(name, value)}
+
+    def masked(self, text: str) -> str:
+        """Return a text with each secret in it as `***`."""
+        for value in sorted(self.values, key=len, reverse=True):
+            text = text.replace(value, HIDDEN)
+        return _IN_URL.sub(rf"\1{HIDDEN}", text)
+
+    def _clean(self, value: object) -> object:
+        if isinstance(value, str):
+            return self.masked(value)
+        if isinstance(value, Mapping):
+            return self.without(value)
+        if isinstance(value, list | tuple):
+            return [self._clean(item) for item in value]
+        return value
+
+
+def is_secret(name: object, value: object) -> bool:
+    """Whether a key of a config names a secret, and holds one; a switch, a measurement and null are none."""
+    return _KEY.fullmatch(str(name)) is not None and not (value is None or isinstance(value, bool | float))
+
+
+def masked_by_name(text: str) -> str:
+    """Return a text, as a line of a config or of a command, with the value of each key that names a secret as `***`."""
+    return _IN_TEXT.sub(rf"\g<name>{HIDDEN}", text)
+
+
+def _values(config: object) -> Iterator[str]:
+    if isinstance(config, Mapping):
+        for name, value in config.items():
+            if isinstance(value, str) and is_secret(name, value):
+                yield value
+            yield from _values(value)
+    elif isinstance(config, list | tuple):
+        for value in config:
+            yield from _values(value)

@@ -1,0 +1,84 @@
+"""Passwords, keys and tokens stay out of the files and the words of a run."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from harness.config.check import check
+from harness.config.cli.render import text_block
+from harness.config.text.document import from_text
+from harness.config.values.secrets import Secrets, masked_by_name
+from harness.training.console import Console
+from harness.training.report.metrics import MetricsFile, write_run
+
+OF_CONFIG, OF_ENVIRONMENT = "comet-key-4711", "hf_abcdefghij"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", OF_ENVIRONMENT)
+    monkeypatch.setenv("SHORT_TOKEN", "run")
+
+
+def test_run_json_holds_no_secret_of_the_config_and_none_of_the_environment(tmp_path):
+    comet = {"enabled": True, "api_key": OF_CONFIG, "project": "p"}
+    content = {
+        "config": {"comet": comet, "other": [{"password": 12345678}]},
+        "arguments": {"deepspeed_config": {"comet": comet}, "run_name": f"run {OF_CONFIG}", "sample_tokens": 64},
+        "model": {"pad_token_id": 257, "eos_token": "</s>"},
+        "command": f"train.py {OF_ENVIRONMENT}",
+        "remote": "https://me:hunter2@host/x",
+    }
+    write_run(tmp_path, content)
+    text = (tmp_path / "run.json").read_text()
+    assert not [secret for secret in (OF_CONFIG, OF_ENVIRONMENT, "12345678", "hunter2") if secret in text]
+    kept = json.loads(text)
+    assert kept["config"]["comet"] == {"enabled": True, "project": "p"}
+    assert kept["arguments"] == {
+        "deepspeed_config": {"comet": {"enabled": True, "project": "p"}},
+        "run_name": "run ***",
+        "sample_tokens": 64,
+    }
+    assert kept["model"] == content["model"]
+    assert comet["api_key"] == OF_CONFIG
+
+
+def test_metrics_and_the_words_of_a_run_hold_no_secret(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl", 1)
+    file.write({"step": 1, "note": f"with {OF_ENVIRONMENT}", "loss": 2.5})
+    file.close()
+    out, error = io.StringIO(), io.StringIO()
+    console = Console(out=out, error=error, speaks=True)
+    console.say(f"logged in by {OF_ENVIRONMENT}, run 1")
+    console.fail(f"401 for {OF_ENVIRONMENT}")
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "note": "with ***", "loss": 2.5}
+    assert (out.getvalue(), error.getvalue()) == ("logged in by ***, run 1\n", "error: 401 for ***\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("""train.py --deepspeed_config '{"comet": {"api_key": "a b"}}'""", """'{"comet": {"api_key": ***}}'"""),
+        ("train.py --hub_token abc --seed 3", "--hub_token *** --seed 3"),
+        ("train.py --wandb_api_key=abc", "--wandb_api_key=***"),
+        ("pad_token: <pad>, sample_tokens 64", "pad_token: <pad>, sample_tokens 64"),
+        ("the api_key is missing", "the api_key is missing"),
+    ],
+)
+def test_a_command_is_shown_without_the_values_of_its_secrets(text, shown):
+    assert masked_by_name(text).endswith(shown)
+
+
+def test_a_finding_beside_a_secret_does_not_show_it():
+    text = json.dumps({"train_batch_size": 8, "comet": {"enabled": True, "api_key": OF_CONFIG, "projct": "x"}})
+    found = check(from_text(text))
+    assert found
+    assert OF_CONFIG not in "".join(text_block(item, text, colour=False) + str(item) for item in found)
+
+
+def test_switches_and_measurements_are_no_secrets():
+    content = {"use_auth_token": True, "token": None, "eval_secret": 0.5, "hub_token": "x"}
+    assert Secrets.known().without(content) == {"use_auth_token": True, "token": None, "eval_secret": 0.5}
