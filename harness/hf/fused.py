@@ -12,14 +12,13 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, wraps
 from pathlib import Path
 from pkgutil import resolve_name
-from types import MethodType, ModuleType
-from typing import Any
+from types import FunctionType, MethodType
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +34,29 @@ ROTATION, HALF = (REPLACED[key].rpartition(":")[2] for key in ("rotation", "half
 def fuse(layer: nn.Module) -> None:
     """Let the RMS norms of a layer compute by `rms_norm`, and its attention rotate by `rotated`.
 
-    All attention of the family in this process rotates so from then on.
+    Other models of the same family in this process compute as before.
     """
     for module in layer.modules():
-        if "forward" not in vars(module) and _reads_as(type(module).forward, "norm"):
+        if "forward" in vars(module):
+            continue
+        forward: object = type(module).forward
+        if _reads_as(forward, "norm"):
             module.forward = MethodType(_normalised, module)
-        _fuse_rotation(sys.modules[type(module).__module__])
+        elif reads_globals(forward, [ROTATION]) and (rotate := _fused_rotation(forward)) is not None:
+            module.forward = MethodType(with_globals(forward, {ROTATION: rotate}), module)
+
+
+def with_globals(function: FunctionType, values: Mapping[str, object]) -> FunctionType:
+    """Return a copy of a function that reads `values` in place of its module's globals of these names."""
+    scope = {**function.__globals__, **values}
+    copied = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return wraps(function)(copied)  # type: ignore[return-value]
+
+
+def reads_globals(function: object, names: Iterable[str]) -> TypeGuard[FunctionType]:
+    """Whether a plain function's own code reads one of these globals; one in a decorator is not looked into."""
+    return isinstance(function, FunctionType) and not set(names).isdisjoint(function.__code__.co_names)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -114,12 +130,11 @@ def _normalised(self: Any, hidden_states: Tensor) -> Tensor:
     return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-def _fuse_rotation(home: ModuleType) -> None:
-    plain = vars(home).get(ROTATION)
-    if plain is None or getattr(plain, "is_fused", False):
-        return
-    if _reads_as(plain, "rotation") and _reads_as(vars(home).get(HALF), "half"):
-        setattr(home, ROTATION, _fused(plain))
+def _fused_rotation(forward: FunctionType) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return what rotates in place of the function that `forward` calls; None where that is another computation."""
+    plain: Any = forward.__globals__.get(ROTATION)
+    half = getattr(plain, "__globals__", {}).get(HALF)
+    return _fused(plain) if _reads_as(plain, "rotation") and _reads_as(half, "half") else None
 
 
 def _fused(plain: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -133,18 +148,17 @@ def _fused(plain: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[T
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         return rotated(q, cos, sin), rotated(k, cos, sin)
 
-    rotate.is_fused = True  # type: ignore[attr-defined]
     return rotate
 
 
 @cache
-def _reads_as(function: Callable[..., object] | None, replaced: str) -> bool:
+def _reads_as(function: object, replaced: str) -> bool:
     """Whether a function's code is that which is replaced, but for its comments and types."""
     return function is not None and (found := _code(function)) is not None and found == _code_of(replaced)
 
 
 @cache
-def _code(function: Callable[..., object]) -> tuple[str, ...] | None:
+def _code(function: Any) -> tuple[str, ...] | None:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError):  # made without a file, or by C

@@ -2,7 +2,7 @@
 
 Liger knows for each family which modules it can compute, and how. It changes a copy of the model without weights; what
 changed there is then done to the layers that a rank builds. So the layers may be cut, and no other model of the process
-is changed but in its rotary embedding, which computes the same.
+is changed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from harness.errors import UserError
+from harness.hf.fused import reads_globals, with_globals
 from harness.hf.skeleton import build_skeleton
 from harness.topology.env import inherited
 
@@ -80,11 +81,15 @@ def liger_kernels(config: PretrainedConfig, device: torch.device) -> LigerKernel
     except Exception as error:  # Liger's code of a family is that of some versions of transformers
         raise UserError(f"{FLAG}: Liger cannot change model type {family!r}: {error}: omit the flag") from error
     finally:
-        _keep_functions_alone(home, names)
-    changed = {name: module for name, module in model.named_modules() if _taken(module)}
+        kernels = _taken_back(home, names)
+    changed = {name: _changes(module, before[name]) for name, module in model.named_modules() if _taken(module)}
+    for name, module in model.named_modules():
+        forward: Callable[..., Any] = type(module).forward
+        if "forward" not in vars(module) and reads_globals(forward, kernels):
+            changed[name] = FusedModule(forward=with_globals(forward, kernels), attributes={})
     if not changed:
         raise UserError(f"{FLAG}: Liger changes nothing of model type {family!r} but its loss: omit the flag")
-    return LigerKernels({name: _changes(module, before[name]) for name, module in changed.items()})
+    return LigerKernels(changed)
 
 
 def _taken(module: nn.Module) -> bool:
@@ -101,17 +106,20 @@ def _changes(module: nn.Module, before: set[str]) -> FusedModule:
     )
 
 
-def _keep_functions_alone(home: ModuleType, names: Mapping[str, Any]) -> None:
-    """Take back the classes that Liger has put into a family's file; its functions compute on a GPU alone.
+def _taken_back(home: ModuleType, names: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Give a family's file the functions and classes back that Liger has replaced; return its functions by name.
 
-    The harness runs a model's forward without values too, which no kernel can.
+    The harness runs a model's forward without values too, which no kernel can: there the old function computes.
     """
+    kernels: dict[str, Callable[..., Any]] = {}
     for name, old in names.items():
         new = getattr(home, name)
         if new is old:
             continue
-        keep = not isinstance(new, type) and callable(new) and callable(old)
-        setattr(home, name, _where_there_are_values(new, old) if keep else old)
+        if not isinstance(new, type) and callable(new) and callable(old):
+            kernels[name] = _where_there_are_values(new, old)
+        setattr(home, name, old)
+    return kernels
 
 
 def _where_there_are_values(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

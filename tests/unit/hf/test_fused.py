@@ -1,7 +1,7 @@
 """Norms and rotations in fewer passes: transformers' numbers, for what reads as Llama's, and nothing else replaced."""
 
+import copy
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,19 +12,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from harness.hf.fused import ROTATION, fuse, rms_norm, rotated
 from tests.models import model_of
-
-
-def rotations() -> dict[str, object]:
-    families = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
-    return {name: vars(sys.modules[name])[ROTATION] for name in families if ROTATION in vars(sys.modules[name])}
-
-
-@pytest.fixture(autouse=True)
-def _rotations_as_before() -> Iterator[None]:
-    before = rotations()
-    yield
-    for name, now in rotations().items():
-        setattr(sys.modules[name], ROTATION, before.get(name, getattr(now, "__wrapped__", now)))
 
 
 def gradients(output: Tensor, *inputs: Tensor) -> list[Tensor]:
@@ -66,10 +53,10 @@ def test_a_rotation_is_that_of_llama() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "norms", "rotates"),
-    [("llama", 7, True), ("qwen3", 13, True), ("mixtral", 7, True), ("gemma2", 0, True), ("gpt2", 0, False)],
+    ("family", "norms", "rotations"),
+    [("llama", 7, 3), ("qwen3", 13, 3), ("mixtral", 7, 3), ("gemma2", 0, 3), ("gpt2", 0, 0)],
 )
-def test_a_fused_model_computes_the_same(family: str, norms: int, rotates: bool) -> None:
+def test_a_fused_model_computes_the_same(family: str, norms: int, rotations: int) -> None:
     torch.manual_seed(0)
     model = model_of(family)
     ids = torch.randint(0, model.config.vocab_size, (2, 12))
@@ -83,9 +70,8 @@ def test_a_fused_model_computes_the_same(family: str, norms: int, rotates: bool)
     expected = step()
     fuse(model)
     fuse(model)  # a second time changes nothing
-    assert sum("forward" in vars(module) for module in model.modules()) == norms
-    home = sys.modules[type(model).__module__]
-    assert getattr(vars(home).get(ROTATION), "is_fused", False) == rotates
+    changed = [type(module).__name__ for module in model.modules() if "forward" in vars(module)]
+    assert [sum(kind in name for name in changed) for kind in ("Norm", "Attention")] == [norms, rotations]
     for ours, theirs in zip(step(), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -103,16 +89,43 @@ def test_what_reads_otherwise_is_left_alone() -> None:
     assert [vars(module).get("forward") for module in layer] == before
 
 
+def steps_of(model: nn.Module, ids: Tensor) -> set[str]:
+    """Names of the operations in a model's backward pass."""
+    found: set[str] = set()
+    waiting = [model(input_ids=ids).logits.grad_fn]
+    while waiting:
+        step = waiting.pop()
+        if step is not None and step.name() not in found:
+            found.add(step.name())
+        waiting += [following for following, _ in getattr(step, "next_functions", ())]
+    return found
+
+
+def test_other_models_of_the_process_compute_as_before() -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    beside = copy.deepcopy(model := model_of("llama", num_hidden_layers=1))
+    home = sys.modules[type(model).__module__]
+    before = dict(vars(home))
+    fuse(model)
+    assert {"_RMSNormBackward", "_RotationBackward"} <= steps_of(model, ids)
+    assert vars(home) == before
+    for other in (beside, model_of("llama", num_hidden_layers=1)):
+        assert not {"_RMSNormBackward", "_RotationBackward"} & steps_of(other, ids)
+    assert {"_RMSNormBackward", "_RotationBackward"} <= steps_of(copy.deepcopy(model), ids)
+
+
 def test_other_dtypes_and_sizes_are_transformers_own() -> None:
-    plain = modeling_llama.apply_rotary_pos_emb
     model = model_of("llama").bfloat16()
     ids = torch.randint(0, model.config.vocab_size, (2, 12))
     expected = model(input_ids=ids).logits
     fuse(model)
     assert torch.equal(model(input_ids=ids).logits, expected)
+    plain = modeling_llama.apply_rotary_pos_emb
+    attention = next(module for module in model.modules() if "Attention" in type(module).__name__)
+    own = attention.forward.__globals__[ROTATION]  # type: ignore[union-attr]
     q, cos = torch.randn(1, 2, 3, 8).bfloat16(), torch.randn(1, 3, 8)
-    for own, theirs in zip(modeling_llama.apply_rotary_pos_emb(q, q, cos, cos), plain(q, q, cos, cos), strict=True):
-        assert own.dtype == torch.float32 and torch.equal(own, theirs)
+    for ours, theirs in zip(own(q, q, cos, cos), plain(q, q, cos, cos), strict=True):
+        assert ours.dtype == torch.float32 and torch.equal(ours, theirs)
     wide = torch.randn(1, 2, 3, 6)
     with pytest.raises(RuntimeError, match="must match the size"):
-        modeling_llama.apply_rotary_pos_emb(wide, wide, cos, cos)
+        own(wide, wide, cos, cos)

@@ -105,14 +105,18 @@ def test_kernels_give_the_loss_and_the_gradients(family: str) -> None:
 
 @with_liger
 @pytest.mark.usefixtures("interpreted")
-def test_other_models_of_the_process_keep_their_modules_and_their_forward_without_values() -> None:
-    classes = modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP
-    liger_kernels(tiny("llama"), CPU)
-    assert (modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP) == classes
+def test_other_models_of_the_process_keep_their_modules_and_functions() -> None:
+    before = dict(vars(modeling_llama))
+    kernels = liger_kernels(tiny("llama"), CPU)
+    assert vars(modeling_llama) == before
+    rotating = [each.forward for name, each in kernels.modules.items() if name.endswith("self_attn")]
+    assert rotating
     on_meta = [torch.empty(1, 2, 4, 8, device="meta") for _ in range(2)]
     tables = [torch.empty(1, 4, 8, device="meta") for _ in range(2)]
-    rotated = modeling_llama.apply_rotary_pos_emb(*on_meta, *tables)
-    assert [part.shape for part in rotated] == [part.shape for part in on_meta]
+    for forward in rotating:
+        own = forward.__globals__["apply_rotary_pos_emb"]
+        assert own is not modeling_llama.apply_rotary_pos_emb
+        assert [part.shape for part in own(*on_meta, *tables)] == [part.shape for part in on_meta]
 
 
 @with_liger
