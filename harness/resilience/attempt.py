@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import time
@@ -16,6 +15,7 @@ from harness.resilience.cause import Ended
 from harness.resilience.hosts import HostDevices
 from harness.resilience.on_host.messages import MARK, LineReader, Order
 from harness.resilience.on_host.processes import continue_without_parent
+from harness.topology.descriptors import wait_readable
 from harness.training.process.records import STOPPED, read_failures
 
 SILENT_S = 10.0  # so long after the last sign of life an agent counts as dead
@@ -161,6 +161,6 @@ class Attempt:
 
 def listen(agents: Sequence[AgentProcess]) -> None:
     """Read what agents write, waiting a moment for it."""
-    select.select([agent.lines.descriptor for agent in agents if not agent.lines.is_closed], [], [], 0.1)
+    wait_readable([agent.lines.descriptor for agent in agents if not agent.lines.is_closed], 0.1)
     for agent in agents:
         agent.read()

@@ -192,6 +192,12 @@ def test_the_environment_is_read_in_one_place():
     assert readers - {"harness/topology/env.py"} == set(ENVIRONMENT_READERS)
 
 
+def test_descriptors_are_not_waited_for_by_select():
+    """It fails for those from 1,024 on, which a run of many files and ranks has."""
+    calls = re.compile(r"\bselect\.(select|epoll)\(|from select import")
+    assert [str(path.relative_to(ROOT)) for path in PRODUCT if calls.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_global_generators_are_seeded_where_it_is_said():
     seeds = re.compile(r"\b(torch|cuda|random)\.(manual_seed\w*|seed|fork_rng)\(")
     found = {str(path.relative_to(ROOT)) for path in PRODUCT if seeds.search(path.read_text(encoding="utf-8"))}

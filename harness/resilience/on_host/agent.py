@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from contextlib import suppress
 from harness.resilience.on_host.messages import MARK, LineReader, Order, Preparation, read_message
 from harness.resilience.on_host.processes import become_subreaper, end_with_parent, reap, sweep
 from harness.resilience.on_host.standby import Standby
+from harness.topology.descriptors import wait_readable
 from harness.topology.env import inherited
 from harness.topology.processes import status_of
 
@@ -50,7 +50,7 @@ class Agent:
         """Do what the supervisor says until it ends the attempt, or is gone."""
         self.report()
         while not (self._input.is_closed or self._is_forgotten()):
-            select.select([0], [], [], 0.05)
+            wait_readable([0], 0.05)
             for line in self._input.read():
                 self._heard = time.monotonic()
                 if line.startswith("{"):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import select
 from dataclasses import asdict, dataclass
+
+from harness.topology.descriptors import wait_readable
 
 MARK = "\x1e"  # how a line begins that an agent writes itself; others are what ranks have printed
 
@@ -75,7 +76,7 @@ class LineReader:
 
     def read(self) -> list[str]:
         """Return the lines that are there now."""
-        while not self.is_closed and select.select([self.descriptor], [], [], 0)[0]:
+        while not self.is_closed and wait_readable([self.descriptor], 0):
             chunk = os.read(self.descriptor, 1 << 16)
             self._rest += chunk
             self.is_closed = not chunk

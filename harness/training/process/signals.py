@@ -7,7 +7,6 @@ reads the signals as they come, and looks after the launcher as well: when that 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import threading
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from harness.topology.descriptors import wait_readable
 from harness.training.process.builds import abandon_builds
 from harness.training.process.launcher import Launcher
 from harness.training.watch import activity
@@ -93,7 +93,7 @@ class Watch:
 
     def _next(self, seconds: float) -> list[int]:
         """Return the signals that came within some time."""
-        ready, _, _ = select.select([self._read], [], [], seconds)
+        ready = wait_readable([self._read], seconds)
         return [number for number in os.read(self._read, 512) if number in self.handlers] if ready else []
 
     def _receive(self, number: int) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import pickle
+import resource
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness.errors import UserError
 from harness.training.batches.read_ahead import ReadAhead
@@ -61,6 +64,38 @@ def test_an_error_of_the_users_comes_at_its_step_and_is_no_traceback() -> None:
     with pytest.raises(UserError, match=r"^row 1: correct it$"):
         ahead(1)
     assert ahead(2) == 4  # what comes behind was read meanwhile
+    ahead.close()
+
+
+def test_a_step_of_more_tensors_than_files_may_be_open_comes_as_it_was_read() -> None:
+    kinds = [torch.int64, torch.bfloat16, torch.bool, torch.float64, torch.complex64]
+
+    def read(plan: int) -> list[dict[str, torch.Tensor]]:
+        one = torch.arange(6).reshape(2, 3).T.to(kinds[plan % 5]) + plan
+        return [{"input_ids": one, "labels": one, "none": torch.empty(0, 3), "loss": torch.tensor(2.0)}] * 2 + [
+            {"input_ids": torch.full((k % 3, 2), plan + k)} for k in range(400)
+        ]
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    ahead = ReadAhead(read, counting, workers=2)
+    try:
+        for plan in range(6):
+            found = ahead(plan)
+            for given, wanted in zip(found, read(plan), strict=True):
+                for name, tensor in wanted.items():
+                    assert given[name].dtype == tensor.dtype and torch.equal(given[name], tensor)
+            assert found[0]["input_ids"] is found[0]["labels"]  # one tensor stays one
+            found[2]["input_ids"].add_(1)  # it may be written to
+    finally:
+        ahead.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_step_that_cannot_be_sent_is_an_error_and_no_hang() -> None:
+    ahead = ReadAhead(lambda plan: lambda: plan, counting, workers=1)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
+        ahead(0)
     ahead.close()
 
 
