@@ -159,7 +159,7 @@ class BackgroundSave:
     def _write(self, target: Target, progress: Progress) -> Phases:
         """Yield the phases of this rank, in the order in which all ranks go through them."""
         yield self._create_files
-        with OpenFiles() as opened:
+        with OpenFiles(several_hosts=not self._one_host) as opened:
             yield lambda: self._write_values(opened)
             share = yield lambda: self._hash_and_sync(opened)
         files = {name: file for part in values_of_all(share) for name, file in part.items()}

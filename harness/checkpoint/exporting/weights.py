@@ -22,6 +22,7 @@ from harness.checkpoint.exporting.model_files import replace_model, settle_model
 from harness.checkpoint.tensors.file_plan import Share, dealt_places, plan_files
 from harness.checkpoint.tensors.held import held_of, saved_tensors
 from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, Place, create, index_content, places_in
+from harness.checkpoint.tensors.whole_tensors import several_hosts
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource
 from harness.hf.weights.conversion import CheckpointFormat, ParameterRef
@@ -59,7 +60,7 @@ def export_weights(
         return _create_files(directory, files)
 
     places = dealt_places(_entries(mine, local), groups, plan)
-    with OpenFiles() as opened:
+    with OpenFiles(several_hosts=several_hosts()) as opened:
         export = _Export(local=local, mine=mine, places=places, groups=groups, opened=opened)
         export.write_patches()
         export.write_computed()

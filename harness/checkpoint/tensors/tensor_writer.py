@@ -7,6 +7,8 @@ Nothing is mapped: ranks of several hosts may write one file, as each of them wr
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +26,11 @@ from harness.hf.weights.tensor_files import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BLOCK_BYTES = 32 << 20  # the most that is converted and copied at once
+NO_ROOM = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+)  # what a reservation of blocks is refused with where it cannot be met
 SOON_BYTES = 1 << 20  # from which on the disk begins to write a part while the next one is copied
 
 
@@ -102,17 +109,54 @@ def create(path: Path, header: bytes, places: Sequence[Place]) -> None:
         with path.open("wb") as file:
             file.write(header)
             file.truncate(size)
-            if hasattr(os, "posix_fallocate"):  # a full disk is better found out here than by each rank
-                os.posix_fallocate(file.fileno(), 0, size)
+            reserve(file.fileno(), size)  # a full disk is better found out here than by each rank
     except OSError as error:
         path.unlink(missing_ok=True)
         raise UserError(f"{path}: {size:,} bytes cannot be written: {error.strerror}") from error
 
 
-class OpenFiles:
-    """The files that a rank writes to, each opened once."""
+def reserve(descriptor: int, size: int) -> None:
+    """Reserve the blocks of a file, where the file system can; OSError if there is no room for them.
 
-    def __init__(self) -> None:
+    Not `posix_fallocate`: where a file system cannot reserve blocks (NFS before 4.2, CephFS, Lustre on ZFS, ramfs, many
+    FUSE ones) it reads and writes each block instead, which a file that is open for writing alone does not allow.
+    Without a reservation, a disk that is too small is found out by the ranks that write.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    fallocate = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)  # Linux alone has it
+    if fallocate is None:
+        return
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    while fallocate(descriptor, 0, 0, size) != 0:
+        number = ctypes.get_errno()
+        if number in NO_ROOM:
+            raise OSError(number, os.strerror(number))
+        if number != errno.EINTR:
+            return
+
+
+def _is_on_nfs(path: Path) -> bool:
+    """Whether a file lies on NFS, as Linux says it."""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    split = ((line.split(), line.partition(" - ")[2].split()) for line in mounts)
+    return any(kind[0].startswith("nfs") for fields, kind in split if kind and fields[2] == wanted)
+
+
+class OpenFiles:
+    """The files that a rank writes to, each opened once.
+
+    They are open for writing alone. On NFS, a host that reads a page of which it writes a part sends the whole page to
+    the server, with what other hosts' parts held when it read them. Where ranks of several hosts write one file there,
+    each write therefore goes to the server at once (O_DSYNC), which then gets the written bytes alone.
+    """
+
+    def __init__(self, *, several_hosts: bool) -> None:
+        self._several_hosts = several_hosts
         self._descriptors: dict[Path, int] = {}
 
     def __enter__(self) -> OpenFiles:
@@ -131,7 +175,8 @@ class OpenFiles:
             return
         try:
             if place.path not in self._descriptors:
-                self._descriptors[place.path] = os.open(place.path, os.O_RDWR)
+                at_once = os.O_DSYNC if self._several_hosts and _is_on_nfs(place.path) else 0
+                self._descriptors[place.path] = os.open(place.path, os.O_WRONLY | os.O_CLOEXEC | at_once)
             self._write(self._descriptors[place.path], place, tuple(start), values)
         except OSError as error:
             raise UserError(f"{place.path}: cannot be written: {error.strerror}") from error

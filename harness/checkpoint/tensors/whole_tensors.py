@@ -6,6 +6,7 @@ No values travel between ranks, and none are converted but to the file's dtype.
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,13 +99,19 @@ def write_tensors(folder: Path, stem: str, tensors: Sequence[Held], groups: Grou
     """Write the files `STEM*`; all ranks call it. Raises UserError on all of them if that fails."""
     planned = plan_tensors(folder, stem, tensors, groups, one_file=one_file)
     all_or_none(planned.create)
+    opened = OpenFiles(several_hosts=several_hosts())
 
     def write() -> None:
-        with OpenFiles() as opened:
+        with opened:
             planned.write(opened)
             opened.sync()
 
     all_or_none(write)
+
+
+def several_hosts() -> bool:
+    """Whether ranks run on more than one host; all ranks call it."""
+    return len(set(values_of_all(socket.gethostname()))) > 1
 
 
 def open_whole_tensors(folder: Path, stem: str) -> dict[str, Stored]:

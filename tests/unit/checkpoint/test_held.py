@@ -66,7 +66,7 @@ def test_what_one_layout_writes_another_reads(tmp_path: Path, ranks: int) -> Non
     path = tmp_path / "w.safetensors"
     header, (place,) = places_in(path, [Entry(name="w", shape=(12, 10), dtype=torch.float32, trained=True)])
     create(path, header, [place])
-    with OpenFiles() as opened:
+    with OpenFiles(several_hosts=False) as opened:
         for held in (held for rank in range(2) for held in parts(whole, share_of((12, 10), 1, rank, 2), 3)):
             for box, values in held.pieces():
                 opened.write(place, [start for start, _ in box], values)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,7 +42,7 @@ def test_a_file_written_in_pieces_is_the_one_that_safetensors_writes(
     entries = [entry(name, *tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()]
     header, places = places_in(tmp_path / "file", entries)
     create(tmp_path / "file", header, places)
-    with OpenFiles() as opened:
+    with OpenFiles(several_hosts=True) as opened:
         for place in places:
             tensor = tensors[place.entry.name]
             if tensor.dim() < 2:
@@ -78,6 +80,31 @@ def test_files_that_would_grow_are_split() -> None:
 def test_what_no_stage_holds_as_a_whole_is_told() -> None:
     with pytest.raises(UserError, match="b combines tensors of several pipeline stages"):
         plan_files([Share(host="one", entries=[entry("a", 4)])], form(entry("a", 4), entry("b", 4)))
+
+
+IN_RAMFS = """
+import sys, torch
+import subprocess
+import sys
+from pathlib import Path
+from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, create, places_in
+path = Path(sys.argv[1], "file")
+header, places = places_in(path, [Entry(name="w", shape=(3,), dtype=torch.float32, trained=True)])
+create(path, header, places)
+with OpenFiles(several_hosts=True) as opened:
+    opened.write(places[0], (0,), torch.arange(3.0))
+    opened.sync()
+from safetensors.torch import load_file
+print(load_file(path)["w"].tolist())
+"""
+
+
+def test_a_file_system_that_reserves_no_room_is_written_to(tmp_path: Path) -> None:
+    mount = f"mount -t ramfs none {tmp_path} && exec {sys.executable} -c '{IN_RAMFS}' {tmp_path}"
+    if subprocess.run(["unshare", "-rm", "mount", "-t", "ramfs", "none", tmp_path], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[0.0, 1.0, 2.0]\n", done.stderr
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
