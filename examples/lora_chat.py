@@ -14,7 +14,7 @@ from peft import LoraConfig
 from transformers import AutoTokenizer
 
 from harness import Trainer, TrainingArguments
-from harness.training.data.tokenizer import ByteTokenizer
+from harness.data.tokenizer import ByteTokenizer
 
 CHATS = [
     [

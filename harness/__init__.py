@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from harness.arguments import TrainingArguments as TrainingArguments
     from harness.errors import UserError as UserError
-    from harness.training.arguments import TrainingArguments as TrainingArguments
     from harness.training.best_model import EarlyStoppingCallback as EarlyStoppingCallback
     from harness.training.callbacks import TrainerCallback as TrainerCallback
     from harness.training.trainer import Trainer as Trainer
@@ -18,7 +18,7 @@ _HOMES = {
     "EarlyStoppingCallback": "harness.training.best_model",
     "Trainer": "harness.training.trainer",
     "TrainerCallback": "harness.training.callbacks",
-    "TrainingArguments": "harness.training.arguments",
+    "TrainingArguments": "harness.arguments",
     "UserError": "harness.errors",
 }
 
@@ -32,5 +32,5 @@ def __getattr__(name: str) -> Any:
         return version("ds-harness")
     if name not in _HOMES:
         raise AttributeError(f"module 'harness' has no attribute {name!r}")
-    import_module("harness.training.process.uncaught").show_in_one_line()
+    import_module("harness.resilience.process.uncaught").show_in_one_line()
     return getattr(import_module(_HOMES[name]), name)

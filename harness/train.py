@@ -15,17 +15,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.arguments import LoraArguments, TrainingArguments, parse
+from harness.arguments.configure import RunConfig
+from harness.arguments.themes.script import ScriptArguments
+from harness.console import Console, plain_console, quiet
 from harness.errors import UserError
+from harness.resilience.process import records, signals
+from harness.resilience.process.uncaught import GRACE_S, lines_of
+from harness.resilience.watch import activity
+from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.topology.env import LaunchEnv
-from harness.training.arguments import LoraArguments, TrainingArguments, parse
-from harness.training.arguments.themes.script import ScriptArguments
-from harness.training.console import Console, plain_console, quiet
-from harness.training.prepare.configure import RunConfig
 from harness.training.prepare.preflight import check_before_start, limit_trial
-from harness.training.process import records, signals
-from harness.training.process.uncaught import GRACE_S, lines_of
-from harness.training.watch import activity
-from harness.training.watch.meeting import watching_for_stopped_ranks
 
 if TYPE_CHECKING:
     from harness.training.trainer import Trainer
@@ -88,10 +88,10 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
 
 def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: LaunchEnv, console: Console) -> None:
     """Read the data, train, evaluate, export."""
+    from harness.data.inputs.datasets import script_datasets
     from harness.hf.skeleton import read_source
-    from harness.training.prepare.inputs.datasets import script_datasets
     from harness.training.prepare.plan import RunInputs
-    from harness.training.report.metrics import note_wall_clock
+    from harness.training.recording.metrics import note_wall_clock
     from harness.training.trainer import Trainer
 
     console.say(f"preparing {script.model} and {' '.join(script.train_file)}")

@@ -8,9 +8,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from harness.training.arguments import LoraArguments, TrainingArguments
-from harness.training.arguments.flags import groups, shown_default
-from harness.training.arguments.themes.script import ScriptArguments
+from harness.arguments import LoraArguments, TrainingArguments
+from harness.arguments.flags import groups, shown_default
+from harness.arguments.themes.script import ScriptArguments
 
 HEAD = """# Every flag
 

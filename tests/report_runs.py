@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from harness.cli import main
-from harness.profile.record import FOLDER, write_step
-from tests.unit.profile.made import profile
+from harness.report.profile.record import FOLDER, write_step
+from tests.unit.report.profile.made import profile
 
 BATCH = 4
 

@@ -7,6 +7,7 @@ folder that looks like a checkpoint. Importing this needs no torch.
 from __future__ import annotations
 
 import builtins
+import itertools
 import json
 import os
 import re
@@ -250,3 +251,12 @@ def _sync(folder: Path) -> None:
         if path.is_file():
             sync_file(path)
     sync_folder(folder)
+
+
+def set_aside(path: Path) -> Path | None:
+    """Give an earlier run's file or folder a name that is free, as `metrics.1.jsonl`; returns it, None where there is
+    none."""
+    if not path.is_dir() and not (path.is_file() and path.stat().st_size):
+        return None
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    return path.rename(next(name for name in names if not name.exists()))

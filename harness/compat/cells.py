@@ -28,18 +28,18 @@ import torch.distributed as dist
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
+from harness.arguments import TrainingArguments
 from harness.compat.family_case import CPU, FamilyCase, NotTried, build_case, cut_family, needs_is_decoder
 from harness.compat.reference import BATCH, MICRO, STEPS, Curve, allowance, samples, worst
 from harness.compat.stored import stored_difference
 from harness.config.values.json_object import JsonObject
+from harness.console import Console
 from harness.errors import UserError
 from harness.hf.locate import PLANS
 from harness.hf.matrix import CELLS, IS_DECODER, NEEDED, PLAN, YES, plan_digest
 from harness.hf.skeleton import read_source
 from harness.hf.verify.comparison import find_difference
 from harness.parallel.comm import TensorParallel
-from harness.training.arguments import TrainingArguments
-from harness.training.console import Console
 from harness.training.trainer import Trainer
 
 

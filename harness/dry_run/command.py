@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.arguments import LoraArguments, TrainingArguments, parse
+from harness.arguments.configure import RunConfig
+from harness.arguments.themes.script import ScriptArguments
+from harness.console import quiet
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
-from harness.training.arguments import LoraArguments, TrainingArguments, parse
-from harness.training.arguments.themes.script import ScriptArguments
-from harness.training.console import quiet
-from harness.training.prepare.configure import RunConfig
 from harness.training.prepare.preflight import check_inputs
 from harness.verb_parser import VerbParser
 
@@ -90,14 +90,14 @@ def _plan(script: ScriptArguments, config: RunConfig, lora: LoraArguments, world
     """Return what is to be run. UserError for what a run would refuse before its ranks meet."""
     import torch
 
+    from harness.data.inputs.sample_form import SampleForm
+    from harness.data.tokenizer import load_tokenizer
     from harness.dry_run.rank import DryRun
     from harness.hf.locate import model_directory
     from harness.hf.skeleton import read_source
-    from harness.training.data.tokenizer import load_tokenizer
-    from harness.training.prepare.inputs.sample_form import SampleForm
+    from harness.resilience.process.distributed import require_device, require_precision
     from harness.training.prepare.plan import resolve_for
     from harness.training.prepare.trainable import adapted
-    from harness.training.process.distributed import require_device, require_precision
 
     source, adaptation = adapted(read_source(script.model), lora.peft_config())
     if source is None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.arguments import TrainingArguments
 from harness.config import Resolved
 from harness.deepspeed.engine import announce_instructions, watch_instructions
 from harness.deepspeed.no_peers import Received, announce_halves, cut_step, expect_from_peers, replaced
@@ -33,17 +34,16 @@ from harness.parallel.pipeline.stage_transport import pack_payload
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.plans.experts import run_experts_by
 from harness.parallel.values import Value
+from harness.resilience.process.distributed import start
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import Groups, build_groups
 from harness.topology.layout import Layout
-from harness.training.arguments import TrainingArguments
 from harness.training.engine import clipping
 from harness.training.engine.build import RunContext, build_engine
 from harness.training.engine.engine import Engine, PipelineStages
 from harness.training.prepare.compilation import require_compilable
 from harness.training.prepare.stages import choose_boundaries
 from harness.training.prepare.trainable import TrainableModel, trainable_decoder
-from harness.training.process.distributed import start
 
 OF_A_MICRO_BATCH = (
     *("LoadMicroBatch", "ForwardPass", "BackwardPass", "InputGradients", "WeightGradients"),

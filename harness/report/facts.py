@@ -11,8 +11,8 @@ from harness.config.check import check
 from harness.config.text.document import from_values
 from harness.config.values.layout_keys import ZERO_BUBBLE
 from harness.errors import UserError
-from harness.profile.summary import summary
 from harness.report.predicted import Predicted
+from harness.report.profile.summary import summary
 from harness.report.run_files import RunFiles
 from harness.wording import counted
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from harness.checkpoint.directories import EVALUATIONS, METRICS, RESTARTS, RUN, numbered
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
-from harness.profile.record import StepProfile, read_steps
+from harness.report.profile.record import StepProfile, read_steps
 
 
 @dataclass(frozen=True, kw_only=True)

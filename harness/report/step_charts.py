@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from harness.config.values.json_object import JsonObject
-from harness.profile.record import COMPUTING, KINDS, MEMORY, RankProfile, Span, StepProfile
-from harness.profile.summary import largest_of_stage, seconds_by_kind, summary
-from harness.profile.timeline import with_waits
 from harness.report.charts import BarChart, Bars
 from harness.report.palette import BLUE, OF_KIND, OF_MEMORY, darker
+from harness.report.profile.record import COMPUTING, KINDS, MEMORY, RankProfile, Span, StepProfile
+from harness.report.profile.summary import largest_of_stage, seconds_by_kind, summary
+from harness.report.profile.timeline import with_waits
 from harness.report.run_files import RunFiles
 
 MOST_RANKS = 64  # in the picture of a step; more cannot be told apart

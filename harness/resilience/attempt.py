@@ -15,8 +15,8 @@ from harness.resilience.cause import Ended
 from harness.resilience.hosts import HostDevices
 from harness.resilience.on_host.messages import MARK, LineReader, Order
 from harness.resilience.on_host.processes import continue_without_parent
+from harness.resilience.process.records import STOPPED, read_failures
 from harness.topology.descriptors import wait_readable
-from harness.training.process.records import STOPPED, read_failures
 
 SILENT_S = 10.0  # so long after the last sign of life an agent counts as dead
 TOLD_S = 2.0  # the other ranks have so long to record why they fail

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.training.process.records import HANG, STOPPED, Failure, Position
+from harness.resilience.process.records import HANG, STOPPED, Failure, Position
 
 USAGE_ERROR = 2  # Python's and argparse's exit code for a command line that cannot be used
 SAME_TIME_S = 1.0  # a rank's death and what its peers say of it come so close to each other

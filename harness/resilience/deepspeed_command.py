@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from harness.errors import UserError
+from harness.resilience.process.signals import SIGNALS
 from harness.topology.processes import DEEPSPEED_LAUNCH, children_of, command_of
-from harness.training.process.signals import SIGNALS
 
 
 def run_deepspeed(argv: Sequence[str]) -> int:

@@ -7,18 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import harness
+from harness.arguments import LoraArguments, TrainingArguments, expanded, parse
+from harness.arguments.configure import read_config, read_run_config
+from harness.arguments.themes.script import ScriptArguments
 from harness.checkpoint.atomic import replace_text
-from harness.checkpoint.directories import METRICS
+from harness.checkpoint.directories import METRICS, set_aside
 from harness.checkpoint.integrity import newest_whole
 from harness.errors import UserError
 from harness.hf.locate import model_directory
+from harness.resilience.process.launcher import with_resume
 from harness.topology.layout import Layout, divisors
-from harness.training.arguments import LoraArguments, TrainingArguments, expanded, parse
-from harness.training.arguments.themes.script import ScriptArguments
-from harness.training.prepare.configure import read_config, read_run_config
-from harness.training.process.launcher import with_resume
-from harness.training.report.metrics import set_aside
 
 ACCUMULATION = "gradient_accumulation_steps"
 KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
@@ -61,7 +59,7 @@ class Script:
     @property
     def is_known(self) -> bool:
         """Whether it is the harness's own, whose imports are known; another may set variables before it imports."""
-        own = Path(harness.__file__).resolve().parents[1] / "scripts" / "train.py"
+        own = Path(__file__).resolve().parents[2] / "scripts" / "train.py"
         return self.words[0] == "harness.train" or Path(self.words[0]).resolve() == own
 
     @property

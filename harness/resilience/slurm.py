@@ -14,8 +14,8 @@ from pathlib import Path
 
 from harness.errors import UserError
 from harness.resilience.options import Options
+from harness.resilience.process.launcher import RESUME, with_resume
 from harness.resilience.script import without
-from harness.training.process.launcher import RESUME, with_resume
 
 BATCH = """#!/bin/bash
 # Written by `ds-harness launch --slurm`; add --partition, --account, --time as your cluster asks for them.

@@ -20,9 +20,9 @@ from harness.resilience.gathering import Device, Gathering, Team, wait
 from harness.resilience.hosts import HostDevices
 from harness.resilience.on_host.processes import become_subreaper, sweep
 from harness.resilience.options import Options
+from harness.resilience.process.records import read_failures, read_positions, succeeded
+from harness.resilience.process.signals import SIGNALS
 from harness.resilience.script import Script
-from harness.training.process.records import read_failures, read_positions, succeeded
-from harness.training.process.signals import SIGNALS
 from harness.wording import counted
 
 SAME_STEP = 3  # so often in a row a fault may happen at one step

@@ -7,11 +7,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Unpack
 
+from harness.arguments import TrainingArguments
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import finished_name
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
-from harness.training.arguments import TrainingArguments
 from harness.training.callbacks import MomentValues, TrainerCallback, TrainerControl, TrainerState
 from harness.training.prepare.plan import require_metric_of_one
 from harness.training.prepare.run import PreparedRun

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.training.batches.stream import dataset_length
+from harness.data.batches.stream import dataset_length
+from harness.resilience.process import signals
+from harness.resilience.process.distributed import largest
 from harness.training.callbacks import StepRecord, TrainerControl, TrainerState
 from harness.training.engine.engine import StepOutcome
 from harness.training.engine.losses import AUX_LOSS
 from harness.training.prepare.run import PreparedRun
-from harness.training.process import signals
-from harness.training.process.distributed import largest
 from harness.training.saving.checkpoints import Checkpoints
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Protocol
 
+from harness.data.tokenizer import Tokenizer
 from harness.errors import UserError
-from harness.training.data.tokenizer import Tokenizer
 from harness.training.engine.engine import Engine
 
 

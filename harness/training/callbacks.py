@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict, Unpack
 
+from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
-from harness.training.arguments import TrainingArguments
+from harness.resilience.process import signals
+from harness.resilience.watch.activity import Phase, inside
 from harness.training.callback_arguments import GivingTrainer, keywords, require_called
-from harness.training.process import signals
-from harness.training.watch.activity import Phase, inside
 
 if TYPE_CHECKING:
     from harness.training.prepare.run import PreparedRun

@@ -9,26 +9,26 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from harness.config.values.json_object import JsonObject
+from harness.data.batches.collate import AnyDataset, Collator, MapDataset, collate
+from harness.data.batches.evaluation import EvaluationData, by_prefix, evaluation_batches, evaluation_steps
+from harness.data.batches.padding import at_longest
+from harness.data.batches.same_data import require_same_data
+from harness.data.batches.stream import data_digest, dataset_length
+from harness.data.inputs.datasets import later_dataset
+from harness.data.inputs.input_types import require_dataset
+from harness.data.streaming.rows import read_all
 from harness.errors import UserError
+from harness.resilience.process import signals
+from harness.resilience.process.distributed import any_rank
+from harness.resilience.watch.activity import beat
 from harness.topology.agreement import require_alike
-from harness.training.batches.collate import AnyDataset, Collator, MapDataset, collate
-from harness.training.batches.evaluation import EvaluationData, by_prefix, evaluation_batches, evaluation_steps
-from harness.training.batches.padding import at_longest
-from harness.training.batches.same_data import require_same_data
-from harness.training.batches.stream import data_digest, dataset_length
 from harness.training.callbacks import RunningTrainer, TrainerCallback, call
-from harness.training.data.streaming.rows import read_all
 from harness.training.engine.engine import Engine
 from harness.training.engine.kept_outputs import KeptOutputs
 from harness.training.engine.losses import Loss, RouterLoss
 from harness.training.metrics import OwnMetrics
 from harness.training.nonfinite import NonFinite
-from harness.training.prepare.inputs.datasets import later_dataset
-from harness.training.prepare.inputs.input_types import require_dataset
 from harness.training.prepare.run import PreparedRun
-from harness.training.process import signals
-from harness.training.process.distributed import any_rank
-from harness.training.watch.activity import beat
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import PredictionOutput

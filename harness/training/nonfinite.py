@@ -10,13 +10,13 @@ from math import isfinite
 from torch import Tensor
 
 from harness.checkpoint.background_save import NotSaved
+from harness.console import Console
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.errors import UserError
+from harness.resilience.process.distributed import any_rank
 from harness.topology.agreement import values_of_all
-from harness.training.console import Console
 from harness.training.engine.engine import Engine, StepOutcome
 from harness.training.engine.evidence import origin
-from harness.training.process.distributed import any_rank
 from harness.wording import counted
 
 

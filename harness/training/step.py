@@ -6,16 +6,16 @@ import time
 from typing import Protocol
 
 from harness.config.values.json_object import JsonObject
-from harness.training.batches.stream import BatchStream, dataset_length
+from harness.data.batches.stream import BatchStream, dataset_length
+from harness.resilience.process.memory import peak_memory_gib
 from harness.training.best_model import load_best, note_evaluation
 from harness.training.cadence import agree_on_control, due_after, step_record
 from harness.training.callbacks import RunningTrainer, StepRecord, TrainerCallback, TrainerState, call
 from harness.training.engine.engine import Engine
-from harness.training.memory import peak_memory_gib
 from harness.training.nonfinite import NonFinite
 from harness.training.prepare import startup_report
 from harness.training.prepare.run import PreparedRun
-from harness.training.report.recorder import Recorder
+from harness.training.recording.recorder import Recorder
 from harness.training.saving.checkpoints import Checkpoints
 
 

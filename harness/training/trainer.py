@@ -17,11 +17,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from transformers import PreTrainedModel
 
+from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
+from harness.console import Console, plain_console
+from harness.data.batches.collate import AnyDataset, Collator, collate
+from harness.data.inputs.datasets import own_tokenizer
+from harness.data.tokenizer import Tokenizer
 from harness.errors import UserError
+from harness.resilience.process import records, signals
+from harness.resilience.watch.activity import Phase, inside
 from harness.topology.env import LaunchEnv
-from harness.training.arguments import TrainingArguments
-from harness.training.batches.collate import AnyDataset, Collator, collate
 from harness.training.best_model import asked_for, own_early_stopping
 from harness.training.callbacks import (
     AnyCallback,
@@ -34,8 +39,6 @@ from harness.training.callbacks import (
     instances,
     take_out,
 )
-from harness.training.console import Console, plain_console
-from harness.training.data.tokenizer import Tokenizer
 from harness.training.engine.kept_outputs import Preprocess
 from harness.training.engine.losses import LossFunction
 from harness.training.engine.profiling import communication_summary
@@ -43,22 +46,19 @@ from harness.training.evaluate import evaluate_each, predict
 from harness.training.hf_names import require_ours
 from harness.training.metrics import OwnMetrics
 from harness.training.nonfinite import NonFinite
-from harness.training.prepare.inputs.datasets import own_tokenizer
 from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.run import PreparedRun, prepare_run, release, training_stream
 from harness.training.prepare.trainable import Model
-from harness.training.process import records, signals
-from harness.training.profiling.profiler import profiler
 from harness.training.rebalancing.rebalancer import Rebalancer
-from harness.training.report.progress import ProgressCallback
-from harness.training.report.recorder import Recorder
+from harness.training.recording.profiler import profiler
+from harness.training.recording.progress import ProgressCallback
+from harness.training.recording.recorder import Recorder
 from harness.training.saving.checkpoints import Checkpoints
 from harness.training.saving.gathered_model import gather_model, with_config
 from harness.training.saving.resume import begin_or_resume, resume_named
 from harness.training.saving.rollback import Rollback
 from harness.training.saving.writing import write_model
 from harness.training.step import after_step, end_training, initial_state, one_step
-from harness.training.watch.activity import Phase, inside
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -39,7 +39,7 @@ from harness.planner.preset import preset  # noqa: E402
 from harness.planner.search import search  # noqa: E402
 from harness.planner.task import Task  # noqa: E402
 from harness.planner.workload import Strategy, Workload  # noqa: E402
-from harness.training.memory import peak_bytes, reset_peak  # noqa: E402
+from harness.resilience.process.memory import peak_bytes, reset_peak  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 

@@ -31,6 +31,7 @@ from torch import nn  # noqa: E402
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
 
 from harness import TrainingArguments  # noqa: E402
+from harness.arguments.configure import read_run_config  # noqa: E402
 from harness.checkpoint.exporting.weights import export_weights  # noqa: E402
 from harness.deepspeed.process_groups import avoid_compiling  # noqa: E402
 from harness.hf.skeleton import read_source  # noqa: E402
@@ -38,7 +39,6 @@ from harness.parallel.pipeline.staged_module import build_layers  # noqa: E402
 from harness.topology.groups import build_groups  # noqa: E402
 from harness.topology.layout import Layout  # noqa: E402
 from harness.training.engine.build import RunContext  # noqa: E402
-from harness.training.prepare.configure import read_run_config  # noqa: E402
 from harness.training.prepare.stages import choose_boundaries  # noqa: E402
 from harness.training.prepare.trainable import trainable_decoder  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from harness import Trainer, TrainerCallback
 from harness.checkpoint.tensors import tensor_writer
 from harness.errors import UserError
-from harness.training.process.distributed import all_arrive
+from harness.resilience.process.distributed import all_arrive
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments, UserError
+from harness.data.batches.stream import BatchStream
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan
-from harness.training.batches.stream import BatchStream
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import (
     BATCH,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from harness import Trainer
-from harness.profile.record import COMPUTING, RankProfile, StepProfile, read_steps
-from harness.profile.timeline import bubble, with_answers, with_waits
+from harness.report.profile.record import COMPUTING, RankProfile, StepProfile, read_steps
+from harness.report.profile.timeline import bubble, with_answers, with_waits
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness import Trainer, TrainerCallback
-from harness.profile.record import read_steps
+from harness.report.profile.record import read_steps
 from harness.training.prepare.run import PreparedRun
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer
-from harness.training.data.tokenizer import ByteTokenizer
+from harness.data.tokenizer import ByteTokenizer
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer, UserError
+from harness.console import Console
 from harness.parallel.plans.experts import run_where_aligned
-from harness.training.console import Console
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import STEPS, Curve, Job, arguments_of, rows, tiny_model, trained, worst
 

@@ -15,11 +15,11 @@ import pytest
 from transformers import PretrainedConfig
 
 from harness import Trainer, TrainingArguments
+from harness.console import Console
 from harness.errors import UserError
 from harness.hf import causal
 from harness.hf.locate import PLANS
 from harness.hf.verify.tiny_copy import tiny_config
-from harness.training.console import Console
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, rows
 

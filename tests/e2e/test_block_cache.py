@@ -6,18 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness.training.data.blocks import make_blocks
-from harness.training.data.files.sources import read_documents
-from harness.training.data.on_disk.cache import Preparation
-from harness.training.data.tokenizer import ByteTokenizer
+from harness.data.blocks import make_blocks
+from harness.data.files.sources import read_documents
+from harness.data.on_disk.cache import Preparation
+from harness.data.tokenizer import ByteTokenizer
 
 SECOND_RUN = """
 import sys
-from harness.training.data.blocks import make_blocks
-from harness.training.data.on_disk.cache import Preparation
-from harness.training.data.pieces import PieceEncoder
-from harness.training.data.files.sources import read_documents
-from harness.training.data.tokenizer import ByteTokenizer
+from harness.data.blocks import make_blocks
+from harness.data.on_disk.cache import Preparation
+from harness.data.pieces import PieceEncoder
+from harness.data.files.sources import read_documents
+from harness.data.tokenizer import ByteTokenizer
 PieceEncoder.__call__ = None
 print(len(make_blocks(read_documents(sys.argv[1], sys.argv[2]), ByteTokenizer(), 8, Preparation(sys.argv[2]))))
 """

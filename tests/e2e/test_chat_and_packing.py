@@ -15,11 +15,11 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness import Trainer, TrainingArguments, UserError
-from harness.training.batches.order import batch_indices
-from harness.training.data.files.documents import as_documents
-from harness.training.data.on_disk.cache import Preparation
-from harness.training.data.samples import make_samples
-from harness.training.data.tokenizer import ByteTokenizer
+from harness.data.batches.order import batch_indices
+from harness.data.files.documents import as_documents
+from harness.data.on_disk.cache import Preparation
+from harness.data.samples import make_samples
+from harness.data.tokenizer import ByteTokenizer
 from tests.distributed.ranks import run_ranks, script_on_ranks
 from tests.distributed.training import by_torch, tiny_model
 from tests.e2e.launching import SCRIPT, metrics

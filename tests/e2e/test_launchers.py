@@ -103,7 +103,7 @@ def test_srun_starts_one_run_over_two_nodes(slurm: dict[str, str], tmp_path: Pat
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from harness.training.process import records
+from harness.resilience.process import records
 
 folder, job = Path(__file__).parent, int(os.environ.get("SLURM_RESTART_COUNT", 0))
 rank, attempt = int(os.environ["RANK"]), int(Path(os.environ["DS_HARNESS_RECORDS"]).name)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.ranks
 PROGRAM = """
 import os, sys, time
-from harness.training.process import signals
+from harness.resilience.process import signals
 say = lambda text: print(text, flush=True)
 def train():
     if sys.argv[1] == "forking" and not os.fork():
@@ -40,7 +40,7 @@ with signals.watching(say, sys.argv[3]):
 """
 ENDING = """
 import os, signal, sys, time
-from harness.training.process import signals
+from harness.resilience.process import signals
 say = lambda text: print(text, flush=True)
 with signals.watching(say):
     with open(os.devnull, "w") as log, signals.reported_by(lambda text: print(text, file=log)):
@@ -52,7 +52,7 @@ with signals.watching(say):
 """
 BUILDING = """
 import sys
-from harness.training.process import signals
+from harness.resilience.process import signals
 with signals.watching(print):
     from torch.utils.cpp_extension import load_inline
     load_inline("waits", ["#include <torch/extension.h>"], build_directory=sys.argv[1])
@@ -183,7 +183,7 @@ def chain(tmp_path: Path) -> Iterator[list[str]]:
 
 def test_the_deepspeed_command_is_found_two_processes_above(chain: list[str]) -> None:
     show = (
-        "from harness.training.process.launcher import Launcher; l = Launcher.find(); "
+        "from harness.resilience.process.launcher import Launcher; l = Launcher.find(); "
         "print(len(l.links), l.is_deepspeed, l.runner > 1, l.is_gone(), l.resume_command())"
     )
     told = subprocess.check_output([sys.executable, *chain, show, "--resume_from_checkpoint=x"], cwd=ROOT, text=True)

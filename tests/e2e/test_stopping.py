@@ -15,7 +15,7 @@ import torch
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from harness.checkpoint.integrity import damage
 from harness.checkpoint.manifest import read_manifest
-from harness.training.process.signals import Stopped
+from harness.resilience.process.signals import Stopped
 
 
 class Signal(TrainerCallback):
@@ -26,7 +26,7 @@ class Signal(TrainerCallback):
         self.ended = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        from harness.training.process import signals
+        from harness.resilience.process import signals
 
         if state.global_step + 1 == self.step:
             os.kill(os.getpid(), self.number)
@@ -60,7 +60,7 @@ class Points:
         return 1024
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        from harness.training.process import signals
+        from harness.resilience.process import signals
 
         self.read += 1
         if self.read == self.signal_at:

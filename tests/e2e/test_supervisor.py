@@ -19,7 +19,7 @@ RANK = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from harness.errors import UserError
-from harness.training.process import records
+from harness.resilience.process import records
 
 rank, attempt = int(os.environ["RANK"]), int(Path(os.environ["DS_HARNESS_RECORDS"]).name)
 folder = Path(__file__).parent

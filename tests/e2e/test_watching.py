@@ -23,8 +23,8 @@ time.sleep(60)
 """
 WAITER = """
 import fcntl, sys
-from harness.training.console import plain_console
-from harness.training.watch.meeting import watching_for_stopped_ranks
+from harness.console import plain_console
+from harness.resilience.watch.meeting import watching_for_stopped_ranks
 with watching_for_stopped_ranks(1.0, plain_console(1)):
     fcntl.flock(open(sys.argv[1], "w"), fcntl.LOCK_EX)
 """

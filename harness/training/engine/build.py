@@ -16,6 +16,8 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
+from harness.arguments import TrainingArguments
+from harness.arguments.themes.reporting import MONITORS
 from harness.config import Resolved
 from harness.config.values.idle_keys import without_idle
 from harness.config.values.json_object import JsonObject
@@ -45,9 +47,10 @@ from harness.parallel.tensor.layers import overlap_sums
 from harness.parallel.tensor.summed_gradients import put_off_sums, sum_once
 from harness.parallel.values import Value
 from harness.parallel.zero.in_place_inputs import copy_hooked_inputs
+from harness.resilience.process.distributed import give_timeout, open_groups
+from harness.resilience.watch.activity import beat
+from harness.resilience.watch.layers import announce_layers
 from harness.topology.groups import Groups
-from harness.training.arguments import TrainingArguments
-from harness.training.arguments.themes.reporting import MONITORS
 from harness.training.engine.clipping import correct_clipping
 from harness.training.engine.compression import compress_gradients
 from harness.training.engine.engine import Engine, PipelineStages, WholeModel
@@ -55,9 +58,6 @@ from harness.training.engine.evidence import GuardedLoss
 from harness.training.engine.losses import Loss
 from harness.training.engine.muon import find_matrices
 from harness.training.engine.optimizer import own_optimizer, parameter_groups, schedule
-from harness.training.process.distributed import give_timeout, open_groups
-from harness.training.watch.activity import beat
-from harness.training.watch.layers import announce_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -9,12 +9,12 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from harness.config import Resolved
+from harness.console import Console
 from harness.deepspeed.gradient_reduction import average_with, trained_parameters
 from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, CompressedReduction, wire_share
 from harness.parallel.gradients.link import measure
 from harness.parallel.tensor.shard import shard_of
 from harness.topology.groups import Groups
-from harness.training.console import Console
 
 
 def settle_compression(resolved: Resolved, groups: Groups, device: torch.device, console: Console) -> Resolved:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from harness.training.batches.evaluation import EvaluationBatch
+from harness.data.batches.evaluation import EvaluationBatch
+from harness.resilience.process.distributed import any_rank
 from harness.training.engine.engine import Engine
 from harness.training.engine.kept_outputs import whole_outputs
 from harness.training.engine.losses import Outputs, Targets
-from harness.training.process.distributed import any_rank
 
 
 def continued(

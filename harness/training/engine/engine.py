@@ -19,6 +19,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
+from harness.data.batches.collate import MicroBatch
+from harness.data.batches.evaluation import EvaluationBatch
+from harness.data.batches.same_data import require_same_data
 from harness.deepspeed.engine import evaluate_pipeline, scales_loss_dynamically
 from harness.deepspeed.zero3_parameters import GatheredParameters
 from harness.errors import UserError
@@ -26,15 +29,12 @@ from harness.parallel.draws import DrawKeys
 from harness.parallel.generators import own_generators, seed_of
 from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.values import Value
+from harness.resilience.watch.activity import beat, begin_step
 from harness.topology.groups import Groups
-from harness.training.batches.collate import MicroBatch
-from harness.training.batches.evaluation import EvaluationBatch
-from harness.training.batches.same_data import require_same_data
 from harness.training.engine.evidence import Evidence, GuardedLoss
 from harness.training.engine.losses import RouterLoss, Targets, targets
 from harness.training.engine.profiling import flops_profile
 from harness.training.engine.schedule_position import SchedulePosition
-from harness.training.watch.activity import beat, begin_step
 
 Batch: TypeAlias = tuple[Value, Targets]
 

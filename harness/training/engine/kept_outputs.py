@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 from harness.config.model.shares import stretch
+from harness.data.batches.collate import IGNORED
 from harness.errors import UserError
 from harness.parallel.comm import gather_from_group, group_size
 from harness.topology.agreement import values_of_all
-from harness.training.batches.collate import IGNORED
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import CausalLoss, Labels, Loss, Outputs, RouterLoss, Targets
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
+from harness.data.batches.collate import IGNORED
 from harness.errors import UserError
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from harness.parallel.values import Value
-from harness.training.batches.collate import IGNORED
 
 AUX_LOSS = "aux_loss"
 """The name of the router loss, as transformers has it."""

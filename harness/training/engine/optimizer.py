@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
+from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
-from harness.training.arguments import TrainingArguments
 from harness.training.engine.muon import ParameterGroup, muon
 
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]

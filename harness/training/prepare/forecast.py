@@ -14,8 +14,8 @@ from harness.planner.estimate import Estimate, estimate, memory_of, of_config
 from harness.planner.hardware import GIB, load_hardware, names
 from harness.planner.memory import StageMemory
 from harness.planner.model_config import decoder_of
+from harness.resilience.process.memory import device_limit_bytes, host_limit_bytes
 from harness.topology.env import LaunchEnv
-from harness.training.memory import device_limit_bytes, host_limit_bytes
 from harness.wording import counted
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from harness.arguments import TrainingArguments
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
-from harness.training.arguments import TrainingArguments
 
 OF_ADAMW = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 NAMES = {  # of values in the JSON that are arguments otherwise

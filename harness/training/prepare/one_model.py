@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.console import Console
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.errors import UserError
@@ -24,7 +25,6 @@ from harness.hf.skeleton import ModelSource
 from harness.parallel.tensor.shard import shard_of
 from harness.topology.agreement import disagreement, values_of_all
 from harness.topology.groups import Groups
-from harness.training.console import Console
 
 
 def tensors_in_memory(model: Any, source: ModelSource | None, adaptation: Adaptation | None) -> dict[str, Tensor]:

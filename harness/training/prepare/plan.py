@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.arguments import TrainingArguments
+from harness.arguments.configure import RunConfig, read_run_config
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import (
     require_same_adapters,
@@ -17,25 +19,23 @@ from harness.checkpoint.directories import (
 from harness.checkpoint.integrity import damaged, find_resume, foreign
 from harness.config import Resolved
 from harness.config.model.shape import layer_drop, require_every_layer
+from harness.console import Console
+from harness.data.batches.collate import AnyDataset, Collator, collate
+from harness.data.batches.evaluation import EvaluationData
+from harness.data.batches.stream import data_digest, dataset_length
+from harness.data.inputs.datasets import Datasets, user_datasets
+from harness.data.inputs.input_types import require_types
+from harness.data.tokenizer import Tokenizer
 from harness.errors import UserError
 from harness.hf.lora import Adaptation, fingerprint
 from harness.hf.skeleton import ModelSource
+from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
-from harness.training.arguments import TrainingArguments
-from harness.training.batches.collate import AnyDataset, Collator, collate
-from harness.training.batches.evaluation import EvaluationData
-from harness.training.batches.stream import data_digest, dataset_length
-from harness.training.console import Console
-from harness.training.data.tokenizer import Tokenizer
 from harness.training.engine.losses import LossFunction
 from harness.training.metrics import OwnMetrics
 from harness.training.prepare import startup_report
-from harness.training.prepare.configure import RunConfig, read_run_config
-from harness.training.prepare.inputs.datasets import Datasets, user_datasets
-from harness.training.prepare.inputs.input_types import require_types
 from harness.training.prepare.trainable import Model, adapted
-from harness.training.watch.meeting import watching_for_stopped_ranks
 
 if TYPE_CHECKING:
     from peft import LoraConfig

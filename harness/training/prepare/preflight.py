@@ -6,21 +6,20 @@ import os
 import tempfile
 from pathlib import Path
 
+from harness.arguments import LoraArguments, TrainingArguments, require_peft
+from harness.arguments.configure import RunConfig, read_run_config
+from harness.arguments.themes.script import PYTHON_STDLIB, ScriptArguments
 from harness.checkpoint.directories import require_same_optimizer
 from harness.checkpoint.integrity import find_resume
 from harness.checkpoint.run_lock import lock_directory
 from harness.config.model.families import require_trainable_family
+from harness.data.files.specs import TOKENS, source_groups, validation_group
+from harness.data.inputs.prompt_file import read_prompts
+from harness.data.inputs.stream_flags import refuse_buffer, require_streamable
+from harness.data.tokenizer import BYTES, tokenizer_directory
 from harness.errors import UserError
 from harness.hf.locate import model_directory
 from harness.topology.env import LaunchEnv
-from harness.training.arguments import LoraArguments, TrainingArguments, require_peft
-from harness.training.arguments.themes.script import ScriptArguments
-from harness.training.data.files.sources import PYTHON_STDLIB
-from harness.training.data.files.specs import TOKENS, source_groups, validation_group
-from harness.training.data.tokenizer import BYTES, tokenizer_directory
-from harness.training.prepare.configure import RunConfig, read_run_config
-from harness.training.prepare.inputs.prompt_file import read_prompts
-from harness.training.prepare.inputs.stream_flags import refuse_buffer, require_streamable
 
 TRIAL_STEPS = 200  # of a run that names neither data nor steps
 

@@ -15,12 +15,18 @@ from typing import cast
 import torch.distributed as dist
 from torch import nn
 
+from harness.arguments import TrainingArguments
 from harness.checkpoint import directories
 from harness.checkpoint.engine_state import EngineState, require_savable
 from harness.checkpoint.integrity import run_id
 from harness.checkpoint.run_lock import lock_directory, unlock_directory
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
+from harness.console import Console
+from harness.data.batches.collate import MicroBatch
+from harness.data.batches.evaluation import by_prefix, evaluation_digest
+from harness.data.batches.stream import BatchStream
+from harness.data.batches.tokens_only import TokenCollator
 from harness.deepspeed.collectives import carry_collectives
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.prints import silence_prints
@@ -36,35 +42,29 @@ from harness.parallel.collectives.of_group import (
     sums_in_memory,
 )
 from harness.parallel.memory import keep_freed_memory, malloc_trim
+from harness.resilience.process.distributed import close_groups, open_groups, require_device, require_precision, start
+from harness.resilience.process.records import HERE
+from harness.resilience.watch.activity import ACTIVITY, expect_costs
+from harness.resilience.watch.meeting import watching_for_stopped_ranks
+from harness.resilience.watch.opening import watch_run
 from harness.topology.agreement import all_or_none, check_agreement, values_of_all
 from harness.topology.groups import Groups, build_groups
-from harness.training.arguments import TrainingArguments
-from harness.training.batches.collate import MicroBatch
-from harness.training.batches.evaluation import by_prefix, evaluation_digest
-from harness.training.batches.stream import BatchStream
-from harness.training.batches.tokens_only import TokenCollator
-from harness.training.console import Console
 from harness.training.engine.build import RunContext, build_engine
 from harness.training.engine.compression import settle_compression
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import logits_loss
 from harness.training.prepare import startup_report
 from harness.training.prepare.compilation import require_compilable
+from harness.training.prepare.dataset_check import DatasetCheck, sample_length
 from harness.training.prepare.forecast import Forecast, forecast, require_memory
 from harness.training.prepare.hyperparameters import hyperparameters
-from harness.training.prepare.inputs.dataset_check import DatasetCheck, sample_length
-from harness.training.prepare.inputs.sample_prompts import SamplePrompts, sample_prompts
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
 from harness.training.prepare.plan import RunInputs, RunPlan, intact_checkpoint, plan_run
+from harness.training.prepare.sample_prompts import SamplePrompts, sample_prompts
 from harness.training.prepare.shared_output import require_shared
 from harness.training.prepare.stages import StageLine, choose_boundaries, stage_costs, stage_lines
 from harness.training.prepare.trainable import TrainableModel, trainable_decoder, trainable_layers
 from harness.training.prepare.verification import verify_plan
-from harness.training.process.distributed import close_groups, open_groups, require_device, require_precision, start
-from harness.training.process.records import HERE
-from harness.training.watch.activity import ACTIVITY, expect_costs
-from harness.training.watch.meeting import watching_for_stopped_ranks
-from harness.training.watch.opening import watch_run
 
 
 @dataclass(frozen=True, kw_only=True)

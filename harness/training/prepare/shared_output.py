@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from harness.errors import UserError
+from harness.resilience.process.records import HERE
 from harness.topology.agreement import all_or_none, spell_ranks, values_of_all
-from harness.training.process.records import HERE
 
 PATIENCE_S = 3.0  # network file systems may show a new file late
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.config.values.stage_parts import StageParts
+from harness.data.batches.collate import MicroBatch
 from harness.deepspeed.pipeline import LayerCall
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.errors import UserError
@@ -23,7 +24,6 @@ from harness.parallel.pipeline.partition import stage_boundaries
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.values import Value
 from harness.topology.agreement import values_of_all
-from harness.training.batches.collate import MicroBatch
 from harness.training.engine.build import RunContext
 from harness.training.engine.losses import Loss, targets
 from harness.training.prepare.trainable import TrainableModel

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import torch
 
+from harness.arguments import TrainingArguments
 from harness.config import Resolved
 from harness.config.schema.support import version_warning
 from harness.config.values.batch import bubble, idle, micro_batches_wanted
 from harness.config.values.layout_keys import DEEPSPEED_1F1B
+from harness.console import Console
 from harness.hf.locate import presets
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
+from harness.resilience.process.signals import Stopped
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.topology.placement import advise, hosts_of_launch
-from harness.training.arguments import TrainingArguments
-from harness.training.console import Console
 from harness.training.prepare.stages import StageLine
 from harness.training.prepare.trainable import TrainableModel
-from harness.training.process.signals import Stopped
 from harness.wording import counted
 
 

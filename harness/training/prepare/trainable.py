@@ -15,7 +15,9 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
+from harness.data.batches.collate import MicroBatch
 from harness.deepspeed.pipeline import Layer
 from harness.errors import UserError
 from harness.hf.attention import require_available, with_attention
@@ -29,8 +31,6 @@ from harness.parallel.pipeline.costs import LayerCost
 from harness.parallel.pipeline.staged_module import first_names
 from harness.parallel.values import Value
 from harness.parallel.zero.zero3_partition import Zero3Partition
-from harness.training.arguments import TrainingArguments
-from harness.training.batches.collate import MicroBatch
 from harness.training.engine.build import LayerTraits, RunContext
 from harness.training.engine.losses import CausalLoss, LogitsLoss, Loss, LossFunction, MeanLoss, RouterLoss
 from harness.training.engine.precision import can_keep_fp32, keeps_wanted, obstacle

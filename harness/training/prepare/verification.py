@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from harness.console import Console
 from harness.errors import UserError
 from harness.hf.causal import CausalModel, assemble
 from harness.hf.matrix import is_tested
@@ -21,7 +22,6 @@ from harness.hf.verify.comparison import NOT_CAUSAL, Difference, find_difference
 from harness.hf.verify.tiny_copy import shrink
 from harness.parallel.comm import TensorParallel
 from harness.topology.agreement import values_of_all
-from harness.training.console import Console
 from harness.training.engine.build import RunContext
 
 

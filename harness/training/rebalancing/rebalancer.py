@@ -17,7 +17,7 @@ from torch import nn
 
 from harness.deepspeed.engine import watch_instructions
 from harness.parallel.pipeline.partition import balanced
-from harness.profile.timeline import pipeline_seconds
+from harness.report.profile.timeline import pipeline_seconds
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.prepare.run import PreparedRun

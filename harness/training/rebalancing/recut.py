@@ -10,10 +10,10 @@ from harness.checkpoint.engine_state import stored
 from harness.checkpoint.tensors.exchange import exchange
 from harness.checkpoint.tensors.held import Held
 from harness.checkpoint.training_state import restore
+from harness.resilience.watch.activity import expect_costs, inside
 from harness.training.engine.build import build_engine
 from harness.training.prepare.run import PreparedRun, release_engine
 from harness.training.prepare.stages import stage_costs, stage_lines
-from harness.training.watch.activity import expect_costs, inside
 
 
 @inside("rebalancing")

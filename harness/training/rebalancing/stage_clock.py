@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from harness.training.process.moments import Moment, moment, seconds_between
+from harness.resilience.process.moments import Moment, moment, seconds_between
 
 COMPUTING = ("ForwardPass", "BackwardPass", "InputGradients", "WeightGradients")
 

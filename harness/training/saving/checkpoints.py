@@ -17,14 +17,14 @@ from harness.checkpoint.background_save import BackgroundSave, NotSaved, Writer
 from harness.checkpoint.directories import numbered, set_aside_foreign
 from harness.checkpoint.integrity import require_unused
 from harness.errors import UserError
+from harness.resilience.process.distributed import all_arrive, any_rank
+from harness.resilience.watch.activity import inside
 from harness.topology.agreement import all_or_none
 from harness.training.best_model import note_checkpoint
 from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFinite
 from harness.training.prepare.run import PreparedRun
-from harness.training.process.distributed import all_arrive, any_rank
 from harness.training.saving.writing import begin_checkpoint
-from harness.training.watch.activity import inside
 
 MOMENT_S = 1.0  # for the disk, in the step after a save
 PATIENCE_S = 5.0  # for the other ranks, where this one does not know whether they come

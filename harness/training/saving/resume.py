@@ -19,12 +19,12 @@ from harness.checkpoint.directories import (
 )
 from harness.checkpoint.integrity import find_resume, run_id
 from harness.checkpoint.residue import load_residue
+from harness.data.batches.stream import BatchStream
+from harness.data.streaming.source import Streamed
 from harness.errors import UserError
 from harness.topology.agreement import all_or_none, values_of_all
-from harness.training.batches.stream import BatchStream
 from harness.training.best_model import restore_best
 from harness.training.callbacks import TrainerState
-from harness.training.data.streaming.source import Streamed
 from harness.training.prepare.hyperparameters import changes
 from harness.training.prepare.one_model import require_one_model
 from harness.training.prepare.plan import intact_checkpoint

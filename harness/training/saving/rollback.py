@@ -10,15 +10,15 @@ import torch.distributed as dist
 
 from harness.checkpoint import training_state
 from harness.checkpoint.integrity import newest_whole
+from harness.data.batches.stream import BatchStream
 from harness.errors import UserError
+from harness.resilience.watch.activity import inside
 from harness.topology.agreement import values_of_all
-from harness.training.batches.stream import BatchStream
 from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFiniteStep
 from harness.training.prepare.run import PreparedRun
-from harness.training.report.recorder import Recorder
+from harness.training.recording.recorder import Recorder
 from harness.training.saving.resume import load
-from harness.training.watch.activity import inside
 
 AT_MOST = 3
 """Rollbacks in a row after which the run is not a step further."""

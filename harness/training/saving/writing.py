@@ -16,11 +16,11 @@ from harness.checkpoint.directories import Progress, finished_name, optimizer_na
 from harness.checkpoint.exporting.adapters import export_adapter_config, export_adapters
 from harness.checkpoint.exporting.weights import export_config, export_weights
 from harness.config.values.json_object import JsonObject
+from harness.data.streaming.source import Streamed
 from harness.errors import UserError
 from harness.hf.lora import plain_name, saved_name, sorted_config
 from harness.training.best_model import best_as_saved
 from harness.training.callbacks import TrainerState
-from harness.training.data.streaming.source import Streamed
 from harness.training.prepare.run import PreparedRun
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from harness.topology.layout import Layout
 @pytest.fixture
 def groups() -> Groups:
     """The groups of the only rank; it is started, so that all ranks can be asked."""
+    from harness.resilience.process.distributed import start
     from harness.topology.env import LaunchEnv
-    from harness.training.process.distributed import start
 
     start(LaunchEnv())
     return build_groups(Layout())

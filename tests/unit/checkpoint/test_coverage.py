@@ -14,8 +14,8 @@ from harness.checkpoint.tensors.coverage import require_each_value_once
 from harness.checkpoint.tensors.held import Held
 from harness.errors import UserError
 from harness.parallel.tensor.shard import share_of
+from harness.resilience.process.distributed import start
 from harness.topology.env import LaunchEnv
-from harness.training.process.distributed import start
 
 ALONE: Any = SimpleNamespace(tp_group=None, dp_group=None)
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from harness.arguments import TrainingArguments
+from harness.arguments.themes.script import ScriptArguments
 from harness.cli import main
 from harness.config.model.plans import plan_refusal
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
-from harness.training.arguments import TrainingArguments
-from harness.training.arguments.themes.script import ScriptArguments
 from harness.training.prepare.preflight import check_before_start
 from harness.wording import counted
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoConfig, BloomConfig, LlamaConfig
 
+from harness.arguments import TrainingArguments
 from harness.errors import UserError
 from harness.hf.attention import on_any_device, require_available, with_attention
 from harness.hf.skeleton import build_skeleton
-from harness.training.arguments import TrainingArguments
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

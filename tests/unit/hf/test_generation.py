@@ -9,8 +9,8 @@ import torch
 from transformers import AutoTokenizer
 
 from harness.cli import main
+from harness.data.tokenizer import ByteTokenizer
 from harness.hf.generation import brings_template, prompt_ids
-from harness.training.data.tokenizer import ByteTokenizer
 from tests.models import model_of
 
 

@@ -13,13 +13,13 @@ import pytest
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
+from harness.arguments.themes.script import ScriptArguments
 from harness.cli import main
 from harness.config.model import hub
+from harness.data.tokenizer import ByteTokenizer, load_tokenizer
 from harness.errors import UserError
 from harness.hf.locate import PRESETS, model_directory
 from harness.hf.skeleton import read_source
-from harness.training.arguments.themes.script import ScriptArguments
-from harness.training.data.tokenizer import ByteTokenizer, load_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

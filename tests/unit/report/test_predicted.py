@@ -11,7 +11,7 @@ import pytest
 
 from harness.report.predicted import predict
 from harness.report.run_files import RunFiles
-from tests.unit.profile.made import profile
+from tests.unit.report.profile.made import profile
 
 TINY = Path(__file__).resolve().parents[3] / "models/presets/tiny-llama/config.json"
 OUTER = 258 * 128 * 4  # bytes of the embedding

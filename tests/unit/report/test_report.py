@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from harness.cli import main
-from harness.profile.record import FOLDER
-from harness.profile.summary import summary
 from harness.report.curves import MOST_POINTS, Point, thinned
+from harness.report.profile.record import FOLDER
+from harness.report.profile.summary import summary
 from tests.report_runs import made, write_other, write_run
-from tests.unit.profile.made import MEMORY, profile
+from tests.unit.report.profile.made import MEMORY, profile
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 from harness.resilience.attempt import AgentProcess
 from harness.resilience.hosts import HostDevices
 from harness.resilience.on_host.messages import MARK, LineReader
-from harness.training.process.records import Failure, Position
+from harness.resilience.process.records import Failure, Position
 
 
 class Ends:

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from harness.resilience.cause import Cause, Ended, first_cause
-from harness.training.process.records import Failure, Position
+from harness.resilience.process.records import Failure, Position
 
 
 def failure(rank: int, time: float, **more: object) -> Failure:

@@ -8,10 +8,10 @@ import pytest
 import transformers
 
 from harness import TrainingArguments, UserError
+from harness.arguments import SCHEDULES, LoraArguments, parse
+from harness.arguments.configure import max_steps, read_run_config
+from harness.arguments.themes.script import ScriptArguments
 from harness.config import ConfigError
-from harness.training.arguments import SCHEDULES, LoraArguments, parse
-from harness.training.arguments.themes.script import ScriptArguments
-from harness.training.prepare.configure import max_steps, read_run_config
 
 SAME_AS_HF = (
     *("max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from harness import TrainingArguments, UserError
+from harness.arguments import LoraArguments, expanded, parse
+from harness.arguments.configure import read_run_config
+from harness.arguments.flags import ALIASES
+from harness.arguments.other_names.advice import advice, is_idle, refusal
+from harness.arguments.other_names.axolotl import AXOLOTL, AXOLOTL_PREFIXES, asks_for_nothing
+from harness.arguments.other_names.huggingface import NOT_TAKEN
+from harness.arguments.other_names.other_programs import PROGRAMS, is_section, meant
+from harness.arguments.themes.script import ScriptArguments
+from harness.arguments.words import known_flags, own_words
 from harness.config import AutoValues
-from harness.training.arguments import LoraArguments, expanded, parse
-from harness.training.arguments.flags import ALIASES
-from harness.training.arguments.other_names.advice import advice, is_idle, refusal
-from harness.training.arguments.other_names.axolotl import AXOLOTL, AXOLOTL_PREFIXES, asks_for_nothing
-from harness.training.arguments.other_names.huggingface import NOT_TAKEN
-from harness.training.arguments.other_names.other_programs import PROGRAMS, is_section, meant
-from harness.training.arguments.themes.script import ScriptArguments
-from harness.training.arguments.words import known_flags, own_words
-from harness.training.prepare.configure import read_run_config
 
 KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
 KNOWN = known_flags(KINDS)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import harness
-from harness.training.console import Console, plain_console, quiet
+from harness.console import Console, plain_console, quiet
 
 
 def consoles() -> tuple[Console, Console, io.StringIO, io.StringIO]:

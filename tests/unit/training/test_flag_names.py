@@ -12,13 +12,13 @@ import pytest
 import transformers
 
 from harness import TrainingArguments, UserError
+from harness.arguments import LoraArguments, expanded, parse
+from harness.arguments.flags import ALIASES
+from harness.arguments.other_names.huggingface import NOT_TAKEN
+from harness.arguments.other_names.other_programs import PROGRAMS
+from harness.arguments.themes.script import ScriptArguments
+from harness.arguments.words import known_flags
 from harness.train import main
-from harness.training.arguments import LoraArguments, expanded, parse
-from harness.training.arguments.flags import ALIASES
-from harness.training.arguments.other_names.huggingface import NOT_TAKEN
-from harness.training.arguments.other_names.other_programs import PROGRAMS
-from harness.training.arguments.themes.script import ScriptArguments
-from harness.training.arguments.words import known_flags
 
 KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
 RUN_CLM = (

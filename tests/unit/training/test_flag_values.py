@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import TrainingArguments, UserError
-from harness.training.arguments import LoraArguments
-from harness.training.arguments.flags import Flags, flag, groups, shown_default
-from harness.training.arguments.themes.script import ScriptArguments
-from harness.training.arguments.values import typed
-from harness.training.prepare.configure import read_run_config
+from harness.arguments import LoraArguments
+from harness.arguments.configure import read_run_config
+from harness.arguments.flags import Flags, flag, groups, shown_default
+from harness.arguments.themes.script import ScriptArguments
+from harness.arguments.values import typed
 
 
 class Kind(Enum):

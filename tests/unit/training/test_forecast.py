@@ -11,9 +11,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from harness import TrainingArguments, UserError
+from harness.console import plain_console
+from harness.resilience.process.memory import host_limit_bytes
 from harness.topology.env import LaunchEnv
-from harness.training.console import plain_console
-from harness.training.memory import host_limit_bytes
 from harness.training.prepare import forecast as forecasts
 from harness.training.prepare.forecast import Forecast, forecast, require_memory
 from harness.training.prepare.plan import RunInputs, RunPlan, plan_run

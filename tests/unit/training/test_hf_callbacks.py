@@ -10,8 +10,8 @@ import pytest
 import transformers
 
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
+from harness.data.tokenizer import load_tokenizer
 from harness.training.callbacks import TrainerControl, instance
-from harness.training.data.tokenizer import load_tokenizer
 from tests.distributed.training import rows
 
 

@@ -1,6 +1,6 @@
 """The command above a run, as it is shown to go on with."""
 
-from harness.training.process.launcher import Launcher, _as_typed, with_resume
+from harness.resilience.process.launcher import Launcher, _as_typed, with_resume
 
 
 def test_the_command_that_goes_on() -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from harness import Trainer, TrainingArguments, UserError
+from harness.arguments.themes.run import NONFINITE
 from harness.checkpoint.background_save import NotSaved
-from harness.training.arguments.themes.run import NONFINITE
-from harness.training.console import plain_console
+from harness.console import plain_console
 from harness.training.engine.engine import Engine, StepOutcome
 from harness.training.nonfinite import NonFinite, NonFiniteStep, _finite
 

@@ -11,13 +11,13 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from harness import TrainingArguments, UserError
+from harness.arguments.configure import read_run_config
+from harness.console import plain_console
+from harness.data.inputs.datasets import Datasets, _require_cut, user_datasets
+from harness.data.inputs.sample_form import SampleForm
+from harness.data.tokenizer import ByteTokenizer
 from harness.hf.skeleton import ModelSource, read_source
 from harness.topology.env import LaunchEnv
-from harness.training.console import plain_console
-from harness.training.data.tokenizer import ByteTokenizer
-from harness.training.prepare.configure import read_run_config
-from harness.training.prepare.inputs.datasets import Datasets, _require_cut, user_datasets
-from harness.training.prepare.inputs.sample_form import SampleForm
 from harness.training.prepare.trainable import trainable_layers
 
 LAYOUT = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}

@@ -11,7 +11,7 @@ import pytest
 
 from harness import train
 from harness.errors import UserError
-from harness.training.process import records
+from harness.resilience.process import records
 
 
 @pytest.fixture
@@ -67,6 +67,6 @@ def test_the_script_records_what_the_user_must_fix(folder: Path, tmp_path: Path)
 
 
 def test_records_need_no_torch() -> None:
-    code = "import harness.training.process.records, sys, json; print(json.dumps('torch' in sys.modules))"
+    code = "import harness.resilience.process.records, sys, json; print(json.dumps('torch' in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) is False

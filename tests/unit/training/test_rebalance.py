@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from harness.profile.timeline import pipeline_seconds
+from harness.report.profile.timeline import pipeline_seconds
 from harness.training.rebalancing.rebalancer import corrected
 
 

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from harness import Trainer, TrainingArguments, UserError
-from harness.training.arguments import LoraArguments, parse
-from harness.training.arguments.themes.script import ScriptArguments
-from harness.training.data.tokenizer import ByteTokenizer
+from harness.arguments import LoraArguments, parse
+from harness.arguments.themes.script import ScriptArguments
+from harness.data.tokenizer import ByteTokenizer
+from harness.resilience.process import signals
 from harness.training.metrics import OwnMetrics
-from harness.training.process import signals
-from harness.training.report.metrics import MetricsFile
-from harness.training.report.origin import data_files
-from harness.training.report.recorder import Recorder, _shown
-from tests.unit.training.data.test_token_files import datatrove, megatron
+from harness.training.recording.metrics import MetricsFile
+from harness.training.recording.origin import data_files
+from harness.training.recording.recorder import Recorder, _shown
+from tests.unit.data.test_token_files import datatrove, megatron
 
 POINTS = [(torch.tensor([i / 8, 1.0]), torch.tensor([i / 4])) for i in range(16)]
 TOKENS = [{"input_ids": [(5 * i + k) % 250 for k in range(8)]} for i in range(8)]

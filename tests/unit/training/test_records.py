@@ -25,10 +25,10 @@ from harness.checkpoint.directories import (
 )
 from harness.checkpoint.integrity import find_resume, newest
 from harness.checkpoint.manifest import contents
+from harness.console import plain_console, quiet
 from harness.hf.skeleton import read_source
-from harness.training.console import plain_console, quiet
 from harness.training.prepare import startup_report
-from harness.training.report.metrics import MetricsFile
+from harness.training.recording.metrics import MetricsFile
 from tests.unit.training.full_disk import full_disk
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from harness import TrainingArguments, UserError
-from harness.training.arguments.themes.reporting import monitor_sections, require_packages
+from harness.arguments.configure import read_run_config
+from harness.arguments.themes.reporting import monitor_sections, require_packages
+from harness.console import Console, plain_console
 from harness.training.callbacks import StepRecord, TrainerControl, TrainerState
-from harness.training.console import Console, plain_console
-from harness.training.prepare.configure import read_run_config
-from harness.training.report.monitors import Monitors
-from harness.training.report.origin import data_files, git_state
-from harness.training.report.progress import ProgressCallback, clock, smoothed
+from harness.training.recording.monitors import Monitors
+from harness.training.recording.origin import data_files, git_state
+from harness.training.recording.progress import ProgressCallback, clock, smoothed
 from tests.unit.training.full_disk import full_disk
 
 

@@ -14,12 +14,18 @@ from torch.optim import lr_scheduler as of_torch
 from transformers import get_scheduler
 
 from harness import TrainingArguments, UserError
-from harness.checkpoint.directories import Progress, finish, optimizer_name, partial_name, require_same_optimizer
+from harness.arguments.configure import read_run_config
+from harness.checkpoint.directories import (
+    Progress,
+    finish,
+    optimizer_name,
+    partial_name,
+    require_same_optimizer,
+    set_aside,
+)
 from harness.checkpoint.integrity import find_resume
 from harness.training.engine.schedule_position import advance_schedule
-from harness.training.prepare.configure import read_run_config
 from harness.training.prepare.hyperparameters import changes, hyperparameters
-from harness.training.report.metrics import set_aside
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "linear": lambda o: get_scheduler("linear", o, 3, 20),

@@ -14,8 +14,8 @@ from torch import nn
 
 from harness import Trainer, TrainingArguments, UserError
 from harness.checkpoint.run_lock import HELD
+from harness.resilience.process.distributed import open_groups
 from harness.training.prepare.run import release, training_stream
-from harness.training.process.distributed import open_groups
 
 POINTS = [(torch.tensor([i / 8, 1.0]), torch.tensor([i / 4])) for i in range(8)]
 CONFIG = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from harness import TrainingArguments, UserError
+from harness.arguments.configure import read_run_config
 from harness.config.values.layout_keys import FOLDED_SCHEDULES, ROUND_ROBIN_SCHEDULES
 from harness.config.values.stage_parts import StageParts, stage_parts
+from harness.resilience.process.distributed import start
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
 from harness.training.engine.build import RunContext
-from harness.training.prepare.configure import read_run_config
 from harness.training.prepare.stages import StageLine, choose_boundaries, measured_costs, stage_costs, stage_lines
 from harness.training.prepare.trainable import TrainableModel, trainable_layers
-from harness.training.process.distributed import start
 
 SCHEDULES = ("1f1b", *FOLDED_SCHEDULES, *ROUND_ROBIN_SCHEDULES)
 

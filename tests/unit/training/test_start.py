@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from harness import TrainingArguments
+from harness.arguments.themes.script import ScriptArguments
 from harness.config import AutoValues, resolve
+from harness.console import Console
 from harness.topology.layout import Layout
 from harness.train import main
-from harness.training.arguments.themes.script import ScriptArguments
-from harness.training.console import Console
 from harness.training.prepare import startup_report
 from harness.training.prepare.preflight import TRIAL_STEPS, limit_trial
 

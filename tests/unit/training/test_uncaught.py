@@ -11,8 +11,8 @@ import pytest
 from harness.config import ConfigError, load
 from harness.config.diagnostic import Diagnostic, Severity
 from harness.errors import UserError, UserErrors, printable
-from harness.training.process import uncaught
-from harness.training.process.uncaught import lines_of, show_in_one_line
+from harness.resilience.process import uncaught
+from harness.resilience.process.uncaught import lines_of, show_in_one_line
 
 
 def finding(line: int) -> Diagnostic:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.training.process import wall_clock
-from harness.training.process.wall_clock import WallClock
-from harness.training.report import metrics
+from harness.resilience.process import wall_clock
+from harness.resilience.process.wall_clock import WallClock
+from harness.training.recording import metrics
 
 
 class Time:

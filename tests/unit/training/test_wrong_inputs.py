@@ -11,13 +11,13 @@ from datasets import Dataset
 import harness
 from harness import TrainerCallback, TrainingArguments, UserError
 from harness.cli import main
-from harness.training.batches.collate import collate
-from harness.training.batches.stream import read_micro_batch
-from harness.training.batches.tokens_only import TokenCollator
+from harness.data.batches.collate import collate
+from harness.data.batches.stream import read_micro_batch
+from harness.data.batches.tokens_only import TokenCollator
+from harness.data.inputs.input_types import require_types
+from harness.data.inputs.sample_lengths import require_short
 from harness.training.callbacks import instances, take_out
 from harness.training.evaluate import mean_loss
-from harness.training.prepare.inputs.input_types import require_types
-from harness.training.prepare.inputs.sample_lengths import require_short
 
 TOKENS_APART = [{"input_ids": [1] * 5, "position_ids": positions} for positions in ([0, 1, 0, 1, 2], [0, 1, 2, 3, 4])]
 ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6]}]

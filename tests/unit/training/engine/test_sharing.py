@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from harness import TrainingArguments
+from harness.arguments.configure import read_run_config
+from harness.console import plain_console
 from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED
 from harness.parallel.gradients.link import Choice, choose
 from harness.parallel.tensor.shard import Shard, mark
 from harness.topology.groups import Groups
 from harness.topology.layout import Layout
-from harness.training.console import plain_console
 from harness.training.engine.build import RunContext
 from harness.training.engine.compression import _kind, compress_gradients, settle_compression
 from harness.training.engine.zero3_layers import layer_finisher, secondary_size, zero3_partition
-from harness.training.prepare.configure import read_run_config
 
 CPU = torch.device("cpu")
 

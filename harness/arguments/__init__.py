@@ -1,0 +1,24 @@
+"""The arguments of a run, named and defaulted as in HuggingFace's TrainingArguments and run_clm.py.
+
+The dataclasses are the one list of flags: command line, `--help` and docs/flags.md are made from them. Each theme has
+its file. Neither torch nor transformers is imported, so that a wrong argument is refused at once.
+"""
+
+from harness.arguments.command_line import Parser, add_flags, expanded, parse
+from harness.arguments.flags import Flags, flag
+from harness.arguments.themes.lora import LoraArguments, require_peft
+from harness.arguments.themes.optimizer import SCHEDULES
+from harness.arguments.training_arguments import TrainingArguments
+
+__all__ = [
+    "SCHEDULES",
+    "Flags",
+    "LoraArguments",
+    "Parser",
+    "TrainingArguments",
+    "add_flags",
+    "expanded",
+    "flag",
+    "parse",
+    "require_peft",
+]

@@ -1,0 +1,156 @@
+"""`--config FILE`: flags in YAML or JSON, and the `run.json` of a run, whose `arguments` repeat it."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from harness.arguments.flags import ALIASES, require_one_name
+from harness.arguments.other_names.advice import advice
+from harness.arguments.other_names.other_programs import is_section
+from harness.arguments.values import takes
+from harness.errors import UserError, UserErrors
+
+if TYPE_CHECKING:
+    import yaml
+
+ARGUMENTS = "arguments"  # of run.json
+
+_PAIR = re.compile(r"(?<!\\)((?:\\\\)*)(\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+
+
+@dataclass(frozen=True)
+class ConfigFlag:
+    """A flag in a file, as words of a command line; `where` is the file and the line."""
+
+    where: str
+    words: tuple[str, ...]
+
+
+def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[ConfigFlag]:
+    """Return the flags in a file; UserError if it cannot be read.
+
+    Of a run.json those are left out that have their default: the run was not given them.
+    """
+    import yaml
+
+    path = Path(file)
+    if path.suffix == ".toml":
+        _refuse_toml(path, known)
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            # YAML takes all of JSON but its tabs and its characters in two escapes
+            text = _PAIR.sub(lambda pair: pair[1] + json.loads(f'"{pair[2]}"'), text.replace("\t", " "))
+        root = yaml.compose(text, Loader=_loader())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except yaml.MarkedYAMLError as error:
+        line = 0 if error.problem_mark is None else error.problem_mark.line + 1
+        raise UserError(f"{file}:{line}: is neither YAML nor JSON: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"--config {file}: is neither YAML nor JSON: {str(error).splitlines()[0]}") from error
+    except RecursionError as error:
+        raise UserError(f"--config {file}: is nested too deeply to be read") from error
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise UserError(f"--config {file}: give flags and their values, as `max_steps: 100`")
+    arguments = next((value for key, value in root.value if key.value == ARGUMENTS), None)
+    if isinstance(arguments, yaml.MappingNode):
+        return list(_flags(file, arguments, known, of_run=True))
+    return list(_flags(file, root, known))
+
+
+def _refuse_toml(path: Path, known: Mapping[str, Field[object]]) -> NoReturn:
+    """Raise UserErrors for a TOML file, such as torchtitan's: what each of its keys is here."""
+    try:
+        root = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        root = {}
+    lines = [f"--config {path}: TOML is not read: give flags in YAML or JSON, as `max_steps: 100`"]
+    for name, value in root.items():
+        keys = [f"{name}.{key}" for key in value] if isinstance(value, dict) else [name]
+        lines += [f"{path}: {key}: {advice(key, known)}" for key in keys if key not in known]
+    raise UserErrors("\n".join(lines))
+
+
+def _flags(
+    file: str, node: yaml.MappingNode, known: Mapping[str, Field[object]], *, of_run: bool = False, section: str = ""
+) -> Iterator[ConfigFlag]:
+    import yaml
+
+    seen: set[str] = set()
+    names: dict[str, str] = {}
+    for key, value in node.value:
+        if not isinstance(key.value, str):
+            raise UserError(f"{file}:{key.start_mark.line + 1}: a key is no name: give flags, as `max_steps: 100`")
+        where, name = f"{file}:{key.start_mark.line + 1}: ", section + str(key.value).removeprefix("--")
+        own = name.replace("-", "_")
+        if own in seen:
+            raise UserError(f"{where}{name} is given twice")
+        seen.add(own)
+        if isinstance(value, yaml.MappingNode) and name not in known and is_section(name):
+            yield from _flags(file, value, known, section=f"{name}.")
+            continue
+        item = known.get(own)
+        try:
+            plain = _plain(value)
+            words = _words(name, plain, several=item is None or takes(item.type, "tuple"))
+        except (yaml.MarkedYAMLError, TypeError, ValueError) as error:
+            problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
+            raise UserError(f"{where}{name}: has a value that JSON has not ({problem})") from error
+        if plain is None or (of_run and item is not None and _same(plain, item.default)):
+            continue
+        require_one_name(names, ALIASES.get(own, own), own, where)
+        yield ConfigFlag(where, words)
+
+
+@cache
+def _loader() -> type[yaml.SafeLoader]:
+    """YAML in which 1e-5 is a number and a date a text, as in JSON and as DeepSpeed reads them."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+        yaml_implicit_resolvers = {  # noqa: RUF012  # as PyYAML declares it
+            first: [(tag, form) for tag, form in forms if not tag.endswith(":timestamp")]
+            for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
+    return Loader
+
+
+def _plain(node: yaml.Node) -> object:
+    """Return a node's value; scalars as they are written, so that `no`, `1e-5` and `2024-01-01` stay words."""
+    import yaml
+
+    if isinstance(node, yaml.ScalarNode):
+        return None if node.tag.endswith(":null") else node.value
+    if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
+        return [item.value for item in node.value]
+    return yaml.SafeLoader("").construct_object(node, deep=True)
+
+
+def _words(name: str, value: object, *, several: bool) -> tuple[str, ...]:
+    if isinstance(value, list) and not any(isinstance(item, dict | list) for item in value):
+        return (f"--{name}", *map(str, value)) if several else (f"--{name}={','.join(map(str, value))}",)
+    return (f"--{name}={value if isinstance(value, str) else json.dumps(value)}",)
+
+
+def _same(value: object, default: object) -> bool:
+    if isinstance(default, bool):
+        return str(value).lower() == str(default).lower()
+    if isinstance(default, int | float):
+        try:
+            return float(str(value)) == default
+        except ValueError:
+            return False
+    return bool(value == (list(default) if isinstance(default, tuple) else default))

@@ -1,0 +1,103 @@
+"""The flags of evaluation and checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from harness.arguments.flags import Flags, flag
+from harness.errors import UserError
+
+STRATEGIES = ("no", "steps", "epoch")
+
+
+@dataclass(kw_only=True)
+class CheckpointArguments(Flags):
+    """When to evaluate, when to save, and which model is the best."""
+
+    TITLE: ClassVar[str] = "Evaluation and checkpoints"
+
+    eval_strategy: str | None = flag(
+        None,
+        "evaluate every eval_steps steps, at the end of each epoch, or not at all (default: steps with eval_steps, "
+        "else at the end of the run alone)",
+        choices=STRATEGIES,
+    )
+    eval_steps: int | None = flag(None, "steps between evaluations (default: logging_steps)", least=1)
+    save_strategy: str = flag(
+        "steps",
+        "save every save_steps steps, at the end of each epoch, at each best evaluation, or not at all",
+        choices=(*STRATEGIES, "best"),
+    )
+    save_steps: int = flag(500, "steps between checkpoints; the last step also saves one; 0: no checkpoints", least=0)
+    save_seconds: float | None = flag(None, "also save when so many seconds have passed since the last checkpoint")
+    save_total_limit: int | None = flag(
+        None, "number of newest checkpoints to keep, the best one counted and always kept (default: all)", least=1
+    )
+    save_only_model: bool = flag(False, "save the model alone: smaller, but no run can go on from such a checkpoint")
+    load_best_model_at_end: bool = flag(False, "end with the weights of the best evaluation's checkpoint")
+    metric_for_best_model: str | None = flag(
+        None, "metric of the evaluation that says which model is the best (default: loss)"
+    )
+    greater_is_better: bool | None = flag(
+        None, "whether a higher metric is better (default: unless its name is perplexity or ends with loss)"
+    )
+    early_stopping_patience: int | None = flag(
+        None, "stop after so many evaluations in a row that are not the best so far", least=1
+    )
+
+    @property
+    def saves(self) -> bool:
+        """Whether there are checkpoints."""
+        if self.save_strategy == "steps":
+            return self.save_steps > 0 or self.save_seconds is not None
+        return self.save_strategy != "no"
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are evaluations before the end of the run."""
+        return self.evaluation_strategy != "no"
+
+    @property
+    def evaluation_strategy(self) -> str:
+        """When to evaluate during training: no, steps or epoch."""
+        return self.eval_strategy or ("steps" if self.eval_steps else "no")
+
+    @property
+    def best_metric_name(self) -> str:
+        """The metric that says which model is the best, without the prefix."""
+        return (self.metric_for_best_model or "loss").removeprefix("eval_")
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether the best model has the highest value of that metric."""
+        name = self.best_metric_name
+        return not name.endswith(("loss", "perplexity")) if self.greater_is_better is None else self.greater_is_better
+
+    def check(self) -> None:
+        """Refuse what cannot be done together."""
+        if self.save_seconds is not None and not self.save_seconds > 0:
+            raise UserError(f"--save_seconds {self.save_seconds}: must be above 0")
+        needs_evaluation = {
+            "--early_stopping_patience": self.early_stopping_patience,
+            "--load_best_model_at_end": self.load_best_model_at_end,
+            "--save_strategy best": self.save_strategy == "best",
+        }
+        for name, wanted in needs_evaluation.items():
+            if wanted and not self.evaluates:
+                raise UserError(f"{name} needs evaluations during training: set --eval_strategy or --eval_steps")
+        if self.load_best_model_at_end:
+            self._require_saved_evaluations()
+
+    def _require_saved_evaluations(self) -> None:
+        """Raise UserError where a best evaluation may have no checkpoint."""
+        pair = f"--eval_strategy {self.evaluation_strategy} and --save_strategy {self.save_strategy}"
+        if self.save_strategy not in ("best", self.evaluation_strategy):
+            raise UserError(f"--load_best_model_at_end needs a checkpoint of each evaluation, but {pair} differ")
+        if not self.saves:
+            raise UserError("--load_best_model_at_end needs checkpoints: set --save_steps")
+        if self.save_strategy == "steps" and self.eval_steps and self.save_steps % self.eval_steps:
+            raise UserError(
+                f"--load_best_model_at_end needs --save_steps ({self.save_steps}) to be a multiple of --eval_steps "
+                f"({self.eval_steps})"
+            )

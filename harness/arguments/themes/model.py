@@ -1,0 +1,42 @@
+"""The flags of how the model computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from harness.arguments.flags import Flags, flag
+
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
+
+
+@dataclass(kw_only=True)
+class ModelArguments(Flags):
+    """Precision, attention and what is added to the loss."""
+
+    TITLE: ClassVar[str] = "Model and precision"
+
+    bf16: bool = flag(False, "train in bfloat16")
+    fp16: bool = flag(False, "train in float16 with loss scaling")
+    attn_implementation: str | None = flag(
+        None,
+        "eager, sdpa, flash_attention_2 or flash_attention_3; default: the config.json's, else sdpa or eager",
+        choices=ATTENTION,
+    )
+    use_liger_kernel: bool = flag(
+        False, "norms, feed-forward blocks and rotary embedding by the kernels of liger-kernel, where it is installed"
+    )
+    gradient_checkpointing: bool | None = flag(
+        None,
+        "compute the activations of decoder layers again in the backward pass; default: as "
+        "pipeline.activation_checkpoint_interval says, which it overrides",
+    )
+    neftune_noise_alpha: float | None = flag(
+        None,
+        "noise on the token embeddings in training, up to alpha / sqrt(tokens x width) (arXiv 2310.05914)",
+        least=0,
+    )
+    output_router_logits: bool | None = flag(
+        None, "add the model's router loss (mixture of experts) to the loss; default: as its config says"
+    )
+    router_aux_loss_coef: float | None = flag(None, "factor of the router loss (default: the model's own)")

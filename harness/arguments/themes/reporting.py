@@ -1,0 +1,84 @@
+"""The flags of what a run says."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from harness.arguments.flags import Flags, flag
+from harness.config.values.json_object import JsonObject
+from harness.errors import UserError
+
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv": "csv_monitor", "comet": "comet"}
+"""Section of the DeepSpeed JSON for each name of `--report_to`."""
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+"""What must be installed for a section."""
+FILES = ("tensorboard", "csv")
+
+
+@dataclass(kw_only=True)
+class ReportingArguments(Flags):
+    """When to log, and where to."""
+
+    TITLE: ClassVar[str] = "Logs"
+
+    logging_strategy: str = flag(
+        "steps",
+        "log every logging_steps steps, at the end of each epoch, or not at all",
+        choices=("no", "steps", "epoch"),
+    )
+    logging_steps: int = flag(
+        10, "steps between log events; where it is given, output that is no terminal has a line for each", least=1
+    )
+    report_to: str = flag("none", "none, or a comma-separated list of tensorboard, wandb, comet, csv")
+    run_name: str | None = flag(None, "name of the run in TensorBoard and W&B (default: run; the output_dir's name)")
+
+    profile: int = flag(
+        0,
+        "measure so many steps, after the first two: what each rank does when, layers, memory; in output_dir/profile, "
+        "for ds-harness report and ui.perfetto.dev",
+        least=0,
+    )
+    sample_prompts: str | None = flag(
+        None, "continue the prompts of this file at each evaluation: a line each, or .jsonl with prompt or messages"
+    )
+    sample_tokens: int = flag(64, "most tokens of a continuation; each costs a forward of all prompts", least=1)
+
+    def reporters(self) -> list[str]:
+        """Return the monitors that `report_to` names."""
+        return [name.strip() for name in self.report_to.split(",") if name.strip() not in ("", "none")]
+
+    def check(self) -> None:
+        """Refuse a monitor that there is not."""
+        unknown = set(self.reporters()) - MONITORS.keys()
+        if unknown:
+            raise UserError(
+                f"--report_to {self.report_to}: {sorted(unknown)[0]} is not one of {', '.join(MONITORS)}, none"
+            )
+
+
+def monitor_sections(args: ReportingArguments, output_dir: str, config: JsonObject) -> dict[str, JsonObject]:
+    """Return what is enabled, in the DeepSpeed JSON or by `--report_to`, by the name of its section."""
+    job = args.run_name or "run"
+    found = {}
+    for name, section in MONITORS.items():
+        stated = config.get(section, {})
+        if name not in args.reporters() and not stated.get("enabled"):
+            continue
+        place = {"output_path": str(Path(output_dir) / name), "job_name": job}
+        if name == "wandb":
+            place = {"project": Path(output_dir).name, "name": args.run_name or Path(output_dir).name}
+        asked = place if name in args.reporters() and name != "comet" else {}
+        found[section] = {**asked, **stated, **({"job_name": job} if args.run_name and name in FILES else {})}
+    return found
+
+
+def require_packages(sections: Iterable[str]) -> None:
+    """Raise UserError where the package of an enabled section of the DeepSpeed JSON is not installed."""
+    for section in sections:
+        package = PACKAGES.get(section)
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise UserError(f"--report_to {section}: {package} is not installed: pip install {package}")

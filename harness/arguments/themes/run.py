@@ -1,0 +1,62 @@
+"""The flags of the run as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from harness.arguments.flags import Flags, flag
+from harness.errors import UserError
+
+MOST_SEED = 2**63 - 1  # torch takes one bit more, and ranks add to it
+NONFINITE = ("stop", "skip", "warn", "rollback")
+
+
+@dataclass(kw_only=True)
+class RunArguments(Flags):
+    """What config to run, where to write, and what to do when something is wrong."""
+
+    TITLE: ClassVar[str] = "The run"
+
+    deepspeed_config: str | Mapping[str, object] | None = flag(None, "DeepSpeed JSON: a file or a preset's name")
+    output_dir: str = flag("runs/default", "where checkpoints, metrics and the trained model go")
+    resume_from_checkpoint: str | None = flag(
+        None, "auto: the newest whole checkpoint in output_dir; or a checkpoint's path"
+    )
+    overwrite_output_dir: bool = flag(
+        False, "begin afresh in an output_dir that holds a run; its checkpoints get other names"
+    )
+    seed: int = flag(42, "seed of initial weights, sample order and dropout", least=0)
+    nonfinite: str = flag(
+        "stop",
+        "if a loss, gradient or weight is not finite: stop the run, skip the step, warn and continue, or rollback to "
+        "the last checkpoint and leave out the batch",
+        choices=NONFINITE,
+    )
+    hang_seconds: float = flag(
+        30.0,
+        "end a run in which no rank makes progress for so long, or for 5 steps if that is longer; 0: wait for ever",
+        least=0,
+    )
+    allow_ignored_keys: bool = flag(False, "run even if a key of the JSON looks like a misspelling of a known one")
+    verify_plan: str = flag(
+        "auto",
+        "test the sharding on a tiny copy first: on, off, or auto (only for families outside the tested matrix)",
+        choices=("auto", "on", "off"),
+    )
+
+    skip_memory_check: bool = flag(False, "start even if the model's states are expected not to fit into memory")
+
+    def check(self) -> None:
+        """Refuse what names nothing, and make paths absolute: the run may change its directory."""
+        if not self.output_dir.strip():
+            raise UserError("--output_dir is empty: give a directory")
+        if self.seed > MOST_SEED:
+            raise UserError(f"--seed {self.seed}: must be at most {MOST_SEED}")
+        self.output_dir = str(Path(self.output_dir).absolute())
+        if str(self.resume_from_checkpoint).lower() in ("true", "false"):  # as in HuggingFace
+            self.resume_from_checkpoint = "auto" if str(self.resume_from_checkpoint).lower() == "true" else None
+        if self.resume_from_checkpoint is not None and self.resume_from_checkpoint != "auto":
+            self.resume_from_checkpoint = str(Path(self.resume_from_checkpoint).absolute())

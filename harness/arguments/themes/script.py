@@ -1,0 +1,84 @@
+"""The flags that only the script has: the Trainer gets model and data as objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import ClassVar
+
+from harness.arguments.flags import Flags, flag
+from harness.errors import UserError
+from harness.hf.locate import DEFAULT_MODEL
+
+PYTHON_STDLIB = "python-stdlib"
+
+
+@dataclass(kw_only=True)
+class ScriptArguments(Flags):
+    """What to train on what, as in run_clm.py."""
+
+    TITLE: ClassVar[str] = "Model and data"
+
+    model_name_or_path: str = flag(
+        DEFAULT_MODEL,
+        "a preset's name, a directory with HuggingFace's config.json, or an id of the hub",
+    )
+    model_revision: str | None = flag(None, "branch, tag or commit of a model of the hub (default: main)")
+    tokenizer_name: str | None = flag(
+        None, "bytes, a directory, or an id of the hub (default: the model directory's tokenizer, else bytes)"
+    )
+    train_file: tuple[str, ...] = flag(
+        (PYTHON_STDLIB,),
+        ".txt; .jsonl, .json, .csv, .parquet (text; messages; prompt and completion; ShareGPT; Alpaca); directories or "
+        "globs of them; Megatron's .bin, nanotron's .ds; several with weights as a.jsonl:0.7 b/:0.3",
+        paths=True,
+    )
+    validation_file: tuple[str, ...] | None = flag(
+        None, "the same, for evaluation (default: with eval_steps a part of train_file is held out)", paths=True
+    )
+    validation_split_percentage: float | None = flag(
+        None,
+        "percentage of train_file to hold out for evaluation; below 1: a fraction (default: 5 with eval_steps)",
+    )
+    do_train: bool | None = flag(None, "train (default: unless --do_eval stands alone)")
+    do_eval: bool = flag(
+        False, "evaluate, without a validation_file on a held-out part of train_file; alone: without training"
+    )
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run trains, and does not only evaluate."""
+        return not self.do_eval if self.do_train is None else self.do_train
+
+    streaming: bool = flag(
+        False, "read and tokenise train_file while training, shuffled by shuffle_buffer_size; needs max_steps"
+    )
+
+    def check(self) -> None:
+        """Refuse a revision of what has none, a run without work, and a split without effect."""
+        if self.model_revision and (Path(self.model_name_or_path).exists() or "/" not in self.model_name_or_path):
+            raise UserError(
+                f"--model_revision {self.model_revision}: only models of the hub have revisions, but "
+                f"--model_name_or_path is {self.model_name_or_path}"
+            )
+        if not (self.trains or self.do_eval):
+            raise UserError("--do_train false: nothing is to be done without --do_eval")
+        percentage = self.validation_split_percentage
+        if percentage is None:
+            return
+        if not 0 < percentage < 100:
+            raise UserError(f"--validation_split_percentage {percentage}: must be above 0 and below 100")
+        if self.validation_file is not None:
+            raise UserError("--validation_split_percentage and --validation_file are both given: give only one")
+
+    @property
+    def held_out(self) -> Fraction:
+        """The part of train_file that is held out where some of it is."""
+        given = Fraction(str(self.validation_split_percentage or 5))
+        return given if given < 1 else given / 100
+
+    @property
+    def model(self) -> str:
+        """The model as the Trainer takes it: an id of the hub with its revision."""
+        return self.model_name_or_path + (f"@{self.model_revision}" if self.model_revision else "")

@@ -1,0 +1,119 @@
+"""Evaluation data: equally many micro-batches of equal shape on every rank, whatever the number of samples.
+
+Under a pipeline, tensor parallelism or ZeRO-3 a rank that comes out one batch short leaves the others waiting
+for ever. So what is missing at the end is filled with samples already seen, and nothing of them is counted:
+the mean is the sum over `rows` (or over labels that are not -100) divided by their number, both summed over
+the data ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import torch
+
+from harness.data.batches.collate import IGNORED, AnyDataset, Collator, MapDataset, collate
+from harness.data.batches.padding import Padding, at_length, padding_of
+from harness.data.batches.stream import data_digest, dataset_length, read_micro_batch
+from harness.errors import UserError
+from harness.parallel.generators import seed_of
+from harness.parallel.values import Value
+
+EvaluationData: TypeAlias = "MapDataset | Mapping[str, MapDataset] | None"
+"""What a run evaluates: nothing, one data set, or several by name."""
+
+
+_Data = TypeVar("_Data", bound=AnyDataset)
+
+
+def by_prefix(data: _Data | Mapping[str, _Data] | None, prefix: str = "eval") -> dict[str, _Data]:
+    """Return the data sets by what the names of their metrics begin with: `eval`, or of several `eval_NAME`."""
+    if data is None:
+        return {}
+    return {f"{prefix}_{name}": each for name, each in data.items()} if isinstance(data, Mapping) else {prefix: data}
+
+
+def evaluation_digest(data: EvaluationData) -> str:
+    """Return a short hash of the data sets, empty without any: ranks with the same data agree."""
+    digests = {prefix: data_digest(each) for prefix, each in by_prefix(data).items()}
+    return digests.get("eval") or " ".join(f"{prefix} {digest}" for prefix, digest in digests.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationBatch:
+    """One micro-batch to evaluate. The first `rows` samples count; the rest, if any, only keep the shape.
+
+    Of token labels (integers shaped as the inputs) the filling rows are all -100, so that a loss which counts
+    valid labels needs no `rows`. For any other labels the loss is taken of `outputs[:rows]` and
+    `labels[:rows]`, and not at all where `rows` is 0.
+    """
+
+    inputs: Value
+    labels: Value
+    rows: int
+
+
+def evaluation_steps(n: int, micro_batch: int, data_size: int = 1) -> int:
+    """Micro-batches on each data rank for `n` samples: enough for all."""
+    return -(-n // (micro_batch * data_size))
+
+
+def evaluation_batches(
+    dataset: MapDataset,
+    micro_batch: int,
+    data_rank: int = 0,
+    data_size: int = 1,
+    *,
+    rows: range | None = None,
+    alike: int = 1,
+    data_collator: Collator = collate,
+) -> Iterator[EvaluationBatch]:
+    """Each sample once over all data ranks, in the order of the data set; `evaluation_steps` batches a rank.
+
+    Micro-batch k goes to data rank k % data_size. Each call starts anew and leaves nothing behind, so it can
+    be abandoned and repeated. Raises UserError if there are no samples.
+
+    Args:
+        rows: the samples; by default all.
+        alike: how many micro-batches of a rank, as they follow each other, are padded to one length; 0: each sample
+            keeps the length that the data set gives it.
+    """
+    rows = range(dataset_length(dataset)) if rows is None else rows
+    if not rows:
+        raise UserError("the evaluation data set is empty")
+    return _batches(dataset, rows, micro_batch, data_rank, data_size, alike, data_collator)
+
+
+def _batches(
+    dataset: MapDataset,
+    rows: range,
+    micro_batch: int,
+    data_rank: int,
+    data_size: int,
+    alike: int,
+    collator: Collator,
+) -> Iterator[EvaluationBatch]:
+    n, stride = len(rows), micro_batch * data_size
+    starts = range(data_rank * micro_batch, evaluation_steps(n, micro_batch, data_size) * stride, stride)
+    # Filled from the front of the data set: rows that exist, and the same ones on every rank.
+    batches = [[rows[k if k < n else (k - start) % n] for k in range(start, start + micro_batch)] for start in starts]
+    for first in range(0, len(batches), max(alike, 1)):
+        group = slice(first, first + max(alike, 1))
+        found = padding_of(dataset, np.array(batches[group]), one_length=True) if alike else Padding()
+        padded = at_length(dataset, None if found.lengths is None else int(found.lengths[0]))
+        for start, chosen in zip(starts[group], batches[group], strict=True):
+            counted = min(max(n - start, 0), micro_batch)
+            (inputs, labels), _ = read_micro_batch(padded, chosen, collator, seed_of("evaluation", start))
+            if counted < micro_batch and isinstance(labels, torch.Tensor) and _are_token_labels(inputs, labels):
+                labels = labels.clone()
+                labels[counted:] = IGNORED
+            yield EvaluationBatch(inputs=inputs, labels=labels, rows=counted)
+
+
+def _are_token_labels(inputs: Value, labels: torch.Tensor) -> bool:
+    """Whether the labels are a language model's, one a token, so that -100 takes one out of the loss."""
+    ids = inputs[0] if isinstance(inputs, (tuple, list)) else inputs
+    return isinstance(ids, torch.Tensor) and ids.dtype == labels.dtype == torch.long and ids.shape == labels.shape

@@ -1,0 +1,170 @@
+"""Worker processes that read the next steps while the present one computes: torch's DataLoader, a step being one item.
+
+What a step reads is planned beforehand, so the workers change neither order nor numbers. They end when this process
+does, however it does; signals to the whole run are left to it.
+
+The tensors of a step come together, in one piece of shared memory. Torch's way is a file descriptor for each tensor: a
+step of several hundred exceeds the usual limit of 1,024, and is lost without a word.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from harness.errors import UserError
+from harness.resilience.process.signals import SIGNALS
+
+Plan = TypeVar("Plan")
+Step = TypeVar("Step")
+
+_ALIGNED = 64  # bytes, so that vector instructions read each tensor at full speed
+_KILL_WITH_PARENT = 1  # Linux: PR_SET_PDEATHSIG
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A step on its way from a worker.
+
+    Attributes:
+        pickled: the step without the content of its tensors.
+        spans: where the content of each begins and ends in `memory`.
+    """
+
+    pickled: bytes
+    spans: list[tuple[int, int]]
+    memory: Tensor
+
+    def unpacked(self) -> Any:
+        """Return the step; its tensors stay in the shared memory."""
+        view = self.memory.numpy().data
+        buffers = [view[start:stop] for start, stop in self.spans]
+        return pickle.loads(self.pickled, buffers=buffers)  # it was written by a process of our own
+
+
+@dataclass(frozen=True)
+class _Steps(Generic[Plan, Step]):
+    """Reads and packs the step of a plan; an error that the user can correct comes back instead."""
+
+    read: Callable[[Plan], Step]
+
+    def __getitem__(self, plan: Plan) -> tuple[Plan, Packed | UserError]:
+        try:
+            return plan, _packed(self.read(plan))
+        except UserError as error:
+            return plan, error
+
+
+class ReadAhead(Generic[Plan, Step]):
+    """Calls `read` on plans in worker processes, ahead of when it is asked for them.
+
+    Args:
+        read: reads the step of a plan.
+        following: gives a plan and those after it.
+        workers: processes; each reads two steps ahead.
+    """
+
+    def __init__(self, read: Callable[[Plan], Step], following: Callable[[Plan], Iterable[Plan]], workers: int) -> None:
+        self._steps = _Steps(read)
+        self._following = following
+        self._workers = workers
+        self._coming: Iterator[tuple[Plan, Packed | UserError]] | None = None
+
+    def __call__(self, plan: Plan) -> Step:
+        """Return the step of a plan; where it does not follow the last one, as after a rollback, begin anew."""
+        found = next(self._coming, None) if self._coming is not None else None
+        if found is None or found[0] != plan:
+            self.close()
+            self._coming = iter(self._loader(plan))
+            found = next(self._coming)
+        if isinstance(found[1], UserError):
+            raise found[1]
+        step: Step = found[1].unpacked()
+        return step
+
+    def close(self) -> None:
+        """End the workers."""
+        self._coming = None  # the iterator ends them when nobody holds it
+
+    def _loader(self, plan: Plan) -> DataLoader[tuple[Plan, Packed | UserError]]:
+        return DataLoader(
+            self._steps,  # type: ignore[arg-type]  # torch names its own class, but only indexes
+            sampler=self._following(plan),
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=self._workers,
+            worker_init_fn=_begin_worker,
+            generator=torch.Generator(),  # so that the run's own generator is not moved
+            multiprocessing_context="fork",
+        )
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as arrays, whose content need not be copied into the pickle."""
+
+    def reducer_override(self, value: object) -> Any:
+        """Return how a tensor on the CPU is made again; other values are left to pickle."""
+        if type(value) is not Tensor or value.device.type != "cpu" or value.layout != torch.strided:
+            return NotImplemented
+        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return _tensor, (flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape), value.requires_grad)
+
+
+def _tensor(content: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Tensor:
+    """Return the tensor of this `shape` whose bytes are `content`."""
+    return torch.from_numpy(content).view(dtype).reshape(shape).requires_grad_(requires_grad)
+
+
+def _packed(step: object) -> Packed:
+    """Return a step to be sent; UserError if there is no shared memory for it."""
+    target, found = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(target, pickle.HIGHEST_PROTOCOL, buffer_callback=found.append).dump(step)
+    contents = [buffer.raw() for buffer in found]
+    stops = np.cumsum([-(-content.nbytes // _ALIGNED) * _ALIGNED for content in contents], dtype=np.int64).tolist()
+    spans = [(start, start + content.nbytes) for start, content in zip([0, *stops], contents, strict=False)]
+    size = max(stops, default=0)
+    try:
+        memory = torch.empty(size, dtype=torch.uint8).share_memory_()
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"a data loader process has no shared memory for a step of {size / 2**20:,.0f} MiB ({error}): raise "
+            "`ulimit -n`, give the container a larger /dev/shm, or use fewer --dataloader_num_workers"
+        ) from error
+    view = memory.numpy().data
+    for (start, stop), content in zip(spans, contents, strict=True):
+        view[start:stop] = content
+    return Packed(target.getvalue(), spans, memory)
+
+
+def _as_it_is(item: Step) -> Step:
+    return item
+
+
+def _begin_worker(_number: int) -> None:
+    """Let the signals of the run pass, and end with the process that reads: by its word, or when it is gone."""
+    signal.set_wakeup_fd(-1)  # what this process gets is not to be told to its parent
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    threading.Thread(target=_end_at_its_parents_word, daemon=True).start()
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _end_at_its_parents_word() -> None:
+    while signal.sigwaitinfo(SIGNALS).si_pid != os.getppid():
+        pass
+    os._exit(0)

@@ -1,0 +1,195 @@
+"""How the rows of a file, or of an extent of it, are read, each with its place, in the order of the file.
+
+A reader raises UserError with the file and the line, row or byte that cannot be used; an OSError is left to
+the caller. What a row means is `rows.py`'s to say.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
+
+from harness.data.files.extents import Extent, whole
+from harness.data.files.json_rows import is_whole, json_rows
+from harness.data.files.rows import BESIDE, COLUMNS, TEXT, document, kind_of_row
+from harness.data.pieces import PIECE_CHARACTERS, in_pieces
+from harness.errors import UserError
+
+SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+
+Row: TypeAlias = tuple[str, object]
+"""A place as the user would name it, and what stands there."""
+
+_ROWS_AT_ONCE = 64
+_LONGEST_REST = 3  # bytes of a character in UTF-8 after its first
+
+
+def read_documents_of(extent: Extent, kind: str) -> Iterator[dict[str, str | int]]:
+    """Read the documents of a part of a file whose rows are of this kind, text in pieces. Any other file is one."""
+    reader = _READERS.get(Path(extent.file).suffix)
+    if reader is None:
+        yield from _txt_pieces(extent)
+        return
+    for place, row in reader(extent):
+        yield from in_pieces(document(_object(row, place), kind, place))
+
+
+def kind_of_file(file: Path) -> str | None:
+    """Return what the rows of a file are, by its first row or its schema, which is looked at; None if it has no row."""
+    if file.suffix == ".parquet":
+        columns, rows = _parquet_columns(file)
+        kind = kind_of_row(columns, str(file))
+        return kind if rows else None
+    reader = _READERS.get(file.suffix)
+    if reader is None:
+        return TEXT
+    for place, found in reader(whole(file)):
+        row = _object(found, place)
+        kind = kind_of_row(row, place)
+        document(row, kind, place)
+        return kind
+    return None
+
+
+def decodes(file: Path) -> bool:
+    """Whether the file is UTF-8 throughout and can be read at all."""
+    try:
+        file.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return True
+
+
+def _txt_pieces(extent: Extent) -> Iterator[dict[str, str | int]]:
+    """Pieces of one document: the file's bytes as UTF-8, newlines and byte order mark left as they are.
+
+    A character on the border of two pieces belongs to the one that it begins in, so each is read by itself.
+    """
+    with Path(extent.file).open("rb") as stream:
+        for start in range(extent.start, max(extent.stop, extent.start + 1), PIECE_CHARACTERS):
+            stream.seek(start)
+            content = stream.read(PIECE_CHARACTERS + _LONGEST_REST)
+            first = _rest_of_character(content) if start else 0
+            last = PIECE_CHARACTERS + _rest_of_character(content[PIECE_CHARACTERS:])
+            try:
+                text = content[first:last].decode("utf-8")
+            except UnicodeDecodeError as error:
+                place = f"byte {start + first + error.start} is 0x{error.object[error.start]:02x}"
+                raise UserError(f"{extent.file} is not UTF-8 ({place}): convert it") from error
+            if text or start == 0:
+                yield {"text": text, "part": start // PIECE_CHARACTERS}
+
+
+def _rest_of_character(content: bytes) -> int:
+    """Return how many bytes at the beginning continue a character that began before."""
+    rest = content[:_LONGEST_REST]
+    return next((at for at, byte in enumerate(rest) if byte & 0xC0 != 0x80), len(rest))
+
+
+def _jsonl_rows(extent: Extent) -> Iterator[Row]:
+    """One row a line; blank lines are passed over."""
+    with Path(extent.file).open("rb") as lines:
+        if extent.start:
+            lines.seek(extent.start - 1)
+            lines.readline()  # the end of a line that began before
+        at = lines.tell()
+        for number, line in enumerate(lines, start=extent.before + 1):
+            if at >= extent.stop:
+                return
+            at += len(line)
+            if line.strip():
+                place = f"{extent.file}:{number}"
+                yield place, _of_line(line, place)
+
+
+def _json_rows(extent: Extent) -> Iterator[Row]:
+    """One row an element of an array, or one a line."""
+    file = Path(extent.file)
+    return json_rows(file) if is_whole(file) else _jsonl_rows(extent)
+
+
+def _csv_rows(extent: Extent) -> Iterator[Row]:
+    """One row a record below the header; an empty field is none."""
+    csv.field_size_limit(sys.maxsize)
+    with Path(extent.file).open(encoding="utf-8-sig", newline="") as stream:
+        records, read = csv.DictReader(stream, strict=True), 0
+        try:
+            if records.fieldnames:  # the header is read
+                read = records.reader.line_num
+            for record in records:
+                read = records.reader.line_num  # the records' own number leaves out blank lines
+                place = f"{extent.file}:{read}"
+                if None in record or None in record.values():
+                    raise UserError(f"{place} has not as many fields as the header: quote fields that contain a comma")
+                yield place, record
+        except csv.Error as error:
+            raise UserError(f"{extent.file}:{read + 1} is not CSV ({error})") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{extent.file} is not UTF-8 after line {read}: convert it") from error
+
+
+def _parquet_rows(extent: Extent) -> Iterator[Row]:
+    """One row a row, of the columns that say something."""
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import ParquetFile
+
+    file, groups = Path(extent.file), list(range(extent.start, extent.stop))
+    names, _ = _parquet_columns(file)
+    kind = kind_of_row(names, str(file))
+    columns = [name for name in (*COLUMNS[kind], *BESIDE[kind]) if name in names]
+    number = extent.before
+    try:
+        with ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=groups, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{file}, row {number}", row
+    except (ArrowInvalid, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk; Arrow's own have no number
+            raise
+        raise UserError(f"{file} is damaged after row {number}: {_one_line(error)}") from error
+
+
+_READERS: Mapping[str, Callable[[Extent], Iterator[Row]]] = MappingProxyType(
+    {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
+)
+
+
+def _of_line(line: bytes, place: str) -> object:
+    try:
+        return json.loads(line)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place} is not UTF-8 (byte {error.start} of the line): convert the file") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place} is not JSON ({error.msg}, column {error.colno}): one object a line") from error
+    except RecursionError as error:
+        raise UserError(f"{place} is nested too deeply to be read as JSON") from error
+    except ValueError as error:  # Python reads no integer of more than 4300 digits
+        raise UserError(f"{place} is not JSON that can be read ({error})") from error
+
+
+def _object(row: object, place: str) -> Mapping[str, object]:
+    if not isinstance(row, Mapping):
+        raise UserError(f'{place} is not an object: each row is {{"text": "..."}} or {{"messages": [...]}}')
+    return row
+
+
+def _parquet_columns(file: Path) -> tuple[list[str], int]:
+    """Return the names of a file's columns, and how many rows it has."""
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import read_metadata
+
+    try:
+        metadata = read_metadata(file)
+    except ArrowInvalid as error:
+        raise UserError(f"{file} is not a parquet file: {_one_line(error)}") from error
+    return list(metadata.schema.to_arrow_schema().names), metadata.num_rows
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,207 @@
+"""Samples of tokens for training and evaluation: out of the script's files, or of a data set of text or conversations.
+
+What is tokens already is left alone. On each host one rank prepares, the others read its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+from harness.arguments import TrainingArguments
+from harness.arguments.configure import RunConfig
+from harness.arguments.themes.script import ScriptArguments
+from harness.console import Console
+from harness.data.batches.collate import AnyDataset, MapDataset
+from harness.data.batches.evaluation import EvaluationData, by_prefix
+from harness.data.blocks import make_blocks, token_blocks
+from harness.data.files.documents import as_documents, holds_tokens
+from harness.data.files.sources import hold_out, read_documents
+from harness.data.files.specs import TOKENS, SourceGroup, find_tokens, source_groups, validation_group
+from harness.data.inputs.sample_form import NEEDS_TOKENIZER, SampleForm
+from harness.data.inputs.stream_flags import refuse_buffer
+from harness.data.inputs.streams import stream_of_dataset, stream_of_files
+from harness.data.mixing.mixture import Source, described, joined
+from harness.data.on_disk.cache import Preparation, once_per_host
+from harness.data.on_disk.progress import Speaker
+from harness.data.samples import make_samples
+from harness.data.streaming.rows import is_iterable, read_all
+from harness.data.streaming.source import Streamed
+from harness.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from harness.errors import UserError
+from harness.hf.causal import require_cut
+from harness.hf.locate import model_directory
+from harness.hf.skeleton import ModelSource
+from harness.resilience.process.distributed import shared_store, start
+from harness.topology.env import LaunchEnv
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Pair: TypeAlias = tuple[MapDataset | None, EvaluationData]
+"""Training and evaluation data."""
+Documents: TypeAlias = "Dataset | list[Path]"
+"""Documents to be tokenised, or files of tokens."""
+
+_Data = TypeVar("_Data", bound=AnyDataset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datasets:
+    """Data sets of tokens, and the tokenizer that made them."""
+
+    train: MapDataset | None
+    evaluation: EvaluationData
+    tokenizer: Tokenizer | None
+
+
+def script_datasets(
+    script: ScriptArguments, source: ModelSource, config: RunConfig, env: LaunchEnv, console: Console
+) -> Datasets:
+    """Read, tokenise and lay out the script's files."""
+    tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
+    args = config.args
+    _require_cut(source, config)
+    say = Speaker(console.say, console.out if console.speaks and console.is_terminal else None)
+    form = SampleForm.of(tokenizer, source, args)
+    lay_out = _layer_out(tokenizer, form, say)
+
+    def build() -> Pair:
+        groups = source_groups(script.train_file)
+        weights, names = [g.weight for g in groups if g.weight is not None], [g.paths[0] for g in groups]
+        held_out: list[Documents] = []
+        documents = [] if script.streaming else [_read(group, say) for group in groups]
+        if script.validation_file is not None:
+            held_out = [_read(validation_group(script.validation_file), say)]
+        elif args.evaluates or script.do_eval or script.validation_split_percentage is not None:
+            split = [hold_out(each, script.held_out) for each in documents if not isinstance(each, list)]
+            documents, held_out = [kept for kept, _ in split], [held for _, held in split]
+        evaluation = joined([lay_out(each) for each in held_out]) if held_out else None
+        if script.streaming:
+            return stream_of_files(groups, weights, tokenizer, form, args.shuffle_buffer_size), evaluation
+        return joined([lay_out(each) for each in documents], weights, names), evaluation
+
+    return _on_each_host(build, tokenizer, env, console)
+
+
+def _read(group: SourceGroup, say: Callable[[str], None]) -> Documents:
+    """Return the documents of a source, of token files their paths."""
+    if group.kind == TOKENS:
+        return [file for path in group.paths for file in find_tokens(path)]
+    return read_documents(group.paths, say=say)
+
+
+def user_datasets(
+    given_train: AnyDataset | None,
+    given_evaluation: AnyDataset | Mapping[str, AnyDataset] | None,
+    tokenizer: Tokenizer | None,
+    source: ModelSource | None,
+    config: RunConfig,
+    env: LaunchEnv,
+    console: Console,
+) -> Datasets:
+    """Return the Trainer's data sets, of which those that hold text or conversations become tokens.
+
+    Without a `source`, the model's, nothing is prepared: the samples are for the user's own layers or data_collator.
+    Raises UserError where there is something to prepare and no tokenizer, and for --packing where it could not act.
+    """
+    args = config.args
+    evaluation = _each(given_evaluation, lambda data: read_all(data, "eval_dataset"))
+    train = stream_of_dataset(given_train, tokenizer, source, args) if is_iterable(given_train) else given_train
+    if not isinstance(train, Streamed):
+        refuse_buffer(args)
+    if args.packing:
+        _require_packed(source, train, *by_prefix(evaluation).values())
+    if source is None or all(holds_tokens(data) for data in (train, *by_prefix(evaluation).values())):
+        return Datasets(train=train, evaluation=evaluation, tokenizer=tokenizer)
+    if tokenizer is None:
+        raise UserError(NEEDS_TOKENIZER)
+    _require_cut(source, config)
+    say = Speaker(console.say, console.out if console.speaks and console.is_terminal else None)
+    lay_out = _layer_out(tokenizer, SampleForm.of(tokenizer, source, args), say)
+
+    def prepared(data: MapDataset, name: str) -> MapDataset:
+        return data if holds_tokens(data) else lay_out(as_documents(data, name, say))
+
+    def build() -> Pair:
+        trained = None if train is None else prepared(train, "train_dataset")
+        return trained, _each(evaluation, lambda data: prepared(data, "eval_dataset"))
+
+    return _on_each_host(build, tokenizer, env, console)
+
+
+def _each(data: _Data | Mapping[str, _Data] | None, change: Callable[[_Data], MapDataset]) -> EvaluationData:
+    """Return what `change` makes of the data set, or of each of several."""
+    if isinstance(data, Mapping):
+        return {name: change(each) for name, each in data.items()}
+    return None if data is None else change(data)
+
+
+def later_dataset(
+    data: MapDataset,
+    name: str,
+    tokenizer: Tokenizer | None,
+    source: ModelSource | None,
+    args: TrainingArguments,
+    env: LaunchEnv,
+    console: Console,
+) -> MapDataset:
+    """Return a data set that the Trainer is given after its start, as tokens; all ranks call it."""
+    if source is None or holds_tokens(data):
+        return data
+    if tokenizer is None:
+        raise UserError(NEEDS_TOKENIZER)
+    say = Speaker(console.say, console.out if console.speaks and console.is_terminal else None)
+    lay_out = _layer_out(tokenizer, SampleForm.of(tokenizer, source, args), say)
+    return once_per_host(lambda: lay_out(as_documents(data, name, say)), env=env, store=shared_store())
+
+
+def own_tokenizer(model: object) -> Tokenizer | None:
+    """Return the tokenizer in a model's directory; None if there is none, or the model is not named by a directory."""
+    if not isinstance(model, str | Path):
+        return None
+    directory = model_directory(str(model))
+    return load_tokenizer(None, directory) if has_tokenizer(directory) else None
+
+
+def _require_packed(source: ModelSource | None, *datasets: MapDataset | None) -> None:
+    """UserError where --packing could not act: on samples of the user's own, or on tokens that are not packed."""
+    if source is None:
+        raise UserError("--packing does not work with your own layers or data_collator: remove it")
+    for data in datasets:
+        row = data[0] if data is not None and holds_tokens(data) and len(data) else None
+        if isinstance(row, Mapping) and "input_ids" in row and "position_ids" not in row:
+            raise UserError(
+                "--packing packs text and conversations, but this data set has input_ids: "
+                "add position_ids that begin at 0 with each document, or remove --packing"
+            )
+
+
+def _require_cut(source: ModelSource, config: RunConfig) -> None:
+    """Raise UserError, before anything is tokenised, where the model cannot be cut as the layout asks."""
+    require_cut(source, config.resolved.tp_size, whole_experts=config.resolved.ep_size > 1)
+
+
+def _layer_out(tokenizer: Tokenizer, form: SampleForm, say: Callable[[str], None]) -> Callable[[Documents], Source]:
+    """Return what makes samples of documents."""
+    size, packing, how = form.block_size, form.packing, Preparation(say=say)
+
+    def lay_out(documents: Documents) -> Source:
+        if isinstance(documents, list):
+            return token_blocks(documents, size, form.vocabulary, packing=packing)
+        if "conversation" in documents.column_names:
+            return make_samples(documents, tokenizer, size, how, packing=packing)
+        return make_blocks(documents, tokenizer, size, how, packing=packing)
+
+    return lay_out
+
+
+def _on_each_host(build: Callable[[], Pair], tokenizer: Tokenizer, env: LaunchEnv, console: Console) -> Datasets:
+    start(env)
+    train, evaluation = once_per_host(build, env=env, store=shared_store())
+    for name, data in {"training": train, **by_prefix(evaluation, "evaluation")}.items():
+        for line in described(data):
+            console.say(f"{name}: {line}")
+    return Datasets(train=train, evaluation=evaluation, tokenizer=tokenizer)

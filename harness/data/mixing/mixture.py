@@ -1,0 +1,108 @@
+"""Several data sets of one block size as one: one behind the other, or mixed by shares.
+
+In a mixture the k-th sample of the run decides by arithmetic alone which source it comes from and which of its samples
+it is, whatever the layout and wherever the run was resumed. Any run of samples holds each source in its share, to
+within a sample or two. Each source is passed through in an order of its own, and again when it is through.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from harness.data.batches.collate import MapDataset
+from harness.data.batches.order import Indices, OwnOrder, sample_order
+from harness.data.blocks import Blocks
+from harness.data.mixing.shares import Shares
+from harness.data.samples import Samples
+from harness.parallel.generators import seed_of
+
+Source = Blocks | Samples
+
+
+class Joined:
+    """The samples of several sources, one source behind the other; of text the labels are its ids."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = list(sources)
+        self.block_size = max(source.block_size for source in sources)
+        self.packing = sources[0].packing
+        self._ends = np.cumsum([len(source) for source in sources], dtype=np.int64).tolist()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        index %= len(self)
+        number = bisect_right(self._ends, index)
+        source = self.sources[number]
+        sample = source[index - self._ends[number] + len(source)]
+        return {"labels": sample["input_ids"], **sample}
+
+    def lengths(self, rows: npt.ArrayLike | None = None) -> npt.NDArray[np.integer]:
+        """Return the tokens of these samples, by default of all, without padding."""
+        asked = np.arange(len(self)) if rows is None else np.asarray(rows)
+        found = np.empty(len(asked), dtype=np.int64)
+        numbers = np.searchsorted(self._ends, asked, side="right")
+        for number in np.unique(numbers):
+            here, source = numbers == number, self.sources[number]
+            found[here] = source.lengths(asked[here] - self._ends[number] + len(source))
+        return found
+
+    def padded_to(self, length: int) -> Joined:
+        """Return these samples at another length, to read those that are not longer."""
+        joined = Joined([source.padded_to(length) for source in self.sources])
+        joined.block_size = length
+        return joined
+
+
+class Mixture(Joined, OwnOrder):
+    """Sources of which each gives its share of the samples, whatever its size.
+
+    Attributes:
+        shares: of the sources; their sum is 1.
+        names: of the sources, for the user.
+    """
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float], names: Sequence[str]) -> None:
+        super().__init__(sources)
+        self.names = names
+        self._mixed = Shares(weights)
+        self.shares = self._mixed.shares
+        self.key = str(self.shares)
+
+    def order(self, consumed: int, count: int, seed: int) -> Indices:
+        """Return the `count` samples that follow the first `consumed` of the run."""
+        numbers, places = self._mixed.places(consumed, count)
+        found = np.empty(count, dtype=np.int64)
+        for number in np.unique(numbers):
+            here, size = np.flatnonzero(numbers == number), len(self.sources[number])
+            epochs, rows = np.divmod(places[here], size)
+            for epoch in np.unique(epochs):
+                drawn = sample_order(size, seed_of("mixture", seed, number), int(epoch), rows[epochs == epoch])
+                found[here[epochs == epoch]] = drawn + self._ends[number] - size
+        return found
+
+
+def joined(sources: Sequence[Source], weights: Sequence[float] = (), names: Sequence[str] = ()) -> MapDataset:
+    """Return several sources as one data set, by weights if there are any."""
+    if weights:
+        return Mixture(sources, weights, names)
+    return sources[0] if len(sources) == 1 else Joined(sources)
+
+
+def described(data: MapDataset | None) -> Iterator[str]:
+    """Give a line for each source of which there is something to say: what became of it, and its share."""
+    for number, source in enumerate(data.sources if isinstance(data, Joined) else [data]):
+        summary = source.summary if isinstance(source, Samples) else ""
+        if isinstance(data, Mixture) and isinstance(source, Blocks | Samples):
+            share = f"{data.names[number]} gives {data.shares[number]:.1%} of the samples and has {len(source):,}"
+            yield f"{share}: {summary}" if summary else share
+        elif summary:
+            yield summary

@@ -1,0 +1,113 @@
+"""Tokens of documents that are read in pieces: those of the whole, without the whole in memory.
+
+A document of any length comes as rows of at most `PIECE_CHARACTERS`, cut anywhere. Near the end of each a place is
+looked for at which the tokenizer cuts as well: where the text around it has the same tokens whole and in two parts. At
+such a place the tokens of the parts, joined, are those of the whole. The ends of lines are tried first, then of words.
+Where the tokenizer has no such place among those tried, the document is cut where its pieces meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.data.tokenizer import ByteTokenizer, Tokenizer, encode, end_of_document_id
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+PIECE_CHARACTERS = 1 << 16
+
+_AROUND = 256  # characters before and after a place that decide whether the tokenizer cuts there
+_LOOKED_AT = 1 << 12  # characters after a place in which another one is looked for
+_TRIED = 12  # ends of lines, and as many of words
+_ELSEWHERE = 64  # characters where neither will do: tokens of a text without spaces are seldom as long
+
+Ids = npt.NDArray[np.integer]
+
+
+def in_pieces(document: dict[str, str]) -> Iterator[dict[str, str | int]]:
+    """Give a text as rows of its pieces, numbered by `part`; a conversation, which is short, as it is."""
+    if "text" not in document:
+        yield dict(document)
+        return
+    text = document["text"]
+    for part, start in enumerate(range(0, max(len(text), 1), PIECE_CHARACTERS)):
+        yield {"text": text[start : start + PIECE_CHARACTERS], "part": part}
+
+
+def parts_of(documents: Dataset) -> npt.NDArray[np.int32]:
+    """Return which part of its document each row is: 0 in a data set without that column, of whole documents."""
+    if "part" not in documents.column_names:
+        return np.zeros(len(documents), dtype=np.int32)
+    return np.asarray(documents.select_columns("part").with_format("numpy")[:]["part"], dtype=np.int32)
+
+
+class PieceEncoder:
+    """Encodes rows of text that may be parts of documents; each depends on itself and its neighbours alone."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.end = end_of_document_id(tokenizer)
+
+    def __call__(
+        self, texts: Sequence[str], parts: Sequence[int], before: str = "", after: str | None = None
+    ) -> list[Ids]:
+        """Return the ids of each row, with the end-of-document id after the last part of a document.
+
+        Args:
+            texts, parts: rows as they follow each other, and which part of its document each is.
+            before: the row before, if the first one continues it.
+            after: the row after, if it continues the last one.
+        """
+        rows = list(texts) if after is None else [*texts, after]
+        continues = [part > 0 for part in parts] + [after is not None]
+        cuts = [
+            self._cut(left, row) if continued else (0, "")
+            for left, row, continued in zip([before, *rows], rows, continues, strict=False)
+        ]
+        whole = []
+        for index, text in enumerate(texts):
+            start, anchor = cuts[index]
+            beyond = rows[index + 1][: cuts[index + 1][0]] if continues[index + 1] else ""
+            whole.append(anchor + text[start:] + beyond)
+        anchors = [anchor for _, anchor in cuts]
+        skipped = {anchor: len(encode(self.tokenizer, [anchor])[0]) if anchor else 0 for anchor in set(anchors)}
+        return [
+            np.append(ids[skipped[anchor] :], np.full(int(not continued), self.end, dtype=ids.dtype))
+            for ids, anchor, continued in zip(encode(self.tokenizer, whole), anchors, continues[1:], strict=False)
+        ]
+
+    def _cut(self, left: str, right: str) -> tuple[int, str]:
+        """Where in `right` the tokens after `left` may begin anew, and the character to encode them after ("": none).
+
+        The beginning of a text may have tokens of its own (a space that the tokenizer puts there), so the character
+        before is encoded as well, and its tokens left out.
+        """
+        if isinstance(self.tokenizer, ByteTokenizer):
+            return 0, ""
+        left = left[-_AROUND:]
+        for at in dict.fromkeys(_places(left[-1:], right)):
+            before = (left + right[:at])[-_AROUND:]
+            if self._cuts_between(before, right[at : at + _AROUND]):
+                return at, before[-1:]
+        return 0, ""
+
+    def _cuts_between(self, left: str, right: str) -> bool:
+        whole, first, anchor, second = encode(self.tokenizer, [left + right, left, left[-1:], left[-1:] + right])
+        after = second[len(anchor) :]
+        begins_alike = np.array_equal(second[: len(anchor)], anchor)
+        return begins_alike and np.array_equal(whole, np.concatenate([first, after]))
+
+
+def _places(last: str, text: str) -> Iterator[int]:
+    """Places in `text`, which follows the character `last`, in the order in which to try them."""
+    looked_at = text[:_LOOKED_AT]
+    pairs = list(zip(last + looked_at[:-1], looked_at, strict=False))
+    lines = (at for at, (one, other) in enumerate(pairs) if one == "\n" and not other.isspace())
+    words = (at for at, (one, other) in enumerate(pairs) if other.isspace() and not one.isspace())
+    return chain(islice(lines, _TRIED), islice(words, _TRIED), range(min(_ELSEWHERE, len(text))))

@@ -1,0 +1,129 @@
+"""What a rank waits for in a pipeline, and how much of a step is lost to it: the bubble."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import TypeAlias
+
+from harness.config.values.batch import bubble as idle_share
+from harness.config.values.batch import left_waits
+from harness.config.values.layout_keys import DEEPSPEED_1F1B
+from harness.report.profile.record import COMPUTING, RankProfile, Span, StepProfile
+
+PEERS = {
+    "SendActivation": ("RecvActivation", 1),
+    "RecvActivation": ("SendActivation", -1),
+    "SendGrad": ("RecvGrad", -1),
+    "RecvGrad": ("SendGrad", 1),
+}
+"""By an instruction that talks to a neighbouring part of the model: the one that answers it, and the direction."""
+
+Answer: TypeAlias = tuple[RankProfile, Span]
+"""The other side of a message: a rank, and what it does there."""
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """The share of a pipeline's time in which a stage does not compute, mean over the ranks.
+
+    Attributes:
+        measured: of the time from the first forward to the last backward of any rank.
+        balanced: of equal stages, without communication: (p - 1) / (m + p - 1) under 1F1B.
+        unequal: the same for stages that take as long as they were measured to take.
+    """
+
+    measured: float
+    balanced: float
+    unequal: float
+
+
+def pipeline_seconds(
+    stages: Sequence[float], micro_batches: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None
+) -> float:
+    """Return the seconds of a step: each stage once, and the slowest for every other micro-batch.
+
+    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
+    section 2.2.1, for stages of unequal time. Other schedules leave a share of these waits.
+    """
+    waits = (sum(stages) - max(stages)) * left_waits(len(stages), micro_batches, schedule, parts_per_stage)
+    return micro_batches * max(stages) + waits
+
+
+def bubble(profile: StepProfile) -> Bubble | None:
+    """Return the bubble of a step; None without pipeline stages."""
+    computing = [[span for span in rank.instructions if span.kind in COMPUTING] for rank in profile.ranks]
+    if profile.stages < 2 or not all(computing):
+        return None
+    whole = max(spans[-1].end for spans in computing) - min(spans[0].start for spans in computing)
+    busy = [sum(span.seconds for span in spans) for spans in computing]
+    m, p = profile.micro_batches, profile.stages
+    order = profile.schedule, profile.parts_per_stage
+    stages = [
+        fmean(seconds for rank, seconds in zip(profile.ranks, busy, strict=True) if rank.stage == stage) / m
+        for stage in range(p)
+    ]
+    return Bubble(
+        measured=1 - fmean(busy) / whole,
+        balanced=idle_share(p, m, *order),
+        unequal=1 - m * fmean(stages) / pipeline_seconds(stages, m, *order),
+    )
+
+
+def with_answers(profile: StepProfile) -> Iterator[tuple[RankProfile, list[tuple[Span, Answer | None]]]]:
+    """Yield each rank with its instructions, each with the other side of its message, if it is one."""
+    sides: dict[tuple[int, int, int, str], list[Answer]] = {}
+    for rank in profile.ranks:
+        for span in rank.instructions:
+            if span.name in PEERS:
+                sides.setdefault((rank.dp_rank, rank.tp_rank, _part(rank, span), span.name), []).append((rank, span))
+    for rank in profile.ranks:
+        seen: Counter[tuple[int, str]] = Counter()
+        found = []
+        for span in rank.instructions:
+            answer, direction = PEERS.get(span.name, ("", 0))
+            part = _part(rank, span)
+            there = sides.get((rank.dp_rank, rank.tp_rank, part + direction, answer), [])
+            number = seen[part, span.name]
+            seen[part, span.name] += 1
+            found.append((span, there[number] if number < len(there) else None))
+        yield rank, found
+
+
+def _part(rank: RankProfile, span: Span) -> int:
+    return rank.stage if span.part is None else span.part
+
+
+def with_waits(profile: StepProfile) -> Iterator[tuple[RankProfile, list[Span]]]:
+    """Yield each rank with its instructions, in which `wait` is the time before the other side of a message begins.
+
+    Sends wait in DeepSpeed's own schedule alone.
+    """
+    for rank, spans in with_answers(profile):
+        found = []
+        for span, other in spans:
+            may_wait = span.kind == "receive" or span.part is None
+            found += _split(span, other[1].start) if other is not None and may_wait else [span]
+        yield rank, found
+
+
+def _split(span: Span, ready: float) -> list[Span]:
+    """Return a message as its wait for the other side, which is ready at some time, and its transfer."""
+    if ready <= span.start:
+        return [span]
+    middle = min(ready, span.end)
+    parts = [replace(span, kind="wait", end=middle), replace(span, start=middle)]
+    return [part for part in parts if part.seconds > 0]
+
+
+def with_gaps(spans: Sequence[Span], start: float, end: float) -> Iterator[Span]:
+    """Yield the spans of a rank and, as `other`, what lies between them: Python, checks, data."""
+    for span in spans:
+        if span.start > start:
+            yield Span(kind="other", name="between instructions", start=start, end=span.start)
+        yield span
+        start = max(start, span.end)
+    if end > start:
+        yield Span(kind="other", name="after the last instruction", start=start, end=end)

@@ -1,0 +1,83 @@
+"""The memory of this process and its device, now and at the peak."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from harness.resilience.process.distributed import largest
+
+GIB = 2**30
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
+
+
+@dataclass
+class _Highest:
+    """The peaks before `reset_peak`, in bytes."""
+
+    device: int = 0
+    host: int = 0
+
+
+HIGHEST = _Highest()
+
+
+def peak_memory_gib(device: torch.device) -> tuple[float | None, float]:
+    """Return the peak memory so far on the device, None on a CPU, and of the process on the host; all ranks call it
+    and get the largest of all ranks."""
+    on_device = 0 if device.type == "cpu" else max(HIGHEST.device, peak_bytes(device))
+    on_host = max(HIGHEST.host, _host_peak_bytes())
+    on_device, on_host = largest([on_device, on_host], device)
+    return (None if device.type == "cpu" else on_device / GIB), on_host / GIB
+
+
+def reset_peak(device: torch.device) -> None:
+    """Have `peak_bytes` begin anew; the peak of the run is kept."""
+    HIGHEST.host = max(HIGHEST.host, _host_peak_bytes())
+    if device.type != "cpu":
+        HIGHEST.device = max(HIGHEST.device, peak_bytes(device))
+        torch.accelerator.reset_peak_memory_stats(device)
+    with suppress(OSError):  # no Linux, or not allowed: the peak stays that of the run
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak since `reset_peak`: of the resident set on a CPU, else of what the allocator has given out."""
+    return _host_peak_bytes() if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
+
+
+def host_bytes() -> int:
+    """Return the resident set of this process; its peak where the system does not show it."""
+    with suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return pages * resource.getpagesize()
+    return _host_peak_bytes()
+
+
+def device_limit_bytes(device: torch.device) -> int | None:
+    """Return the memory of an accelerator; None for a CPU, whose ranks share the host's."""
+    return None if device.type == "cpu" else int(get_accelerator().total_memory(device.index))
+
+
+def host_limit_bytes() -> float:
+    """Return what the processes of this host may hold together: memory and swap, or less where a container says so."""
+    limits = [float("inf")]
+    with suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        limits.append(sizes["MemTotal"] + sizes.get("SwapTotal", 0))
+    for path in CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # "max" is no number
+            limits.append(int(Path(path).read_text(encoding="ascii")))
+    return min(limits)
+
+
+def _host_peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES

@@ -1,0 +1,60 @@
+"""Errors of the user that nothing catches: one line, also in a script of the user's own, by one rank of many."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from harness.config.diagnostic import ConfigError
+from harness.console import PACKAGE, plain_console
+from harness.errors import UserError, UserErrors
+from harness.topology.env import LaunchEnv
+
+GRACE_S = 6.0  # longer than the launcher takes to see that a rank has ended and to stop the others
+
+
+def lines_of(error: UserError) -> list[str]:
+    """Return the error in one line, of several findings about a config the first; or in a line for each of several."""
+    if isinstance(error, UserErrors):
+        return str(error).splitlines()
+    if not isinstance(error, ConfigError):
+        return [str(error)]
+    first, *rest = error.diagnostics
+    more = f" (and {len(rest)} more: ds-harness check {first.file})" if rest else ""
+    return [f"{first}{more}"]
+
+
+def show_in_one_line() -> None:
+    """Print a UserError that ends this program as one line, with the line of the program that it comes from.
+
+    What the program itself has set as `sys.excepthook` stays; other errors are shown as ever.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _show
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, UserError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    try:
+        rank = LaunchEnv.from_environ(os.environ).rank
+    except UserError:
+        rank = 0
+    if rank > 0:  # usually every rank finds the same: rank 0 reports it, and the launcher ends the others
+        time.sleep(GRACE_S)
+    sys.stdout.flush()
+    for line in lines_of(error):
+        plain_console(rank).fail(f"{line}{_place(trace)}")
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Return the last line of the program outside of this package."""
+    for frame in reversed(traceback.extract_tb(trace)):
+        if not Path(frame.filename).is_relative_to(PACKAGE):
+            return f" ({frame.filename}:{frame.lineno})"
+    return ""

@@ -1,0 +1,82 @@
+"""Which rank is slower than its peers: the share of a step in which it works while the others wait for it.
+
+The watching thread looks five times a second whether the main one waits for other ranks. So the share needs no clocks
+around the collectives, and means the same in every layout. Where stages have unequal work, what it was expected to be
+counts as well.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from harness.console import Console
+from harness.resilience.watch.activity import ACTIVITY, Phase
+from harness.resilience.watch.diagnosis import Sight
+
+KEPT = 0.98  # of the weight of a look at the next one: a memory of some 50 looks, 10 s
+LEAST_LOOKS = 50
+RATIO = 1.5  # of its work to that of its peers
+BUSY = 0.5  # a rank that works less than this share of the time holds nobody up
+EVERY_S = 5.0
+IN_A_ROW = 4  # looks, so 20 s of being slow
+AGAIN_S = 300.0  # until the same is said once more
+
+
+class WorkShare:
+    """The share of its steps in which a rank does not wait."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._seen = self._worked = 0.0
+
+    def add(self, waits: bool) -> None:
+        """Count one look at the main thread."""
+        self._looks += 1
+        self._seen = self._seen * KEPT + 1.0
+        self._worked = self._worked * KEPT + (not waits)
+
+    @property
+    def value(self) -> float:
+        """The share; negative while there were too few looks."""
+        return self._worked / self._seen if self._looks >= LEAST_LOOKS else -1.0
+
+
+class Stragglers:
+    """Warns of a rank that is slower than its peers for some time; used on rank 0."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._looked_at = 0.0
+        self._slowest, self._times = -1, 0
+        self._quiet_until = 0.0
+
+    def look(self, sights: Sequence[Sight], now: float) -> None:
+        """Compare the ranks, now and then."""
+        if now - self._looked_at < EVERY_S or len(sights) < 2:
+            return
+        self._looked_at = now
+        if any(each.phase is not Phase.STEP or each.work < 0 for each in sights):
+            return
+        slowest, peers = slowest_rank(sights, ACTIVITY.stage_costs)
+        rank = -1 if slowest is None else slowest.rank
+        self._slowest, self._times = rank, self._times + 1 if rank == self._slowest else 1
+        if slowest is not None and self._times >= IN_A_ROW and now >= self._quiet_until:
+            self._quiet_until = now + AGAIN_S
+            self.console.warn(
+                f"{slowest.name} is slower than its peers: it works {slowest.work:.0%} of the time, "
+                f"they work {peers:.0%} and wait for it (up to step {slowest.step})"
+            )
+
+
+def slowest_rank(sights: Sequence[Sight], costs: Sequence[float]) -> tuple[Sight | None, float]:
+    """Return the rank that clearly holds the others up, None if none does; and the median of the others' shares."""
+    slowest = max(sights, key=lambda each: each.work)
+    peers = [each for each in sights if each is not slowest]
+    usual = statistics.median(each.work for each in peers)
+    expected = 1.0
+    if costs:
+        expected = costs[slowest.stage] / statistics.median(costs[each.stage] for each in peers)
+    ratio = slowest.work / max(usual, 0.01)
+    is_slow = slowest.work > BUSY and min(ratio, ratio / max(expected, 0.01)) > RATIO
+    return (slowest if is_slow else None), usual

@@ -1,0 +1,298 @@
+"""A thread on each rank that shows what the rank does, and ends the run where it cannot go on.
+
+The lowest rank of a host whose thread runs judges for all; where it is dead or stopped itself, the next one does. The
+threads run while the main ones wait in a collective or loop in Python.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.console import Console
+from harness.resilience.process import signals
+from harness.resilience.process.records import HANG, HERE
+from harness.resilience.watch.activity import ACTIVITY, Phase
+from harness.resilience.watch.board import Board
+from harness.resilience.watch.diagnosis import FRESH_S, Sight, Verdict, diagnose
+from harness.resilience.watch.ending import announce, append_stacks, stacks_file
+from harness.resilience.watch.hosts import OtherHosts
+from harness.resilience.watch.stacks import main_place
+from harness.resilience.watch.stragglers import Stragglers, WorkShare
+from harness.topology.processes import status_of
+
+POLL_S = 0.2
+STATES_S = 1.0  # between two looks at the state of the processes; that one has ended wakes the thread
+PAUSED_S = 5.0  # a thread that was not run for so long knows that its whole host may have slept
+SLOW_S = 600.0  # without progress in a phase that is not a step, and before the first step is done
+MEDIANS = 5.0  # of the latest steps' seconds
+IO_BYTES = 2**20  # read or written: progress outside of steps
+WRITING_S = 3.0  # for the ranks of a host to write their stacks
+TELLING_S = 2.5  # for other hosts to hear of a verdict from the store, which ends with rank 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A rank of the run, as all of them know it.
+
+    Attributes:
+        host_id: the same on ranks that see each other's processes; `host` is its name for the user.
+        started: the process's start, which tells it from a later one with its number.
+    """
+
+    rank: int
+    stage: int
+    host: str
+    host_id: str
+    pid: int
+    started: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Seconds without progress.
+
+    Attributes:
+        hang: the least in a step; 0: hangs are not looked for.
+        longest: shorter than a collective's own timeout, which must not speak first.
+    """
+
+    hang: float
+    longest: float
+
+    def of(self, phase: Phase, step_seconds: float | None) -> float:
+        """Return how long no progress is allowed in a phase; 0 for ever. `step_seconds`: the median, if known."""
+        if self.hang == 0:
+            return 0.0
+        if phase is not Phase.STEP or step_seconds is None:
+            return min(max(SLOW_S, self.hang), self.longest)
+        return min(max(self.hang, MEDIANS * step_seconds), self.longest)
+
+
+class Watcher:
+    """Watches the ranks of this host, and with `others` those of all hosts.
+
+    Args:
+        members: the ranks of this host, in order; `me` is the index of this one.
+        output_dir: where the stacks of a hang are written.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        members: list[Member],
+        me: int,
+        limits: Limits,
+        console: Console,
+        output_dir: Path,
+        others: OtherHosts | None = None,
+    ) -> None:
+        self.board, self.members, self.me = board, members, me
+        self.limits, self.console, self.output_dir, self.others = limits, console, output_dir, others
+        self.work = WorkShare()
+        self.stragglers = Stragglers(console)
+        self._steps: deque[float] = deque(maxlen=21)
+        self._first = self._begun = ACTIVITY.steps  # none has begun under this watch
+        self._begun_at = time.monotonic()
+        self._seen: tuple[object, ...] = ()
+        self._sights: list[Sight] = []
+        self._states: list[tuple[str, str]] = []
+        self._states_at = 0.0
+        self._io = self._io_at = 0.0
+        self._looked_at = self._resumed_at = time.monotonic()
+        self._open = True
+        self._poll = select.poll()
+        self._woken, self._wake = os.pipe()
+        self._poll.register(self._woken, select.POLLIN)
+        self._ends = [self._woken, self._wake, *self._descriptors()]
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to show this rank, and to watch."""
+        ACTIVITY.publish, ACTIVITY.stop_watching, ACTIVITY.is_watched = self.publish, self.close, True
+        self.publish()
+        self._look_at_self(time.monotonic())
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching; a second time does nothing."""
+        if not self._open:
+            return
+        self._open = False
+        os.write(self._wake, b"\0")
+        if ACTIVITY.publish == self.publish:
+            ACTIVITY.publish = ACTIVITY.stop_watching = lambda: None
+            ACTIVITY.is_watched = False
+        self._thread.join()
+        for descriptor in self._ends:
+            os.close(descriptor)
+        if self.others is not None:
+            self.others.close()
+
+    def publish(self) -> None:
+        """Show progress."""
+        self.board.show(self.me, time.monotonic(), ACTIVITY.beats, ACTIVITY.phase, HERE.step, HERE.doing.encode()[:63])
+
+    def _descriptors(self) -> Iterator[int]:
+        """Yield a descriptor for each other process, which wakes the thread when that ends."""
+        for row, member in enumerate(self.members):
+            if row != self.me:
+                with suppress(OSError):
+                    descriptor = os.pidfd_open(member.pid)
+                    self._poll.register(descriptor, select.POLLIN)
+                    yield descriptor
+
+    def _run(self) -> None:
+        while True:
+            ended = self._poll.poll(POLL_S * 1000)
+            if not self._open:
+                return
+            for descriptor, _ in ended:
+                self._poll.unregister(descriptor)
+            now = time.monotonic()
+            if ended or now - self._states_at > STATES_S:
+                self._states_at, self._states = now, [self._state(row) for row in range(len(self.members))]
+            if now - self._looked_at > PAUSED_S:
+                self._resumed_at = now
+            self._looked_at = now
+            self._look_at_self(now)
+            verdict = self._verdict(now)
+            if verdict is not None and self._open:
+                self._end_run(verdict)
+
+    def _look_at_self(self, now: float) -> None:
+        """Show where the main thread stands, and take a change of its position or of its input and output for
+        progress."""
+        place = main_place()
+        seen = (HERE.step, HERE.doing, ACTIVITY.beats, ACTIVITY.phase)
+        if seen != self._seen or (ACTIVITY.phase is Phase.SLOW and self._has_read_or_written(now)):
+            self._seen = seen
+            self.publish()
+        self._time_steps(now)
+        if ACTIVITY.phase is Phase.STEP:
+            self.work.add(place.waits)
+        limit = self.limits.of(ACTIVITY.phase, self._median())
+        share = self.work.value if self._steps else -1.0
+        self.board.watch(self.me, now, limit, place.waits, share, False, place.text.encode()[:95])
+
+    def _time_steps(self, now: float) -> None:
+        """Note how long the steps took that have ended since the last look; several may have."""
+        begun = ACTIVITY.steps
+        if begun == self._begun:
+            if self._begun == self._first:
+                self._begun_at = now
+            return
+        ended = begun - max(self._begun, self._first + 1)
+        if ended:
+            self._steps.append((now - self._begun_at) / ended)
+        self._begun, self._begun_at = begun, now
+
+    def _has_read_or_written(self, now: float) -> bool:
+        if now - self._io_at < 1.0:
+            return False
+        self._io_at = now
+        try:
+            lines = Path("/proc/self/io").read_text().split()
+            count = float(lines[1]) + float(lines[3])
+        except (OSError, IndexError, ValueError):
+            return False
+        grown, self._io = count - self._io > IO_BYTES, count
+        return grown
+
+    def _verdict(self, now: float) -> Verdict | None:
+        """Return why the run is to end, by what the rank that judges says; this one may be it."""
+        if text := self.board.verdict:
+            return Verdict.load(text)
+        sights = [self._sight(row, now) for row in range(len(self.members))]
+        judge = next((row for row, each in enumerate(sights) if not each.is_gone and each.unwatched < FRESH_S), self.me)
+        if judge != self.me:
+            return None
+        if self.others is not None:
+            self.others.show(sights)
+            sights = sorted([*sights, *self.others.sights(now)], key=lambda each: each.rank)
+        self._sights = sights
+        verdict = diagnose(sights) or (self.others.verdict() if self.others is not None else None)
+        if verdict is None and HERE.rank == 0:
+            self.stragglers.look(sights, now)
+        return verdict
+
+    def _state(self, row: int) -> tuple[str, str]:
+        """Return the state of a rank's process, empty if it is gone, and how it has ended."""
+        if row == self.me:
+            return "R", ""
+        member, status = self.members[row], None
+        with suppress(OSError):
+            status = status_of(member.pid)
+        is_same = status is not None and status.started == member.started
+        return (status.state, status.ending) if status is not None and is_same else ("", "")
+
+    def _sight(self, row: int, now: float) -> Sight:
+        member, shown = self.members[row], self.board.read(row)
+        state, ending = self._states[row]
+        # a stopped process makes no progress in any phase
+        limit = self.limits.of(Phase.STEP, self._median() or 0.0) if state == "T" else shown.limit
+        return Sight(
+            rank=member.rank,
+            stage=member.stage,
+            host=member.host,
+            pid=member.pid,
+            phase=shown.phase,
+            step=shown.step,
+            doing=shown.doing,
+            still=now - max(shown.beat_at, self._resumed_at),
+            unwatched=now - max(shown.looked_at, self._resumed_at),
+            silent=0.0,
+            limit=limit,
+            state=state,
+            ending=ending,
+            waits=shown.waits,
+            place=shown.place,
+            work=shown.work,
+        )
+
+    def _median(self) -> float | None:
+        """Return the median of the latest steps' seconds; None before the first is done."""
+        return statistics.median(self._steps) if self._steps else None
+
+    def _end_run(self, verdict: Verdict) -> None:
+        """End this process, and as the rank that judges all that are left on this host."""
+        signals.say_nothing()
+        path, judges = stacks_file(self.output_dir, verdict.step), not self.board.verdict
+        if judges:
+            if self.others is None or self.others.claim(verdict):
+                announce(verdict, self._sights, path, self.console)
+            self.board.verdict = verdict.dump()
+        if verdict.error == HANG:
+            append_stacks(path)
+        self.board.watch(self.me, time.monotonic(), 0.0, False, -1.0, True, b"")
+        rows = [row for row in range(len(self.members)) if row != self.me]
+        until = time.monotonic() + WRITING_S
+        while time.monotonic() < until and not all(map(self._is_ready, rows)):
+            time.sleep(POLL_S / 2)
+        for row in rows if judges else []:
+            if not self.board.read(row).ready:
+                self._kill(row)
+        if self.others is not None:
+            time.sleep(TELLING_S)
+        os._exit(1)
+
+    def _is_ready(self, row: int) -> bool:
+        """Whether a rank of this host has written what it has to, or cannot."""
+        return self.board.read(row).ready or self._state(row)[0] in ("", "Z", "T")
+
+    def _kill(self, row: int) -> None:
+        """End another rank of this host at once, also a stopped one."""
+        member = self.members[row]
+        with suppress(OSError):
+            status = status_of(member.pid)
+            if status is not None and status.started == member.started:
+                os.kill(member.pid, signal.SIGKILL)

@@ -1,0 +1,57 @@
+"""The first samples of a data set, looked at before a model is built: their shape, and whether it can learn them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from harness.data.batches.collate import Collator, MapDataset, MicroBatch
+from harness.data.batches.stream import dataset_length, read_micro_batch
+from harness.data.inputs.sample_lengths import require_short
+from harness.hf.attention import require_available, with_attention
+from harness.hf.forward.payload import Tokens
+from harness.hf.skeleton import ModelSource, position_limit
+from harness.hf.verify.packing import require_documents_apart, require_flash_apart
+from harness.training.engine.build import RunContext
+
+USUAL_LENGTH = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetCheck:
+    """What looks at data sets for one model; without a `source` it is a list of layers, which may take anything."""
+
+    source: ModelSource | None
+    context: RunContext
+    collator: Collator
+
+    def first_batch(self, dataset: MapDataset | None, size: int) -> MicroBatch | None:
+        """Return a micro-batch of the first samples, None without any; all ranks call it.
+
+        Raises UserError if a sample cannot be collated or is known to be longer than the model has positions, or if the
+        samples are packed documents and the model does not keep them apart.
+        """
+        if dataset is None or not dataset_length(dataset):
+            return None
+        batch, _ = read_micro_batch(dataset, range(min(size, dataset_length(dataset))), self.collator)
+        if self.source is not None:
+            if (limit := position_limit(self.source.config)) is not None:
+                require_short(dataset, limit)
+            if (tokens := Tokens.of(batch[0])).positions is not None:
+                self._require_apart(self.source, tokens.ids)
+        return batch
+
+    def _require_apart(self, source: ModelSource, ids: Tensor) -> None:
+        args, device, dtype = self.context.args, self.context.device, self.context.dtype
+        config = with_attention(source.config, args.attn_implementation)
+        require_available(config, device, dtype)
+        require_documents_apart(config)
+        require_flash_apart(config, len(ids), device, dtype)
+
+
+def sample_length(batch: MicroBatch | None) -> int:
+    """Tokens of a sample, as in this micro-batch of a decoder; without data what most models are trained on."""
+    if batch is None:
+        return USUAL_LENGTH
+    return Tokens.of(batch[0]).ids.shape[1]

@@ -1,0 +1,79 @@
+"""The prompts of `--sample_prompts`, as tokens: what the model continues at each evaluation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.arguments import TrainingArguments
+from harness.data.inputs.prompt_file import read_prompts
+from harness.data.tokenizer import ByteTokenizer, Tokenizer, encode
+from harness.errors import UserError
+from harness.hf.skeleton import position_limit
+from harness.training.prepare.plan import RunPlan
+from harness.training.prepare.trainable import TrainableModel
+from harness.wording import counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplePrompts:
+    """What is continued.
+
+    Attributes:
+        texts: as they are reported.
+        ids: tokens of each.
+        most: tokens of a continuation.
+        length: of the longest prompt with its continuation.
+        tokenizer: turns tokens into text.
+    """
+
+    texts: list[str]
+    ids: list[list[int]]
+    most: int
+    length: int
+    tokenizer: Tokenizer
+
+    def text(self, ids: list[int]) -> str:
+        """Return the text of a continuation."""
+        return str(self.tokenizer.decode(ids))
+
+
+def sample_prompts(args: TrainingArguments, plan: RunPlan, trainable: TrainableModel) -> SamplePrompts | None:
+    """Return the prompts, None without any. UserError for prompts or a run of which no sample can be made."""
+    if args.sample_prompts is None:
+        return None
+    tokenizer, causal = plan.data.tokenizer, trainable.causal
+    if causal is None or tokenizer is None:
+        what = "a HuggingFace model" if causal is None else "a tokenizer: give processing_class"
+        raise UserError(f"--sample_prompts needs {what}")
+    if plan.data.evaluation is None:
+        raise UserError("--sample_prompts needs evaluations: set --eval_steps, or give evaluation data")
+    prompts = read_prompts(Path(args.sample_prompts))
+    ids = [_ids(tokenizer, prompt) for prompt in prompts]
+    limit = position_limit(causal.source.config)
+    for number, row in enumerate(ids, 1):
+        if not row or max(row) >= causal.vocab_size or (limit is not None and len(row) >= limit):
+            size = f"{counted(len(row), 'token')}, and the model has {limit} positions and {causal.vocab_size} ids"
+            raise UserError(f"{args.sample_prompts}: prompt {number} has {size}: correct it")
+    length = max(map(len, ids)) + args.sample_tokens
+    texts = [prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False) for prompt in prompts]
+    return SamplePrompts(
+        texts=texts, ids=ids, most=args.sample_tokens, length=min(length, limit or length), tokenizer=tokenizer
+    )
+
+
+def _ids(tokenizer: Tokenizer, prompt: Any) -> list[int]:
+    """Return the tokens of a text, or of messages in the tokenizer's chat template."""
+    if isinstance(prompt, str):
+        return [int(token) for token in encode(tokenizer, [prompt])[0]]
+    templated: Any = tokenizer.as_transformers() if isinstance(tokenizer, ByteTokenizer) else tokenizer
+    if not templated.chat_template:
+        raise UserError("--sample_prompts has messages, but the tokenizer has no chat template: give prompts as text")
+    try:
+        text: str = templated.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template may raise anything
+        raise UserError(f"--sample_prompts: the chat template refuses {json.dumps(prompt)[:80]}: {error}") from error
+    found: list[int] = templated(text, add_special_tokens=False)["input_ids"]
+    return found

@@ -1,0 +1,136 @@
+"""What a run leaves to be read: `metrics.jsonl`, one object a step, and `run.json`, what was run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from io import FileIO
+from pathlib import Path
+
+from harness.checkpoint.atomic import replace_text
+from harness.checkpoint.directories import RUN
+from harness.config.values.json_object import JsonObject
+from harness.config.values.secrets import Secrets
+from harness.resilience.process.wall_clock import CLOCK
+from harness.training.callbacks import StepRecord
+
+PACKAGES = ("ds-harness", "deepspeed", "torch", "transformers", "datasets")
+
+
+class MetricsFile:
+    """Appends objects to a file, one a line; a resumed run drops those of the steps after its checkpoint first."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        self._path = path
+        self._waiting = b""  # what could not be written yet
+        self._secrets = Secrets.known()
+        self._file = self._cut(first_step)
+
+    def write(self, record: StepRecord | JsonObject) -> None:
+        """Append one object and hand it to the operating system, so that a killed run keeps it."""
+        content = record.as_dict() if isinstance(record, StepRecord) else record
+        self._waiting += (json.dumps(_finite(self._secrets.without(content)), default=str) + "\n").encode()
+        self._attempt(self._reopen)
+        self._attempt(self._flush)
+
+    def rewind(self, step: int) -> None:
+        """Drop the steps after `step`."""
+        self.close()
+        self._attempt(lambda: setattr(self, "_file", self._cut(step + 1)))
+
+    def close(self) -> None:
+        """Write what waits, and close the file."""
+        self._attempt(self._flush)
+        self._file.close()
+
+    def _flush(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+
+    def _cut(self, first_step: int) -> FileIO:
+        """Open the file without the lines of `first_step` and later ones, and without what is no line of ours.
+
+        The file is cut where the first of them begins, which a full disk allows; what is to stay after it waits.
+        """
+        there = self._path.read_bytes() if self._path.is_file() else b""
+        lines = (there + self._waiting).splitlines(keepends=True)
+        stays = [_is_before(line, first_step) for line in lines]
+        size = min(len(there), sum(map(len, itertools.compress(lines, itertools.accumulate(stays, min)))))
+        self._waiting = b"".join(itertools.compress(lines, stays))[size:]
+        file = self._path.open("ab", buffering=0)
+        file.truncate(size)
+        return file
+
+    def _reopen(self) -> None:
+        """Go on in a new file if somebody has removed this one, or its folder."""
+        with suppress(FileNotFoundError):
+            if not self._file.closed and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+                return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        gone, self._file = self._file, self._path.open("ab", buffering=0)
+        gone.close()
+        warnings.warn(f"{self._path}: it was removed; metrics go on in a new file", stacklevel=4)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Warn if an action fails, as on a full disk: training is worth more than its metrics, which wait in memory."""
+        try:
+            action()
+        except OSError as error:
+            warnings.warn(f"{self._path}: cannot be written: {error.strerror}; training continues", stacklevel=3)
+
+
+def write_run(output_dir: Path, content: JsonObject) -> None:
+    """Write `run.json`: what is given but for secrets, and the versions it ran with."""
+    content = {**Secrets.known(content).without(content), "versions": versions()}
+    replace_text(output_dir / RUN, json.dumps(content, indent=2, default=str) + "\n")
+
+
+def note_wall_clock(output_dir: Path, first_step: float | None = None) -> None:
+    """Write into `run.json` where this process' time has gone so far; `first_step`: seconds, kept if not given."""
+    path = output_dir / RUN
+    with suppress(OSError, ValueError):  # a full disk, or somebody's own file: the run has its numbers all the same
+        content = json.loads(path.read_text(encoding="utf-8"))
+        first_step = first_step or content.get("wall_clock", {}).get("first_step")
+        content["wall_clock"] = {**CLOCK.seconds(), "first_step": first_step}
+        replace_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide about a run."""
+    return {"python": platform.python_version(), **{name: _installed(name) for name in PACKAGES}}
+
+
+@cache
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _is_before(line: bytes, first_step: int) -> bool:
+    """Whether this is a whole line of a step before `first_step`."""
+    try:
+        return line.endswith(b"\n") and bool(json.loads(line)["step"] < first_step)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _finite(content: JsonObject) -> JsonObject:
+    """JSON has no NaN and no infinity: null stands for them."""
+    return {key: _or_null(value) for key, value in content.items()}
+
+
+def _or_null(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _or_null(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_or_null(inner) for inner in value]
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value

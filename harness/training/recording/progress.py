@@ -1,0 +1,117 @@
+"""What the user sees while a run goes on: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import NoReturn, Unpack
+
+from tqdm import tqdm
+
+from harness.arguments import TrainingArguments
+from harness.console import Console
+from harness.training.callbacks import MomentValues, StepRecord, TrainerCallback, TrainerControl, TrainerState
+
+SECONDS_BETWEEN_LINES = 5.0
+NEWEST = 0.2  # weight of the last step in the time left
+BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+
+
+class ProgressCallback(TrainerCallback):
+    """Figures of the step and the time left, on rank 0."""
+
+    def __init__(self, console: Console, unit: str = "tokens") -> None:
+        self.console = console
+        self.unit = unit  # of the speed
+        self.bar: tqdm[NoReturn] | None = None
+        self._last_line = 0.0
+        self._last_step = time.monotonic()
+        self._seconds: float | None = None  # of a step with all that follows it, smoothed
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
+    ) -> None:
+        self._last_line = self._last_step = time.monotonic()
+        if self.console.speaks and self.console.is_terminal:
+            self.bar = tqdm(
+                total=state.max_steps,
+                initial=state.global_step,
+                file=self.console.out,
+                dynamic_ncols=True,
+                bar_format=BAR,
+            )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
+    ) -> None:
+        record = kwargs["record"]
+        now = time.monotonic()
+        self._seconds = smoothed(self._seconds, now - self._last_step)
+        self._last_step = now
+        left = f"{clock((state.max_steps - record.step) * self._seconds)} left"
+        if self.bar is not None:
+            # a narrow terminal shows the beginning alone
+            self.bar.set_postfix_str(", ".join([left, *_figures(record, self.unit)]), refresh=False)
+            self.bar.update()
+        elif self._line_is_due(args, state, now):
+            self._last_line = now
+            self.console.say("  ".join([f"step {record.step}/{state.max_steps}", *_figures(record, self.unit), left]))
+
+    def _line_is_due(self, args: TrainingArguments, state: TrainerState, now: float) -> bool:
+        """Whether to print a line: when the user asks for it, and at the first and the last step; else now and then."""
+        if state.global_step in (1, state.max_steps):
+            return True
+        if "logging_steps" in args.given:
+            return state.global_step % args.logging_steps == 0
+        return now - self._last_line > SECONDS_BETWEEN_LINES
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
+    ) -> None:
+        metrics = kwargs["metrics"]
+        key = next(name for name in metrics if name.endswith("_loss"))
+        what = "evaluation" if key == "eval_loss" else key.removesuffix("_loss")
+        self._above_the_bar(f"step {state.global_step}: {what} loss {metrics[key]:.4f}")
+        self._last_step = time.monotonic()  # else the next step would seem to take as long as an evaluation
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
+    ) -> None:
+        self._above_the_bar(f"checkpoint in {kwargs['checkpoint']}")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
+    ) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+    def _above_the_bar(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.write(text, file=self.console.out)
+        else:
+            self.console.say(text)
+
+
+def smoothed(before: float | None, seconds: float) -> float:
+    """Return the mean of the seconds of steps, in which a step counts less the longer ago it was."""
+    return seconds if before is None else (1 - NEWEST) * before + NEWEST * seconds
+
+
+def clock(seconds: float) -> str:
+    """Return a time as h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _figures(record: StepRecord, unit: str) -> list[str]:
+    memory = record.host_memory_gib if record.device_memory_gib is None else record.device_memory_gib
+    named = {
+        "loss": f"{record.loss:.4f}",
+        "aux_loss": None if record.aux_loss is None else f"{record.aux_loss:.4f}",
+        "grad_norm": None if record.grad_norm is None else f"{record.grad_norm:.3g}",
+        "lr": f"{record.learning_rate:.3g}",
+        "epoch": f"{record.epoch:.2f}",
+    }
+    figures = [f"{name} {value}" for name, value in named.items() if value is not None]
+    peak = [] if memory is None else [f"{memory:.1f} GiB"]
+    return [*figures, f"{record.tokens_per_second:,.0f} {unit}/s", *peak]

@@ -1,0 +1,164 @@
+"""Writes what a run leaves behind, on rank 0: metrics, evaluations, `run.json`, and what monitors show."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+
+from harness.arguments.themes.reporting import monitor_sections
+from harness.checkpoint.directories import EVALUATIONS, METRICS, set_aside
+from harness.config.values.json_object import JsonObject
+from harness.parallel.collectives.of_group import shares_memory
+from harness.resilience.process import signals
+from harness.topology.agreement import values_of_all
+from harness.topology.layout import AXES
+from harness.training.callbacks import StepRecord, TrainerState
+from harness.training.engine.continuation import continued
+from harness.training.prepare.run import PreparedRun
+from harness.training.prepare.sample_prompts import SamplePrompts
+from harness.training.recording.metrics import MetricsFile, note_wall_clock, write_run
+from harness.training.recording.monitors import Monitors
+from harness.training.recording.origin import origin
+
+SAMPLES = "samples.jsonl"
+SHOWN = (
+    *("loss", "aux_loss", "grad_norm", "learning_rate", "epoch"),
+    *("tokens_per_second", "device_memory_gib", "host_memory_gib"),
+)
+"""What monitors show of a step."""
+
+
+class Recorder:
+    """Open while a run goes on; on ranks other than 0 it does nothing."""
+
+    def __init__(self, run: PreparedRun, state: TrainerState) -> None:
+        self.run = run
+        self.state = state
+        self.writes = state.is_world_process_zero
+        self._metrics: MetricsFile | None = None
+        self._evaluations: MetricsFile | None = None
+        self._samples: MetricsFile | None = None
+        self._monitors: Monitors | None = None
+        self._origin: JsonObject = {}
+        self._first_step = 0.0  # seconds
+
+    def __enter__(self) -> Recorder:
+        hosts = values_of_all(socket.gethostname())
+        if self.writes:
+            run, directory = self.run, self.run.output_dir
+            directory.mkdir(parents=True, exist_ok=True)
+            self._origin = origin(run, hosts)
+            write_run(directory, {**self._origin, **describe(run)})
+            sections = monitor_sections(run.args, run.args.output_dir, run.resolved.config)
+            self._monitors = Monitors(sections, run.run_id, self.state.global_step + 1)
+            self._metrics = self._open(directory / METRICS)
+            self._evaluations = self._open(directory / EVALUATIONS)
+            if run.samples is not None:
+                self._samples = self._open(directory / SAMPLES)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in (self._metrics, self._evaluations, self._samples, self._monitors):
+            if file is not None:
+                file.close()
+        if self.writes:
+            note_wall_clock(self.run.output_dir, self._first_step)
+
+    def rewind(self, step: int) -> None:
+        """Drop what was written of the steps after `step`, which are made once more."""
+        self.state.log_history[:] = [logs for logs in self.state.log_history if logs["step"] <= step]
+        for file in (self._metrics, self._evaluations, self._samples, self._monitors):
+            if file is not None:
+                file.rewind(step)
+
+    def _open(self, path: Path) -> MetricsFile:
+        """Return the file as far as this run has come; a run that begins keeps what an earlier one left under another
+        name."""
+        first_step = self.state.global_step + 1
+        kept = set_aside(path) if first_step == 1 else None
+        if kept is not None:
+            self.run.console.warn(f"{path} is of an earlier run: kept as {kept.name}")
+        return MetricsFile(path, first_step)
+
+    def describe(self, run: PreparedRun) -> None:
+        """Write `run.json` once more, for a run whose layers have moved."""
+        self.run = run
+        if self.writes:
+            write_run(self.run.output_dir, {**self._origin, **describe(self.run)})
+
+    def step(self, record: StepRecord) -> None:
+        """One line in metrics.jsonl."""
+        if self._metrics is not None:
+            self._metrics.write(record)
+        self._first_step = self._first_step or record.step_seconds
+
+    def log(self, record: StepRecord) -> JsonObject:
+        """Hand the step's figures to the monitors, keep them in the trainer's history, and return them."""
+        logs = record.as_dict()
+        self.state.log_history.append(logs)
+        if self._monitors is not None:
+            shown = {f"train/{name}": logs[name] for name in SHOWN if logs.get(name) is not None}
+            self._monitors.write(shown, self.state.global_step)
+        return logs
+
+    def evaluation(self, evaluate: Callable[[], JsonObject]) -> JsonObject | None:
+        """Evaluate, write one line in evaluations.jsonl and return it; nothing, None, if a signal interrupts it."""
+        try:
+            metrics = evaluate()
+        except signals.Interrupted:
+            return None
+        step = self.state.global_step
+        self.state.log_history.append({"step": step, **metrics})
+        if self._evaluations is not None:
+            self._evaluations.write({"step": step, **metrics})
+        if self._monitors is not None:
+            self._monitors.write(_shown(metrics), step)
+        if self.run.samples is not None:
+            self._sample(self.run.samples, step)
+        return metrics
+
+    def _sample(self, prompts: SamplePrompts, step: int) -> None:
+        """Write what the model makes of each prompt; all ranks call it."""
+        ends = prompts.tokenizer.eos_token_id
+        made = continued(self.run.engine, prompts.ids, prompts.most, prompts.length, ends)
+        for number, (prompt, ids) in enumerate(zip(prompts.texts, made, strict=True), 1):
+            text = prompts.text(ids)
+            self.run.console.say(f"step {step}: sample {number}: {prompt!r} -> {text!r}")
+            if self._samples is not None:
+                self._samples.write({"step": step, "prompt": prompt, "text": text})
+            if self._monitors is not None:
+                self._monitors.write_text(f"samples/{number}", f"{prompt}\n\n{text}", step)
+
+
+def _shown(metrics: Mapping[str, object]) -> dict[str, float]:
+    """Return the numbers of an evaluation that monitors show, by their names there; perplexity is the loss again."""
+    left_out = ("eval_samples", "eval_seconds")
+    named = {name: value for name, value in metrics.items() if name.startswith("eval_") and name not in left_out}
+    return {f"eval/{n.removeprefix('eval_')}": v for n, v in named.items() if isinstance(v, int | float)}
+
+
+def describe(run: PreparedRun) -> JsonObject:
+    """Return what `run.json` holds: resolved config, layout, arguments, model shape, stage boundaries."""
+    causal = run.trainable.causal
+    return {
+        "run_id": run.run_id,
+        "config": run.resolved.config,
+        "filled": [asdict(filled) for filled in run.resolved.filled],
+        "layout": {**run.plan.layout.sizes(), "world_size": run.plan.layout.world_size},
+        "arguments": {**run.inputs.flags, **asdict(run.args)},
+        "model": causal.source.config.to_dict() if causal is not None else {"layers": run.trainable.names},
+        "parameters": run.trainable.size(),
+        "trained_parameters": run.trainable.size(trained=True),
+        "adapters": json.loads(run.plan.adapters) if run.plan.adapters else None,
+        "stage_boundaries": run.boundaries,
+        "stages": [asdict(line) for line in run.stages],
+        "expected": None if run.expected is None else run.expected.as_json(),
+        "shared_memory": [axis for axis in AXES if shares_memory(run.groups.along(axis))],
+        "output_dir": str(run.output_dir.resolve()),
+    }

@@ -1,0 +1,19 @@
+"""The streams of all data ranks of a run, in one process."""
+
+from harness.data.batches.stream import BatchStream
+
+
+def ranks_of(dataset, seed, data_size, consumed):
+    """A stream for each data rank, of steps of eight samples in micro-batches of two; `dataset()` makes its data."""
+    return [
+        BatchStream(
+            dataset(),
+            seed=seed,
+            micro_batch=2,
+            accumulation=4 // data_size,
+            data_rank=rank,
+            data_size=data_size,
+            consumed=consumed,
+        )
+        for rank in range(data_size)
+    ]

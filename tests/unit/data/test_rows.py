@@ -1,0 +1,260 @@
+"""What a row is by its columns, what document it becomes, and what each wrong row is answered with."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from harness.data.files.rows import BESIDE, COLUMNS, ROLES, columns_of, document, kind_of_row
+from harness.errors import UserError
+
+ASK = {"role": "user", "content": "2 + 2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def made(row: dict[str, Any]) -> dict[str, Any]:
+    """The conversation of a row."""
+    found = document(row, kind_of_row(row, "a:1"), "a:1")
+    assert found["place"] == "a:1"
+    conversation: dict[str, Any] = json.loads(found["conversation"])
+    return conversation
+
+
+@pytest.mark.parametrize(
+    ("columns", "kind"),
+    [
+        pytest.param(["text"], "text", id="text"),
+        pytest.param(["id", "text", "prompt"], "text", id="a-prompt-alone-is-none"),
+        pytest.param(["text", "messages"], "messages", id="messages-before-text"),
+        pytest.param(["conversations", "messages"], "messages", id="messages-before-sharegpt"),
+        pytest.param(["conversations", "prompt", "completion"], "sharegpt", id="sharegpt-before-completion"),
+        pytest.param(["output", "instruction", "completion", "prompt"], "completion", id="completion-before-alpaca"),
+        pytest.param(["output", "instruction", "text"], "alpaca", id="alpaca-before-text"),
+    ],
+)
+def test_the_columns_decide_in_an_order(columns: list[str], kind: str) -> None:
+    assert kind_of_row(columns, "a") == kind
+    assert kind_of_row(reversed(columns), "a") == kind
+
+
+@pytest.mark.parametrize(
+    ("columns", "has"),
+    [
+        pytest.param([], r"\(it has: none\)", id="no-column"),
+        pytest.param(["prompt", "output"], r"\(it has: prompt, output\)", id="halves-of-two-kinds"),
+        pytest.param(["Text", " text"], r"\(it has: Text,  text\)", id="other-spelling"),
+        pytest.param([3, None], r"\(it has: 3, None\)", id="no-names"),
+    ],
+)
+def test_columns_that_make_no_row_are_listed(columns: list[str], has: str) -> None:
+    with pytest.raises(UserError, match=f"^a:1 has no column `text`, `messages`.*{has}: rename one$"):
+        kind_of_row(columns, "a:1")
+
+
+def test_every_kind_is_named_by_its_columns_and_others_by_their_own_name() -> None:
+    assert {kind: columns_of(kind) for kind in ("text", "completion", "tokens")} == {
+        "text": "`text`",
+        "completion": "`prompt` and `completion`",
+        "tokens": "tokens",
+    }
+    assert COLUMNS.keys() == BESIDE.keys()
+    assert all(kind_of_row([*COLUMNS[kind], *BESIDE[kind]], "a") == kind for kind in COLUMNS)
+
+
+@pytest.mark.parametrize("text", ["", " ", "\0\x85\u2028", "🙂" * 3, "x" * 10**5])
+def test_a_text_is_taken_as_it_is(text: str) -> None:
+    assert document({"text": text, "messages": None}, "text", "a:1") == {"text": text}
+
+
+@pytest.mark.parametrize(
+    ("row", "conversation"),
+    [
+        pytest.param({"messages": [ASK, ANSWER]}, {"messages": [ASK, ANSWER], "answers_from": 0}, id="messages"),
+        pytest.param(
+            {"messages": ({**ASK, "name": None, "weight": 0}, ANSWER), "tools": None},
+            {"messages": [{**ASK, "weight": 0}, ANSWER], "answers_from": 0},
+            id="nulls-of-parquet-are-dropped",
+        ),
+        pytest.param(
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "2 +"}, {"type": "text", "text": " 2?"}]},
+                    ANSWER,
+                ]
+            },
+            {"messages": [ASK, ANSWER], "answers_from": 0},
+            id="parts-of-text-are-joined",
+        ),
+        pytest.param(
+            {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}, ANSWER], "tools": TOOLS},
+            {
+                "messages": [ASK, {"role": "assistant", "tool_calls": [CALL]}, ANSWER],
+                "answers_from": 0,
+                "tools": TOOLS,
+            },
+            id="a-call-needs-no-content",
+        ),
+        pytest.param(
+            {"prompt": "2 + 2?", "completion": " 4", "tools": []},
+            {"prompt": "2 + 2?", "completion": " 4"},
+            id="texts-and-no-tools",
+        ),
+        pytest.param({"prompt": "", "completion": "4"}, {"prompt": "", "completion": "4"}, id="an-empty-prompt-is-one"),
+        pytest.param(
+            {"prompt": [ASK, ANSWER, ASK], "completion": [ANSWER]},
+            {"messages": [ASK, ANSWER, ASK, ANSWER], "answers_from": 3},
+            id="answers-of-a-prompt-are-not-learnt",
+        ),
+        pytest.param(
+            {
+                "conversations": [
+                    {"from": "system", "value": "Be brief."},
+                    {"from": "human", "value": "a"},
+                    {"from": "gpt", "value": "b"},
+                ]
+            },
+            {
+                "messages": [
+                    {"role": "system", "content": "Be brief."},
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "b"},
+                ],
+                "answers_from": 0,
+            },
+            id="sharegpt",
+        ),
+        pytest.param(
+            {
+                "conversations": [
+                    {"from": "human", "value": "a", "role": None},
+                    {"from": "function_call", "value": "{}"},
+                    {"from": "observation", "value": "4"},
+                    {"from": "bot", "value": "b", "weight": 1},
+                ]
+            },
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "{}"},
+                    {"role": "tool", "content": "4"},
+                    {"role": "assistant", "content": "b", "weight": 1},
+                ],
+                "answers_from": 0,
+            },
+            id="sharegpt-with-a-tool",
+        ),
+        pytest.param(
+            {"instruction": "a", "input": "  ", "output": "b", "system": ""},
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "answers_from": 0},
+            id="alpaca-with-an-input-of-spaces",
+        ),
+        pytest.param(
+            {"instruction": "a", "input": None, "output": "b", "system": None},
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "answers_from": 0},
+            id="alpaca-with-nulls",
+        ),
+    ],
+)
+def test_a_row_becomes_its_conversation(row: dict[str, Any], conversation: dict[str, Any]) -> None:
+    assert made(row) == conversation
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_role_may_speak_beside_an_answer(role: str) -> None:
+    spoken = {"role": role, "content": "a"}
+    assert made({"messages": [spoken, ANSWER]})["messages"] == [spoken, ANSWER]
+
+
+def test_what_is_not_ascii_stays_readable() -> None:
+    row = {"prompt": "日本", "completion": "🙂"}
+    assert "日本" in document(row, "completion", "a")["conversation"]
+
+
+MESSAGES = [
+    pytest.param(None, r"a:1: `messages` is missing, not a list of", id="null"),
+    pytest.param("text", r"`messages` is str, not a list of", id="text"),
+    pytest.param({"role": "user"}, r"`messages` is dict, not a list of", id="object"),
+    pytest.param([], r"`messages` is empty: remove the row", id="empty"),
+    pytest.param([ASK, "4"], r"`messages`, message 2 is str, not an object with role and content", id="word"),
+    pytest.param([ASK, None], r"message 2 is NoneType, not an object", id="null-message"),
+    pytest.param([{}], r"message 1 has no `role` \(it has: nothing\)", id="nothing"),
+    pytest.param([{"role": None, "content": "a"}], r"has no `role` \(it has: content\)", id="role-null"),
+    pytest.param([{"from": "gpt", "value": "a"}], r"has no `role` \(it has: from, value\)", id="sharegpts-names"),
+    pytest.param([{"role": "User", "content": "a"}], r"message 1: role 'User' is not one of system, dev", id="capital"),
+    pytest.param([{"role": ["user"], "content": "a"}], r"role \['user'\] is not one of", id="role-in-a-list"),
+    pytest.param([{"role": "user"}, ANSWER], r"message 1: `content` is missing, not a string", id="no-content"),
+    pytest.param([{"role": "user", "content": 4}, ANSWER], r"`content` is int, not a string", id="content-number"),
+    pytest.param(
+        [{"role": "user", "content": [{"type": "image"}]}, ANSWER], "has parts that are not text", id="picture"
+    ),
+    pytest.param([{"role": "user", "content": ["a"]}, ANSWER], "has parts that are not text", id="parts-as-words"),
+    pytest.param(
+        [{"role": "user", "content": [{"type": "text"}]}, ANSWER], "`content` is missing, not a string", id="empty-part"
+    ),
+    pytest.param([{"role": "user", "content": "\ud800"}, ANSWER], r"half a surrogate pair at character 0", id="half"),
+    pytest.param([ASK, {"role": "assistant", "content": " \n"}], "message 2 is an empty answer: remove it", id="blank"),
+    pytest.param([ASK, {"role": "assistant", "content": []}], "message 2 is an empty answer", id="no-parts"),
+    pytest.param(
+        [ASK, {"role": "assistant", "content": "", "tool_calls": []}], "message 2 is an empty answer", id="no-calls"
+    ),
+    pytest.param(
+        [ASK, {"role": "tool", "content": "4"}, ASK],
+        r"`messages` has no message of role assistant to learn \(roles: user, tool\)",
+        id="no-answer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("messages", "words"), MESSAGES)
+def test_wrong_messages_are_told_with_their_place(messages: object, words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        document({"messages": messages}, "messages", "a:1")
+    assert str(caught.value).startswith("a:1: `messages`")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        pytest.param({"text": b"a"}, r"^a:1: `text` is bytes, not a string$", id="bytes"),
+        pytest.param(
+            {"text": "ab\udfff"}, "^a:1: `text` holds half a surrogate pair at character 2$", id="half-a-pair"
+        ),
+        pytest.param({"prompt": "a", "completion": None}, "`completion` is missing, not a string", id="no-completion"),
+        pytest.param({"prompt": "a", "completion": [ANSWER]}, "`completion` is list, not a string", id="text-and-list"),
+        pytest.param({"prompt": [ASK], "completion": "4"}, "`completion` is str, not a list of", id="list-and-text"),
+        pytest.param({"prompt": None, "completion": "4"}, "`prompt` is missing, not a list of", id="no-prompt"),
+        pytest.param({"prompt": "a", "completion": "\t"}, "`completion` is empty: remove the row", id="blank"),
+        pytest.param({"prompt": [], "completion": [ANSWER]}, "`prompt` is empty: remove the row", id="empty-prompt"),
+        pytest.param({"prompt": [ASK], "completion": [ASK]}, "`completion` has no message of role assist", id="asked"),
+        pytest.param({"conversations": "a"}, "`conversations` is str, not a list of", id="sharegpt-text"),
+        pytest.param({"conversations": []}, "`conversations` is empty: remove the row", id="sharegpt-empty"),
+        pytest.param({"conversations": [{"from": "gpt"}]}, "message 1: `content` is missing", id="sharegpt-no-value"),
+        pytest.param({"conversations": [{"from": 3, "value": "a"}]}, "role 3 is not one of", id="sharegpt-number"),
+        pytest.param({"instruction": None, "output": "b"}, "`instruction`, message 1: `content` is missing", id="none"),
+        pytest.param({"instruction": "a", "output": 4}, "message 2: `content` is int", id="alpaca-number"),
+        pytest.param({"instruction": "a", "output": ""}, "message 2 is an empty answer", id="alpaca-no-answer"),
+        pytest.param(
+            {"messages": [ASK, ANSWER], "tools": {1, 2}},
+            "^a:1 contains a value that is not JSON .*: use text",
+            id="set",
+        ),
+        pytest.param({"prompt": "\udc00", "completion": "a"}, "half a surrogate pair", id="half-a-pair-in-a-prompt"),
+    ],
+)
+def test_a_wrong_row_is_told_with_its_place(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        document(row, kind_of_row(row, "a:1"), "a:1")
+    assert str(caught.value).startswith("a:1")
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_a_row_unlike_the_earlier_ones_is_told_which_column_it_lacks(kind: str) -> None:
+    with pytest.raises(UserError, match=rf"has no column `{COLUMNS[kind][0]}` \(it has: other\), unlike earlier rows"):
+        document({"other": 1}, kind, "a:2")
+    with pytest.raises(UserError, match=rf"has no column `{COLUMNS[kind][-1]}` \(it has: "):
+        document(dict.fromkeys(COLUMNS[kind][:-1], "a"), kind, "a:2")

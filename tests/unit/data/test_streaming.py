@@ -1,0 +1,295 @@
+"""Streamed files: the samples of files that are tokenised beforehand, in their order, from any position on."""
+
+import itertools
+import json
+import random
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from harness.arguments import TrainingArguments
+from harness.arguments.themes.script import ScriptArguments
+from harness.data.batches.stream import data_digest
+from harness.data.blocks import make_blocks
+from harness.data.files.sources import find_files, read_documents
+from harness.data.on_disk.cache import Preparation
+from harness.data.pieces import PIECE_CHARACTERS
+from harness.data.samples import make_samples
+from harness.data.streaming import layouts
+from harness.data.streaming.layouts import AsTheyAre, layout_of
+from harness.data.streaming.rows import FileRows, IterableRows, read_all
+from harness.data.streaming.source import Streamed, StreamedSource
+from harness.data.tokenizer import ByteTokenizer, load_tokenizer
+from harness.errors import UserError
+from harness.training.prepare import preflight
+from tests.unit.data.streams import ranks_of
+
+BLOCK = 64
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text").mkdir()
+    long = "the quick brown fox jumps over the lazy dog, übermäßig — 日本語\n" * (PIECE_CHARACTERS // 50)
+    (tmp_path / "text" / "a.txt").write_text(long)
+    (tmp_path / "text" / "b.jsonl").write_text("".join(json.dumps({"text": f"row {i} " * 9}) + "\n" for i in range(40)))
+    return tmp_path / "text"
+
+
+@pytest.fixture
+def chats(tmp_path):
+    turns = [
+        [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a" * (i % 50)}] for i in range(1, 40)
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns if each))
+    return tmp_path / "chat.jsonl"
+
+
+def streamed(path, kind, tokenizer, block_size, *, packing=False):
+    rows = FileRows(find_files(path), kind)
+    return StreamedSource(rows, layout_of(kind, tokenizer, block_size, packing=packing))
+
+
+def plain(sample):
+    return {name: values.tolist() for name, values in sample.items()}
+
+
+def test_text_is_cut_as_when_it_is_tokenised_beforehand(text, trained_tokenizer, tmp_path):
+    tokenizer = load_tokenizer(str(trained_tokenizer))
+    blocks = make_blocks(read_documents(text, tmp_path), tokenizer, BLOCK, Preparation(tmp_path))
+    source = streamed(text, "text", tokenizer, BLOCK)
+    assert len(blocks) > 500
+    assert all(torch.equal(source[k]["input_ids"], blocks[k]["input_ids"]) for k in range(len(blocks)))
+    # then the files come once more, behind what was left over
+    assert source[len(blocks)]["input_ids"][-5:].tolist() != blocks[0]["input_ids"][-5:].tolist()
+
+
+def test_conversations_are_those_of_the_file_without_what_cannot_be_learnt(chats, tmp_path, monkeypatch):
+    samples = make_samples(read_documents(chats, tmp_path), ByteTokenizer(), BLOCK, Preparation(tmp_path))
+    source = streamed(chats, "messages", ByteTokenizer(), BLOCK)
+    for k in range(2 * len(samples)):  # twice over
+        found = plain(source[k])
+        length = int(samples.lengths([k % len(samples)])[0])
+        assert found.pop("attention_mask") == [1] * length + [0] * (BLOCK - length)
+        assert found == plain(samples[k % len(samples)])
+    monkeypatch.setattr(layouts, "_MOST_UNUSED", 200)  # of 10,000
+    with pytest.raises(UserError, match=r"201 conversations in a row have no answer within the first 8 tokens"):
+        streamed(chats, "messages", ByteTokenizer(), 8)[0]
+
+
+def mixed(text, chats, buffer=0, *, packing=False):
+    sources = [
+        streamed(text, "text", ByteTokenizer(), BLOCK, packing=packing),
+        streamed(chats, "messages", ByteTokenizer(), BLOCK, packing=packing),
+    ]
+    return Streamed(sources, [3, 1], buffer)
+
+
+def drawn(data, steps, data_size=1, consumed=0):
+    ranks = ranks_of(data, 1, data_size, consumed)
+    found = []
+    for _ in range(steps):
+        read = [rank.next_step() for rank in ranks]
+        found += [
+            (torch.stack(ids, -1) if isinstance(ids, tuple) else ids).tolist()
+            for turn in zip(*read, strict=True)
+            for ids, _ in turn
+        ]
+    return found, ranks
+
+
+def steps_and_a_resume(make, samples=None):
+    """Nine steps; the first six of them on two data ranks, the last three resumed from the position of the first of
+    these."""
+    wanted, _ = drawn(make, 9)
+    found, ranks = drawn(make, 6, data_size=2)
+    assert found == wanted[:24]
+    kept = json.loads(json.dumps(ranks[0].dataset.position(ranks[0].consumed)))
+    if samples is not None:
+        assert [place["sample"] for place in kept["sources"]] == samples
+
+    def resumed():
+        data = make()
+        data[0]  # what is looked at before the run goes on
+        data.seek(kept)
+        return data
+
+    assert drawn(resumed, 3, consumed=48)[0] == wanted[24:]
+    return wanted, resumed
+
+
+def test_every_layout_reads_the_same_and_a_position_leads_to_the_same_samples(text, chats):
+    _, resumed = steps_and_a_resume(lambda: mixed(text, chats), [36, 12])
+    again = resumed()
+    first = plain(again[48])
+    again[60]
+    assert plain(again[48]) == first  # as after a rollback
+
+
+def test_a_buffer_is_shuffled_within(text, chats):
+    wanted, _ = steps_and_a_resume(lambda: mixed(text, chats, 20), [30, 10])
+    in_order, _ = drawn(lambda: mixed(text, chats), 10)
+    rows = [[row for ids in found for row in ids] for found in (wanted, in_order)]
+    assert rows[0][:40] != rows[1][:40]
+    for start in (0, 20, 40):  # each buffer holds what comes then, in an order of its own
+        assert sorted(rows[0][start : start + 20]) == sorted(rows[1][start : start + 20])
+    assert Streamed([], buffer=20).order(0, 20, 1).tolist() != Streamed([], buffer=20).order(20, 20, 1).tolist()
+
+
+def test_packed_text_is_that_of_blocks_and_packed_conversations_are_whole(text, chats, tmp_path):
+    steps_and_a_resume(lambda: mixed(text, chats, packing=True))
+    blocks = make_blocks(read_documents(text, tmp_path), ByteTokenizer(), BLOCK, Preparation(tmp_path), packing=True)
+    source = streamed(text, "text", ByteTokenizer(), BLOCK, packing=True)
+    assert all(plain(source[k]) == plain(blocks[k]) for k in range(len(blocks)))
+    wide = 4 * BLOCK
+    source = streamed(chats, "messages", ByteTokenizer(), wide, packing=True)
+    samples = make_samples(read_documents(chats, tmp_path), ByteTokenizer(), wide, Preparation(tmp_path))
+    to_learn = sum(learnt(samples[k]) for k in range(len(samples)))
+    learnt_so_far = itertools.accumulate(learnt(source[k]) for k in itertools.count())
+    packed = next(k for k, total in enumerate(learnt_so_far, start=1) if total >= to_learn)
+    assert packed < 0.6 * len(samples)
+
+
+def test_packed_documents_keep_their_starts_however_often_a_stream_goes_on(tmp_path):
+    lengths = [5 * BLOCK, 10, 3 * BLOCK + 7, 20, 2 * BLOCK - 1, 30, BLOCK, 5]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": "x" * length}) + "\n" for length in lengths))
+
+    def make():
+        return streamed(tmp_path / "rows.jsonl", "text", ByteTokenizer(), BLOCK, packing=True)
+
+    whole, kept, begun = make(), {}, 0
+    for k in range(40):
+        source = make()
+        source.seek(kept)
+        wanted = plain(whole[k])
+        assert plain(source[k]) == wanted
+        kept = json.loads(json.dumps(source.position(k + 1)))
+        begun += wanted["position_ids"].count(0)
+    assert begun > 20
+
+
+def learnt(sample):
+    return int((sample["labels"] != -100).sum())
+
+
+class Empty(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+class Counting(IterableDataset):
+    """Rows of text, some of them long; a pass draws from the global generators."""
+
+    def __init__(self, make):
+        self.make, self.passes = make, []
+
+    def set_epoch(self, number):
+        self.passes.append(number)
+
+    def __iter__(self):
+        for i in range(7):
+            yield self.make(i)
+
+
+ITERABLES = [
+    lambda i: {"text": f"row {i} {torch.rand(1).item():.9f} {random.random():.9f} {np.random.rand():.9f} " * 9},
+    lambda i: {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": str(i) * (i + 1)}]},
+    lambda i: {"input_ids": [i, 2, int(torch.randint(9, (1,)))], "labels": [1, 2, 3]},
+]
+
+
+@pytest.mark.parametrize("make", ITERABLES)
+def test_an_iterable_data_set_is_a_stream(make):
+    def data():
+        rows = IterableRows(Counting(make), "train_dataset", as_they_are=False)
+        layout = AsTheyAre() if rows.kind is None else layout_of(rows.kind, ByteTokenizer(), BLOCK, packing=False)
+        return Streamed([StreamedSource(rows, layout)], buffer=5)
+
+    steps_and_a_resume(data)
+    assert data_digest(data()) == data_digest(data())
+
+
+def test_an_iterable_of_the_package_datasets_is_shuffled_anew_in_each_pass():
+    from datasets import Dataset
+
+    dataset = Dataset.from_list([{"input_ids": [i]} for i in range(8)]).to_iterable_dataset().shuffle(1, buffer_size=8)
+    source = StreamedSource(IterableRows(dataset, "train_dataset", as_they_are=False), AsTheyAre())
+    first, second = ([source[k]["input_ids"][0] for k in range(start, start + 8)] for start in (0, 8))
+    assert sorted(first) == sorted(second) == list(range(8)) and first != second
+    kept = source.position(16)
+    assert kept["section"] == 2 or (kept["section"], kept["row"]) == (1, 8)
+    assert sorted(row["input_ids"][0] for row in read_all(dataset, "eval_dataset")) == list(range(8))
+
+
+def test_an_iterable_that_gives_nothing_is_refused():
+    class Once(IterableDataset):
+        def __init__(self):
+            self.rows = iter([{"input_ids": [1]}] * 3)
+
+        def __iter__(self):
+            return self.rows
+
+    with pytest.raises(UserError, match="train_dataset is empty"):
+        IterableRows(Empty(), "train_dataset", as_they_are=False)
+    source = StreamedSource(IterableRows(Once(), "train_dataset", as_they_are=False), AsTheyAre())
+    with pytest.raises(UserError, match="train_dataset gives no sample in pass 2: its __iter__ must begin anew"):
+        source[4]
+    with pytest.raises(UserError, match="gives more than 4 samples, too many to be held"):
+        read_all(Counting(lambda i: {"input_ids": [i]}), "eval_dataset", 4)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.parquet"])
+def test_files_of_every_form_are_streamed_over_and_over(name, tmp_path):
+    file, rows = tmp_path / name, [{"text": text} for text in ("one", "two\n", "三")]
+    if name == "a.parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=2)
+    elif name == "a.csv":
+        file.write_text('text\none\n"two\n"\n三\n')
+    elif name == "a.txt":
+        rows = rows[:1]
+        file.write_text("one")
+    else:
+        file.write_text(json.dumps(rows) if name == "a.json" else "\n".join(map(json.dumps, rows)))
+    (tmp_path / "b.txt").write_text("last")
+    found = FileRows([file, tmp_path / "b.txt"], "text").since(1)
+    wanted = [(1, 0, "last"), *((0, number, row["text"]) for number, row in enumerate(rows)), (1, 0, "last")]
+    assert [(section, number, row["text"]) for section, number, row in itertools.islice(found, len(wanted))] == wanted
+
+
+def test_a_stream_of_a_file_that_is_gone_is_told(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    rows = FileRows([tmp_path / "a.txt"], "text").since(0)
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(UserError, match=r"cannot read .*a\.txt: No such file or directory"):
+        next(rows)
+
+
+def test_a_stream_is_known_by_its_files_and_never_read_to_its_end(text, chats):
+    data = mixed(text, chats)
+    assert data_digest(data) == data_digest(mixed(text, chats))
+    (text / "c.txt").write_text("more")
+    assert data_digest(data) != data_digest(mixed(text, chats))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({}, "a stream has no length: give --max_steps"),
+        ({"max_steps": 3, "save_strategy": "epoch"}, "--save_strategy epoch: a stream has no epochs"),
+        ({"max_steps": 3, "dataloader_num_workers": 1}, "--dataloader_num_workers does not work with --streaming"),
+        ({"max_steps": 3, "eval_steps": 1}, "no part of a stream can be held out"),
+    ],
+)
+def test_what_a_stream_cannot_do_is_refused(flags, words, chats):
+    script = ScriptArguments(train_file=str(chats), streaming=True)
+    with pytest.raises(UserError, match=words):
+        preflight._require_data(script, TrainingArguments(**flags))
+
+
+def test_a_buffer_without_a_stream_is_refused(chats):
+    with pytest.raises(UserError, match="--shuffle_buffer_size 8 needs --streaming or an IterableDataset"):
+        preflight._require_data(ScriptArguments(train_file=str(chats)), TrainingArguments(shuffle_buffer_size=8))

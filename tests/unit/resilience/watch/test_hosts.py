@@ -1,0 +1,127 @@
+"""What hosts show each other through the store: two of them in one process, on a real store."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from harness.resilience.watch import hosts
+from harness.resilience.watch.activity import Phase
+from harness.resilience.watch.diagnosis import Sight, Verdict
+from harness.resilience.watch.hosts import OtherHosts
+from tests.unit.resilience.watch.test_diagnosis import sight
+
+VERDICT = Verdict(error="Hang", culprit=3, step=7, message="rank 3 hangs")
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """A store in this process, and exchanges a hundred times as often."""
+    monkeypatch.setattr(hosts, "EVERY_S", 0.01)
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+
+
+@pytest.fixture
+def made(store: dist.Store) -> Iterator[Callable[..., OtherHosts]]:
+    found: list[OtherHosts] = []
+
+    def make(here: int, count: int = 2, run: str = "run") -> OtherHosts:
+        found.append(OtherHosts(store, here, count, run))
+        return found[-1]
+
+    yield make
+    for each in found:
+        each.close()
+    for thread in threading.enumerate():
+        if thread.name == "watch-hosts":
+            thread.join()
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait until the threads that exchange have done so."""
+    end = time.monotonic() + 5
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+    assert condition()
+
+
+def shown(*sights: Sight) -> list[tuple[int, Phase, str]]:
+    return [(each.rank, each.phase, each.doing) for each in sights]
+
+
+def test_each_host_sees_the_rows_of_all_others_and_never_its_own(made: Callable[..., OtherHosts]) -> None:
+    first, second, third = (made(number, 3) for number in range(3))
+    assert first.sights(time.monotonic()) == [] and first.verdict() is None
+    first.show([sight(0, doing="übermäßig 🙂"), sight(1, phase=Phase.LOST)])
+    second.show([sight(2)])
+    third.show([])  # none of its ranks has shown itself
+    until(lambda: len(third.sights(0.0)) == 3 and len(first.sights(0.0)) == 1)
+    assert shown(*third.sights(0.0)) == [
+        (0, Phase.STEP, "übermäßig 🙂"),
+        (1, Phase.LOST, "RecvGrad(1)"),
+        (2, Phase.STEP, "RecvGrad(2)"),
+    ]
+    assert shown(*first.sights(0.0)) == [(2, Phase.STEP, "RecvGrad(2)")]
+
+
+def test_a_host_that_falls_silent_grows_still_until_it_is_heard_of_again(made: Callable[..., OtherHosts]) -> None:
+    first, second = made(0), made(1)
+    first.show([])
+    second.show([sight(1, still=0.5)])
+    until(lambda: first.sights(0.0))
+    heard = time.monotonic()
+    (later,) = first.sights(heard + 60)
+    assert 60 <= later.silent < 66 and later.still == pytest.approx(later.silent + 0.5)
+    second.show([sight(1, still=0.25)])
+    until(lambda: first.sights(0.0)[0].still - first.sights(0.0)[0].silent == pytest.approx(0.25))
+    second.close()
+    (again,) = first.sights(time.monotonic())
+    assert again.silent < 5 and again.name == "rank 1 (stage 1, host a)"
+
+
+def test_the_first_claim_counts_and_reaches_every_host_that_still_shows_itself(made: Callable[..., OtherHosts]) -> None:
+    first, second = made(0), made(1)
+    assert second.claim(VERDICT) is True
+    assert first.claim(Verdict(error="Dead", culprit=0, step=1, message="")) is False
+    assert first.verdict() is None  # it has shown nothing: another rank of it judges
+    first.show([sight(0)])
+    until(first.verdict)
+    assert first.verdict() == VERDICT
+
+
+def test_runs_that_share_a_store_hear_nothing_of_each_other(made: Callable[..., OtherHosts]) -> None:
+    (first, _), (other, third) = [[made(number, run=run) for number in (0, 1)] for run in "ab"]
+    for each in (first, other, third):
+        each.show([sight(7)])
+    assert other.claim(VERDICT) is True
+    until(lambda: other.verdict() and other.sights(0.0))
+    assert first.sights(0.0) == [] and first.verdict() is None
+    assert first.claim(VERDICT) is True
+
+
+def test_rows_that_are_too_old_are_not_sent_on(
+    made: Callable[..., OtherHosts], store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = made(0, 1)
+    monkeypatch.setattr(hosts, "FRESH_S", -1.0)  # whatever is shown is too old
+    first.show([sight(0)])
+    time.sleep(0.1)
+    assert store.get("watch/run/0") == b"[]"
+    monkeypatch.setattr(hosts, "FRESH_S", 3.0)
+    first.show([sight(0)])
+    until(lambda: store.get("watch/run/0") != b"[]")
+    assert json.loads(store.get("watch/run/0"))[1]["rank"] == 0
+
+
+def test_a_claim_on_a_store_that_is_gone_is_this_hosts_own() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first = OtherHosts(store, 0, 1, "run")
+    first.close()
+    del store  # and with it the server
+    assert first.claim(VERDICT) is True
