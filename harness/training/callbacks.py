@@ -16,13 +16,11 @@ from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.resilience.process import signals
-from harness.resilience.watch.activity import Phase, inside
+from harness.resilience.watch.activity import inside
 from harness.training.callback_arguments import GivingTrainer, keywords, require_called
 
 if TYPE_CHECKING:
     from harness.training.prepare.run import PreparedRun
-
-EACH_STEP = ("on_step_begin", "on_step_end", "on_log")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,9 +202,8 @@ def call(
     callbacks: Sequence[TrainerCallback], moment: str, trainer: RunningTrainer, /, **kwargs: Unpack[MomentValues]
 ) -> None:
     """Call the method `moment` of every callback, in order; an evaluation that a signal interrupts ends that call."""
-    phase = Phase.STEP if moment in EACH_STEP else Phase.SLOW
     for callback in tuple(callbacks):  # one may remove itself
-        with suppress(signals.Interrupted), inside(moment, phase):
+        with suppress(signals.Interrupted), inside(moment):
             method = getattr(callback, moment)
             method(trainer.args, trainer.state, trainer.control, **keywords(method, trainer), **kwargs)
 

@@ -20,7 +20,7 @@ from harness.data.streaming.rows import read_all
 from harness.errors import UserError
 from harness.resilience.process import signals
 from harness.resilience.process.distributed import any_rank
-from harness.resilience.watch.activity import beat
+from harness.resilience.watch.activity import Phase, beat, inside
 from harness.topology.agreement import require_alike
 from harness.training.callbacks import RunningTrainer, TrainerCallback, call
 from harness.training.engine.engine import Engine
@@ -174,7 +174,8 @@ def _sums(
         chunk = [next(batches) for _ in range(count)] if engine.reads_data else []
         if first == 0:
             require_same_data([(batch.inputs, batch.labels) for batch in chunk], engine.groups)
-        losses, valid = engine.evaluate(chunk, count)
+        with inside("evaluating", Phase.STEP):
+            losses, valid = engine.evaluate(chunk, count)
         total, counted = total + losses, counted + valid
         if kept is not None:
             kept.gather()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
+from harness.resilience.watch.activity import inside
 from harness.training.engine.kept_outputs import Preprocess
 from harness.training.engine.losses import Labels, Outputs
 
@@ -40,9 +41,10 @@ class OwnMetrics:
 
         sent: list[JsonObject | None] = [None]
         try:
-            if dist.get_rank() == 0:
-                found = self.compute(EvalPrediction(predictions=predictions, label_ids=labels))
-                sent = [_named(found, prefix)]
+            with inside("compute_metrics"):  # on all ranks: the others wait for rank 0
+                if dist.get_rank() == 0:
+                    found = self.compute(EvalPrediction(predictions=predictions, label_ids=labels))
+                    sent = [_named(found, prefix)]
         finally:
             dist.broadcast_object_list(sent, src=0)
         if sent[0] is None:

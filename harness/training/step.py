@@ -8,6 +8,7 @@ from typing import Protocol
 from harness.config.values.json_object import JsonObject
 from harness.data.batches.stream import BatchStream, dataset_length
 from harness.resilience.process.memory import peak_memory_gib
+from harness.resilience.watch.activity import inside
 from harness.training.best_model import load_best, note_evaluation
 from harness.training.cadence import agree_on_control, due_after, step_record
 from harness.training.callbacks import RunningTrainer, StepRecord, TrainerCallback, TrainerState, call
@@ -69,7 +70,8 @@ def end_training(trainer: StepTrainer, stop: int) -> None:
     trainer.checkpoints.finish()
     trainer.nonfinite.summary(state.global_step)
     if not stop:
-        load_best(run, state)
+        with inside("loading the best model"):
+            load_best(run, state)
     call(trainer.callbacks, "on_train_end", trainer)
     if stop:
         newest, model_only = trainer.checkpoints.newest, run.args.save_only_model

@@ -172,7 +172,8 @@ class Trainer:
         if self.stream is None:
             raise UserError("train() needs a train_dataset")
         if resume_from_checkpoint:
-            self._go_on_with(resume_named(self.run, resume_from_checkpoint, self.state, self.stream))
+            with inside("resuming"):
+                self._go_on_with(resume_named(self.run, resume_from_checkpoint, self.state, self.stream))
             self.checkpoints.resumed(self.run.plan.checkpoint)
         self.checkpoints.require_own_directory()
         run, stop = self.run, 0
@@ -206,7 +207,7 @@ class Trainer:
         assert self.stream is not None
         return one_step(self.run, self.stream, self.state, self.nonfinite)
 
-    @inside("evaluating", Phase.STEP)
+    @inside("evaluating")
     def evaluate(
         self,
         eval_dataset: AnyDataset | Mapping[str, AnyDataset] | str | None = None,
@@ -219,7 +220,7 @@ class Trainer:
         """
         return evaluate_each(self, eval_dataset, metric_key_prefix)
 
-    @inside("predicting", Phase.STEP)
+    @inside("predicting")
     def predict(self, test_dataset: AnyDataset, metric_key_prefix: str = "test") -> PredictionOutput:
         """Return logits (or what is kept of them), label_ids and metrics, the same on every rank; all ranks call it."""
         found = predict(self.run, test_dataset, self.run.inputs.metrics, metric_key_prefix)

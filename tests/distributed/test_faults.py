@@ -1,4 +1,5 @@
-"""A rank that is stopped, killed, loops, ends early or sleeps, in several layouts: the others name it, and all end."""
+"""A rank that is stopped, killed, loops or ends early, in several layouts: the others name it, and all end; one in the
+user's own code may take its time."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from harness import Trainer, TrainerCallback, TrainingArguments
-from tests.distributed.ranks import words_of_failing_ranks
+from harness.resilience.process import records
+from tests.distributed.ranks import run_ranks, words_of_failing_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -100,3 +102,88 @@ def test_the_rank_at_fault_is_named(stages: int, zero: int, kind: str, rank: int
     stacks = "".join(file.read_text() for file in tmp_path.glob("hang-*.txt"))
     assert ("== rank 0" in stacks and "in loop" in stacks) == (kind == "loop")
     assert ("rank 1 (stage 1" in stacks and "is stopped" in stacks) == (kind == "stop")
+
+
+class Slow(TrainerCallback):
+    """The user's own code everywhere, which rank 1 takes long over, once at each place; best loaded at the end."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def once(self, place: str) -> None:
+        """Sleep when the steps have a known length, for longer than a hang in a step is allowed."""
+        if records.HERE.step >= STEP + 1 and place not in self.done:
+            self.done.append(place)
+            if self.is_slow(place):
+                time.sleep(1.5)
+
+    def is_slow(self, place: str) -> bool:
+        return records.HERE.rank == (0 if place == "compute_metrics" else 1)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.once("on_step_begin")
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.once("on_step_end")
+
+    def on_log(self, *_: Any, **__: Any) -> None:
+        self.once("on_log")
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self.once("on_evaluate")
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.once("on_save")
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.once("item")
+        return torch.ones(4) * index, torch.ones(4)
+
+    def collate(self, items: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        self.once("collator")
+        inputs, labels = zip(*items, strict=True)
+        return torch.stack(inputs), torch.stack(labels)
+
+    def compute(self, _: Any) -> dict[str, float]:
+        self.once("compute_metrics")
+        return {"odd": 1.0}
+
+    def preprocess(self, logits: Any, _: Any) -> Any:
+        self.once("preprocess")
+        return logits
+
+
+def train_with_slow_code(folder: str) -> list[str]:
+    slow = Slow()
+    arguments = TrainingArguments(
+        deepspeed_config={"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4},
+        output_dir=folder,
+        max_steps=6,
+        eval_steps=2,
+        save_steps=2,
+        hang_seconds=0.5,
+    )
+    trainer = Trainer(
+        [LayerSpec(Layer, 4, 4)],
+        arguments,
+        slow,
+        slow,
+        loss_fn=nn.functional.mse_loss,
+        data_collator=slow.collate,
+        callbacks=[slow],
+        compute_metrics=slow.compute,
+        preprocess_logits_for_metrics=slow.preprocess,
+    )
+    trainer.train()
+    slow.done += ["predict"] * (len(trainer.predict(slow).predictions) == 16)
+    return sorted(slow.done)
+
+
+def test_code_of_the_user_may_take_longer_than_a_step(tmp_path: Path) -> None:
+    found = run_ranks(2, train_with_slow_code, str(tmp_path))
+    of_all = ["collator", "item", "on_evaluate", "on_log", "on_save", "on_step_begin", "on_step_end", "preprocess"]
+    assert found == [sorted([*of_all, "compute_metrics", "predict"]), sorted([*of_all, "predict"])]
+    assert not list(tmp_path.glob("hang-*.txt"))

@@ -1,4 +1,4 @@
-"""A rank that hangs ends the run: one that is stopped before the ranks have met, and one whose data sleeps."""
+"""A rank that is stopped before the ranks have met ends the run; one without peers may take its time."""
 
 from __future__ import annotations
 
@@ -64,21 +64,20 @@ class Data:
     def __len__(self): return 8
     def __getitem__(self, i):
         Data.read += 1
-        if Data.read > 40:
-            time.sleep(600)
         return torch.ones(2), torch.ones(1)
+def loss(a, b):
+    if 40 < Data.read < 45:
+        time.sleep(3)
+    return (a - b).square().mean()
 args = TrainingArguments(deepspeed_config={"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4},
-    output_dir=sys.argv[1], max_steps=50, save_steps=0, hang_seconds=3)
-Trainer([torch.nn.Linear(2, 1)], args, Data(), loss_fn=lambda a, b: (a - b).square().mean()).train()
+    output_dir=sys.argv[1], max_steps=12, save_steps=0, hang_seconds=0.5)
+Trainer([torch.nn.Linear(2, 1)], args, Data(), loss_fn=loss).train()
 """
 
 
-def test_a_data_loader_that_sleeps_ends_the_run_with_one_line_and_the_stacks(tmp_path: Path) -> None:
+def test_a_rank_without_peers_may_take_as_long_as_it_likes(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-c", LOADER, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "rank 0 (stage 0" in line and "hangs in step" in line and "during: reading data" in line
-    (file,) = tmp_path.glob("hang-*.txt")
-    assert str(file) in line and "in __getitem__" in file.read_text()
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 12

@@ -37,7 +37,7 @@ class RunArguments(Flags):
     )
     hang_seconds: float = flag(
         30.0,
-        "end a run in which no rank makes progress for so long, or for 5 steps if that is longer; 0: wait for ever",
+        "end a run of several ranks if none makes progress in a step for so long, or for 5 steps; 0: wait for ever",
         least=0,
     )
     allow_ignored_keys: bool = flag(False, "run even if a key of the JSON looks like a misspelling of a known one")

@@ -29,7 +29,7 @@ from harness.data.batches.read_ahead import ReadAhead
 from harness.data.batches.tokens_only import TokenCollator
 from harness.errors import UserError
 from harness.parallel.generators import own_generators, seed_of
-from harness.resilience.watch.activity import beat
+from harness.resilience.watch.activity import inside
 from harness.wording import counted
 
 _STEPS_MEASURED = 16  # to learn how much of the data is padding
@@ -120,11 +120,11 @@ class BatchStream:
 
         With `read` false none is read: for a rank that needs neither inputs nor labels.
         """
-        beat("reading data")
         self.before = self.consumed
-        plan = self._planned(self.consumed)
-        self.consumed = plan.consumed + self.global_batch
-        micro_batches, masked = (self._ahead or self._read)(plan) if read else ([], 0)
+        with inside("reading data"):
+            plan = self._planned(self.consumed)
+            self.consumed = plan.consumed + self.global_batch
+            micro_batches, masked = (self._ahead or self._read)(plan) if read else ([], 0)
         self.length, self._tokens, self._masked = plan.length, plan.tokens, masked
         return micro_batches
 

@@ -13,13 +13,15 @@ from harness.resilience.process.wall_clock import CLOCK
 
 NAMING_S = 8.0  # for the watch to end this process with the name of the rank that was lost
 
+BEATS_OF_STEP = 1 << 20  # beats of a step count from a multiple of it, whatever callbacks a rank had before
+
 
 class Phase(IntEnum):
     """How a rank that shows no progress is to be judged."""
 
     OUTSIDE = 0  # in the user's own code, or ended as it should: nobody waits for it
-    STEP = 1  # in a step or an evaluation, where every instruction and layer is progress
-    SLOW = 2  # preparing, saving, exporting: long waits are usual, and reading and writing is progress
+    STEP = 1  # in the engine's step or forward passes, where every instruction and layer is progress
+    SLOW = 2  # preparing, saving, exporting, the user's own code: may take long, and reading and writing is progress
     FAILED = 3  # has raised an error that it reports itself
     LOST = 4  # has lost the connection to another rank, which is the one to name
 
@@ -59,6 +61,7 @@ def beat(doing: str) -> None:
 def begin_step() -> None:
     """Show that a step begins, after its data was read."""
     ACTIVITY.steps += 1
+    ACTIVITY.beats = ACTIVITY.steps * BEATS_OF_STEP
     beat("training")
 
 

@@ -3,7 +3,10 @@
 A rank that is gone is at fault at once, unless it had ended as it should or has named its error itself. Ranks hang
 when none that somebody waits for has shown progress for as long as its phase allows. Then a stopped process, or one
 that does not wait for others itself, is the one to name. A stopped process, or a host that has fallen silent, needs
-no such proof.
+no such proof. A rank alone may take as long as it likes, as nobody waits for it.
+
+On a GPU collectives return at once, so that no rank is seen to wait. Then the rank to name is one that is behind the
+others of its stage, if there is one.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from harness.resilience.process.records import HANG
-from harness.resilience.watch.activity import Phase
+from harness.resilience.watch.activity import BEATS_OF_STEP, Phase
 from harness.topology.agreement import spell_ranks
 
 ENDING_S = 10.0  # for a rank that has named its own error: its launcher ends the others meanwhile
@@ -28,6 +31,7 @@ class Sight:
     """How a rank looks, seconds counted until now.
 
     Attributes:
+        beats: the count of its progress, which ranks of one stage have alike within a step.
         still: since it last showed progress.
         unwatched: since its own watching thread last ran.
         silent: since its host was last heard of; 0 on this host.
@@ -42,6 +46,7 @@ class Sight:
     pid: int
     phase: Phase
     step: int
+    beats: int
     doing: str
     still: float
     unwatched: float
@@ -151,13 +156,15 @@ def _silent(sights: Sequence[Sight]) -> Verdict | None:
 def _hang(sights: Sequence[Sight]) -> Verdict | None:
     """Find ranks that have stopped making progress, and who is at fault."""
     stopped = [each for each in sights if each.state == "T" and each.is_still]
-    if not stopped and not all(each.is_still for each in sights):
+    if not stopped and not (_waits_for_another(sights) and all(each.is_still for each in sights)):
         return None
     stuck = stopped or [each for each in sights if each.is_stuck]
+    if len(stuck) == len(sights) > 1 and not stopped:
+        stuck = _behind(stuck)
     if not stuck:
         step = max(each.step for each in sights)
-        places = ", ".join(sorted({f"rank {each.rank} in {each.place}" for each in sights}))
-        text = f"all ranks hang in step {step} and wait for each other: {places}"
+        wait = " and wait for each other" if all(each.waits for each in sights) else ""
+        text = f"all ranks hang in step {step}{wait}: {_places(sights)}"
         return Verdict(error=HANG, culprit=-1, step=step, message=text)
     first = stuck[0]
     where = "stopped (process state T)" if first.state == "T" else f"at {first.place}"
@@ -165,6 +172,34 @@ def _hang(sights: Sequence[Sight]) -> Verdict | None:
     waiting = [each for each in sights if each not in stuck and each.waits]
     text = f"{first.name} hangs in step {first.step}, during: {first.doing}, {where}, for {first.still:.0f} s{others}"
     return _verdict(HANG, first, text + _waiting(waiting))
+
+
+def _waits_for_another(sights: Sequence[Sight]) -> bool:
+    """Whether a rank may wait for another: two are at work, or one waits for what is not at work."""
+    working = [each for each in sights if each.phase in INSIDE and not each.is_gone]
+    return len(sights) > 1 and (len(working) > 1 or any(each.waits for each in working))
+
+
+def _behind(stuck: Sequence[Sight]) -> list[Sight]:
+    """Return the ranks that are behind others of their stage, those furthest behind first."""
+    furthest: dict[int, int] = {}
+    for each in stuck:
+        furthest[each.stage] = max(each.beats, furthest.get(each.stage, 0))
+
+    def is_behind(each: Sight) -> bool:
+        first = furthest[each.stage]
+        is_earlier = each.beats // BEATS_OF_STEP < first // BEATS_OF_STEP
+        return is_earlier or (each.phase is Phase.STEP and each.beats < first)  # elsewhere ranks may do other things
+
+    return sorted(filter(is_behind, stuck), key=lambda each: each.beats)
+
+
+def _places(sights: Sequence[Sight]) -> str:
+    """Say where each rank stands, ranks at one place together."""
+    ranks: dict[str, list[int]] = {}
+    for each in sights:
+        ranks.setdefault(each.place, []).append(each.rank)
+    return ", ".join(f"{spell_ranks(those)} in {place}" for place, those in ranks.items())
 
 
 def _waiting(waiting: Sequence[Sight]) -> str:

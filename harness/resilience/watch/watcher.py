@@ -247,6 +247,7 @@ class Watcher:
             pid=member.pid,
             phase=shown.phase,
             step=shown.step,
+            beats=shown.beats,
             doing=shown.doing,
             still=now - max(shown.beat_at, self._resumed_at),
             unwatched=now - max(shown.looked_at, self._resumed_at),

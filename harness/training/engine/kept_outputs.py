@@ -20,6 +20,7 @@ from harness.config.model.shares import stretch
 from harness.data.batches.collate import IGNORED
 from harness.errors import UserError
 from harness.parallel.comm import gather_from_group, group_size
+from harness.resilience.watch.activity import inside
 from harness.topology.agreement import values_of_all
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import CausalLoss, Labels, Loss, Outputs, RouterLoss, Targets
@@ -67,6 +68,7 @@ class KeptOutputs:
     ) -> None:
         self._engine.loss.observer = None
 
+    @inside("preprocess_logits_for_metrics")
     def _keep(self, outputs: Outputs, targets: Targets) -> None:
         outputs = whole_outputs(self._engine.loss.loss, outputs)
         if self._engine.groups.coordinate.tp_rank > 0:

@@ -14,6 +14,7 @@ from harness.checkpoint.directories import EVALUATIONS, METRICS, set_aside
 from harness.config.values.json_object import JsonObject
 from harness.parallel.collectives.of_group import shares_memory
 from harness.resilience.process import signals
+from harness.resilience.watch.activity import inside
 from harness.topology.agreement import values_of_all
 from harness.topology.layout import AXES
 from harness.training.callbacks import StepRecord, TrainerState
@@ -92,12 +93,14 @@ class Recorder:
         if self.writes:
             write_run(self.run.output_dir, {**self._origin, **describe(self.run)})
 
+    @inside("logging")
     def step(self, record: StepRecord) -> None:
         """One line in metrics.jsonl."""
         if self._metrics is not None:
             self._metrics.write(record)
         self._first_step = self._first_step or record.step_seconds
 
+    @inside("logging")
     def log(self, record: StepRecord) -> JsonObject:
         """Hand the step's figures to the monitors, keep them in the trainer's history, and return them."""
         logs = record.as_dict()
@@ -107,6 +110,7 @@ class Recorder:
             self._monitors.write(shown, self.state.global_step)
         return logs
 
+    @inside("evaluating")
     def evaluation(self, evaluate: Callable[[], JsonObject]) -> JsonObject | None:
         """Evaluate, write one line in evaluations.jsonl and return it; nothing, None, if a signal interrupts it."""
         try:

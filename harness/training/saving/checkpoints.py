@@ -110,6 +110,7 @@ class Checkpoints:
             if last:
                 self.finish()
 
+    @inside("saving")
     def advance(self) -> bool:
         """Go on where all ranks are ready; returns whether a checkpoint is whole now. Warn if that fails."""
         return bool(self._attempt(self._advance))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.resilience.watch.activity import Phase
+from harness.resilience.watch.activity import BEATS_OF_STEP, Phase
 from harness.resilience.watch.board import VERDICT
 from harness.resilience.watch.diagnosis import LONGEST, Sight, Verdict, diagnose
 from harness.resilience.watch.stragglers import slowest_rank
@@ -23,6 +23,7 @@ def sight(rank: int, **changes: Any) -> Sight:
         "pid": 100 + rank,
         "phase": Phase.STEP,
         "step": 7,
+        "beats": 7 * BEATS_OF_STEP + 5,
         "doing": f"RecvGrad({rank})",
         "still": 0.1,
         "unwatched": 0.1,
@@ -61,6 +62,31 @@ def test_of_ranks_that_hang_the_one_that_does_not_wait_is_named(stuck: dict[str,
     assert "waits for it (RecvGrad(0), recv), and 1 more" in verdict.message
     assert Verdict.load(verdict.dump()) == replace(verdict, message=verdict.message[:LONGEST])
     assert len(replace(verdict, message="é" * 9999).dump()) < VERDICT
+
+
+def test_nothing_hangs_where_nobody_waits() -> None:
+    alone = sight(0, still=9999, waits=False)
+    assert diagnose([alone]) is None
+    ended = sight(1, still=9999, phase=Phase.OUTSIDE, state="", waits=False, limit=0.0)
+    assert diagnose([alone, replace(ended, state="S", limit=600.0)]) is None  # it is in code that comes after the run
+    assert culprit(replace(alone, waits=True), replace(ended, state="S", limit=600.0)) == 1
+
+
+def test_where_no_rank_is_seen_to_wait_the_one_that_is_behind_its_stage_is_named() -> None:
+    """As with collectives that return at once."""
+
+    def stuck(rank: int, stage: int, beats: int, **more: Any) -> Sight:
+        own = {"waits": False, "place": f"engine.py:{beats}", "beats": 7 * BEATS_OF_STEP + beats, **more}
+        return sight(rank, stage=stage, still=31, **own)
+
+    assert culprit(stuck(0, 0, 9), stuck(1, 0, 9), stuck(2, 0, 4)) == 2
+    assert culprit(stuck(0, 0, 9), stuck(1, 0, 9), stuck(2, 1, 4), stuck(3, 1, 4)) == -1  # stages do other things
+    reading = stuck(1, 0, 99 - BEATS_OF_STEP, phase=Phase.SLOW)
+    assert culprit(stuck(0, 0, 9), reading) == 1
+    after = {"phase": Phase.SLOW}
+    assert culprit(stuck(0, 0, 12, **after), stuck(1, 0, 11, **after)) == -1  # callbacks differ
+    verdict = diagnose([stuck(0, 0, 9), stuck(1, 0, 9)])
+    assert verdict is not None and verdict.message == "all ranks hang in step 7: ranks 0-1 in engine.py:9"
 
 
 def test_a_stopped_rank_is_named_while_others_still_work() -> None:
