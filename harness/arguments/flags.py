@@ -21,7 +21,15 @@ ALIASES = {
 """Other names that flags have, as in HuggingFace."""
 
 
-def flag(default: T, text: str, *, least: float | None = None, choices: Sequence[str] = (), paths: bool = False) -> T:
+def flag(
+    default: T,
+    text: str,
+    *,
+    least: float | None = None,
+    choices: Sequence[str] = (),
+    paths: bool = False,
+    hf_only: bool = False,
+) -> T:
     """Return the field of a flag.
 
     Args:
@@ -29,8 +37,9 @@ def flag(default: T, text: str, *, least: float | None = None, choices: Sequence
         least: the smallest value.
         choices: the only values.
         paths: of several words, that they are paths: a comma in one is a part of it.
+        hf_only: it acts on HuggingFace models alone, and is refused for a list of layers.
     """
-    about = {"help": text, "least": least, "choices": tuple(choices), "paths": paths}
+    about = {"help": text, "least": least, "choices": tuple(choices), "paths": paths, "hf_only": hf_only}
     return field(default=default, metadata=about)
 
 

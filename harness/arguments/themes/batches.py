@@ -16,9 +16,9 @@ class BatchArguments(Flags):
     TITLE: ClassVar[str] = "Samples, batches and steps"
 
     block_size: int | None = flag(
-        None, "tokens per sample of text or conversations (default: the model's length, at most 1024)"
+        None, "tokens per sample of text or conversations (default: the model's length, at most 1024)", hf_only=True
     )
-    packing: bool = flag(False, "pack whole documents into blocks; attention stays within each document")
+    packing: bool = flag(False, "pack whole documents into blocks; attention stays within each document", hf_only=True)
     max_steps: int = flag(-1, "optimizer steps; -1: as many as num_train_epochs needs", least=-1)
     num_train_epochs: float = flag(3.0, "passes through the data, unless max_steps is given", least=0)
     per_device_train_batch_size: int = flag(8, "samples per micro-batch", least=1)

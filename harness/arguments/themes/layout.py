@@ -22,6 +22,7 @@ class LayoutArguments(Flags):
         None,
         "tensor-parallel ranks that divide the experts among them; overrides expert_parallel.autoep_size",
         least=1,
+        hf_only=True,
     )
     rebalance_steps: int | None = flag(
         None,

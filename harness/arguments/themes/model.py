@@ -22,9 +22,12 @@ class ModelArguments(Flags):
         None,
         "eager, sdpa, flash_attention_2 or flash_attention_3; default: the config.json's, else sdpa or eager",
         choices=ATTENTION,
+        hf_only=True,
     )
     use_liger_kernel: bool = flag(
-        False, "norms, feed-forward blocks and rotary embedding by the kernels of liger-kernel, where it is installed"
+        False,
+        "norms, feed-forward blocks and rotary embedding by the kernels of liger-kernel, where it is installed",
+        hf_only=True,
     )
     gradient_checkpointing: bool | None = flag(
         None,
@@ -35,8 +38,11 @@ class ModelArguments(Flags):
         None,
         "noise on the token embeddings in training, up to alpha / sqrt(tokens x width) (arXiv 2310.05914)",
         least=0,
+        hf_only=True,
     )
     output_router_logits: bool | None = flag(
-        None, "add the model's router loss (mixture of experts) to the loss; default: as its config says"
+        None, "add the model's router loss (mixture of experts) to the loss; default: as its config says", hf_only=True
     )
-    router_aux_loss_coef: float | None = flag(None, "factor of the router loss (default: the model's own)")
+    router_aux_loss_coef: float | None = flag(
+        None, "factor of the router loss (default: the model's own)", hf_only=True
+    )

@@ -43,9 +43,13 @@ class ReportingArguments(Flags):
         least=0,
     )
     sample_prompts: str | None = flag(
-        None, "continue the prompts of this file at each evaluation: a line each, or .jsonl with prompt or messages"
+        None,
+        "continue the prompts of this file at each evaluation: a line each, or .jsonl with prompt or messages",
+        hf_only=True,
     )
-    sample_tokens: int = flag(64, "most tokens of a continuation; each costs a forward of all prompts", least=1)
+    sample_tokens: int = flag(
+        64, "most tokens of a continuation; each costs a forward of all prompts", least=1, hf_only=True
+    )
 
     def reporters(self) -> list[str]:
         """Return the monitors that `report_to` names."""

@@ -45,9 +45,12 @@ class RunArguments(Flags):
         "auto",
         "test the sharding on a tiny copy first: on, off, or auto (only for families outside the tested matrix)",
         choices=("auto", "on", "off"),
+        hf_only=True,
     )
 
-    skip_memory_check: bool = flag(False, "start even if the model's states are expected not to fit into memory")
+    skip_memory_check: bool = flag(
+        False, "start even if the model's states are expected not to fit into memory", hf_only=True
+    )
 
     def check(self) -> None:
         """Refuse what names nothing, and make paths absolute: the run may change its directory."""

@@ -105,13 +105,16 @@ def user_datasets(
     """Return the Trainer's data sets, of which those that hold text or conversations become tokens.
 
     Without a `source`, the model's, nothing is prepared: the samples are for the user's own layers or data_collator.
-    Raises UserError where there is something to prepare and no tokenizer, and for --packing where it could not act.
+    Raises UserError where there is something to prepare and no tokenizer, and for --packing and --block_size where they
+    could not act.
     """
     args = config.args
     evaluation = _each(given_evaluation, lambda data: read_all(data, "eval_dataset"))
     train = stream_of_dataset(given_train, tokenizer, source, args) if is_iterable(given_train) else given_train
     if not isinstance(train, Streamed):
         refuse_buffer(args)
+    if source is None and args.block_size is not None:
+        raise UserError("--block_size has no effect with your own data_collator, which lays out samples: remove it")
     if args.packing:
         _require_packed(source, train, *by_prefix(evaluation).values())
     if source is None or all(holds_tokens(data) for data in (train, *by_prefix(evaluation).values())):
@@ -169,7 +172,7 @@ def own_tokenizer(model: object) -> Tokenizer | None:
 def _require_packed(source: ModelSource | None, *datasets: MapDataset | None) -> None:
     """UserError where --packing could not act: on samples of the user's own, or on tokens that are not packed."""
     if source is None:
-        raise UserError("--packing does not work with your own layers or data_collator: remove it")
+        raise UserError("--packing has no effect with your own data_collator, which lays out samples: remove it")
     for data in datasets:
         row = data[0] if data is not None and holds_tokens(data) and len(data) else None
         if isinstance(row, Mapping) and "input_ids" in row and "position_ids" not in row:

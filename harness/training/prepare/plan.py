@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,6 +100,8 @@ def plan_run(inputs: RunInputs) -> RunPlan:
     args, env = inputs.args, inputs.env
     _require_types(inputs)
     source, adaptation = adapted(inputs.model, inputs.peft_config)
+    if source is None:
+        _require_for_layers(inputs)
     model = inputs.model if isinstance(inputs.model, str) else None
     config = inputs.config or read_run_config(args, world_size=env.world_size, model=model)
     with watching_for_stopped_ranks(args.hang_seconds, inputs.console):
@@ -115,6 +117,8 @@ def plan_run(inputs: RunInputs) -> RunPlan:
     _require_evaluation(args, data)
     samples = None if data.train is None else dataset_length(data.train)
     resolved, max_steps, layout = resolve_for(source, config, samples, env.world_size)
+    if source is None:
+        _require_config_for_layers(resolved)
     adapters = fingerprint(adaptation, args.seed if source and source.weights is None else None)
     checkpoint = None
     if not inputs.may_hold_a_run:
@@ -145,6 +149,26 @@ def resolve_for(
     resolved, max_steps = config.for_data(samples, getattr(text_config, "hidden_size", None))
     sizes = {"pp_size": resolved.pp_size, "tp_size": resolved.tp_size, "ep_size": resolved.ep_size}
     return resolved, max_steps, Layout.from_world(world_size, **sizes)
+
+
+def _require_for_layers(inputs: RunInputs) -> None:
+    """Raise UserError for what acts on HuggingFace models alone, where the model is a list of layers."""
+    for item in fields(inputs.args):
+        if item.metadata["hf_only"] and getattr(inputs.args, item.name) != item.default:
+            raise UserError(f"--{item.name} needs a HuggingFace model, not a list of layers")
+    if inputs.compute_loss_func is not None:
+        raise UserError("compute_loss_func is for a HuggingFace model: give a list of layers loss_fn(outputs, labels)")
+
+
+def _require_config_for_layers(resolved: Resolved) -> None:
+    """Raise UserError for keys of the DeepSpeed JSON that act on HuggingFace models alone."""
+    acting = {
+        "expert_parallel.autoep_size": resolved.ep_size > 1,
+        "tensor_parallel.sequence_parallel": resolved.sequence_parallel,
+    }
+    for key, acts in acting.items():
+        if acts:
+            raise UserError(f"{key} needs a HuggingFace model, not a list of layers: remove it")
 
 
 def _require_types(inputs: RunInputs) -> None:

@@ -30,7 +30,6 @@ from harness.data.batches.tokens_only import TokenCollator
 from harness.deepspeed.collectives import carry_collectives
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.prints import silence_prints
-from harness.errors import UserError
 from harness.hf.lora import saved_name
 from harness.hf.skeleton import position_limit
 from harness.parallel.collectives.of_group import (
@@ -250,13 +249,6 @@ def _first_samples(check: DatasetCheck, plan: RunPlan, args: TrainingArguments) 
 def _trainable(inputs: RunInputs, plan: RunPlan, context: RunContext, sample: MicroBatch | None) -> TrainableModel:
     """Return the model as pipeline layers, verified on a tiny copy where that is asked for."""
     if plan.source is None:
-        for name in ("neftune_noise_alpha", "use_liger_kernel"):
-            if getattr(inputs.args, name):
-                raise UserError(f"--{name} needs a HuggingFace model, not a list of layers")
-        if inputs.compute_loss_func is not None:
-            raise UserError(
-                "compute_loss_func is for a HuggingFace model: give a list of layers loss_fn(outputs, labels)"
-            )
         trainable = trainable_layers(cast("Sequence[Layer]", inputs.model), inputs.loss_fn, sample)
     else:
         startup_report.origin(inputs.console, plan.source, inputs.args.seed)

@@ -45,9 +45,9 @@ def sample_prompts(args: TrainingArguments, plan: RunPlan, trainable: TrainableM
     if args.sample_prompts is None:
         return None
     tokenizer, causal = plan.data.tokenizer, trainable.causal
-    if causal is None or tokenizer is None:
-        what = "a HuggingFace model" if causal is None else "a tokenizer: give processing_class"
-        raise UserError(f"--sample_prompts needs {what}")
+    assert causal is not None  # refused for a list of layers
+    if tokenizer is None:
+        raise UserError("--sample_prompts needs a tokenizer: give processing_class")
     if plan.data.evaluation is None:
         raise UserError("--sample_prompts needs evaluations: set --eval_steps, or give evaluation data")
     prompts = read_prompts(Path(args.sample_prompts))

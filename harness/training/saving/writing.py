@@ -97,7 +97,7 @@ def write_model(run: PreparedRun, directory: Path) -> None:
         _write_whole(run, directory)
     else:
         _write_adapters(run, run.plan.adaptation.config, directory)
-    if run.groups.rank == 0 and run.trainable.causal and run.plan.data.tokenizer is not None:
+    if run.groups.rank == 0 and run.plan.data.tokenizer is not None:
         run.plan.data.tokenizer.save_pretrained(directory)
     dist.barrier()
 

@@ -46,7 +46,8 @@ def test_tokens_and_pairs_are_left_alone() -> None:
         (CHATS, {}, "needs processing_class, the tokenizer"),
         (CHATS, {"tokenizer": ByteTokenizer(), "block_size": 4096}, "the model has 512 positions"),
         (TOKENS, {"packing": True}, "add position_ids that begin at 0 with each document"),
-        (CHATS, {"packing": True, "model": None}, "does not work with your own layers or data_collator"),
+        (CHATS, {"packing": True, "model": None}, "--packing has no effect with your own data_collator"),
+        (CHATS, {"block_size": 8, "model": None}, "--block_size has no effect with your own data_collator"),
     ],
 )
 def test_what_cannot_be_prepared_is_told(train: Any, arguments: dict[str, Any], words: str) -> None:

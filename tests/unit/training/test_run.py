@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,11 @@ from torch import nn
 
 from harness import Trainer, TrainingArguments, UserError
 from harness.checkpoint.run_lock import HELD
+from harness.console import plain_console
+from harness.data.tokenizer import ByteTokenizer
 from harness.resilience.process.distributed import open_groups
+from harness.topology.env import LaunchEnv
+from harness.training.prepare.plan import RunInputs, plan_run
 from harness.training.prepare.run import release, training_stream
 
 POINTS = [(torch.tensor([i / 8, 1.0]), torch.tensor([i / 4])) for i in range(8)]
@@ -70,6 +76,96 @@ def test_samples_are_read_by_the_plan_of_the_run_and_without_data_there_are_none
         assert training_stream(trainer.run) is None
 
 
-def test_noise_on_embeddings_needs_embeddings(make: Callable[..., Trainer]) -> None:
-    with pytest.raises(UserError, match=r"^--neftune_noise_alpha needs a HuggingFace model, not a list of layers$"):
-        make(neftune_noise_alpha=5.0)
+HF_ONLY = {
+    "attn_implementation": "eager",
+    "block_size": 4,
+    "expert_parallel_size": 1,
+    "neftune_noise_alpha": 5.0,
+    "output_router_logits": True,
+    "packing": True,
+    "router_aux_loss_coef": 0.1,
+    "sample_prompts": "prompts.txt",
+    "sample_tokens": 8,
+    "skip_memory_check": True,
+    "use_liger_kernel": True,
+    "verify_plan": "on",
+}
+
+
+@pytest.mark.parametrize("name", HF_ONLY)
+def test_an_argument_for_huggingface_models_is_refused_for_a_list_of_layers(
+    name: str, make: Callable[..., Trainer]
+) -> None:
+    with pytest.raises(UserError, match=rf"^--{name} needs a HuggingFace model, not a list of layers$"):
+        make(**{name: HF_ONLY[name]})
+
+
+def test_every_argument_that_a_list_of_layers_never_asks_for_is_refused_there(
+    make: Callable[..., Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read while a decoder trains and not while layers do has no effect on layers."""
+    names, asked = {item.name for item in fields(TrainingArguments)}, set()
+    plain = TrainingArguments.__getattribute__
+
+    def noting(self: TrainingArguments, name: str) -> object:
+        frame = sys._getframe(1)
+        if name in names:
+            asked.add((name, frame.f_code.co_filename, frame.f_lineno))
+        return plain(self, name)
+
+    def of_run(run: Callable[[], Trainer]) -> set[tuple[str, str, int]]:
+        asked.clear()
+        with closing(run()) as trainer:
+            trainer.train()
+            trainer.save_model()
+        return set(asked)
+
+    arguments = {"deepspeed_config": CONFIG, "max_steps": 1, "save_steps": 0, "eval_steps": 1}
+    (tmp_path / "prompts.txt").write_text("a")
+    more = {"block_size": 8, "sample_prompts": str(tmp_path / "prompts.txt"), "sample_tokens": 1, **arguments}
+    text = [{"text": "some words of text"}] * 8
+    monkeypatch.setattr(TrainingArguments, "__getattribute__", noting)
+    of_decoder = of_run(
+        lambda: Trainer(
+            "tiny-llama", TrainingArguments(str(tmp_path / "hf"), **more), text, text, processing_class=ByteTokenizer()
+        )
+    )
+    of_layers = of_run(
+        lambda: Trainer(
+            [nn.Linear(2, 1)],
+            TrainingArguments(str(tmp_path / "own"), **arguments),
+            POINTS,
+            POINTS,
+            loss_fn=nn.functional.mse_loss,
+        )
+    )
+    read_for_both = {name for name, *_ in of_decoder & of_layers}
+    of_both_kinds = {"seed"}  # of dropout and of the order of samples too
+    alone = {name for name, *_ in of_decoder - of_layers} - of_both_kinds
+    marked = {item.name for item in fields(TrainingArguments) if item.metadata["hf_only"]}
+    assert alone <= marked == set(HF_ONLY), alone - marked
+    assert read_for_both
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"tensor_parallel": {"autotp_size": 2, "sequence_parallel": True}},
+        {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}},
+    ],
+    ids=["sequence_parallel", "experts"],
+)
+def test_a_key_for_huggingface_models_is_refused_for_a_list_of_layers(
+    section: dict[str, object], tmp_path: Path
+) -> None:
+    config = {**CONFIG, "train_batch_size": 2, "gradient_accumulation_steps": 1, **section}
+    inputs = RunInputs(
+        model=[nn.Linear(2, 1)],
+        args=TrainingArguments(str(tmp_path), deepspeed_config=config, max_steps=1),
+        console=plain_console(0),
+        env=LaunchEnv(world_size=2, local_world_size=2),
+        train_dataset=POINTS,
+        loss_fn=nn.functional.mse_loss,
+    )
+    with pytest.raises(UserError, match=r"(sequence_parallel|autoep_size) needs a HuggingFace model"):
+        plan_run(inputs)
