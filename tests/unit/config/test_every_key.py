@@ -55,10 +55,6 @@ ACTS = {
     "/pipeline/use_reentrant": "the staged module",
     "/gradient_compression": "the reduction of gradients of the harness",
     "/aio": "offloading to NVMe",
-    "/checkpoint/tag_validation": "engine.save_checkpoint",
-    "/checkpoint/use_node_local_storage": "engine.save_checkpoint",
-    "/checkpoint/checkpoint_serialization": "engine.save_checkpoint",
-    "/checkpoint/parallel_write": "PipelineModule.save_state_dict",
     "/comms_logger": "DeepSpeed's collectives; the summary is printed at the end of training",
     "/tensorboard": "the engine's monitor",
     "/csv_monitor": "the engine's monitor",
@@ -121,13 +117,13 @@ def test_what_has_no_effect_is_in_the_schema():
 def test_what_would_break_a_run_is_not_handed_on():
     config = {
         "autotuning": {"enabled": True},
-        "checkpoint": {"writer": {}, "tag_validation": "Fail"},
+        "checkpoint": {"writer": {}, "use_node_local_storage": True},
         "zero_optimization": {"stage": 3, "zenflow": {}},
         "zero_force_ds_cpu_optimizer": True,
     }
     kept = without_idle(config)
     assert kept == {
-        "checkpoint": {"tag_validation": "Fail"},
+        "checkpoint": {"use_node_local_storage": True},
         "zero_optimization": {"stage": 3},
         "zero_force_ds_cpu_optimizer": False,
     }

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from harness.config import check
 from harness.config.rules.deepspeed.optimizer import OWN
 from harness.config.schema import signatures
+from harness.config.text.document import from_text, from_values
+from harness.config.values.pointers import put
 from tests.unit.config.said import said
 
 
@@ -311,3 +315,47 @@ def test_a_warm_up_has_a_step(steps: object, target: str, words: str) -> None:
     pointer = f"/scheduler/params/{STEPS}: {STEPS} is "
     assert found == ([words.format(pointer)] if words else [])
     assert said(schedule("OneCycle", **{STEPS: steps}), "DS814", target=target) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "impossible", "possible"),
+    [
+        ("optimizer", "lr", [-1, -1e-9], [0, 1e-3, 10]),
+        ("optimizer", "betas", [[2, 3], [0.9, 1], [-0.1, 0.9], [0.9], [0.9, 0.95, 0.99]], [[0.9, 0.999], [0, 0]]),
+        ("optimizer", "eps", [-1e-8], [0, 1e-8]),
+        ("optimizer", "weight_decay", [-0.1], [0, 0.1]),
+        ("scheduler", "warmup_min_lr", [-1], [0, 1e-5]),
+        ("scheduler", "warmup_max_lr", [[1e-3, -1e-3]], [[1e-3, 1e-3]]),
+        ("scheduler", "total_num_steps", [-5, 0], [1]),
+    ],
+)
+def test_a_number_that_nobody_can_mean_is_refused(section, name, impossible, possible):
+    def codes(value):
+        params = {"optimizer": {"lr": 0.1}, "scheduler": {"total_num_steps": 100}}
+        params[section][name] = value
+        config = {"optimizer": {"type": "AdamW", "params": params["optimizer"]}}
+        config["scheduler"] = {"type": "WarmupDecayLR", "params": params["scheduler"]}
+        found = check(from_text(json.dumps({"train_batch_size": 8, **config})))
+        return [item.pointer for item in found if item.code == "DS207"]
+
+    assert [codes(value) for value in impossible] == [[f"/{section}/params/{name}"]] * len(impossible)
+    assert [codes(value) for value in possible] == [[]] * len(possible)
+
+
+@pytest.mark.parametrize(
+    ("pointer", "impossible"),
+    [
+        ("/gradient_clipping", -1),
+        ("/gradient_predivide_factor", 0),
+        ("/fp16/hysteresis", -1),
+        ("/fp16/loss_scale_window", 0),
+        ("/flops_profiler/profile_step", -3),
+        ("/aio/queue_depth", 0),
+        ("/activation_checkpointing/number_checkpoints", 10**400),
+    ],
+)
+def test_so_is_a_number_of_another_section(pointer, impossible):
+    config: dict = {"train_batch_size": 8}
+    put(config, pointer, impossible)
+    found = [item for item in check(from_values(config)) if item.pointer == pointer]
+    assert [(item.code, item.severity.value) for item in found] == [("DS207", "error")]

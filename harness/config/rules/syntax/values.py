@@ -57,6 +57,13 @@ def _faults(view: RunView, fault: str) -> Iterator[tuple[KeyOccurrence, Reading,
             )
 
 
+def unchecked_ranges(view: RunView) -> Iterator[tuple[KeyOccurrence, Reading]]:
+    """Yield the numbers outside of their range that DeepSpeed's parser takes."""
+    for visit, reading in _readings(view):
+        if reading.fault == "range" and not _is_refused(visit):
+            yield visit, reading
+
+
 @rule(
     "DS201",
     "wrong-type",
@@ -132,8 +139,10 @@ def unknown_choice(view: RunView) -> Iterator[Finding]:
     right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1}}',
 )
 def out_of_range(view: RunView) -> Iterator[Finding]:
-    """A number is outside the range of its key."""
+    """A number is outside the range of its key, and DeepSpeed's parser refuses it."""
     for visit, reading, severity, deepspeed in _faults(view, "range"):
+        if not _is_refused(visit):
+            continue  # another rule's
         yield Finding(
             pointer=visit.pointer,
             message=f"{name_of(visit.pointer)} is {show(visit.value)}",

@@ -1,0 +1,146 @@
+"""A rule about numbers that DeepSpeed takes unchecked, and that no training can mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from harness.config.diagnostic import Severity
+from harness.config.rules.rule import Finding, rule
+from harness.config.rules.syntax.values import show, unchecked_ranges
+from harness.config.values.pointers import name_of
+from harness.config.view import RunView
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Which numbers are possible: from `least` on, up to `most`; each may be shut out. `count`: of a list's items."""
+
+    least: float
+    most: float = math.inf
+    without_least: bool = False
+    without_most: bool = False
+    count: int | None = None
+
+    def hold(self, number: float) -> bool:
+        """Whether a number is possible; one that is not finite never is."""
+        try:
+            if not math.isfinite(number):
+                return False
+        except OverflowError:  # a whole number that is no float
+            return False
+        above = number > self.least if self.without_least else number >= self.least
+        return above and (number < self.most if self.without_most else number <= self.most)
+
+    def __str__(self) -> str:
+        low = f"{'above' if self.without_least else 'at least'} {self.least:g}"
+        high = "" if self.most == math.inf else f" and {'below' if self.without_most else 'at most'} {self.most:g}"
+        return low + high
+
+
+NOT_NEGATIVE, POSITIVE, COUNT = Bounds(0), Bounds(0, without_least=True), Bounds(1)
+SHARE, DECAY = Bounds(0, 1), Bounds(0, 1, without_most=True)
+LAST_STEP = Bounds(-1)
+
+OPTIMIZER: Mapping[str, Bounds] = {
+    **dict.fromkeys(
+        ("lr", "muon_lr", "adam_lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value"), NOT_NEGATIVE
+    ),
+    **dict.fromkeys(("momentum_decay", "lambd", "t0", "tolerance_grad", "tolerance_change"), NOT_NEGATIVE),
+    "betas": Bounds(0, 1, without_most=True, count=2),
+    **dict.fromkeys(("momentum", "rho"), DECAY),
+    **dict.fromkeys(("alpha", "dampening"), SHARE),
+    **dict.fromkeys(("max_coeff", "min_coeff", "d"), POSITIVE),
+    **dict.fromkeys(("etas", "step_sizes"), Bounds(0, without_least=True, count=2)),
+    **dict.fromkeys(("ns_steps", "max_iter", "max_eval", "history_size"), COUNT),
+}
+"""By the name of an optimizer's parameter, in whichever class."""
+
+SCHEDULER: Mapping[str, Bounds] = {
+    **dict.fromkeys(
+        ("warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr", "cycle_min_lr", "cycle_max_lr"), NOT_NEGATIVE
+    ),
+    **dict.fromkeys(("lr_range_test_step_rate", "decay_lr_rate", "decay_mom_rate", "decay_step_size"), NOT_NEGATIVE),
+    **dict.fromkeys(
+        ("cycle_first_stair_count", "cycle_second_stair_count", "eta_min", "base_lr", "max_lr"), NOT_NEGATIVE
+    ),
+    **dict.fromkeys(
+        ("gamma", "power", "patience", "threshold", "cooldown", "min_lr", "eps", "milestones"), NOT_NEGATIVE
+    ),
+    **dict.fromkeys(
+        ("total_num_steps", "lr_range_test_step_size", "cycle_first_step_size", "T_max", "T_0", "T_mult"), COUNT
+    ),
+    **dict.fromkeys(("cycle_second_step_size", "step_size", "step_size_up", "step_size_down", "total_iters"), COUNT),
+    **dict.fromkeys(("total_steps", "epochs", "steps_per_epoch"), COUNT),
+    **dict.fromkeys(("warmup_min_ratio", "cos_min_ratio", "pct_start", "end_factor"), SHARE),
+    **dict.fromkeys(("cycle_min_mom", "cycle_max_mom", "base_momentum", "max_momentum"), DECAY),
+    **dict.fromkeys(("factor", "start_factor"), Bounds(0, 1, without_least=True)),
+    **dict.fromkeys(("div_factor", "final_div_factor"), POSITIVE),
+    **dict.fromkeys(("last_batch_iteration", "last_epoch"), LAST_STEP),
+}
+"""By the name of a schedule's parameter, in whichever class."""
+
+OTHERS: Mapping[str, Bounds] = {
+    "/gradient_predivide_factor": POSITIVE,
+    "/steps_per_print": NOT_NEGATIVE,
+    "/fp16/initial_scale_power": Bounds(0, 126),  # 2 to the power of 127 times a loss is no float32
+    "/fp16/loss_scale_window": COUNT,
+    "/fp16/hysteresis": COUNT,
+    "/fp16/min_loss_scale": NOT_NEGATIVE,
+    "/activation_checkpointing/number_checkpoints": COUNT,
+    "/comet/samples_log_interval": COUNT,
+    "/flops_profiler/recompute_fwd_factor": NOT_NEGATIVE,
+    "/flops_profiler/profile_step": COUNT,
+    "/flops_profiler/module_depth": Bounds(-1),
+    "/flops_profiler/top_modules": COUNT,
+}
+"""By the pointer of a number in another section, where DeepSpeed's own reader has no bounds."""
+
+
+@rule(
+    "DS207",
+    "impossible-value",
+    Severity.ERROR,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},'
+    ' "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": -0.1}}}',
+    right='{"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},'
+    ' "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}}',
+)
+def impossible_value(view: RunView) -> Iterator[Finding]:
+    """A number cannot be meant: a negative learning rate, a decay rate of 2, a schedule of -5 steps.
+
+    DeepSpeed checks hardly any number of the optimizer, of the schedule and of its plain sections. Some of these
+    train away from the minimum or divide by zero without a word, others end the run when the engine is built.
+    """
+    for section, known in (("/optimizer/params", OPTIMIZER), ("/scheduler/params", SCHEDULER)):
+        for name, value in view.section(section).items():
+            if name in known:
+                yield from _outside(f"{section}/{name}", value, known[name])
+    for pointer, bounds in OTHERS.items():
+        yield from _outside(pointer, view.get(pointer), bounds)
+    for visit, reading in unchecked_ranges(view):
+        yield _finding(visit.pointer, f"is {show(visit.value)}", f"a value that is {reading.wanted}")
+
+
+def _outside(pointer: str, value: object, bounds: Bounds) -> Iterator[Finding]:
+    items = value if isinstance(value, list) else [value]
+    numbers = [item for item in items if isinstance(item, int | float) and not isinstance(item, bool)]
+    wrong = next((number for number in numbers if not bounds.hold(number)), None)
+    several = isinstance(value, list) and bounds.count not in (None, len(items))
+    if wrong is None and not several:
+        return
+    pair = f"a list of {bounds.count} numbers, each " if bounds.count is not None else "a number that is "
+    shown = f"has {len(items)} items" if several else f"{'holds' if isinstance(value, list) else 'is'} {show(wrong)}"
+    yield _finding(pointer, shown, f"{pair}{bounds}")
+
+
+def _finding(pointer: str, shown: str, wanted: str) -> Finding:
+    return Finding(
+        pointer=pointer,
+        message=f"{name_of(pointer)} {shown}",
+        hint=f"use {wanted}",
+        deepspeed="does not check it, or ends when the engine is built",
+        on_value=True,
+    )
