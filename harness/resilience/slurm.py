@@ -80,5 +80,8 @@ def _has_gpus() -> bool:
     """Whether jobs may ask Slurm for GPUs; taken for granted where Slurm cannot be asked."""
     if shutil.which("sinfo") is None:
         return True
-    shown = subprocess.run(["sinfo", "-h", "-o", "%G"], capture_output=True, text=True, timeout=30, check=False)
+    try:
+        shown = subprocess.run(["sinfo", "-h", "-o", "%G"], capture_output=True, text=True, timeout=30, check=False)
+    except (subprocess.TimeoutExpired, OSError):
+        return True
     return shown.returncode != 0 or "gpu" in shown.stdout

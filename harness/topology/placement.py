@@ -1,12 +1,13 @@
 """Which ranks share a host, and which tensor-parallel groups and pipeline neighbours do not.
 
 Tensor parallelism communicates several times a layer and belongs on the links inside a host; a pipeline
-sends one activation a micro-batch and may cross. Ranks fill the hosts in order, as the deepspeed launcher
-places them, and the tensor axis is innermost, so a tensor group is torn apart only where a host's slots are
-no multiple of its size. The remedy is then to leave slots unused. No torch here.
+sends one activation a micro-batch and may cross. The tensor axis is innermost, so where ranks fill the hosts in
+order, as the deepspeed launcher places them, a tensor group is torn apart only where a host's slots are no multiple of
+its size. The remedy is then to leave slots unused. Other launchers may deal ranks out in turn. No torch here.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness.errors import UserError
-from harness.topology.env import LaunchEnv
+from harness.topology.hosts import Hosts
 from harness.topology.layout import Layout
 
 HOST_LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)")
@@ -63,11 +64,10 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     return tuple(hosts.values())
 
 
-def hosts_of_launch(env: LaunchEnv) -> tuple[Host, ...]:
-    """Return the hosts of a running launch, all taken to be as large as this one; they have numbers for names."""
-    full, rest = divmod(env.world_size, env.local_world_size)
-    sizes = [env.local_world_size] * full + [rest] * bool(rest)
-    return tuple(Host(name=f"host {index}", slots=slots) for index, slots in enumerate(sizes))
+def hosts_of_launch(run: Hosts) -> tuple[Host, ...]:
+    """Return the hosts of a running launch, with as many slots as ranks."""
+    counts = Counter(run.numbers)
+    return tuple(Host(name=name, slots=counts[index]) for index, name in enumerate(run.names))
 
 
 def host_of_ranks(world_size: int, hosts: Sequence[Host]) -> list[int]:
@@ -83,9 +83,12 @@ def host_of_ranks(world_size: int, hosts: Sequence[Host]) -> list[int]:
     return places[:world_size]
 
 
-def crossings(layout: Layout, hosts: Sequence[Host]) -> list[Crossing]:
-    """All tensor groups, then all pairs of neighbouring stages, whose ranks are not on one host."""
-    host = host_of_ranks(layout.world_size, hosts)
+def crossings(layout: Layout, hosts: Sequence[Host], where: Sequence[int] | None = None) -> list[Crossing]:
+    """All tensor groups, then all pairs of neighbouring stages, whose ranks are not on one host.
+
+    `where`: the index of each rank's host; by default ranks fill the hosts in order.
+    """
+    host = host_of_ranks(layout.world_size, hosts) if where is None else where
     pairs = [pair for ranks in layout.groups("pipeline") for pair in pairwise(ranks)]
     return [
         Crossing(axis="tensor", ranks=tuple(ranks), hosts=tuple(host[rank] for rank in ranks))
@@ -113,9 +116,12 @@ def place(layout: Layout, hosts: Sequence[Host]) -> tuple[Host, ...] | None:
     return None if left else tuple(used)
 
 
-def advise(layout: Layout, hosts: Sequence[Host]) -> str | None:
-    """One sentence for the user if tensor groups cross hosts, with the remedy; None if none does."""
-    torn = _torn(layout, hosts)
+def advise(layout: Layout, hosts: Sequence[Host], where: Sequence[int] | None = None) -> str | None:
+    """One sentence for the user if tensor groups cross hosts, with the remedy; None if none does.
+
+    `where`: the index of each rank's host; by default ranks fill the hosts in order.
+    """
+    torn = _torn(layout, hosts, where)
     if not torn:
         return None
     example = torn[0]
@@ -126,10 +132,12 @@ def advise(layout: Layout, hosts: Sequence[Host]) -> str | None:
         f"{len(torn)} of {total} tensor-parallel groups of {layout} cross hosts (ranks {ranks}: {names}), "
         "and tensor parallelism is slow between hosts"
     )
-    return f"{problem}: {_remedy(layout, hosts)}"
+    return f"{problem}: {_remedy(layout, hosts, where)}"
 
 
-def _remedy(layout: Layout, hosts: Sequence[Host]) -> str:
+def _remedy(layout: Layout, hosts: Sequence[Host], where: Sequence[int] | None) -> str:
+    if where is not None and list(where) != sorted(where) and not _torn(layout, hosts):
+        return "give each host ranks that follow each other (`srun -m block`, `mpirun --map-by slot`)"
     if used := place(layout, hosts):
         chosen = "@".join(f"{host.name}:{','.join(map(str, range(host.slots)))}" for host in used)
         return f"start with --include {chosen!r}, which fills each host with whole groups"
@@ -142,5 +150,5 @@ def _remedy(layout: Layout, hosts: Sequence[Host]) -> str:
     return f"set the tensor parallel size to {fits.tp_size} ({fits})"
 
 
-def _torn(layout: Layout, hosts: Sequence[Host]) -> list[Crossing]:
-    return [crossing for crossing in crossings(layout, hosts) if crossing.axis == "tensor"]
+def _torn(layout: Layout, hosts: Sequence[Host], where: Sequence[int] | None = None) -> list[Crossing]:
+    return [crossing for crossing in crossings(layout, hosts, where) if crossing.axis == "tensor"]

@@ -8,6 +8,10 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from harness.errors import UserError
+
+ANSWER_S = 30  # Slurm's controller may be busy
+
 
 def in_step(environ: Mapping[str, str]) -> bool:
     """Whether `srun` started this process as one of its tasks; the shell of a batch job or of salloc is none."""
@@ -33,9 +37,21 @@ def address_of(node: str) -> str | None:
     tell."""
     if shutil.which("scontrol") is None:
         return None
-    shown = subprocess.run(["scontrol", "show", "node", node], capture_output=True, text=True, timeout=30, check=False)
-    match = re.search(r"NodeAddr=(\S+)", shown.stdout)
+    match = re.search(r"NodeAddr=(\S+)", ask("scontrol", "show", "node", node))
     return match.group(1) if match else None
+
+
+def ask(*command: str) -> str:
+    """Return what a command of Slurm prints. UserError if it cannot be started, or does not answer."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"`{' '.join(command)}` has not answered for {ANSWER_S} s: ask whether Slurm is up") from error
+    except OSError as error:
+        raise UserError(f"`{' '.join(command)}` cannot be started: {error.strerror or error}") from error
+    return done.stdout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +67,6 @@ class Allocation:
         nodes = environ.get("SLURM_JOB_NODELIST")
         if nodes is None or in_step(environ) or shutil.which("scontrol") is None:
             return None
-        shown = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30, check=False
-        )
+        shown = ask("scontrol", "show", "hostnames", nodes)
         tasks = environ.get("SLURM_GPUS_ON_NODE") or str(tasks_on_node(environ.get("SLURM_TASKS_PER_NODE", "1"), 0))
-        return cls(hosts=tuple(shown.stdout.split()), tasks_per_node=int(tasks) if tasks.isdigit() else 1)
+        return cls(hosts=tuple(shown.split()), tasks_per_node=int(tasks) if tasks.isdigit() else 1)

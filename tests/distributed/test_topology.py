@@ -1,14 +1,21 @@
-"""Groups and the agreement of ranks, on eight real ranks, launched once."""
+"""Groups and the agreement of ranks, on eight real ranks, launched once; and ranks that hosts were dealt in turn."""
 
 import dataclasses
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from harness import Trainer, TrainingArguments
+from harness.data.inputs import datasets as inputs
+from harness.data.on_disk.cache import once_per_host
+from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
 from harness.topology.agreement import check_agreement
 from harness.topology.groups import build_groups
@@ -102,3 +109,49 @@ def test_a_folder_that_some_ranks_do_not_see_is_refused(seen: list[dict[str, Any
 def test_a_layout_for_another_world_is_refused(seen: list[dict[str, Any]]) -> None:
     for got in seen:
         assert "layout pp1 x dp4 x tp1 is for 4 ranks, but 8 are running" in got["another world"]
+
+
+def dealt_in_turn(folder: Path) -> tuple[list[float], list[str], str]:
+    """Train on text where `srun -m cyclic` has dealt out the ranks of two hosts of two, each with files of its own."""
+    rank, built = int(os.environ["RANK"]), []
+    os.environ.update(LOCAL_RANK=str(rank // 2), LOCAL_WORLD_SIZE="2")
+    cache = folder / f"cache of n{rank % 2}"
+
+    def noted(build: Callable[[], Any], **where: Any) -> Any:
+        def noting() -> Any:
+            built.append("found" if cache.exists() else "made")
+            return build()
+
+        return once_per_host(noting, **where)
+
+    with (
+        patch.object(socket, "gethostname", lambda: f"n{rank % 2}"),
+        patch("datasets.config.HF_DATASETS_CACHE", cache),
+        patch.object(inputs, "once_per_host", noted),
+        patch("builtins.print") as said,
+    ):
+        trainer = Trainer(
+            "tiny-llama",
+            TrainingArguments(
+                deepspeed_config={"train_batch_size": 4, "tensor_parallel": {"autotp_size": 2}},
+                output_dir=str(folder / "run"),
+                block_size=32,
+                max_steps=2,
+                logging_steps=1,
+            ),
+            train_dataset=[{"text": "Sphinx of black quartz, judge my vow. " * 40}],
+            processing_class=ByteTokenizer(),
+        )
+        trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return losses, built, "\n".join(str(call.args[0]) for call in said.call_args_list if call.args)
+
+
+def test_ranks_that_hosts_were_dealt_in_turn_share_what_their_own_host_prepares(tmp_path: Path) -> None:
+    found = run_ranks(4, dealt_in_turn, tmp_path, process_group=False)
+    losses, built, said = zip(*found, strict=True)
+    assert sorted(path.name for path in tmp_path.glob("cache of *")) == ["cache of n0", "cache of n1"]
+    assert [made for (made,) in built].count("made") == 2 and built[0] == ["made"] and built[2] == ["found"]
+    assert len(losses[0]) == 2
+    assert "2 of 2 tensor-parallel groups of pp1 x dp2 x tp2 cross hosts (ranks 0, 1: n0 and n1)" in said[0]
+    assert "give each host ranks that follow each other" in said[0]

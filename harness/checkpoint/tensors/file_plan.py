@@ -6,7 +6,6 @@ rank 0 alone knows all tensors of the model, and every other rank those of its s
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from harness.errors import UserError
 from harness.hf.weights.conversion import CheckpointFormat
 from harness.hf.weights.tensor_files import SINGLE
 from harness.topology.groups import Groups
+from harness.topology.hosts import host_id
 from harness.topology.layout import Axis, Coordinate
 
 PASSED_ALONG: tuple[Axis, ...] = ("pipeline", "tensor", "data")
@@ -87,7 +87,7 @@ def plan_files(shares: list[Share], form: CheckpointFormat) -> dict[str, list[En
 
 def _shares(entries: list[Entry], groups: Groups) -> list[Share] | None:
     """Return what each stage writes, in order of stage; None on all ranks but rank 0."""
-    share = Share(host=socket.gethostname(), entries=entries)
+    share = Share(host=host_id(), entries=entries)
     if groups.pp_group is None:
         return [share] if groups.rank == 0 else None
     if not takes_part(groups.coordinate, "pipeline"):

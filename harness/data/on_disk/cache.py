@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from harness.data.tokenizer import ByteTokenizer, Tokenizer
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
+from harness.topology.hosts import host_id
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -66,14 +67,21 @@ def cache_error(error: OSError, cache_dir: str | os.PathLike[str] | None) -> Use
     return UserError(f"cannot keep prepared data in {place} ({error.strerror or error}): set HF_DATASETS_CACHE")
 
 
-def once_per_host(build: Callable[[], T], *, env: LaunchEnv, store: Store, poll_s: float = 0.5) -> T:
-    """Let local rank 0 of each host build what the others then read from its cache; all ranks call it.
+def once_per_host(
+    build: Callable[[], T], *, env: LaunchEnv, store: Store, host: str | None = None, poll_s: float = 0.5
+) -> T:
+    """Let one rank of each host build what the others then read from its cache; all ranks call it.
 
-    Nobody is in a collective meanwhile: the others look into the store every `poll_s` seconds, for as long as it takes,
-    and return when all ranks have their data. A UserError of one rank is raised by all.
+    On the host of rank 0, which speaks to the user, that one builds; elsewhere the first that comes. Nobody is in a
+    collective meanwhile: the others look into the store every `poll_s` seconds, for as long as it takes, and return
+    when all ranks have their data. A UserError of one rank is raised by all.
+
+    Args:
+        host: which host this is; by default what the host says.
     """
+    host = host_id() if host is None else host
     turn = store.add(f"prepared/{env.rank}/turns", 1)
-    host = f"prepared/{turn}/host/{env.rank - env.local_rank}"
+    first, comers, built_here = (f"prepared/{turn}/{name}" for name in ("first", f"come/{host}", f"built/{host}"))
     ready, failed, heard = (f"prepared/{turn}/{name}" for name in ("ready", "failed", "heard"))
 
     def wait(is_over: Callable[[], bool]) -> None:
@@ -83,10 +91,13 @@ def once_per_host(build: Callable[[], T], *, env: LaunchEnv, store: Store, poll_
             time.sleep(poll_s)
 
     try:
-        if env.local_rank != 0:
-            wait(lambda: store.check([host]))
+        if env.rank == 0:
+            store.set(first, host)
+        wait(lambda: store.check([first]))
+        if env.rank != 0 and (host == store.get(first).decode() or store.add(comers, 1) > 1):
+            wait(lambda: store.check([built_here]))
         built = build()
-        store.set(host, "built")
+        store.set(built_here, "")
         store.add(ready, 1)
         wait(lambda: store.add(ready, 0) == env.world_size)
         return built

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.topology.hosts import host_id
+
 _NOTE = struct.Struct("<q")
 _TIMEVAL = struct.Struct("ll")  # of SO_RCVTIMEO
 _MEETING_S = 20.0  # for connections among processes that are all there
@@ -116,7 +118,7 @@ def _listen() -> tuple[socket.socket, Invitation] | None:
         return None
     try:
         # what processes have in common that reach each other's abstract names: a kernel and a network of it
-        kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        kernel = host_id()
         network = Path("/proc/self/ns/net").stat()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(b"\0ds-harness-" + secrets.token_hex(16).encode())

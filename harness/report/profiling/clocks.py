@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 
 from harness.resilience.process.distributed import shared_store
 from harness.topology.agreement import values_of_all
+from harness.topology.hosts import host_id
 
 ROUND_TRIPS = 9
 
@@ -30,7 +30,7 @@ class Offset:
 
 def offset_to_first(place: str) -> Offset:
     """Return how far this process's clock is ahead of rank 0's; all ranks call it. `place` names the call."""
-    hosts = values_of_all(Path("/proc/sys/kernel/random/boot_id").read_text())
+    hosts = values_of_all(host_id())
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
     rank, found = dist.get_rank(), Offset()
     if len(leaders) > 1:

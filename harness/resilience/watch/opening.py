@@ -19,6 +19,7 @@ from harness.resilience.watch.watcher import Limits, Member, Watcher
 from harness.topology.agreement import values_of_all
 from harness.topology.env import run_timeout
 from harness.topology.groups import Groups
+from harness.topology.hosts import host_id
 from harness.topology.processes import status_of
 
 NAMESPACES = ("pid", "net", "mnt")  # ranks in other ones cannot see each other's processes, or not reach them alike
@@ -56,8 +57,7 @@ def watch_run(args: TrainingArguments, groups: Groups, console: Console) -> Watc
 
 
 def _myself(groups: Groups, started: int) -> Member:
-    ids = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
-    ids += [str(Path(f"/proc/self/ns/{name}").readlink()) for name in NAMESPACES]
+    ids = [host_id(), *(str(Path(f"/proc/self/ns/{name}").readlink()) for name in NAMESPACES)]
     return Member(
         rank=groups.rank,
         stage=groups.coordinate.stage,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,6 @@ from harness.planner.hardware import GIB, load_hardware, names
 from harness.planner.memory import StageMemory
 from harness.planner.model_config import decoder_of
 from harness.resilience.process.memory import device_limit_bytes, host_limit_bytes
-from harness.topology.env import LaunchEnv
 from harness.wording import counted
 
 if TYPE_CHECKING:
@@ -77,21 +77,20 @@ def forecast(plan: RunPlan, length: int, device: torch.device, local_ranks: int)
     return Forecast(stages=stages, limit=limit, row=row)
 
 
-def require_memory(found: Forecast, plan: RunPlan, env: LaunchEnv, device: torch.device) -> None:
+def require_memory(found: Forecast, plan: RunPlan, ranks: Sequence[int], device: torch.device) -> None:
     """Raise UserError if parameters, gradients and optimizer states alone are more than the memory that there is.
 
-    Of a GPU each rank has one; the memory of a host is shared by its ranks, and by what they offload to it.
+    Of a GPU each rank has one; the memory of a host is shared by its `ranks`, and by what they offload to it.
     """
     config = plan.resolved.config
     if lookup(config, "/zero_optimization/offload_optimizer/device") == "nvme":
         return
-    first, count = env.rank - env.local_rank, min(env.local_world_size, plan.layout.world_size)
-    here = [plan.layout.coordinate(rank).stage for rank in range(first, first + count)]
+    here = [plan.layout.coordinate(rank).stage for rank in ranks]
     needs = [("a rank takes", stage.states, found.limit) for stage in found.stages if device.type != "cpu"]
     shared = sum(
         found.stages[stage].host + (found.stages[stage].states if device.type == "cpu" else 0) for stage in here
     )
-    needs.append((f"the {counted(count, 'rank')} of this host take", shared, host_limit_bytes()))
+    needs.append((f"the {counted(len(ranks), 'rank')} of this host take", shared, host_limit_bytes()))
     for whose, needed, limit in needs:
         if needed > limit:
             raise UserError(

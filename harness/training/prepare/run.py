@@ -48,6 +48,7 @@ from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.resilience.watch.opening import watch_run
 from harness.topology.agreement import all_or_none, check_agreement, values_of_all
 from harness.topology.groups import Groups, build_groups
+from harness.topology.hosts import Hosts, host_id
 from harness.training.engine.build import RunContext, build_engine
 from harness.training.engine.compression import settle_compression
 from harness.training.engine.engine import Engine
@@ -90,6 +91,7 @@ class PreparedRun:
     stages: list[StageLine]
     hyperparameters: JsonObject
     foreign_groups: frozenset[dist.ProcessGroup]
+    hosts: Hosts
     run_id: str
     samples: SamplePrompts | None = None
     expected: Forecast | None = None
@@ -135,7 +137,7 @@ class PreparedRun:
             rename=(lambda key: saved_name(name(key))) if adapters else name,
             adapters=adapters,
             compression=self.engine.compression,
-            one_host=self.inputs.env.local_world_size == self.inputs.env.world_size,
+            one_host=len(self.hosts.names) == 1,
         )
 
 
@@ -145,14 +147,15 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
     if console.log is None:  # nothing keeps DeepSpeed's words apart from the program's own
         silence_prints()
     context, foreign_groups = _join(inputs, plan)
+    hosts = Hosts(tuple(values_of_all(host_id())))
     plan = replace(plan, checkpoint=intact_checkpoint(plan, inputs), resolved=context.resolved)
-    startup_report.placement(console, plan.layout, inputs.env)
+    startup_report.placement(console, plan.layout, hosts)
     take_first_ranks(tensors_in_memory(inputs.model, plan.source, plan.adaptation), context.device, console)
     longest = None if plan.source is None else position_limit(plan.source.config)
     collator = inputs.data_collator if plan.source is None else TokenCollator(inputs.data_collator, None, longest)
     data_check = DatasetCheck(source=plan.source, context=context, collator=collator)
     sample = _first_samples(data_check, plan, inputs.args)
-    expected = _expected(inputs, plan, context, sample)
+    expected = _expected(inputs, plan, context, sample, hosts.ranks_beside(context.groups.rank))
     trainable = _trainable(inputs, plan, context, sample)
     if trainable.causal is not None:  # the vocabulary is known now
         own_labels = inputs.loss_fn is not None or inputs.compute_loss_func is not None
@@ -178,6 +181,7 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
         stages=stages,
         hyperparameters=hyperparameters(inputs.args, plan.resolved, plan.max_steps),
         foreign_groups=foreign_groups,
+        hosts=hosts,
         run_id=values_of_all(run_id(plan.checkpoint))[0],
         samples=samples,
         expected=expected,
@@ -225,16 +229,18 @@ def _join(inputs: RunInputs, plan: RunPlan) -> tuple[RunContext, frozenset[dist.
     return context, foreign_groups
 
 
-def _expected(inputs: RunInputs, plan: RunPlan, context: RunContext, sample: MicroBatch | None) -> Forecast | None:
-    """Return what the planner expects of the run, and say so. UserError for what cannot fit."""
+def _expected(
+    inputs: RunInputs, plan: RunPlan, context: RunContext, sample: MicroBatch | None, ranks: Sequence[int]
+) -> Forecast | None:
+    """Return what the planner expects of the run, and say so. UserError for what cannot fit. `ranks`: of this host."""
     if plan.source is None or plan.data.train is None:
         return None
-    found = forecast(plan, sample_length(sample), context.device, inputs.env.local_world_size)
+    found = forecast(plan, sample_length(sample), context.device, len(ranks))
     if found is None:
         return None
     inputs.console.say(str(found))
     if not inputs.args.skip_memory_check:
-        all_or_none(lambda: require_memory(found, plan, inputs.env, context.device))
+        all_or_none(lambda: require_memory(found, plan, ranks, context.device))
     return found
 
 

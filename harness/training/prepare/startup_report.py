@@ -18,7 +18,7 @@ from harness.hf.locate import presets
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
 from harness.resilience.process.signals import Stopped
-from harness.topology.env import LaunchEnv
+from harness.topology.hosts import Hosts
 from harness.topology.layout import Layout
 from harness.topology.placement import advise, hosts_of_launch
 from harness.training.prepare.stages import StageLine
@@ -26,9 +26,9 @@ from harness.training.prepare.trainable import TrainableModel
 from harness.wording import counted
 
 
-def placement(console: Console, layout: Layout, env: LaunchEnv) -> None:
+def placement(console: Console, layout: Layout, hosts: Hosts) -> None:
     """Warn if tensor-parallel groups cross hosts, with the remedy."""
-    advice = advise(layout, hosts_of_launch(env)) if env.world_size > 1 else None
+    advice = advise(layout, hosts_of_launch(hosts), hosts.numbers)
     if advice:
         console.warn(advice)
 

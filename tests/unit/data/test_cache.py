@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,7 +20,11 @@ from harness.topology.env import LaunchEnv
 
 
 def on_ranks(
-    builds: Callable[[int, int], Any], hosts: int = 1, per_host: int = 3, store: dist.Store | None = None
+    builds: Callable[[int, int], Any],
+    hosts: int = 1,
+    per_host: int = 3,
+    store: dist.Store | None = None,
+    host_of: Callable[[int, int, int], str] = lambda rank, _, per_host: f"host {rank // per_host}",
 ) -> list[Any]:
     """What each rank gets, or the error that it gets, of `builds(rank, local rank)`."""
     store = store or dist.HashStore()
@@ -28,7 +33,9 @@ def on_ranks(
         local = rank % per_host
         env = LaunchEnv(rank=rank, world_size=hosts * per_host, local_rank=local, local_world_size=per_host)
         try:
-            return once_per_host(lambda: builds(rank, local), env=env, store=store, poll_s=0.001)
+            return once_per_host(
+                lambda: builds(rank, local), env=env, store=store, host=host_of(rank, hosts, per_host), poll_s=0.001
+            )
         except Exception as error:
             return error
 
@@ -49,6 +56,29 @@ def test_an_error_that_is_not_the_users_is_one_line_on_the_other_ranks(failing: 
     assert found[failing] is error
     others = [each for rank, each in enumerate(found) if rank != failing]
     assert all(isinstance(each, UserError) and str(each) == "data: ValueError: odd" for each in others)
+
+
+DEALT = {
+    "in order": lambda rank, _, per_host: f"host {rank // per_host}",
+    "in turn": lambda rank, hosts, _: f"host {rank % hosts}",
+    "in any order": lambda rank, hosts, _: f"host {rank * 7919 % 13 % hosts}",
+    "each alone": lambda rank, *_: f"host {rank}",
+}
+
+
+@pytest.mark.parametrize("host_of", DEALT.values(), ids=DEALT)
+def test_one_rank_of_each_host_builds_however_ranks_are_dealt_out(host_of: Callable[[int, int, int], str]) -> None:
+    built: dict[str, list[int]] = {}
+
+    def build(rank: int, _: int) -> int:
+        built.setdefault(host_of(rank, 3, 4), []).append(rank)
+        time.sleep(0.02)  # the others of this host would come meanwhile
+        return len(built[host_of(rank, 3, 4)]) == 1
+
+    first = on_ranks(build, hosts=3, per_host=4, host_of=host_of)
+    assert sum(first) == len(built) == len({host_of(rank, 3, 4) for rank in range(12)})
+    assert built[host_of(0, 3, 4)][0] == 0  # it speaks to the user
+    assert sorted(rank for ranks in built.values() for rank in ranks) == list(range(12))
 
 
 def test_a_later_data_set_has_a_turn_of_its_own() -> None:

@@ -3,6 +3,7 @@ parsers.
 """
 
 import shlex
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import UserError
-from harness.topology.env import LaunchEnv
+from harness.topology.hosts import Hosts, host_id
 from harness.topology.layout import Layout
 from harness.topology.placement import (
     Crossing,
@@ -60,9 +61,23 @@ def test_a_bad_hostfile_is_told_with_its_line(tmp_path: Path, text: str | bytes 
 
 
 def test_a_launch_tells_its_hosts_by_the_ranks_on_each() -> None:
-    assert [host.slots for host in hosts_of_launch(LaunchEnv(world_size=8, local_world_size=4))] == [4, 4]
-    assert [host.slots for host in hosts_of_launch(LaunchEnv(world_size=7, local_world_size=4))] == [4, 3]
-    assert [host.slots for host in hosts_of_launch(LaunchEnv())] == [1]
+    in_order, in_turn = (Hosts(tuple(f"n{host} 1c9a" for host in dealt)) for dealt in ((7, 7, 7, 2), (7, 2, 7, 7)))
+    assert hosts_of_launch(in_order) == hosts_of_launch(in_turn) == (Host(name="n7", slots=3), Host(name="n2", slots=1))
+    assert (in_order.numbers, in_turn.numbers) == ([0, 0, 0, 1], [0, 1, 0, 0])
+    assert in_turn.ranks_beside(2) == [0, 2, 3]
+    assert Hosts((host_id(),)).names == [socket.gethostname()]
+    same_name = Hosts(("localhost 1c9a", "localhost 77b0"))
+    assert same_name.names == ["localhost"] * 2 and same_name.numbers == [0, 1]
+
+
+def test_groups_that_are_torn_because_ranks_were_dealt_out_in_turn_are_told_so() -> None:
+    layout, where = Layout(tp_size=2, dp_size=2), [0, 1, 0, 1]
+    assert advise(layout, hosts(2, 2)) is None
+    assert [crossing.ranks for crossing in crossings(layout, hosts(2, 2), where)] == [(0, 1), (2, 3)]
+    told = str(advise(layout, hosts(2, 2), where))
+    assert told.startswith("2 of 2 tensor-parallel groups of pp1 x dp2 x tp2 cross hosts (ranks 0, 1: worker-0 and")
+    assert told.endswith(": give each host ranks that follow each other (`srun -m block`, `mpirun --map-by slot`)")
+    assert advise(Layout(pp_size=2, tp_size=1, dp_size=2), hosts(2, 2), where) is None
 
 
 def test_ranks_fill_the_hosts_in_order() -> None:

@@ -28,14 +28,12 @@ OFFLOAD = {
 }
 
 
-def planned(
-    tmp_path: Any, config: dict[str, Any] | None = None, ranks: int = 2, **more: Any
-) -> tuple[RunPlan, LaunchEnv]:
+def planned(tmp_path: Any, config: dict[str, Any] | None = None, ranks: int = 2, **more: Any) -> RunPlan:
     env = LaunchEnv(world_size=ranks, local_world_size=ranks)
     args = TrainingArguments(deepspeed_config=config or STAGES, output_dir=str(tmp_path / "run"), max_steps=1)
     data = [{"input_ids": list(range(32))}] * 16
     inputs = RunInputs(model="tiny-llama", args=args, console=plain_console(0), env=env, train_dataset=data, **more)
-    return plan_run(inputs), env
+    return plan_run(inputs)
 
 
 def expected(plan: RunPlan, ranks: int = 2) -> Forecast:
@@ -45,7 +43,7 @@ def expected(plan: RunPlan, ranks: int = 2) -> Forecast:
 
 
 def test_each_stage_has_its_states_in_float32(tmp_path: Any) -> None:
-    plan, _ = planned(tmp_path)
+    plan = planned(tmp_path)
     assert plan.source is not None
     found = expected(plan)
     with torch.device("meta"):
@@ -65,27 +63,27 @@ def test_each_stage_has_its_states_in_float32(tmp_path: Any) -> None:
 def test_what_the_ranks_of_a_host_hold_together_must_fit(
     config: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, env = planned(tmp_path, config)
+    plan = planned(tmp_path, config)
     found = expected(plan)
     held = sum((found.stages * 2)[rank].states + (found.stages * 2)[rank].host for rank in range(2))
     monkeypatch.setattr(forecasts, "host_limit_bytes", lambda: held + 1)
-    require_memory(found, plan, env, CPU)
+    require_memory(found, plan, range(2), CPU)
     monkeypatch.setattr(forecasts, "host_limit_bytes", lambda: held - 1)
     with pytest.raises(UserError, match=r"what the 2 ranks of this host take for .* --skip_memory_check"):
-        require_memory(found, plan, env, CPU)
+        require_memory(found, plan, range(2), CPU)
 
 
 def test_a_device_must_hold_the_states_of_its_rank(tmp_path: Any) -> None:
-    plan, env = planned(tmp_path)
+    plan = planned(tmp_path)
     found, device = expected(plan), torch.device("cuda")
     most = max(stage.states for stage in found.stages)
-    require_memory(Forecast(stages=found.stages, limit=most + 1), plan, env, device)
+    require_memory(Forecast(stages=found.stages, limit=most + 1), plan, range(2), device)
     with pytest.raises(UserError, match="what a rank takes for parameters"):
-        require_memory(Forecast(stages=found.stages, limit=most - 1), plan, env, device)
+        require_memory(Forecast(stages=found.stages, limit=most - 1), plan, range(2), device)
 
 
 def test_what_the_planner_cannot_count_has_no_forecast(tmp_path: Any) -> None:
-    adapters, _ = planned(tmp_path, peft_config=LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    adapters = planned(tmp_path, peft_config=LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
     assert forecast(adapters, 32, CPU, 2) is None
-    other, _ = planned(tmp_path, {**STAGES, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}})
+    other = planned(tmp_path, {**STAGES, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}})
     assert forecast(other, 32, CPU, 2) is None
