@@ -94,7 +94,8 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
     from harness.training.recording.metrics import note_wall_clock
     from harness.training.trainer import Trainer
 
-    console.say(f"preparing {script.model} and {' '.join(script.train_file)}")
+    files = script.train_file if script.trains else script.validation_file or script.train_file
+    console.say(f"preparing {script.model} and {' '.join(files)}")
     if script.trains and (note := limit_trial(script, config.args)):
         console.say(note)
     with watching_for_stopped_ranks(config.args.hang_seconds, console):

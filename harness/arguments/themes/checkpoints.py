@@ -78,6 +78,8 @@ class CheckpointArguments(Flags):
         """Refuse what cannot be done together."""
         if self.save_seconds is not None and not self.save_seconds > 0:
             raise UserError(f"--save_seconds {self.save_seconds}: must be above 0")
+        if self.save_seconds is not None and self.save_strategy == "no":
+            raise UserError("--save_seconds and --save_strategy no contradict each other: give only one of them")
         needs_evaluation = {
             "--early_stopping_patience": self.early_stopping_patience,
             "--load_best_model_at_end": self.load_best_model_at_end,

@@ -51,6 +51,10 @@ class ScriptArguments(Flags):
         """Whether the run trains, and does not only evaluate."""
         return not self.do_eval if self.do_train is None else self.do_train
 
+    def holds_out(self, *, evaluates: bool) -> bool:
+        """Whether a part of train_file is held out where there is no validation_file; `evaluates`: while training."""
+        return evaluates or self.do_eval or self.validation_split_percentage is not None
+
     streaming: bool = flag(
         False, "read and tokenise train_file while training, shuffled by shuffle_buffer_size; needs max_steps"
     )

@@ -60,7 +60,7 @@ class Datasets:
 def script_datasets(
     script: ScriptArguments, source: ModelSource, config: RunConfig, env: LaunchEnv, console: Console
 ) -> Datasets:
-    """Read, tokenise and lay out the script's files."""
+    """Read, tokenise and lay out the script's files; those of training where it trains, or to hold a part out."""
     tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
     args = config.args
     _require_cut(source, config)
@@ -69,16 +69,19 @@ def script_datasets(
     lay_out = _layer_out(tokenizer, form, say)
 
     def build() -> Pair:
-        groups = source_groups(script.train_file)
+        holds_out = script.validation_file is None and script.holds_out(evaluates=args.evaluates)
+        groups = source_groups(script.train_file) if script.trains or holds_out else []
         weights, names = [g.weight for g in groups if g.weight is not None], [g.paths[0] for g in groups]
         held_out: list[Documents] = []
         documents = [] if script.streaming else [_read(group, say) for group in groups]
         if script.validation_file is not None:
             held_out = [_read(validation_group(script.validation_file), say)]
-        elif args.evaluates or script.do_eval or script.validation_split_percentage is not None:
+        elif holds_out:
             split = [hold_out(each, script.held_out) for each in documents if not isinstance(each, list)]
             documents, held_out = [kept for kept, _ in split], [held for _, held in split]
         evaluation = joined([lay_out(each) for each in held_out]) if held_out else None
+        if not script.trains:
+            return None, evaluation
         if script.streaming:
             return stream_of_files(groups, weights, tokenizer, form, args.shuffle_buffer_size), evaluation
         return joined([lay_out(each) for each in documents], weights, names), evaluation

@@ -60,16 +60,15 @@ def check_inputs(
     return config
 
 
-def _holds_out(script: ScriptArguments, args: TrainingArguments) -> bool:
-    return args.evaluates or script.do_eval or script.validation_split_percentage is not None
-
-
 def _require_data(script: ScriptArguments, args: TrainingArguments) -> None:
-    """Raise UserError for data that cannot be read as the flags ask."""
+    """Raise UserError for data that cannot be read as the flags ask; training data is not read to evaluate others."""
+    if script.validation_file is not None and not script.trains:
+        validation_group(script.validation_file)
+        return
     tokens = [group.paths[0] for group in source_groups(script.train_file) if group.kind == TOKENS]
     if script.validation_file is not None:
         validation_group(script.validation_file)
-    elif _holds_out(script, args) and (tokens or script.streaming):
+    elif script.holds_out(evaluates=args.evaluates) and (tokens or script.streaming):
         kind = "a stream" if script.streaming else tokens[0]
         raise UserError(f"no part of {kind} can be held out for evaluation: give a --validation_file")
     if not script.streaming:

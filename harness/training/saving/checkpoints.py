@@ -93,7 +93,7 @@ class Checkpoints:
     @property
     def is_due(self) -> bool:
         """Whether rank 0's clock asks for a checkpoint."""
-        seconds = self.run.args.save_seconds
+        seconds = self.run.args.save_seconds if self.run.args.saves else None
         if seconds is None or self._pending is not None or not self._state.is_world_process_zero:
             return False
         return time.monotonic() - self._begun >= seconds

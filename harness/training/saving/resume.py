@@ -94,11 +94,13 @@ def resume(run: PreparedRun, checkpoint: Path, state: TrainerState, stream: Batc
     there = f"{progress.layout}, ZeRO-{progress.zero_stage}, {progress.precision}"
     if there != here:
         console.say(f"saved with {there}; continuing with {here}")
+    if plan.data.train is None:  # an evaluation
+        return
     if progress.step >= plan.max_steps:
         console.say(f"nothing left to train: {counted(plan.max_steps, 'step')} done")
     for line in changes(progress.hyperparameters, run.hyperparameters):
         console.warn(line)
-    if plan.data.train is not None and (progress.seed, progress.data) != (run.args.seed, plan.digest):
+    if (progress.seed, progress.data) != (run.args.seed, plan.digest):
         console.warn(
             f"{checkpoint} was saved with another seed or other training data: "
             "the order of samples does not continue where it stopped"

@@ -90,6 +90,7 @@ def test_words_become_flags(words: tuple[str, ...], given: dict[str, Any]) -> No
         pytest.param(f"--seed {2**63}", f"--seed {2**63}: must be at most {2**63 - 1}", id="seed-beyond-torch"),
         pytest.param("--learning_rate inf", "--learning_rate inf: must be a finite number", id="infinite"),
         pytest.param("--hang_seconds nan", "--hang_seconds nan: must be a finite number", id="nan"),
+        pytest.param("--save_strategy no --save_seconds 9", "--save_seconds and --save_strategy no", id="never-saves"),
         pytest.param("--save_seconds 0", "--save_seconds 0.0: must be above 0", id="no-seconds"),
         pytest.param("--output_dir=", "--output_dir is empty: give a directory", id="no-directory"),
         pytest.param("--nonfinite maybe", "--nonfinite maybe: not one of stop, skip, warn, rollback", id="no-choice"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from transformers import CONFIG_MAPPING
 
 from harness import TrainingArguments, UserError
 from harness.arguments.configure import read_run_config
+from harness.arguments.themes.script import ScriptArguments
 from harness.console import plain_console
-from harness.data.inputs.datasets import Datasets, _require_cut, user_datasets
+from harness.data.inputs.datasets import Datasets, _require_cut, script_datasets, user_datasets
 from harness.data.inputs.sample_form import SampleForm
 from harness.data.tokenizer import ByteTokenizer
 from harness.hf.skeleton import ModelSource, read_source
 from harness.topology.env import LaunchEnv
+from harness.training.prepare.preflight import check_inputs
 from harness.training.prepare.trainable import trainable_layers
 
 LAYOUT = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
@@ -53,6 +56,24 @@ def test_tokens_and_pairs_are_left_alone() -> None:
 def test_what_cannot_be_prepared_is_told(train: Any, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         prepare(train, **arguments)
+
+
+def test_an_evaluation_alone_needs_no_training_data(tmp_path: Path) -> None:
+    (tmp_path / "validation.jsonl").write_text('{"text": "words of the validation data"}\n')
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"text": "words of line {i}"}}\n' for i in range(40)))
+    args = TrainingArguments(str(tmp_path / "run"), block_size=4)
+    missing = ScriptArguments(
+        do_eval=True, train_file=(str(tmp_path / "gone.jsonl"),), validation_file=(str(tmp_path / "validation.jsonl"),)
+    )
+    held_out = ScriptArguments(do_eval=True, train_file=(str(tmp_path / "train.jsonl"),))
+    both = ScriptArguments(do_eval=True, do_train=True, train_file=(str(tmp_path / "train.jsonl"),))
+    found = {}
+    for name, script in {"missing": missing, "held_out": held_out, "both": both}.items():
+        config = check_inputs(script, args, LaunchEnv(), None)
+        found[name] = script_datasets(script, read_source("tiny-llama"), config, LaunchEnv(), plain_console(0))
+    assert [data.train is None for data in found.values()] == [True, True, False]
+    assert all(data.evaluation is not None and len(data.evaluation) for data in found.values())  # type: ignore[arg-type]
+    assert len(found["held_out"].evaluation) == len(found["both"].evaluation)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("vocabulary", "rows", "fits"), [(300, 200, False), (200, 300, False), (300, 300, True)])
