@@ -6,18 +6,20 @@ Showing and verifying import neither torch nor transformers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from harness.checkpoint.directories import read_progress
-from harness.checkpoint.integrity import changed_file, damage
+from harness.checkpoint.integrity import changed_file, damage, unlisted
 from harness.checkpoint.manifest import read_manifest
 from harness.errors import UserError
 from harness.verb_parser import VerbParser
 from harness.wording import counted
 
 DESCRIPTION = """Shows, verifies or exports a checkpoint of a run. `verify` exits with 1 if a file is not what was
-saved."""
+saved, or was not saved."""
 EXAMPLE = """example:
   ds-harness checkpoint show runs/mine/checkpoint-500
   ds-harness checkpoint verify runs/mine/checkpoint-500
@@ -44,8 +46,10 @@ def checkpoint(argv: Sequence[str]) -> int:
     elif args.action == "verify":
         verify(args.directory)
     else:
-        verify(args.directory)
-        export(args.directory, args.output_dir, args.dtype)
+        require_as_saved(args.directory)
+        with listed_files(args.directory) as directory:
+            export(directory, args.output_dir, args.dtype)
+        print(f"{args.output_dir}: exported in {args.dtype}")
     return 0
 
 
@@ -65,13 +69,32 @@ def show(directory: Path) -> None:
 
 
 def verify(directory: Path) -> None:
-    """Compare the checksums of all files with what was saved; UserError for the first that differs."""
-    if reason := changed_file(directory, 0, 1):
-        raise UserError(f"{directory} is damaged: {reason}")
+    """Compare all files with what was saved; UserError for the first that differs, or was not saved."""
+    require_as_saved(directory)
+    if others := unlisted(directory):
+        raise UserError(f"{directory} contains {others[0]}, which it was not saved with: move it elsewhere")
     files = read_manifest(directory).files
     print(
         f"{directory}: {counted(len(files), 'file')}, {sum(size for size, _ in files.values()):,} bytes, all as saved"
     )
+
+
+def require_as_saved(directory: Path) -> None:
+    """Compare the checksums of all files with what was saved; UserError for the first that differs."""
+    if reason := changed_file(directory, 0, 1):
+        raise UserError(f"{directory} is damaged: {reason}")
+
+
+@contextmanager
+def listed_files(directory: Path) -> Iterator[Path]:
+    """Give a folder of links to the files that a checkpoint lists: transformers reads whatever else it finds."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, directory.absolute().name)
+        folder.mkdir()
+        for file in read_manifest(directory).files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).symlink_to((directory / file).resolve())
+        yield folder
 
 
 def export(directory: Path, output_dir: Path, dtype: str) -> None:
@@ -80,7 +103,7 @@ def export(directory: Path, output_dir: Path, dtype: str) -> None:
     if read_progress(directory).adapters:
         _export_adapters(directory, output_dir, dtype)
     elif not (directory / "config.json").is_file():
-        raise UserError(f"{directory}: a list of layers is not a HuggingFace model: use its safetensors files")
+        raise UserError(f"{directory.name}: a list of layers is not a HuggingFace model: use its safetensors files")
     else:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
@@ -88,7 +111,6 @@ def export(directory: Path, output_dir: Path, dtype: str) -> None:
         disable_progress_bar()
         AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True).save_pretrained(output_dir)
         _copy(directory, output_dir, ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.jinja"))
-    print(f"{output_dir}: exported in {dtype}")
 
 
 def _export_adapters(directory: Path, output_dir: Path, dtype: str) -> None:

@@ -43,6 +43,17 @@ def damage(checkpoint: Path) -> str | None:
     return wrong
 
 
+def unlisted(checkpoint: Path) -> list[str]:
+    """Return the files in a checkpoint that it was not saved with, hidden ones left out; nothing reads them.
+
+    UserError if its list cannot be read.
+    """
+    listed = read_manifest(checkpoint).files
+    found = (path.relative_to(checkpoint) for path in checkpoint.rglob("*") if not path.is_dir())
+    others = (path.as_posix() for path in found if not any(part.startswith(".") for part in path.parts))
+    return sorted(name for name in others if name not in listed and name != MANIFEST)
+
+
 def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:
     """Return the first file of this rank's share whose content is not what was saved, in words; None if there is
     none. It raises nothing, as other ranks wait for the answer."""

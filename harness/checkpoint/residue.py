@@ -7,6 +7,7 @@ bit. Any other begins without.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Container
 from pathlib import Path
 
 import torch
@@ -34,14 +35,15 @@ def write_residue(folder: Path, tensors: dict[str, Tensor], description: str) ->
         raise UserError(f"{path}: cannot be written: {error}") from error
 
 
-def load_residue(reduction: CompressedReduction | None, checkpoint: Path, layout: str) -> bool:
+def load_residue(reduction: CompressedReduction | None, checkpoint: Path, layout: str, listed: Container[str]) -> bool:
     """Go on with the residues in a checkpoint, or without any where they are of another layout; all ranks call it.
 
-    Return whether nothing that the checkpoint has is left out.
+    `listed`: the files of the checkpoint; any other is not read. Return whether all residues that it has are used.
     """
 
     def read() -> dict[str, Tensor] | None:
-        return None if reduction is None else _read(residue_file(checkpoint), describe(reduction, layout))
+        path = residue_file(checkpoint)
+        return None if reduction is None or path.name not in listed else _read(path, describe(reduction, layout))
 
     found = all_or_none(read)
     whole = all(values_of_all(reduction is None or found is not None))
@@ -59,9 +61,7 @@ def describe(reduction: CompressedReduction, layout: str) -> str:
 
 
 def _read(path: Path, description: str) -> dict[str, Tensor] | None:
-    """Return the tensors of a file that fits, None if there is none; UserError if it cannot be read."""
-    if not path.exists():
-        return None
+    """Return the tensors of a file, None if it does not fit; UserError if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get("describes") != description:

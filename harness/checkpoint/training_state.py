@@ -8,7 +8,7 @@ seed, the step and the place (`harness/parallel/draws.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from harness.checkpoint.directories import Progress, read_progress
 from harness.checkpoint.engine_state import EngineState, of_state, stepped, templates
 from harness.checkpoint.integrity import changed_file, newest_whole
+from harness.checkpoint.manifest import read_manifest
 from harness.checkpoint.tensors.held import Held
 from harness.checkpoint.tensors.whole_tensors import open_whole_tensors, read_tensors, require_stored
 from harness.deepspeed.engine import set_counters, set_loss_scaling
@@ -33,7 +34,8 @@ def load(state: EngineState, checkpoint: Path) -> Progress:
     Raises UserError, on all ranks alike, if the model is another than the one that was saved, or a rank cannot read.
     """
     progress = all_or_none(lambda: read_progress(checkpoint))
-    restore(state, progress, lambda stem, held: _read(checkpoint, stem, held))
+    listed = all_or_none(lambda: read_manifest(checkpoint).files)
+    restore(state, progress, lambda stem, held: _read(checkpoint, stem, listed, held))
     return progress
 
 
@@ -66,9 +68,9 @@ def _restore_tensors(state: EngineState, progress: Progress, fill: Callable[[str
     use_stepped_on(optimizer)
 
 
-def _read(checkpoint: Path, stem: str, held: Sequence[Held]) -> None:
-    """Fill what this rank holds from the files `stem`; all ranks call it, and fail together."""
-    stored = all_or_none(lambda: open_whole_tensors(checkpoint, stem))
+def _read(checkpoint: Path, stem: str, listed: Iterable[str], held: Sequence[Held]) -> None:
+    """Fill what this rank holds from the listed files `stem`; all ranks call it, and fail together."""
+    stored = open_whole_tensors(checkpoint, stem, listed, {each.name for each in held})
     require_stored(checkpoint, stored, held)
     all_or_none(lambda: read_tensors(stored, held))
 

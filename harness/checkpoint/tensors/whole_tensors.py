@@ -6,12 +6,14 @@ No values travel between ranks, and none are converted but to the file's dtype.
 from __future__ import annotations
 
 import json
+import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from harness.checkpoint.tensors.coverage import require_each_value_once
 from harness.checkpoint.tensors.file_plan import Share, dealt_places
@@ -27,7 +29,7 @@ from harness.checkpoint.tensors.tensor_writer import (
     split_by_size,
 )
 from harness.errors import UserError
-from harness.hf.weights.stored_tensor import Stored
+from harness.hf.weights.stored_tensor import OpenFile, Stored
 from harness.hf.weights.tensor_files import open_safetensors
 from harness.topology.agreement import all_or_none, values_of_all
 from harness.topology.groups import Groups
@@ -114,12 +116,46 @@ def several_hosts() -> bool:
     return len(set(values_of_all(socket.gethostname()))) > 1
 
 
-def open_whole_tensors(folder: Path, stem: str) -> dict[str, Stored]:
-    """Return the tensors of the files `STEM*`, by name; UserError for a file that cannot be read."""
-    paths = [folder / f"{stem}.safetensors", *sorted(folder.glob(f"{stem}-*-of-*.safetensors"))]
-    opened = [open_safetensors(path) for path in paths if path.is_file()]
-    leaves = [(name, leaf) for tensors in opened for name, lazy in tensors.items() for leaf in lazy.leaves()]
-    return {name: leaf for name, leaf in leaves if isinstance(leaf, Stored)}
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    """What the header of a file says: its size, and name, first byte, shape and dtype of each tensor."""
+
+    name: str
+    nbytes: int
+    tensors: list[tuple[str, int, tuple[int, ...], torch.dtype]]
+
+
+def open_whole_tensors(folder: Path, stem: str, listed: Iterable[str], wanted: Container[str]) -> dict[str, Stored]:
+    """Return the `wanted` tensors of the files `STEM*` that are `listed`, by name; all ranks call it.
+
+    Rank 0 reads the headers, and each rank opens the files that hold what it wants: many ranks would keep a file system
+    busy with the headers of a large checkpoint. Raises UserError, on all ranks alike, for a file that cannot be read.
+    """
+    of_stem = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+    paths = [folder / name for name in sorted(filter(of_stem.fullmatch, listed))] if dist.get_rank() == 0 else []
+    headers = [all_or_none(lambda: [_header(path) for path in paths if path.is_file()])]
+    dist.broadcast_object_list(headers, src=0)
+    return all_or_none(lambda: {name: leaf for file in headers[0] for name, leaf in _wanted(folder, file, wanted)})
+
+
+def _header(path: Path) -> _File:
+    leaves = [leaf for lazy in open_safetensors(path).values() for leaf in lazy.leaves() if isinstance(leaf, Stored)]
+    tensors = [(leaf.name, leaf.start, leaf.shape, leaf.dtype) for leaf in leaves]
+    return _File(name=path.name, nbytes=path.stat().st_size, tensors=tensors)
+
+
+def _wanted(folder: Path, file: _File, wanted: Container[str]) -> list[tuple[str, Stored]]:
+    """Open a file if it holds tensors that are wanted, and return these."""
+    found = [tensor for tensor in file.tensors if tensor[0] in wanted]
+    if not found:
+        return []
+    opened = OpenFile(folder / file.name)
+    if opened.size != file.nbytes:
+        raise UserError(
+            f"{opened.path}: its tensors cannot be read: it has {opened.size:,} bytes, but {file.nbytes:,} as rank 0 "
+            "sees it"
+        )
+    return [(name, Stored(opened, name, start, shape, dtype)) for name, start, shape, dtype in found]
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from harness.checkpoint.directories import (
     set_aside_foreign,
     set_aside_newer,
 )
-from harness.checkpoint.integrity import damaged, find_resume, foreign
+from harness.checkpoint.integrity import damaged, find_resume, foreign, unlisted
 from harness.config import Resolved
 from harness.config.model.shape import layer_drop, require_every_layer
 from harness.console import Console
@@ -225,5 +225,7 @@ def intact_checkpoint(plan: RunPlan, inputs: RunInputs) -> Path | None:
     if chosen is not None and not auto and chosen.resolve().parent == output_dir.resolve() and inputs.env.rank == 0:
         for path in set_aside_newer(output_dir, output_dir / chosen.name):
             inputs.console.warn(f"resuming from {chosen}: a newer checkpoint is now {path}")
+    if chosen is not None and inputs.env.rank == 0 and (others := unlisted(chosen)):
+        inputs.console.warn(f"{chosen} contains {', '.join(others)}, which it was not saved with: ignored")
     startup_report.beginning(inputs.console, args, chosen, [*incomplete, *changed])
     return chosen

@@ -18,6 +18,7 @@ from harness.checkpoint.directories import (
     require_same_optimizer,
 )
 from harness.checkpoint.integrity import find_resume, run_id
+from harness.checkpoint.manifest import read_manifest
 from harness.checkpoint.residue import load_residue
 from harness.data.batches.stream import BatchStream
 from harness.data.streaming.source import Streamed
@@ -35,7 +36,8 @@ from harness.wording import counted
 def load(run: PreparedRun, checkpoint: Path, state: TrainerState, stream: BatchStream | None) -> Progress:
     """Bring engine, schedule, counters and the stream of samples to where a checkpoint was saved; all ranks call it."""
     progress = training_state.load(run.engine_state, checkpoint)
-    if not load_residue(run.engine.compression, checkpoint, str(run.plan.layout)):
+    listed = all_or_none(lambda: read_manifest(checkpoint).files)
+    if not load_residue(run.engine.compression, checkpoint, str(run.plan.layout), listed):
         run.console.say(f"gradient compression: {checkpoint} has no residue of this layout: starting without")
     run.engine.schedule.go_to(progress.step - progress.skipped_steps)
     state.global_step, state.consumed_samples = progress.step, progress.consumed_samples

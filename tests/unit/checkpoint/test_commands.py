@@ -42,6 +42,16 @@ def test_verify_finds_a_flipped_bit(saved: Path, capsys: pytest.CaptureFixture[s
     assert said == [f"ds-harness checkpoint: {saved} is damaged: model.safetensors differs from what was saved"]
 
 
+def test_verify_finds_a_file_that_was_not_saved(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (saved / ".hidden").write_bytes(b"")  # as network file systems and desktops leave them
+    assert main(["checkpoint", "verify", str(saved)]) == 0
+    (saved / "deep").mkdir()
+    (saved / "deep/model-00001-of-00001.safetensors").write_bytes(b"planted")
+    assert main(["checkpoint", "verify", str(saved)]) == 1
+    words = f"{saved} contains deep/model-00001-of-00001.safetensors, which it was not saved with"
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

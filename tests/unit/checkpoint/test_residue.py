@@ -45,12 +45,17 @@ def saved(folder: Path, of: CompressedReduction, layout: str = LAYOUT) -> None:
     write_residue(folder, of.state(), describe(of, layout))
 
 
+def loaded(reduction: CompressedReduction | None, folder: Path) -> bool:
+    """Go on from all files of a folder."""
+    return load_residue(reduction, folder, LAYOUT, [path.name for path in folder.iterdir()])
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_run_goes_on_with_what_was_lost_to_the_bit(bits: int, tmp_path: Path) -> None:
     old, new = reduction(bits), reduction(bits)
     averaged(old, range(3), scale=8.0)
     saved(tmp_path, old)
-    assert load_residue(new, tmp_path, LAYOUT)
+    assert loaded(new, tmp_path)
     for ours, theirs in zip(averaged(new, range(3, 5), scale=2.0), averaged(old, range(3, 5), scale=2.0), strict=True):
         assert all(map(torch.equal, ours, theirs))
     fresh = averaged(reduction(bits), range(3, 5))
@@ -71,34 +76,39 @@ def test_what_belongs_to_others_is_left_out_and_told(
     saved(tmp_path, of(), layout)
     ours = reduction()
     averaged(ours, range(2))
-    assert not load_residue(ours, tmp_path, LAYOUT)
+    assert not loaded(ours, tmp_path)
     assert all(map(torch.equal, averaged(ours, range(1))[0], averaged(reduction(), range(1))[0]))  # it begins anew
 
 
 def test_without_a_file_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
-    assert not load_residue(reduction(), tmp_path, LAYOUT)
-    assert load_residue(None, tmp_path, LAYOUT)  # a run that compresses nothing misses nothing
+    assert not loaded(reduction(), tmp_path)
+    assert loaded(None, tmp_path)  # a run that compresses nothing misses nothing
     saved(tmp_path, reduction())
-    assert load_residue(None, tmp_path, LAYOUT)
+    assert loaded(None, tmp_path)
+
+
+def test_a_file_that_is_not_listed_is_not_read(tmp_path: Path) -> None:
+    saved(tmp_path, reduction())
+    assert not load_residue(reduction(), tmp_path, LAYOUT, ["state.json"])
 
 
 def test_a_file_of_somebody_else_is_left_out(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(1)}, residue_file(tmp_path))  # without a word of what it is
-    assert not load_residue(reduction(), tmp_path, LAYOUT)
+    assert not loaded(reduction(), tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, b"\xff" * 8], ids=["empty", "no header", "an endless header"])
 def test_a_damaged_file_is_one_line(content: bytes, tmp_path: Path) -> None:
     residue_file(tmp_path).write_bytes(content)
     with pytest.raises(UserError, match=rf"{residue_file(tmp_path)}: cannot be read: ") as told:
-        load_residue(reduction(), tmp_path, LAYOUT)
+        loaded(reduction(), tmp_path)
     assert "\n" not in str(told.value)
 
 
 def test_a_folder_in_its_place_is_one_line(tmp_path: Path) -> None:
     residue_file(tmp_path).mkdir()
     with pytest.raises(UserError, match=r"safetensors: cannot be read: "):
-        load_residue(reduction(), tmp_path, LAYOUT)
+        loaded(reduction(), tmp_path)
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:

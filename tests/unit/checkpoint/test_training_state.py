@@ -185,3 +185,20 @@ def test_one_that_vanishes_before_it_is_read_is_passed_over(run: Path) -> None:
     elsewhere = save(run.with_name("elsewhere"), 1)
     flip(elsewhere / "weights.safetensors")  # to which a rollback would go back
     assert first_unchanged(elsewhere, run, auto=True)[0] is None
+
+
+def test_files_that_were_not_saved_do_not_exist_for_a_reader(groups: Groups, run: Path) -> None:
+    state = engine_state(groups)
+    step(state, 2)
+    folder, wanted = written(state, run), values(state)
+    for stem in ("model", "exp_avg", "exp_avg_sq"):
+        planted = {name: tensor + 1 for name, tensor in load_file(folder / f"{stem}.safetensors").items()}
+        for name in (f"{stem}-00001-of-00001.safetensors", f"{stem}-00001-of-00002.safetensors"):
+            save_file(planted, folder / name)
+    other = engine_state(groups, seed=1)
+    load(other, folder)
+    assert_alike(other, state)
+    step(other)
+    step(state)
+    assert_alike(other, state)
+    assert wanted.keys() == values(other).keys()

@@ -11,13 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from harness.checkpoint.tensors import whole_tensors
 from harness.checkpoint.tensors.held import Held
 from harness.checkpoint.tensors.tensor_writer import NAMES, Entry, places_in, split_by_size
 from harness.checkpoint.tensors.whole_tensors import open_whole_tensors, read_tensors, require_stored, write_tensors
 from harness.errors import UserError
+from harness.hf.weights.stored_tensor import Stored
 from harness.topology.groups import Groups
 
 STEM = "model"
@@ -33,9 +34,14 @@ def blank(tensors: list[Held]) -> list[Held]:
     return [held(each.name, torch.zeros_like(each.values)) for each in tensors]
 
 
+def opened(folder: Path, wanted: list[str]) -> dict[str, Stored]:
+    """What is found in all files of a folder."""
+    return open_whole_tensors(folder, STEM, [path.name for path in folder.iterdir()], wanted)
+
+
 def read(folder: Path, tensors: list[Held]) -> list[torch.Tensor]:
     """What a run that has these tensors reads."""
-    stored, into = open_whole_tensors(folder, STEM), blank(tensors)
+    stored, into = opened(folder, [each.name for each in tensors]), blank(tensors)
     require_stored(folder, stored, into)
     read_tensors(stored, into)
     return [each.values for each in into]
@@ -119,6 +125,18 @@ def test_adapters_lie_in_one_file_whatever_their_size(
     monkeypatch.setattr(whole_tensors, "FILE_BYTES", 1)
     write_tensors(tmp_path, STEM, [held(n, some(torch.float32, 9)) for n in "ab"], groups, one_file=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_rank_opens_only_the_files_of_its_tensors_and_those_that_are_listed(
+    several: list[Held], tmp_path: Path
+) -> None:
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    found = open_whole_tensors(tmp_path, STEM, names, ["b"])
+    assert {name: leaf.file.path.name for name, leaf in found.items()} == {"b": names[1]}
+    save_file({"b": torch.ones(5, 4)}, tmp_path / "model-00003-of-00009.safetensors")
+    save_file({"b": torch.ones(5, 4)}, tmp_path / "model.safetensors")
+    found = open_whole_tensors(tmp_path, STEM, names, ["b"])
+    assert found["b"].file.path.name == names[1]
 
 
 @pytest.mark.usefixtures("several")
@@ -205,10 +223,11 @@ def header(path: Path, **entry: object) -> None:
         pytest.param(lambda path: header(path, shape=[1], data_offsets=[0, 4]), "leave bytes", id="bytes left over"),
     ],
 )
+@pytest.mark.usefixtures("groups")
 def test_a_damaged_file_is_one_line(spoil: Callable[[Path], object], words: str, tmp_path: Path) -> None:
     spoil(path := tmp_path / "model.safetensors")
     with pytest.raises(UserError) as told:
-        open_whole_tensors(tmp_path, STEM)
+        opened(tmp_path, ["w"])
     assert str(path) in str(told.value) and words in str(told.value) and "\n" not in str(told.value)
 
 
@@ -216,7 +235,7 @@ def test_a_damaged_file_is_one_line(spoil: Callable[[Path], object], words: str,
 def test_a_file_that_is_cut_off_after_it_was_opened_is_one_line(size: int, tmp_path: Path, groups: Groups) -> None:
     tensors = [held("w", some(torch.float32, 4, 5))]
     write_tensors(tmp_path, STEM, tensors, groups)
-    stored = open_whole_tensors(tmp_path, STEM)
+    stored = opened(tmp_path, ["w"])
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[: path.stat().st_size - 80 + size])
     with pytest.raises(UserError, match=f"{path}: "):
