@@ -52,5 +52,6 @@ def _next_tokens(engine: Engine, rows: Sequence[list[int]], length: int) -> list
         engine.loss.observer = None
     tokens = torch.stack(found) if found else torch.zeros(len(rows), dtype=torch.long, device=engine.device)
     if engine.groups.pp_group is not None:
-        dist.broadcast(tokens, dist.get_process_group_ranks(engine.groups.pp_group)[-1], group=engine.groups.pp_group)
+        source = dist.get_process_group_ranks(engine.groups.pp_group)[engine.groups.loss_stage]
+        dist.broadcast(tokens, source, group=engine.groups.pp_group)
     return [int(token) for token in tokens.tolist()]
