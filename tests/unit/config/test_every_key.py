@@ -1,17 +1,19 @@
 """Every key of the schema acts in a run of the harness, is refused, or is reported to have no effect there.
 
-ACTS says who reads a key in a run; each entry stands for the keys below it. A key that is in no entry must have a
+ACTS says who reads a key in a run; each entry stands for the keys below it. tests/distributed/test_config_reads.py
+runs, and holds DeepSpeed to it; what the harness reads itself is compared here. A key that is in no entry must have a
 finding as soon as it holds another value than its default, at the stage and beside the keys that it needs.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from harness.config import Severity, check
+from harness.config import AutoValues, Severity, check, resolve
 from harness.config.schema import Key, every_key
 from harness.config.text.document import from_text
 from harness.config.values.idle_keys import IDLE, without_idle
@@ -41,7 +43,7 @@ ACTS = {
     "/bfloat16": "as bf16",
     "/torch_autocast": "the engine's forward",
     "/data_types": "the engine's gradient buffers and casts",
-    "/zero_optimization": "ZeRO's optimizers and zero.Init",
+    "/zero_optimization": "ZeRO's optimizers and zero.Init; weights are gathered on saving in any case",
     "/optimizer": "the engine's optimizer",
     "/scheduler": "the engine's schedule",
     "/activation_checkpointing": "deepspeed.checkpointing, configured by the harness",
@@ -106,6 +108,45 @@ def test_a_key_that_does_not_act_is_reported(pointer, key):
     put(config, pointer, other(key))
     found = [finding for finding in check(from_text(json.dumps(config))) if finding.severity is not Severity.INFO]
     assert [finding for finding in found if finding.pointer.startswith(section)], config
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        ({"train_batch_size": 16}, {}),
+        ({"train_micro_batch_size_per_gpu": 1}, {}),
+        ({"gradient_accumulation_steps": 2}, {}),
+        ({"pipeline": {"stages": 2}}, {}),
+        ({"pipeline": {"stages": 2, "partition": "uniform"}}, {"pipeline": {"stages": 2}}),
+        ({"pipeline": {"stages": 2, "schedule": "gpipe"}}, {"pipeline": {"stages": 2}}),
+        (
+            {"pipeline": {"stages": 2, "schedule": "interleaved", "parts_per_stage": 3}},
+            {"pipeline": {"stages": 2, "schedule": "interleaved", "parts_per_stage": 2}},
+        ),
+        ({"pipeline": {"activation_checkpoint_interval": 1}}, {}),
+        ({"tensor_parallel": {"autotp_size": 2}}, {}),
+        (
+            {"tensor_parallel": {"autotp_size": 2, "sequence_parallel": True}},
+            {"tensor_parallel": {"autotp_size": 2}},
+        ),
+        (
+            {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}},
+            {"tensor_parallel": {"autotp_size": 2}},
+        ),
+        ({"compile": {"enabled": True}}, {}),
+        ({"compile": {"enabled": True, "backend": "eager"}}, {"compile": {"enabled": True}}),
+        ({"gradient_compression": {"bits": 8}}, {}),
+        ({"zero_optimization": {"stage": 1}}, {}),
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, {"zero_optimization": {"stage": 1}}),
+    ],
+    ids=str,
+)
+def test_what_the_harness_reads_itself_changes_the_run(changes, layout):
+    def resolved(config):
+        found = resolve({"train_batch_size": 8, **config}, AutoValues(world_size=4))
+        return replace(found, config={}, alone={}, filled=())
+
+    assert resolved(changes) != resolved(layout)
 
 
 def test_what_has_no_effect_is_in_the_schema():
