@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import weakref
@@ -175,6 +176,52 @@ def test_a_rank_that_is_elsewhere_late_or_gone_is_named() -> None:
         "TimeoutError: timed out: rank 1 of the group did not come to a collective",
         "ConnectionError: connection closed by peer: rank 1 of the group has ended",
     ]
+
+
+def handed_over(stranger: socket.socket) -> list[int]:
+    """The files that a stranger has got."""
+    try:
+        return socket.recv_fds(stranger, 1, 1)[1]
+    except ConnectionResetError:  # what it said was never read
+        return []
+
+
+def with_strangers() -> tuple[list[list[int]], bool, float]:
+    """The files that strangers get who call the first rank before the others do, and whether the ranks meet still."""
+    group, strangers = dist.group.WORLD, []
+    assert group is not None
+    listen = neighbours._listen
+
+    def called_by_strangers() -> Any:
+        found = listen()
+        assert found is not None
+        greeting = neighbours._GREETING.pack(1, bytes(16))
+        told = [(0, greeting), (0, b"garbage"), (0, b"")]
+        if os.geteuid() == 0:  # else there is no other user to be
+            told.append((65534, neighbours._GREETING.pack(1, found[1].secret)))
+        for user, words in told:
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            os.seteuid(user or os.geteuid())
+            stranger.connect(found[1].name)
+            os.seteuid(os.getuid())
+            stranger.send(words)
+            strangers.append(stranger)
+        strangers[2].close()
+        return found
+
+    with patch.object(neighbours, "_listen", called_by_strangers) if dist.get_rank() == 0 else nullcontext():
+        of_group.share_memory([group])
+    return (
+        [handed_over(stranger) for stranger in strangers if stranger.fileno() >= 0],
+        of_group.shares_memory(group),
+        of_group.summed(torch.ones(1), group).item(),
+    )
+
+
+def test_a_stranger_who_calls_while_ranks_meet_gets_nothing_and_stops_nobody() -> None:
+    first, second = run_ranks(2, with_strangers)
+    assert first == ([[]] * (3 if os.geteuid() == 0 else 2), True, 2.0)
+    assert second == ([], True, 2.0)
 
 
 def full(*_: object) -> None:

@@ -4,6 +4,10 @@ Each pair has a Unix socket with an abstract name; through it go a note for each
 a file of memory without a name, so that nothing is left when a process is killed. A note carries the number of bytes
 that were written, and a socket orders what was written before a note and is read after it, on any processor. Who waits
 sleeps; a peer that dies closes its sockets, which is known at once.
+
+Every user of the host can see an abstract name and call it. So a rank hands its memory only to a process of its own
+user that knows the secret which the ranks have told each other; any other call is closed, and the rank goes on
+listening.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import secrets
 import socket
 import struct
 import sys
+import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,16 +31,20 @@ from torch import Tensor
 from harness.topology.hosts import host_id
 
 _NOTE = struct.Struct("<q")
+_GREETING = struct.Struct("<q16s")  # the caller's rank, and the secret of the rank that is called
+_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 _TIMEVAL = struct.Struct("ll")  # of SO_RCVTIMEO
 _MEETING_S = 20.0  # for connections among processes that are all there
+_GREETING_S = 5.0  # a caller says at once who it is; who says nothing keeps the others waiting no longer
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """How to reach a rank: the abstract name of its socket, and its host as far as sockets can reach."""
+    """How to reach a rank: the abstract name of its socket, its host as far as sockets can reach, and what to say."""
 
     name: bytes
     host: tuple[str, int, int]
+    secret: bytes
 
 
 class Neighbours:
@@ -126,7 +135,8 @@ def _listen() -> tuple[socket.socket, Invitation] | None:
     except OSError:
         return None
     listener.settimeout(_MEETING_S)
-    return listener, Invitation(listener.getsockname(), (kernel, network.st_dev, network.st_ino))
+    host = kernel, network.st_dev, network.st_ino
+    return listener, Invitation(listener.getsockname(), host, secrets.token_bytes(16))
 
 
 def _connect(
@@ -142,12 +152,21 @@ def _connect(
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connection.settimeout(_MEETING_S)
             connection.connect(invitations[other].name)
-            sockets[other], memory[other] = connection, _exchange(connection, rank, own, memory_bytes)[1]
-        for _ in range(rank + 1, len(invitations)):
+            if not _is_own_user(connection):
+                raise ConnectionError(f"another user answers in the place of rank {other}")
+            connection.send(_GREETING.pack(rank, invitations[other].secret))
+            sockets[other], memory[other] = connection, _exchanged(connection, own, memory_bytes)
+        until = time.monotonic() + _MEETING_S
+        while len(sockets) < len(invitations) - 1:
+            listener.settimeout(max(until - time.monotonic(), 0.001))
             connection, _address = listener.accept()
+            connection.settimeout(_GREETING_S)
+            caller = _caller(connection, invitations[rank].secret)
+            if not rank < caller < len(invitations) or caller in sockets:
+                connection.close()  # a stranger
+                continue
             connection.settimeout(_MEETING_S)
-            caller, of_caller = _exchange(connection, rank, own, memory_bytes)
-            sockets[caller], memory[caller] = connection, of_caller
+            sockets[caller], memory[caller] = connection, _exchanged(connection, own, memory_bytes)
     finally:
         os.close(own)
     for connection in sockets.values():
@@ -157,14 +176,31 @@ def _connect(
     return Neighbours(rank, dict(sorted(sockets.items())), [memory[each] for each in range(len(invitations))])
 
 
-def _exchange(connection: socket.socket, rank: int, own: int, memory_bytes: int) -> tuple[int, Tensor]:
-    """Send this rank's memory; return the other's rank and memory."""
-    socket.send_fds(connection, [_NOTE.pack(rank)], [own])
-    note, files, _, _ = socket.recv_fds(connection, _NOTE.size, 1)
+def _caller(connection: socket.socket, secret: bytes) -> int:
+    """Return the rank that calls; -1 for a process of another user, or one that does not know the secret."""
+    try:
+        greeting = connection.recv(_GREETING.size) if _is_own_user(connection) else b""
+    except OSError:
+        return -1
+    if len(greeting) != _GREETING.size:
+        return -1
+    rank, said = _GREETING.unpack(greeting)
+    return int(rank) if secrets.compare_digest(said, secret) else -1
+
+
+def _is_own_user(connection: socket.socket) -> bool:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
+
+
+def _exchanged(connection: socket.socket, own: int, memory_bytes: int) -> Tensor:
+    """Send this rank's memory; return the other's."""
+    socket.send_fds(connection, [b"\0"], [own])
+    _, files, _, _ = socket.recv_fds(connection, 1, 1)
     if not files:
         raise ConnectionError("connection closed by peer")
     try:
-        return _NOTE.unpack(note)[0], _mapped(files[0], memory_bytes)
+        return _mapped(files[0], memory_bytes)
     finally:
         os.close(files[0])
 
