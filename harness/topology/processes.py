@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,6 +78,19 @@ def command_of(process: int) -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(os.fsdecode(word) for word in text.split(b"\0")[:-1])
+
+
+def peak_resident_bytes() -> int:
+    """Return the most memory that this process has held since it began, or since its peak was last reset.
+
+    getrusage says more where a larger process has started this one, as a launcher or a standby process may be: its
+    `ru_maxrss` is handed on from the process that was forked to the program that it then becomes.
+    """
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def present_as(words: Sequence[str], environment: Mapping[str, str] | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from harness.resilience.process.distributed import largest
+from harness.topology.processes import peak_resident_bytes
 
 GIB = 2**30
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
 
 
 @dataclass
@@ -33,14 +32,14 @@ def peak_memory_gib(device: torch.device) -> tuple[float | None, float]:
     """Return the peak memory so far on the device, None on a CPU, and of the process on the host; all ranks call it
     and get the largest of all ranks."""
     on_device = 0 if device.type == "cpu" else max(HIGHEST.device, peak_bytes(device))
-    on_host = max(HIGHEST.host, _host_peak_bytes())
+    on_host = max(HIGHEST.host, peak_resident_bytes())
     on_device, on_host = largest([on_device, on_host], device)
     return (None if device.type == "cpu" else on_device / GIB), on_host / GIB
 
 
 def reset_peak(device: torch.device) -> None:
     """Have `peak_bytes` begin anew; the peak of the run is kept."""
-    HIGHEST.host = max(HIGHEST.host, _host_peak_bytes())
+    HIGHEST.host = max(HIGHEST.host, peak_resident_bytes())
     if device.type != "cpu":
         HIGHEST.device = max(HIGHEST.device, peak_bytes(device))
         torch.accelerator.reset_peak_memory_stats(device)
@@ -50,7 +49,7 @@ def reset_peak(device: torch.device) -> None:
 
 def peak_bytes(device: torch.device) -> int:
     """Return the peak since `reset_peak`: of the resident set on a CPU, else of what the allocator has given out."""
-    return _host_peak_bytes() if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
+    return peak_resident_bytes() if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
 
 
 def host_bytes() -> int:
@@ -58,7 +57,7 @@ def host_bytes() -> int:
     with suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         return pages * resource.getpagesize()
-    return _host_peak_bytes()
+    return peak_resident_bytes()
 
 
 def device_limit_bytes(device: torch.device) -> int | None:
@@ -77,7 +76,3 @@ def host_limit_bytes() -> float:
         with suppress(OSError, ValueError):  # "max" is no number
             limits.append(int(Path(path).read_text(encoding="ascii")))
     return min(limits)
-
-
-def _host_peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES

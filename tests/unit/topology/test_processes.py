@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -74,3 +75,23 @@ def test_waiting_is_counted() -> None:
     for _ in range(3):
         time.sleep(0.001)
     assert wakes_of(os.getpid()) >= before + 3
+
+
+LARGE = """
+import os, sys
+held = b"x" * (200 << 20)
+os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
+"""
+SMALL = """
+from harness.topology.processes import peak_resident_bytes
+before = peak_resident_bytes()
+held = b"x" * (64 << 20)
+print(before, peak_resident_bytes())
+"""
+
+
+def test_the_peak_of_a_process_is_not_that_of_the_larger_one_that_started_it() -> None:
+    said = subprocess.run([sys.executable, "-c", LARGE, SMALL], capture_output=True, text=True, check=True).stdout
+    before, after = map(int, said.split())
+    assert 1 << 20 < before < 150 << 20
+    assert 60 << 20 < after - before < 80 << 20
