@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 # Part of the cache key: raise it when the same documents give other ids.
-_FORMAT = 3
+_FORMAT = 4
 
 
 class Blocks:

@@ -1,7 +1,7 @@
 """Conversations -> token ids on disk, in the shards of `shards.py`, each conversation cut to the length of a sample.
 
 A shard is a run of conversations. It holds `ids` and `answers` (whether an id is learnt), all conversations one after
-the other, `ends.npy`, where each of them ends, and `lost.npy`, how many ids were cut off its end.
+the other, `ends`, where each of them ends, and `lost`, how many ids were cut off its end.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.data.chat import ConversationEncoder, Encoded
+from harness.data.on_disk.mapping import mapped
 from harness.data.on_disk.shards import batches, bytes_of_rows, rows_of_shards
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class Conversations:
                     kept.tofile(answers)
                     ends.append((ends[-1] if ends else 0) + len(kept))
                     lost.append(len(encoded.ids) - len(kept))
-        np.save(folder / "ends.npy", np.asarray(ends, dtype=np.int64))
-        np.save(folder / "lost.npy", np.asarray(lost, dtype=np.int64))
+        np.asarray(ends, dtype=np.int64).tofile(folder / "ends")
+        np.asarray(lost, dtype=np.int64).tofile(folder / "lost")
 
 
 class EncodedConversations:
@@ -76,10 +77,10 @@ class EncodedConversations:
 
     def __init__(self, folders: list[Path], dtype: np.dtype[np.integer]) -> None:
         folders = [folder for folder in folders if (folder / "ids").stat().st_size]
-        self._ids = [np.memmap(folder / "ids", dtype=dtype, mode="r") for folder in folders]
-        self._answers = [np.memmap(folder / "answers", dtype=np.bool_, mode="r") for folder in folders]
-        self._ends = [np.load(folder / "ends.npy", mmap_mode="r") for folder in folders]
-        self._lost = [np.load(folder / "lost.npy", mmap_mode="r") for folder in folders]
+        self._ids = [mapped(folder / "ids", dtype) for folder in folders]
+        self._answers = [mapped(folder / "answers", np.bool_) for folder in folders]
+        self._ends = [mapped(folder / "ends", np.int64) for folder in folders]
+        self._lost = [mapped(folder / "lost", np.int64) for folder in folders]
         self._last = np.cumsum([len(ends) for ends in self._ends], dtype=np.int64).tolist()
 
     def __len__(self) -> int:

@@ -24,6 +24,7 @@ from harness.data.blocks import require_block_size, smallest_dtype
 from harness.data.chat import ConversationEncoder, Encoded
 from harness.data.conversations import Conversations, EncodedConversations
 from harness.data.on_disk.cache import USUAL, Preparation, fingerprint_of, identity
+from harness.data.on_disk.mapping import mapped
 from harness.data.on_disk.shards import make_shards
 from harness.data.packing import Bins, best_fit_decreasing
 from harness.data.tokenizer import Tokenizer, end_of_document_id, largest_id
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 # Part of the cache key: raise it when the same conversations give other samples.
-_FORMAT = 3
+_FORMAT = 4
 
 
 class Samples:
@@ -139,11 +140,11 @@ def _packed(conversations: EncodedConversations, folder: Path, size: int) -> Bin
 
     def write(place: Path, _: None) -> None:
         bins = best_fit_decreasing(conversations.lengths(), size)
-        np.save(place / "indices.npy", bins.indices)
-        np.save(place / "ends.npy", bins.ends)
+        bins.indices.astype(np.int64).tofile(place / "indices")
+        bins.ends.astype(np.int64).tofile(place / "ends")
 
     (place,) = make_shards(folder / "packed", [None], write, doing="packing")
-    return Bins(*(np.load(place / f"{name}.npy", mmap_mode="r") for name in ("indices", "ends")))
+    return Bins(*(mapped(place / name, np.int64) for name in ("indices", "ends")))
 
 
 def _summary(total: int, conversations: EncodedConversations, bins: Bins | None, size: int) -> str:

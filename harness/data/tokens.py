@@ -1,6 +1,6 @@
 """Text -> token ids on disk, in the shards of `shards.py`, and the ids of all shards as one run.
 
-A shard is a run of rows of documents. It holds `ids`, all ids one after the other, and `starts.npy`, the places among
+A shard is a run of rows of documents. It holds `ids`, all ids one after the other, and `starts`, the places among
 them where documents begin. Each process takes memory for some MB of text, however long a document is.
 """
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from harness.data.on_disk.mapping import mapped
 from harness.data.on_disk.shards import batches, bytes_of_rows, rows_of_shards
 from harness.data.pieces import PieceEncoder, parts_of
 
@@ -61,7 +62,7 @@ class Corpus:
                     starts.append(count)
                 ids.astype(self.dtype).tofile(file)
                 count += len(ids)
-        np.save(folder / "starts.npy", np.asarray(starts, dtype=np.int64))
+        np.asarray(starts, dtype=np.int64).tofile(folder / "starts")
 
     def _encoded(self, first: int, stop: int) -> Iterator[npt.NDArray[np.integer]]:
         for start, end in batches(self.lengths, first, stop):
@@ -83,8 +84,8 @@ class TokenIds:
     def of_shards(cls, folders: list[Path], dtype: np.dtype[np.integer]) -> TokenIds:
         """Map a corpus from its shards."""
         filled = [folder for folder in folders if (folder / "ids").stat().st_size]
-        ids = [np.memmap(folder / "ids", dtype=dtype, mode="r") for folder in filled]
-        return cls(ids, [np.load(folder / "starts.npy", mmap_mode="r") for folder in filled])
+        ids = [mapped(folder / "ids", dtype) for folder in filled]
+        return cls(ids, [mapped(folder / "starts", np.int64) for folder in filled])
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0

@@ -1,13 +1,13 @@
 """Prepared data on disk, in shards: made by several processes, each kept as soon as it is done.
 
 A shard is a folder that gets its name only when it is whole, so that a run that was interrupted goes on with the shards
-that are missing. What a shard holds depends on its part of the data alone, never on who makes it or when.
+that are missing; one that was damaged since is made again. What a shard holds depends on its part of the data alone,
+never on who makes it or when.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.data.on_disk.progress import Progress
+from harness.data.on_disk.whole import is_whole, write_whole
 from harness.errors import UserError
 from harness.topology.env import use_one_core_for_tokenizers
 
@@ -93,7 +94,7 @@ def make_shards(
     say: Callable[[str], None] = lambda _: None,
     workers: int | None = None,
 ) -> list[Path]:
-    """Make the shards that `folder` does not hold yet, one for each of `parts`; return the folders of all, in order.
+    """Make the shards of which `folder` holds no whole one; return the folders of all `parts`, in order.
 
     Args:
         write: writes the files of a part into a folder.
@@ -106,7 +107,7 @@ def make_shards(
         Exception: what `write` raises; of several the one of the first part.
     """
     folders = [folder / f"{index:05d}-of-{len(parts):05d}" for index in range(len(parts))]
-    missing = [index for index, path in enumerate(folders) if not path.is_dir()]
+    missing = [index for index, path in enumerate(folders) if not is_whole(path)]
     if missing and len(missing) < len(parts):
         say(f"{doing}: {len(parts) - len(missing)} of {len(parts)} shards were made before")
     workers = min(workers or len(os.sched_getaffinity(0)), len(missing))
@@ -117,7 +118,7 @@ def make_shards(
         part = _Part(done, progress.show if workers <= 1 else _nothing)
         token = _PART.set(part)
         try:
-            _write_whole(folders[index], parts[index], write)
+            write_whole(folders[index], lambda folder: write(folder, parts[index]))
         finally:
             _PART.reset(token)
         part.finish()
@@ -158,18 +159,6 @@ def _in_processes(
 
 def _nothing(_done: float) -> None:
     """Show nothing: the process that waits does."""
-
-
-def _write_whole(folder: Path, part: Part, write: Callable[[Path, Part], None]) -> None:
-    """Write a part into `folder`, which appears when it is whole."""
-    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-    unfinished.mkdir(parents=True, exist_ok=True)
-    try:
-        write(unfinished, part)
-        if not folder.is_dir():  # else another process has made it
-            unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 class _Part:
