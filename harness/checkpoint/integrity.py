@@ -7,13 +7,14 @@ rank that found a damaged file alone, while it loads, would leave the others wai
 from __future__ import annotations
 
 import itertools
-import json
+import stat
 from collections import Counter
 from pathlib import Path
 from uuid import uuid4
 
 from harness.checkpoint.directories import METRICS, NAME, OLD_STATE, RUN, STATE, numbered, read_progress
 from harness.checkpoint.manifest import MANIFEST, checksum, read_manifest
+from harness.config.values.json_file import read_json
 from harness.errors import UserError
 
 
@@ -63,6 +64,8 @@ def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:
         return str(error)
     for name, (_, saved) in files[share::shares]:
         try:
+            if _is_special((checkpoint / name).stat().st_mode):
+                return f"{name} is not a file"
             if checksum(checkpoint / name) != saved:
                 return f"{name} differs from what was saved"
         except OSError as error:
@@ -147,8 +150,8 @@ def foreign(output_dir: Path) -> list[Path]:
 def _run_of(output_dir: Path) -> str:
     """Return the id that a directory says of its run; empty where it says none."""
     try:
-        found = json.loads((output_dir / RUN).read_text(encoding="utf-8"))["run_id"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        found = read_json(output_dir / RUN)["run_id"]
+    except (OSError, ValueError, KeyError, TypeError):
         return ""
     return found if isinstance(found, str) else ""
 
@@ -162,7 +165,14 @@ def _saved_by(checkpoint: Path) -> str:
 
 def _wrong_size(checkpoint: Path, name: str, saved: int) -> str | None:
     try:
-        size = (checkpoint / name).stat().st_size
+        found = (checkpoint / name).stat()
     except OSError:
         return f"{name} is missing"
-    return None if size == saved else f"{name} has {size:,} bytes of {saved:,}"
+    if _is_special(found.st_mode):
+        return f"{name} is not a file"
+    return None if found.st_size == saved else f"{name} has {found.st_size:,} bytes of {saved:,}"
+
+
+def _is_special(mode: int) -> bool:
+    """Whether this is the mode of a pipe, a device or a socket, which might be read for ever."""
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)

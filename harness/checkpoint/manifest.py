@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from xxhash import xxh3_128
 
+from harness.config.values.json_file import read_json
 from harness.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -49,12 +50,12 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Return the list of a checkpoint's files; UserError if it cannot be read."""
     path = checkpoint / MANIFEST
     try:
-        stated = json.loads(path.read_text(encoding="utf-8"))
+        stated = read_json(path)
         if stated["format"] > FORMAT:
             raise UserError(f"{path} was written by a newer version of ds-harness: resume with that version")
         files = {_inside(name): (_count(size), str(digest)) for name, (size, digest) in stated["files"].items()}
         return Manifest(step=_count(stated["step"]), run_id=str(stated.get("run_id", "")), files=files)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
@@ -67,7 +68,7 @@ def _inside(name: str) -> str:
 
 
 def _count(value: object) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value <= 2**80:  # nobody counts further
         raise ValueError(f"{value!r} is no count")
     return value
 

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from harness.config.values.json_file import regular_bytes
 from harness.errors import UserError
 
 LOCK = "run.lock"
@@ -31,7 +32,7 @@ def lock_directory(directory: Path) -> None:
         while not _is_held(directory) and not _try_to_lock(directory):
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"--output_dir {directory}: another run is using it ({(directory / LOCK).read_text().strip()}): "
+                    f"--output_dir {directory}: another run is using it ({_holder(directory)}): "
                     "wait for its end, or give another directory"
                 )
             time.sleep(0.1)
@@ -43,6 +44,13 @@ def unlock_directory(directory: Path) -> None:
     """Release the lock, if this process has it."""
     if (descriptor := HELD.pop(directory, None)) is not None:
         os.close(descriptor)
+
+
+def _holder(directory: Path) -> str:
+    """Return what the lock's file says of its holder."""
+    with suppress(OSError, ValueError):
+        return regular_bytes(directory / LOCK, 1000).decode().strip()
+    return "its lock does not say which"
 
 
 def _is_held(directory: Path) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from harness.config.model.hub import MODEL, fetch
+from harness.config.values.json_file import read_json
 from harness.errors import UserError
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
@@ -41,8 +41,8 @@ def model_directory(name: str) -> Path:
             f"{', '.join(presets())}"
         )
     try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_json(config)
+    except (OSError, ValueError) as error:
         raise UserError(f"{config}: is not valid JSON: {error}") from error
     if not isinstance(content, dict) or not ("model_type" in content or "architectures" in content):
         raise UserError(f"{config}: has no model_type: save the model with save_pretrained")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +31,8 @@ def report(argv: Sequence[str]) -> int:
     parser.add_argument("--hardware", help=f"predict the time of a step on it: {', '.join(names())}, or a file")
     args = parser.parse_args(argv)
     runs = read_runs(args.run_dirs)
+    for problem in filter(None, (run.problem for run in runs)):
+        print(f"warning: {problem}", file=sys.stderr)
     plotly = installed("plotly.offline").get_plotlyjs()
     curve_charts, charts = charts_of(runs, load_hardware(args.hardware) if args.hardware else None)
     target = args.output or args.run_dirs[0] / "report.html"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.checkpoint.directories import EVALUATIONS, METRICS, RESTARTS, RUN, numbered
+from harness.config.values.json_file import parse_json, read_json, regular_bytes
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.report.profile.record import StepProfile, read_steps
@@ -25,6 +25,7 @@ class RunFiles:
         restarts: of `restarts.jsonl`: the steps at which ranks failed, and why.
         checkpoints: steps of the checkpoints that are there.
         profiles: the profiled steps of this run in its newest layout.
+        problem: what is wrong with `run.json`; None where it is sound or absent.
     """
 
     name: str
@@ -35,6 +36,7 @@ class RunFiles:
     restarts: Sequence[JsonObject] = ()
     checkpoints: Sequence[int] = ()
     profiles: Sequence[StepProfile] = field(default_factory=list)
+    problem: str | None = None
 
     @property
     def config(self) -> JsonObject:
@@ -69,7 +71,7 @@ def read_run(folder: Path, name: str) -> RunFiles:
     """Return the run of a folder; UserError if it holds none."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder: give the --output_dir of a run")
-    about, steps = _read_about(folder / RUN), list(_by_step(folder / METRICS))
+    (about, problem), steps = _read_about(folder / RUN), list(_by_step(folder / METRICS))
     if not about and not steps:
         raise UserError(f"{folder} holds no run: it has no {RUN} and no {METRICS} that can be read")
     found = list(read_steps(folder, about.get("run_id")))
@@ -80,6 +82,7 @@ def read_run(folder: Path, name: str) -> RunFiles:
         name=name,
         folder=folder,
         about=about,
+        problem=problem,
         steps=steps,
         evaluations=list(_by_step(folder / EVALUATIONS)),
         restarts=list(_by_step(folder / RESTARTS)),
@@ -88,25 +91,28 @@ def read_run(folder: Path, name: str) -> RunFiles:
     )
 
 
-def _read_about(path: Path) -> JsonObject:
+def _read_about(path: Path) -> tuple[JsonObject, str | None]:
+    """Return `run.json`, and what is wrong with it."""
     try:
-        return _object(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
+        return _object(read_json(path)), None
+    except FileNotFoundError:
+        return {}, None
+    except (OSError, ValueError) as error:
+        return {}, f"{path} cannot be read, so the report lacks what it says: {error}"
 
 
 def _by_step(path: Path) -> Iterator[JsonObject]:
     """Yield the whole lines of a file that have a step; the last one may be half written."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+        lines = regular_bytes(path).decode("utf-8", errors="replace").splitlines()
+    except (OSError, ValueError):
         return
     for line in lines:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+        if isinstance(row, dict) and type(row.get("step")) is int and abs(row["step"]) < 2**53:
             yield row
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harness.checkpoint.atomic import FOLDER, UNFINISHED, replace_text, sync_file, sync_folder
+from harness.config.values.json_file import MOST_BYTES, parse_json, regular_bytes
 from harness.config.values.json_object import JsonObject
 from harness.hf.weights.tensor_files import INDEX, SINGLE
 
@@ -50,9 +51,9 @@ def replace_model(directory: Path, files: Sequence[str], index: JsonObject) -> N
 def settle_model(directory: Path) -> None:
     """Complete a replacement that was cut off, and remove what unfinished ones have left."""
     path = directory / INDEX
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    text = regular_bytes(path, MOST_BYTES).decode("utf-8") if path.is_file() else ""
     if UNFINISHED in text:  # one of our own, then
-        index = json.loads(text)
+        index = parse_json(text)
         if (directory / SINGLE).is_file():  # it is the model still
             path.unlink()
         else:

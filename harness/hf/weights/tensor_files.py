@@ -7,7 +7,6 @@ opened once.
 
 from __future__ import annotations
 
-import json
 import pickle
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.config.values.json_file import parse_json, read_json
 from harness.errors import UserError, printable
 from harness.hf.weights.lazy_tensor import InMemory, LazyTensor
 from harness.hf.weights.stored_tensor import OpenFile, Stored
@@ -91,8 +91,8 @@ def open_tensors(directory: Path) -> StoredTensors:
 
 def _indexed_files(index: Path) -> list[str]:
     try:
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        files = set(read_json(index)["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{index}: cannot be read: {type(error).__name__}: {error}") from error
     outside = [name for name in files if not isinstance(name, str) or Path(name).name != name]
     if outside or not files:
@@ -143,7 +143,7 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
     length = int.from_bytes(file.bytes(0, 8), "little")
     if length > min(file.size - 8, LONGEST_HEADER):
         raise ValueError(f"its header claims {length:,} bytes")
-    header = json.loads(file.bytes(8, length).decode("utf-8"))
+    header = parse_json(file.bytes(8, length))
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
     header.pop("__metadata__", None)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from harness.checkpoint.atomic import replace_text
+from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import DEEPSPEED_1F1B
 from harness.config.values.stage_parts import StageParts, stage_parts
@@ -138,8 +139,8 @@ def read_steps(output_dir: Path, run_id: str | None = None) -> Iterator[StepProf
     """Yield the profiles of a run's steps in order; files that are not whole, or of another run, are left out."""
     for path in sorted((output_dir / FOLDER).glob("step-*.json")):
         try:
-            profile = _profile(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, KeyError):
+            profile = _profile(read_json(path))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue
         if run_id in (None, profile.run_id) and profile.ranks:
             yield profile

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from harness.checkpoint.atomic import UNFINISHED
+from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.topology.env import records_folder
@@ -161,5 +162,5 @@ def _read(folder: Path, pattern: str) -> list[JsonObject]:
     records = []
     for path in sorted(folder.glob(pattern)):
         with suppress(OSError, ValueError):
-            records.append(json.loads(path.read_text(encoding="utf-8")))
+            records.append(read_json(path))
     return records

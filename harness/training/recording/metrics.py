@@ -16,6 +16,7 @@ from pathlib import Path
 
 from harness.checkpoint.atomic import replace_text
 from harness.checkpoint.directories import RUN
+from harness.config.values.json_file import parse_json, read_json
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import Secrets
 from harness.resilience.process.wall_clock import CLOCK
@@ -95,8 +96,9 @@ def write_run(output_dir: Path, content: JsonObject) -> None:
 def note_wall_clock(output_dir: Path, first_step: float | None = None) -> None:
     """Write into `run.json` where this process' time has gone so far; `first_step`: seconds, kept if not given."""
     path = output_dir / RUN
-    with suppress(OSError, ValueError):  # a full disk, or somebody's own file: the run has its numbers all the same
-        content = json.loads(path.read_text(encoding="utf-8"))
+    # a full disk, or somebody's own file: the run has its numbers all the same
+    with suppress(OSError, ValueError, AttributeError, TypeError):
+        content = read_json(path)
         first_step = first_step or content.get("wall_clock", {}).get("first_step")
         content["wall_clock"] = {**CLOCK.seconds(), "first_step": first_step}
         replace_text(path, json.dumps(content, indent=2) + "\n")
@@ -118,7 +120,7 @@ def _installed(package: str) -> str:
 def _is_before(line: bytes, first_step: int) -> bool:
     """Whether this is a whole line of a step before `first_step`."""
     try:
-        return line.endswith(b"\n") and bool(json.loads(line)["step"] < first_step)
+        return line.endswith(b"\n") and bool(parse_json(line)["step"] < first_step)
     except (ValueError, KeyError, TypeError):
         return False
 

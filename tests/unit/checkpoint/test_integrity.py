@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,16 @@ def replaced_by_a_folder(path: Path) -> None:
     path.mkdir()
 
 
+def replaced_by(path: Path, target: Path | None) -> None:
+    """Put a link in the place of a file, or a pipe, and list it as empty: that is its size."""
+    path.unlink()
+    path.symlink_to(target) if target else os.mkfifo(path)
+    listed = path.parent / MANIFEST
+    if listed != path:
+        files = json.loads(listed.read_text())["files"]
+        change(listed, files={**files, path.name: [0, "0" * 32]})
+
+
 WEIGHTS = "weights.safetensors"
 
 
@@ -60,6 +71,13 @@ WEIGHTS = "weights.safetensors"
         pytest.param(
             lambda path: replaced_by_a_folder(path / MANIFEST), "manifest.json is missing", id="a folder in its place"
         ),
+        pytest.param(
+            lambda path: replaced_by(path / MANIFEST, Path("/dev/zero")),
+            "manifest.json is missing",
+            id="a list that never ends",
+        ),
+        pytest.param(lambda path: replaced_by(path / STATE, None), f"{STATE} is not a file", id="a pipe as state"),
+        pytest.param(lambda path: replaced_by(path / WEIGHTS, None), f"{WEIGHTS} is not", id="a pipe as weights"),
         pytest.param(
             lambda path: change(path / MANIFEST, files={"w" * 300: [1, "a"]}), "w is missing", id="a name too long"
         ),
@@ -241,3 +259,12 @@ def test_a_list_without_checksums_is_damage_not_a_match(tmp_path: Path) -> None:
     change(saved / MANIFEST, files={name: [size, ""] for name, (size, _) in files.items()})
     assert damage(saved) is None
     assert changed_file(saved, 0, 1) == "deep/other.json differs from what was saved"
+
+
+def test_a_pipe_among_checkpoints_is_not_waited_for(tmp_path: Path) -> None:
+    sound, odd = save(tmp_path, 2), save(tmp_path, 4)
+    (odd / MANIFEST).unlink()
+    os.mkfifo(odd / MANIFEST)
+    os.mkfifo(tmp_path / RUN)
+    assert foreign(tmp_path) == [] and newest_whole(tmp_path) == sound
+    assert find_resume(tmp_path, "auto") == sound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,25 @@ def test_a_run_json_of_something_else_is_as_none(about: object, tmp_path: Path) 
     found = read_run(write(tmp_path, '{"step": 1}\n', about), "x")
     assert found.config == {} and found.layout == {} and found.shown_profile is None
     assert facts(found)[0].value == "1" and curves([found]) == []
+
+
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [
+        ('{"a": ' * 100_000, "nested too deeply"),
+        ('{"parameters": ' + "9" * 400 + "}", "a number has 400 digits"),
+        ('{"a": ', "Expecting value"),
+        (None, "it is a pipe"),
+    ],
+    ids=["deep", "a huge number", "cut off", "a pipe"],
+)
+def test_a_run_json_that_cannot_be_read_is_told(about: str | None, words: str, tmp_path: Path) -> None:
+    steps = ['{"step": 1}', '{"step": ' + "[" * 100_000, '{"step": 2, "loss": ' + "1" * 400 + "}", '{"step": 3}']
+    folder = write(tmp_path, "\n".join(steps) + "\n")
+    (folder / "run.json").write_text(about) if about else os.mkfifo(folder / "run.json")
+    found = read_run(folder, "x")
+    assert found.problem is not None and str(folder / "run.json") in found.problem and words in found.problem
+    assert found.about == {} and [row["step"] for row in found.steps] == [1, 3]
 
 
 def test_bytes_that_are_no_text_hide_their_line_alone(tmp_path: Path) -> None:

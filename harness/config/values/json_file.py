@@ -1,0 +1,73 @@
+"""Read JSON that anybody may have written, in bounded time and memory.
+
+What lies in the folder of a run or a checkpoint may have been edited, cut off or put there by others. A pipe or a
+device would keep a reader waiting for ever, deep nesting breaks whatever walks through the content, and an integer of
+hundreds of digits breaks what computes with it. Each of these is a ValueError here, in a few words.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 1 << 28
+MOST_DEPTH = 64
+MOST_DIGITS = 100  # transformers writes an integer of 31 for "no limit"
+
+
+def regular_bytes(path: Path, most: int | None = None) -> bytes:
+    """Return what a file holds; OSError if it cannot be read, ValueError for none that ends, or over `most` bytes."""
+    _require_regular(path.stat().st_mode)  # before it is opened, which some devices take for an order
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        _require_regular(os.fstat(file.fileno()).st_mode)
+        content = file.read(-1 if most is None else most + 1)
+    if most is not None and len(content) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return content
+
+
+def read_json(path: Path, most: int = MOST_BYTES) -> Any:
+    """Return what a JSON file holds; OSError if it cannot be read, ValueError if it makes no sense."""
+    return parse_json(regular_bytes(path, most))
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Return what a JSON text holds; ValueError if it makes no sense."""
+    try:
+        content = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, parse_int=_integer)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+    level, depth = [content], 0
+    while level:
+        if depth > MOST_DEPTH:
+            raise ValueError("its values are nested too deeply")
+        level = [inner for value in level for inner in _inner(value)]
+        depth += 1
+    return content
+
+
+def _inner(value: object) -> list[Any]:
+    """Return what an array or object holds of further ones."""
+    match value:
+        case dict():
+            values = list(value.values())
+        case list():
+            values = value
+        case _:
+            return []
+    return [each for each in values if isinstance(each, dict | list)]
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits):,} digits")
+    return int(digits)
+
+
+def _require_regular(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "directory", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
+        raise ValueError(f"it is a {kinds.get(stat.S_IFMT(mode), 'device')}, not a file")

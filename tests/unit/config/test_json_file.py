@@ -1,0 +1,48 @@
+"""JSON that others have written is read, or refused in a few words, and never waited for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from harness.config.values.json_file import MOST_DEPTH, parse_json, read_json
+
+
+def test_what_is_sound_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"größe": [1, 2.5, null, NaN], "limit": 1000000000000000019884624838656}')
+    found = read_json(tmp_path / "a.json")
+    assert found["größe"][:3] == [1, 2.5, None] and found["limit"] > 2**64
+    (tmp_path / "link.json").symlink_to("a.json")
+    assert read_json(tmp_path / "link.json")["limit"] == found["limit"]
+    assert parse_json("[" * MOST_DEPTH + "]" * MOST_DEPTH)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("[" * (MOST_DEPTH + 2) + "]" * (MOST_DEPTH + 2), "nested too deeply"),
+        ('{"a": ' * 500 + "1" + "}" * 500, "nested too deeply"),
+        ("9" * 400, "a number has 400 digits"),
+        ("-" + "9" * 9999, "a number has 10,000 digits"),
+        (b"\xff", "can't decode"),
+        ("", "Expecting value"),
+    ],
+)
+def test_what_makes_no_sense_is_a_value_error_of_a_few_words(text: str | bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as told:
+        parse_json(text)
+    assert len(str(told.value)) < 200
+
+
+def test_only_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_text("[" + " " * 100 + "]")
+    for path, words in ((tmp_path / "pipe", "a pipe"), (Path("/dev/zero"), "a device"), (tmp_path, "a directory")):
+        with pytest.raises(ValueError, match=f"it is {words}, not a file"):
+            read_json(path)
+    with pytest.raises(ValueError, match="more than 99 bytes"):
+        read_json(tmp_path / "large", 99)
+    assert read_json(tmp_path / "large", 102) == []
