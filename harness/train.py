@@ -90,7 +90,6 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
     """Read the data, train, evaluate, export."""
     from harness.data.inputs.datasets import script_datasets
     from harness.hf.skeleton import read_source
-    from harness.training.prepare.plan import RunInputs
     from harness.training.recording.metrics import note_wall_clock
     from harness.training.trainer import Trainer
 
@@ -101,19 +100,17 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
     with watching_for_stopped_ranks(config.args.hang_seconds, console):
         source = read_source(script.model)
         data = script_datasets(script, source, config, env, console)
-    inputs = RunInputs(
-        model=source,
-        args=config.args,
-        console=console,
-        env=env,
-        train_dataset=data.train,
-        eval_dataset=data.evaluation,
+    trainer = Trainer(
+        source,
+        config.args,
+        data.train,
+        data.evaluation,
         processing_class=data.tokenizer,
         peft_config=lora.peft_config(),
+        console=console,
         config=config,
         flags={**asdict(script), **asdict(lora)},
     )
-    trainer = Trainer.from_inputs(inputs)
     if not script.trains:
         metrics = trainer.evaluate()
         console.say(", ".join(f"{name} {value:,.4g}" for name, value in metrics.items()))
@@ -130,7 +127,7 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
     directory = trainer.save_model()
     if env.rank == 0:
         note_wall_clock(trainer.run.output_dir)
-    what = "model is" if trainer.run.plan.adaptation is None else "adapters are"
+    what = "model is" if trainer.run.adaptation is None else "adapters are"
     console.say(f"the {what} in {directory}, the metrics in {directory / 'metrics.jsonl'}")
     _shut_down(trainer)
 

@@ -39,7 +39,7 @@ from harness.topology.env import LaunchEnv
 from harness.topology.groups import Groups, build_groups
 from harness.topology.layout import Layout
 from harness.training.engine import clipping
-from harness.training.engine.build import RunContext, build_engine
+from harness.training.engine.build import EngineContext, build_engine
 from harness.training.engine.engine import Engine, PipelineStages
 from harness.training.prepare.compilation import require_compilable
 from harness.training.prepare.stages import choose_boundaries
@@ -97,7 +97,7 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
     with fake_world(env):
         device = start(env)
         groups = build_groups(plan.layout, plan.resolved.parts.loss_stage)
-        context = RunContext(
+        context = EngineContext(
             args=plan.args,
             # the schedule is cut short first; a compiled layer asks for the sizes of tensors that have no values
             resolved=replace(plan.resolved, schedule="", compile_backend=None),
@@ -141,7 +141,7 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
 
 def _two_steps(
     engine: Engine,
-    context: RunContext,
+    context: EngineContext,
     plan: DryRun,
     ledger: Ledger,
     before: Callable[[int, Tensor], Received],

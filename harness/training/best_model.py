@@ -14,7 +14,7 @@ from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.training.callbacks import MomentValues, TrainerCallback, TrainerControl, TrainerState
 from harness.training.prepare.plan import require_metric_of_one
-from harness.training.prepare.run import PreparedRun
+from harness.training.run import Run
 
 
 class EarlyStoppingCallback(TrainerCallback):
@@ -32,7 +32,7 @@ class EarlyStoppingCallback(TrainerCallback):
         **kwargs: Unpack[MomentValues],
     ) -> None:
         """Refuse several data sets of which none decides."""
-        require_metric_of_one(args, kwargs["trainer"].run.plan.data.evaluation)
+        require_metric_of_one(args, kwargs["trainer"].run.data.evaluation)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
@@ -123,7 +123,7 @@ def note_checkpoint(state: TrainerState, checkpoint: Path) -> None:
         state.best_model_checkpoint = str(checkpoint)
 
 
-def load_best(run: PreparedRun, state: TrainerState) -> None:
+def load_best(run: Run, state: TrainerState) -> None:
     """Load the weights of the best evaluation's checkpoint, with `--load_best_model_at_end`; all ranks call it."""
     if not run.args.load_best_model_at_end or state.best_model_checkpoint is None:
         return

@@ -6,21 +6,19 @@ done: if one rank's callback asks, all ranks act.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypeAlias, TypedDict, Unpack
 
 from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
-from harness.resilience.process import signals
-from harness.resilience.watch.activity import inside
-from harness.training.callback_arguments import GivingTrainer, keywords, require_called
 
 if TYPE_CHECKING:
-    from harness.training.prepare.run import PreparedRun
+    from harness.training.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,19 +108,10 @@ class TrainerControl:
             raise UserError("control.should_epoch_stop: no epoch ends early here: set should_training_stop")
 
 
-class RunningTrainer(GivingTrainer, Protocol):
-    """What callbacks are given as `trainer`: the Trainer, of which they may use more than this."""
-
-    args: TrainingArguments
-    state: TrainerState
-    control: TrainerControl
-    run: PreparedRun
-
-
 class MomentValues(TypedDict, total=False):
     """The keyword arguments of callbacks: `trainer`, and the others at the moments that they belong to."""
 
-    trainer: RunningTrainer
+    trainer: Trainer
     model: object
     processing_class: object
     optimizer: object
@@ -198,16 +187,6 @@ AnyCallback: TypeAlias = TrainerCallback | type[TrainerCallback]
 MOMENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 
-def call(
-    callbacks: Sequence[TrainerCallback], moment: str, trainer: RunningTrainer, /, **kwargs: Unpack[MomentValues]
-) -> None:
-    """Call the method `moment` of every callback, in order; an evaluation that a signal interrupts ends that call."""
-    for callback in tuple(callbacks):  # one may remove itself
-        with suppress(signals.Interrupted), inside(moment):
-            method = getattr(callback, moment)
-            method(trainer.args, trainer.state, trainer.control, **keywords(method, trainer), **kwargs)
-
-
 def instance(callback: AnyCallback) -> TrainerCallback:
     """Return the callback itself, or one of the class; UserError for what is no callback, ours or transformers'."""
     made = callback() if isinstance(callback, type) else callback
@@ -230,3 +209,54 @@ def take_out(callbacks: list[TrainerCallback], wanted: AnyCallback) -> TrainerCa
         if callback is wanted or (isinstance(wanted, type) and type(callback) is wanted):
             return callbacks.pop(index)
     return None
+
+
+GIVEN: Mapping[str, Callable[[Trainer], object]] = {
+    "trainer": lambda trainer: trainer,
+    "model": lambda trainer: trainer.model,
+    "processing_class": lambda trainer: trainer.processing_class,
+    "optimizer": lambda trainer: trainer.engine.deepspeed.optimizer,
+    "lr_scheduler": lambda trainer: trainer.engine.deepspeed.lr_scheduler,
+}
+"""Keywords of every moment, and what makes them of the Trainer."""
+
+NOT_GIVEN = {
+    "tokenizer": "name it processing_class",
+    "train_dataloader": "there is none here: take trainer.train_dataset",
+    "eval_dataloader": "there is none here: take trainer.eval_dataset",
+}
+
+NOT_CALLED = {
+    "on_substep_end": "on_step_end",
+    "on_pre_optimizer_step": "on_step_end",
+    "on_optimizer_step": "on_step_end",
+    "on_prediction_step": "on_evaluate or on_predict",
+    "on_push_begin": "on_save",
+}
+"""HuggingFace's moments that do not exist here, and what to use instead."""
+
+
+def keywords(method: Callable[..., object], trainer: Trainer) -> dict[str, object]:
+    """Return those of the keywords of every moment that a callback's method takes."""
+    taken = _parameters(getattr(method, "__func__", method))
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    return {name: make(trainer) for name, make in GIVEN.items() if takes_all or name in taken}
+
+
+def require_called(callback: object, moments: Collection[str]) -> None:
+    """Raise UserError if a callback of the user's own has a method that is never called, or that names a keyword which
+    is never given."""
+    for name in (*NOT_CALLED, *moments):
+        method = getattr(callback, name, None)
+        if method is None or getattr(method, "__module__", "").startswith("transformers."):
+            continue
+        where = f"{type(callback).__name__}.{name}"
+        if name in NOT_CALLED:
+            raise UserError(f"callback {where} is never called here: use {NOT_CALLED[name]}")
+        for keyword in _parameters(getattr(method, "__func__", method)).keys() & NOT_GIVEN.keys():
+            raise UserError(f"callback {where} takes {keyword}: {NOT_GIVEN[keyword]}")
+
+
+@cache
+def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters

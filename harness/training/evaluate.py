@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from harness.config.values.json_object import JsonObject
 from harness.data.batches.collate import AnyDataset, Collator, MapDataset, collate
-from harness.data.batches.evaluation import EvaluationData, by_prefix, evaluation_batches, evaluation_steps
+from harness.data.batches.evaluation import evaluation_batches, evaluation_steps
 from harness.data.batches.padding import at_longest
 from harness.data.batches.same_data import require_same_data
 from harness.data.batches.stream import data_digest, dataset_length
@@ -22,13 +21,11 @@ from harness.resilience.process import signals
 from harness.resilience.process.distributed import any_rank
 from harness.resilience.watch.activity import Phase, beat, inside
 from harness.topology.agreement import require_alike
-from harness.training.callbacks import RunningTrainer, TrainerCallback, call
 from harness.training.engine.engine import Engine
 from harness.training.engine.kept_outputs import KeptOutputs
 from harness.training.engine.losses import Loss, RouterLoss
 from harness.training.metrics import OwnMetrics
-from harness.training.nonfinite import NonFinite
-from harness.training.prepare.run import PreparedRun
+from harness.training.run import Run
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import PredictionOutput
@@ -48,7 +45,7 @@ def default_batch(loss: Loss, micro_batch: int) -> int:
 
 
 def evaluation_metrics(
-    run: PreparedRun, dataset: AnyDataset, own: OwnMetrics, prefix: str = "eval", *, is_new: bool
+    run: Run, dataset: AnyDataset, own: OwnMetrics, prefix: str = "eval", *, is_new: bool
 ) -> JsonObject:
     """Return eval_loss, perplexity, eval_samples, eval_seconds and the user's own metrics; all ranks call it.
 
@@ -62,38 +59,7 @@ def evaluation_metrics(
     return _evaluated(run, data, own, prefix, kept, is_new=is_new)
 
 
-class EvaluatingTrainer(RunningTrainer, Protocol):
-    """What the Trainer has for its evaluations."""
-
-    callbacks: list[TrainerCallback]
-    eval_dataset: EvaluationData
-    nonfinite: NonFinite
-
-
-def evaluate_each(
-    trainer: EvaluatingTrainer, given: AnyDataset | Mapping[str, AnyDataset] | str | None, prefix: str
-) -> JsonObject:
-    """Return the metrics of all data sets; `on_evaluate` is called after each. `given`: see `Trainer.evaluate`."""
-    data: AnyDataset | Mapping[str, AnyDataset] | None = trainer.eval_dataset
-    if isinstance(given, str):
-        if not (isinstance(data, Mapping) and given in data):
-            raise UserError(f"evaluate({given!r}): eval_dataset has no data set of that name")
-        data = data[given]
-    elif given is not None:
-        data = given
-    if isinstance(data, Mapping | None) and not data:
-        raise UserError("evaluate() needs an eval_dataset")
-    is_new = given is not None and not isinstance(given, str)
-    found: JsonObject = {}
-    for name, each in by_prefix(data, prefix).items():
-        metrics = evaluation_metrics(trainer.run, each, trainer.run.inputs.metrics, name, is_new=is_new)
-        trainer.nonfinite.judge_evaluation(metrics[f"{name}_loss"])
-        call(trainer.callbacks, "on_evaluate", trainer, metrics=metrics)
-        found |= metrics
-    return found
-
-
-def predict(run: PreparedRun, dataset: AnyDataset, own: OwnMetrics, prefix: str) -> PredictionOutput:
+def predict(run: Run, dataset: AnyDataset, own: OwnMetrics, prefix: str) -> PredictionOutput:
     """Return the predictions and labels of all samples, and their metrics; all ranks call it and get them."""
     from transformers.trainer_utils import PredictionOutput
 
@@ -103,16 +69,16 @@ def predict(run: PreparedRun, dataset: AnyDataset, own: OwnMetrics, prefix: str)
     return PredictionOutput(predictions=predictions, label_ids=labels, metrics=metrics)
 
 
-def _tokens(run: PreparedRun, dataset: AnyDataset, name: str) -> MapDataset:
+def _tokens(run: Run, dataset: AnyDataset, name: str) -> MapDataset:
     """Return the samples of a data set that the run did not begin with."""
-    inputs, source = run.inputs, run.plan.source if run.inputs.data_collator is collate else None
+    source = run.source if run.data_collator is collate else None
     require_dataset(name, dataset)
     data = read_all(dataset, name)
-    return later_dataset(data, name, run.plan.data.tokenizer, source, run.args, inputs.env, run.console)
+    return later_dataset(data, name, run.data.tokenizer, source, run.args, run.env, run.console)
 
 
 def _evaluated(
-    run: PreparedRun, dataset: MapDataset, own: OwnMetrics, prefix: str, kept: KeptOutputs | None, *, is_new: bool
+    run: Run, dataset: MapDataset, own: OwnMetrics, prefix: str, kept: KeptOutputs | None, *, is_new: bool
 ) -> JsonObject:
     micro_batch = run.args.per_device_eval_batch_size or default_batch(run.trainable.loss, run.resolved.micro_batch)
     if is_new:

@@ -10,55 +10,66 @@ Started by the deepspeed launcher every process makes one; started by plain `pyt
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Unpack
 
 from transformers import PreTrainedModel
 
 from harness.arguments import TrainingArguments
+from harness.arguments.configure import RunConfig
 from harness.config.values.json_object import JsonObject
 from harness.console import Console, plain_console
 from harness.data.batches.collate import AnyDataset, Collator, collate
+from harness.data.batches.evaluation import by_prefix
+from harness.data.batches.stream import dataset_length
 from harness.data.inputs.datasets import own_tokenizer
 from harness.data.tokenizer import Tokenizer
 from harness.errors import UserError
 from harness.resilience.process import records, signals
+from harness.resilience.process.distributed import largest
+from harness.resilience.process.memory import peak_memory_gib
 from harness.resilience.watch.activity import Phase, inside
 from harness.topology.env import LaunchEnv
-from harness.training.best_model import asked_for, own_early_stopping
+from harness.training.best_model import asked_for, load_best, note_evaluation, own_early_stopping
 from harness.training.callbacks import (
     AnyCallback,
+    MomentValues,
     StepRecord,
     TrainerCallback,
     TrainerControl,
     TrainerState,
-    call,
     instance,
     instances,
+    keywords,
     take_out,
 )
+from harness.training.due import due_after
+from harness.training.engine.engine import Engine
 from harness.training.engine.kept_outputs import Preprocess
-from harness.training.engine.losses import LossFunction
+from harness.training.engine.losses import AUX_LOSS, LossFunction
 from harness.training.engine.profiling import communication_summary
-from harness.training.evaluate import evaluate_each, predict
+from harness.training.evaluate import evaluation_metrics, predict
 from harness.training.hf_names import require_ours
 from harness.training.metrics import OwnMetrics
 from harness.training.nonfinite import NonFinite
+from harness.training.prepare import startup_report
 from harness.training.prepare.plan import RunInputs
-from harness.training.prepare.run import PreparedRun, prepare_run, release, training_stream
+from harness.training.prepare.run import prepare_run, release, training_stream
 from harness.training.prepare.trainable import Model
 from harness.training.rebalancing.rebalancer import Rebalancer
 from harness.training.recording.profiler import profiler
 from harness.training.recording.progress import ProgressCallback
 from harness.training.recording.recorder import Recorder
+from harness.training.run import Run
 from harness.training.saving.checkpoints import Checkpoints
 from harness.training.saving.gathered_model import gather_model, with_config
 from harness.training.saving.resume import begin_or_resume, resume_named
 from harness.training.saving.rollback import Rollback
 from harness.training.saving.writing import write_model
-from harness.training.step import after_step, end_training, initial_state, one_step
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -84,9 +95,11 @@ class Trainer:
         preprocess_logits_for_metrics: of logits and labels of a micro-batch, makes what is kept of the logits.
         console: where to print; by default standard output on rank 0.
         peft_config: peft's LoraConfig, to train adapters in the place of the model's weights.
+        config: the DeepSpeed JSON, where the program has read and checked it already (`read_run_config`).
+        flags: what the program was started with besides `args`, for `run.json`.
 
     Attributes:
-        run: what preparation found: config, layout, groups, model, engine.
+        run: all that is known of the run: config, layout, groups, model, engine.
         state, control: as HuggingFace's, given to callbacks.
         stream: the training samples of this rank; None without training data.
 
@@ -110,49 +123,50 @@ class Trainer:
         compute_loss_func: LossFunction | None = None,
         compute_metrics: Callable[[EvalPrediction], Mapping[str, object]] | None = None,
         preprocess_logits_for_metrics: Preprocess | None = None,
+        config: RunConfig | None = None,
+        flags: Mapping[str, object] | None = None,
         **others: object,
     ) -> None:
         require_ours(type(self), Trainer, others)
         env = LaunchEnv.from_environ(os.environ)
         inputs = RunInputs(
-            model=model, args=args, console=console or plain_console(env.rank), env=env,
-            train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator,
-            loss_fn=loss_fn, compute_loss_func=compute_loss_func, peft_config=peft_config,
-            processing_class=processing_class or own_tokenizer(model), names_checkpoint_later=True,
+            model=model,
+            args=args,
+            console=console or plain_console(env.rank),
+            env=env,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=data_collator,
+            loss_fn=loss_fn,
+            compute_loss_func=compute_loss_func,
+            peft_config=peft_config,
+            processing_class=processing_class or own_tokenizer(model),
             metrics=OwnMetrics(compute=compute_metrics, preprocess=preprocess_logits_for_metrics),
-        )  # fmt: skip
-        self._begin(inputs, callbacks)
-
-    @classmethod
-    def from_inputs(cls, inputs: RunInputs, callbacks: Sequence[AnyCallback] = ()) -> Self:
-        """Return a Trainer of what `harness.train` has read and checked already."""
-        trainer = cls.__new__(cls)
-        cls._begin(trainer, inputs, callbacks)
-        return trainer
-
-    @inside("preparing")
-    def _begin(self, inputs: RunInputs, callbacks: Sequence[AnyCallback]) -> None:
-        """Prepare the run, and resume it where there is a checkpoint to resume."""
-        given = instances(callbacks)
-        self.run = run = prepare_run(inputs)
-        self.args, self.engine = run.args, run.engine
-        self.train_dataset, self.eval_dataset = run.plan.data.train, run.plan.data.evaluation
-        self.processing_class, self.state, self.control = run.plan.data.tokenizer, initial_state(run), TrainerControl()
-        self.nonfinite = NonFinite(run.args.nonfinite, run.console)
-        self.callbacks: list[TrainerCallback] = [
-            ProgressCallback(run.console, run.trainable.speed_unit),
-            *map(own_early_stopping, given),
-            *asked_for(run.args),
-            *profiler(run.args),
-        ]
-        overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint
-        saved = partial(call, self.callbacks, "on_save", self)
-        self.checkpoints = Checkpoints(run, self.state, self.nonfinite, saved, overridden)
-        self.stream = training_stream(run)
-        self.rollback = Rollback(run, self.state, self.stream)
-        begin_or_resume(run, self.state, self.stream)
-        self.checkpoints.resumed(run.plan.checkpoint)
-        call(self.callbacks, "on_init_end", self)
+            config=config,
+            flags=flags or {},
+        )
+        with inside("preparing"):
+            given = instances(callbacks)
+            self.run = run = prepare_run(inputs)
+            self.args, self.control = run.args, TrainerControl()
+            self.train_dataset, self.eval_dataset = run.data.train, run.data.evaluation
+            self.processing_class: Tokenizer | None = run.data.tokenizer
+            self.state = _initial_state(run)
+            self.callbacks: list[TrainerCallback] = [
+                ProgressCallback(run.console, run.trainable.speed_unit),
+                *map(own_early_stopping, given),
+                *asked_for(run.args),
+                *profiler(run.args),
+            ]
+            self.nonfinite = NonFinite(run.args.nonfinite, run.console)
+            overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint
+            on_save = partial(self._call, "on_save")
+            self.checkpoints = Checkpoints(run, self.state, self.nonfinite, on_save, overridden)
+            self.stream = training_stream(run)
+            self.rollback = Rollback(run, self.state, self.stream)
+            begin_or_resume(run, self.state, self.stream)
+            self.checkpoints.resumed(run.checkpoint)
+            self._call("on_init_end")
 
     def close(self) -> None:
         """Let go of the engine's memory and of its process groups, so that another Trainer may take its place."""
@@ -173,39 +187,117 @@ class Trainer:
             raise UserError("train() needs a train_dataset")
         if resume_from_checkpoint:
             with inside("resuming"):
-                self._go_on_with(resume_named(self.run, resume_from_checkpoint, self.state, self.stream))
-            self.checkpoints.resumed(self.run.plan.checkpoint)
+                resume_named(self.run, resume_from_checkpoint, self.state, self.stream)
+            self.checkpoints.resumed(self.run.checkpoint)
         self.checkpoints.require_own_directory()
-        run, stop = self.run, 0
+        run, state, stop = self.run, self.state, 0
         rebalancer = Rebalancer(run) if run.args.rebalance_steps else None
-        watching = signals.at_the_end_of_a_step(run.console.say, run.inputs.env.parent)
-        with watching, Recorder(run, self.state) as recorder, self.checkpoints:
-            call(self.callbacks, "on_train_begin", self)
-            call(self.callbacks, "on_epoch_begin", self)
+        watching = signals.at_the_end_of_a_step(run.console.say, run.env.parent)
+        with watching, Recorder(run, state) as recorder, self.checkpoints:
+            self._call("on_train_begin")
+            self._call("on_epoch_begin")
             self.rollback.begin(self.save_checkpoint)
-            while self.state.global_step < self.state.max_steps and not (stop or self.control.should_training_stop):
+            while state.global_step < state.max_steps and not (stop or self.control.should_training_stop):
                 with self.rollback.guarding(recorder, self.checkpoints.finish):
                     record = self.training_step()
                     recorder.step(record)
-                    stop = after_step(self, record, recorder)
-                    if rebalancer is not None and not stop and rebalancer.after_step(record, self.state):
-                        self._go_on_with(rebalancer.run)
-                        recorder.describe(rebalancer.run)
-            end_training(self, stop)
+                    stop = self._after_step(record, recorder)
+                    if rebalancer is not None and not stop and rebalancer.after_step(record, state):
+                        recorder.describe()
+            self._end_training(stop)
         communication_summary(run.resolved.config)
-        return self.state
-
-    def _go_on_with(self, run: PreparedRun) -> None:
-        self.run = self.checkpoints.run = self.rollback.run = run
-        self.engine = run.engine
+        return state
 
     @inside("training", Phase.STEP)
     def training_step(self) -> StepRecord:
-        """One optimizer step over one global batch, the same in every layout."""
-        records.begin_step(self.state.global_step + 1)
-        call(self.callbacks, "on_step_begin", self)
-        assert self.stream is not None
-        return one_step(self.run, self.stream, self.state, self.nonfinite)
+        """Train on the next global batch; the same step in every layout. All ranks call it.
+
+        `Engine.train_step` makes forward, backward and update: DeepSpeed fuses them, differently in each engine.
+        """
+        run, state, stream = self.run, self.state, self.stream
+        assert stream is not None
+        records.begin_step(state.global_step + 1)
+        self._call("on_step_begin")
+        start_time = time.perf_counter()
+        learning_rate = run.engine.learning_rate  # the update moves the schedule on
+        micro_batches = stream.next_step(read=run.engine.reads_data)  # empty on a stage between first and last
+        outcome = run.engine.train_step(micro_batches, state.consumed_samples, stream.length)
+        seconds = time.perf_counter() - start_time
+        self.nonfinite.judge(state.global_step + 1, outcome, run.engine)  # before the step counts
+        state.global_step += 1
+        state.consumed_samples, state.epoch = stream.consumed, stream.epoch
+        units = sum(run.trainable.loss.units(inputs) for inputs, _ in micro_batches)
+        device_gib, host_gib = peak_memory_gib(run.device)
+        return StepRecord(
+            step=state.global_step,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            learning_rate=learning_rate,
+            tokens_per_second=stream.tokens(units) / seconds,
+            step_seconds=seconds,
+            consumed_samples=state.consumed_samples,
+            epoch=state.epoch,
+            aux_loss=outcome.parts.get(AUX_LOSS),
+            device_memory_gib=device_gib,
+            host_memory_gib=host_gib,
+            skipped=not outcome.applied,
+        )
+
+    def _after_step(self, record: StepRecord, recorder: Recorder) -> int:
+        """Do what is due after a step: callbacks, log, evaluation, checkpoint; return the signal that ends the run."""
+        control, checkpoints = self.control, self.checkpoints
+        checkpoints.wait_a_moment()
+        due = due_after(record, self.run, self.state, self.stream.before if self.stream else 0)
+        self._call("on_step_end", record=record)
+        for event in due.epoch_events:
+            self._call(event)
+        if due.log:
+            self._call("on_log", logs=recorder.log(record))
+        stop = self._agree_on_control()
+        if control.should_log and not due.log:
+            self._call("on_log", logs=recorder.log(record))
+        control.should_log = False
+        if not stop and (control.should_evaluate or due.evaluate):
+            control.should_evaluate = False
+            note_evaluation(self.args, self.state, control, recorder.evaluation(self.evaluate))
+            stop = self._agree_on_control()
+        if stop or control.should_save or due.save:
+            control.should_save = False
+            ends = self.state.global_step >= self.state.max_steps
+            checkpoints.begin(last=bool(stop) or control.should_training_stop or ends)
+            stop = self._agree_on_control()
+        return stop
+
+    def _agree_on_control(self) -> int:
+        """Set `control` to what is asked for on any rank, as a rank that acts alone would wait for ever.
+
+        All ranks call it. A checkpoint that is being written advances where all ranks are ready. Returns the number of
+        the signal that asks for the end, 0 if none does.
+        """
+        control, checkpoints = self.control, self.checkpoints
+        saves = control.should_save or checkpoints.is_due
+        asked = (control.should_training_stop, saves, control.should_evaluate, control.should_log)
+        own = [not checkpoints.is_ready, signals.precedence(signals.received()), *asked]
+        waits, stop, *flags = largest(own, self.run.device)
+        control.should_training_stop, control.should_save, control.should_evaluate, control.should_log = map(
+            bool, flags
+        )
+        if not waits and checkpoints.advance():  # callbacks were called
+            return self._agree_on_control()
+        return signals.of_precedence(stop)
+
+    def _end_training(self, stop: int) -> None:
+        """Finish what training has begun, and end the process where a signal, `stop`, asks for that."""
+        run, state = self.run, self.state
+        self.checkpoints.finish()
+        self.nonfinite.summary(state.global_step)
+        if not stop:
+            with inside("loading the best model"):
+                load_best(run, state)
+        self._call("on_train_end")
+        if stop:
+            newest, model_only = self.checkpoints.newest, run.args.save_only_model
+            raise startup_report.stopped(run.console, stop, state.global_step, newest, model_only=model_only)
 
     @inside("evaluating")
     def evaluate(
@@ -218,14 +310,38 @@ class Trainer:
         `eval_dataset`: in place of the Trainer's, or the name of one of its; of several by name the metrics begin with
         eval_NAME. A signal during training raises `signals.Interrupted` on all ranks.
         """
-        return evaluate_each(self, eval_dataset, metric_key_prefix)
+        data: AnyDataset | Mapping[str, AnyDataset] | None = self.eval_dataset
+        if isinstance(eval_dataset, str):
+            if not (isinstance(data, Mapping) and eval_dataset in data):
+                raise UserError(f"evaluate({eval_dataset!r}): eval_dataset has no data set of that name")
+            data = data[eval_dataset]
+        elif eval_dataset is not None:
+            data = eval_dataset
+        if isinstance(data, Mapping | None) and not data:
+            raise UserError("evaluate() needs an eval_dataset")
+        is_new = eval_dataset is not None and not isinstance(eval_dataset, str)
+        found: JsonObject = {}
+        for prefix, each in by_prefix(data, metric_key_prefix).items():
+            metrics = evaluation_metrics(self.run, each, self.run.metrics, prefix, is_new=is_new)
+            self.nonfinite.judge_evaluation(metrics[f"{prefix}_loss"])
+            self._call("on_evaluate", metrics=metrics)
+            found |= metrics
+        return found
 
     @inside("predicting")
     def predict(self, test_dataset: AnyDataset, metric_key_prefix: str = "test") -> PredictionOutput:
         """Return logits (or what is kept of them), label_ids and metrics, the same on every rank; all ranks call it."""
-        found = predict(self.run, test_dataset, self.run.inputs.metrics, metric_key_prefix)
-        call(self.callbacks, "on_predict", self, metrics=found.metrics or {})
+        found = predict(self.run, test_dataset, self.run.metrics, metric_key_prefix)
+        self._call("on_predict", metrics=found.metrics or {})
         return found
+
+    def _call(self, moment: str, **kwargs: Unpack[MomentValues]) -> None:
+        """Call the method `moment` of every callback, in order; an evaluation that a signal interrupts ends that
+        call."""
+        for callback in tuple(self.callbacks):  # one may remove itself
+            with suppress(signals.Interrupted), inside(moment):
+                method = getattr(callback, moment)
+                method(self.args, self.state, self.control, **keywords(method, self), **kwargs)
 
     def add_callback(self, callback: AnyCallback) -> None:
         """Call this one too, after the others."""
@@ -261,6 +377,26 @@ class Trainer:
         return gather_model(self.run)
 
     @property
+    def engine(self) -> Engine:
+        """The engine that trains now; a new one takes its place when layers move between stages."""
+        return self.run.engine
+
+    @property
     def model(self) -> Any:
         """This rank's layers, and the config; `trained_model()` gathers the whole model."""
         return with_config(self.run)
+
+
+def _initial_state(run: Run) -> TrainerState:
+    """Return the state of a run before its first step."""
+    samples = 0 if run.data.train is None else dataset_length(run.data.train)
+    return TrainerState(
+        max_steps=run.max_steps,
+        is_world_process_zero=run.env.rank == 0,
+        is_local_process_zero=run.env.local_rank == 0,
+        num_train_epochs=-(-run.max_steps * run.resolved.train_batch // samples) if samples else 0,
+        logging_steps=run.args.logging_steps,
+        eval_steps=run.args.eval_steps or run.args.logging_steps,
+        save_steps=run.args.save_steps,
+        train_batch_size=run.resolved.micro_batch,
+    )

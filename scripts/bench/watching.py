@@ -74,7 +74,7 @@ def report(flags: argparse.Namespace, trainer: Trainer, watched: list[float], al
     ratio = statistics.median(a / b for a, b in zip(watched, alone, strict=True))
     content = {
         "flags": vars(flags),
-        "layout": str(trainer.run.plan.layout),
+        "layout": str(trainer.run.layout),
         "threads": torch.get_num_threads(),
         "watched_s": watched,
         "alone_s": alone,

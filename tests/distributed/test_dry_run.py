@@ -51,7 +51,7 @@ def counted(job: Job, output_dir: str) -> dict[str, Any]:
         trainer = Trainer(job.model, arguments_of(job, output_dir), rows())
         engine, stream = trainer.engine, trainer.stream
         count = Step(ledger, engine.deepspeed)
-        watch = announce_instructions if trainer.run.context.is_pipeline else announce_halves
+        watch = announce_instructions if trainer.run.is_pipeline else announce_halves
         watch(engine.deepspeed, count.begin)
         for _ in range(2):
             batches = stream.next_step(read=engine.reads_data)

@@ -11,7 +11,7 @@ import pytest
 
 from harness import Trainer, TrainerCallback
 from harness.report.profile.record import read_steps
-from harness.training.prepare.run import PreparedRun
+from harness.training.run import Run
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model
 
@@ -35,7 +35,7 @@ class Stages(TrainerCallback):
         self.held.append(sum(parameter.nbytes for parameter in run.module.parameters()))
 
 
-def stages_of_layers(run: PreparedRun) -> list[int]:
+def stages_of_layers(run: Run) -> list[int]:
     """The stage of each layer."""
     spans = enumerate(pairwise(run.boundaries))
     return [run.resolved.parts.stage_of(part) for part, (start, stop) in spans for _ in range(start, stop)]

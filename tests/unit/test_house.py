@@ -41,6 +41,11 @@ SEEDERS = {
     "harness/training/engine/build.py": "the generators that training starts with",
 }
 
+# Imports for types alone that would close a circle, and why.
+FOR_TYPES_ALONE = {
+    ("harness.training.callbacks", "harness.training.trainer"): "callbacks are given the Trainer that calls them",
+}
+
 # Names of families that are words of their own as well.
 ORDINARY_WORDS = {"beam", "git", "opt", "flint", "doge", "laguna"}
 
@@ -157,6 +162,8 @@ def test_no_import_goes_in_a_circle():
     graph = {
         name: {target for target in imported(path) if target in MODULES} - {name} for name, path in MODULES.items()
     }
+    for name, target in FOR_TYPES_ALONE:
+        graph[name].remove(target)
     while leaves := {name for name, targets in graph.items() if not targets}:
         graph = {name: targets - leaves for name, targets in graph.items() if name not in leaves}
     assert graph == {}, "these modules import each other, or import such a module"

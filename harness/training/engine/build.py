@@ -62,8 +62,8 @@ from harness.training.engine.optimizer import own_optimizer, parameter_groups, s
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunContext:
+@dataclass(kw_only=True)
+class EngineContext:
     """Where an engine is built: the run's arguments and config, and this rank's place and device."""
 
     args: TrainingArguments
@@ -99,7 +99,7 @@ class LayerTraits:
 
 
 def build_engine(
-    context: RunContext, layers: Sequence[Layer], boundaries: Sequence[int], loss: Loss, traits: LayerTraits
+    context: EngineContext, layers: Sequence[Layer], boundaries: Sequence[int], loss: Loss, traits: LayerTraits
 ) -> Engine:
     """Build this rank's layers and the DeepSpeed engine around them; all ranks call it together."""
     config = deepspeed_config(context)
@@ -150,7 +150,7 @@ def build_engine(
     return built
 
 
-def _change_steps(engine: PipelineEngine, context: RunContext) -> CompressedReduction | None:
+def _change_steps(engine: PipelineEngine, context: EngineContext) -> CompressedReduction | None:
     """Have a pipeline's engine sum partial gradients, average gradients and follow a schedule as the run asks; return
     what averages, if DeepSpeed does not."""
     resolved, parameters = context.resolved, list(engine.module.parameters())
@@ -167,7 +167,7 @@ def _change_steps(engine: PipelineEngine, context: RunContext) -> CompressedRedu
 
 
 def _build_module(
-    context: RunContext,
+    context: EngineContext,
     layers: Sequence[Layer],
     boundaries: Sequence[int],
     loss: GuardedLoss,
@@ -195,7 +195,7 @@ def _build_module(
     return whole, grid
 
 
-def _compile(module: nn.Module, context: RunContext) -> None:
+def _compile(module: nn.Module, context: EngineContext) -> None:
     """Have the decoder layers of this rank compiled, where the config asks for it."""
     backend = context.resolved.compile_backend
     if backend is None:
@@ -208,7 +208,7 @@ def _compile(module: nn.Module, context: RunContext) -> None:
     )
 
 
-def draw_keys(context: RunContext) -> DrawKeys:
+def draw_keys(context: EngineContext) -> DrawKeys:
     """Return the keys of the micro-batches that this rank trains on."""
     groups = context.groups
     return DrawKeys(
@@ -233,7 +233,7 @@ def _nothing_shared_out(config: JsonObject) -> JsonObject:
     return {**config, "pipeline": {**config.get("pipeline", {}), **whole}}
 
 
-def _configure_checkpointing(context: RunContext) -> None:
+def _configure_checkpointing(context: EngineContext) -> None:
     """Hand the section `activation_checkpointing` to DeepSpeed; only tensor-parallel ranks can share activations."""
     section = context.resolved.config.get("activation_checkpointing", {})
     groups = context.groups
@@ -255,7 +255,7 @@ def mark_leaves(module: nn.Module, names: Iterable[str]) -> None:
         set_z3_leaf_module(module.get_submodule(name), True)
 
 
-def deepspeed_config(context: RunContext) -> JsonObject:
+def deepspeed_config(context: EngineContext) -> JsonObject:
     """Return the resolved config as DeepSpeed gets it."""
     config = without_idle(Secrets(frozenset()).without(context.resolved.config))  # DeepSpeed prints its config
     if not config.get("steps_per_print"):  # the harness has its own metrics; the timers are printed with DeepSpeed's

@@ -18,17 +18,17 @@ from harness.deepspeed.zero3_parameters import PartitionInPlace
 from harness.parallel.memory import malloc_trim
 from harness.parallel.zero.zero3_partition import Zero3Partition
 from harness.topology.env import run_timeout
-from harness.training.engine.build import RunContext, deepspeed_config, mark_leaves
+from harness.training.engine.build import EngineContext, deepspeed_config, mark_leaves
 
 
-def zero3_partition(context: RunContext) -> Zero3Partition | None:
+def zero3_partition(context: EngineContext) -> Zero3Partition | None:
     """Return what this rank keeps of every parameter under ZeRO-3; None otherwise, or where it keeps more (hpZ)."""
     if context.resolved.zero_stage < 3 or secondary_size(context) > 1:
         return None
     return Zero3Partition(index=context.groups.coordinate.dp_rank, count=context.groups.layout.dp_size)
 
 
-def layer_finisher(context: RunContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
+def layer_finisher(context: EngineContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
     """Return what is done with each layer once it has its weights: under ZeRO-3 they are spread over the data group.
 
     With `part` each rank has its own in place; else the group's first rank sends whole parameters to the others.
@@ -61,13 +61,13 @@ def layer_finisher(context: RunContext, part: Zero3Partition | None) -> Callable
     return partition
 
 
-def secondary_size(context: RunContext) -> int:
+def secondary_size(context: EngineContext) -> int:
     """Return how many data-parallel ranks share a second copy of the parameters; 1 where there is none."""
     size = context.resolved.config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     return min(int(size), context.groups.layout.dp_size)
 
 
-def open_secondary_group(context: RunContext) -> dist.ProcessGroup | None:
+def open_secondary_group(context: EngineContext) -> dist.ProcessGroup | None:
     """Make the group of this rank that shares a second copy; all ranks call this. None where there is none.
 
     Its ranks are neighbours in a data-parallel group, not in the world as DeepSpeed's own are, and each run has its

@@ -13,7 +13,7 @@ from harness.hf.attention import require_available, with_attention
 from harness.hf.forward.payload import Tokens
 from harness.hf.skeleton import ModelSource, position_limit
 from harness.hf.verify.packing import require_documents_apart, require_flash_apart
-from harness.training.engine.build import RunContext
+from harness.training.engine.build import EngineContext
 
 USUAL_LENGTH = 1024
 
@@ -23,7 +23,7 @@ class DatasetCheck:
     """What looks at data sets for one model; without a `source` it is a list of layers, which may take anything."""
 
     source: ModelSource | None
-    context: RunContext
+    context: EngineContext
     collator: Collator
 
     def first_batch(self, dataset: MapDataset | None, size: int) -> MicroBatch | None:

@@ -41,14 +41,13 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RunInputs:
     """What a program hands to the Trainer, by the Trainer's names; and the launch that this process is a part of.
 
     Attributes:
         flags: of the script, besides `args`.
         config: where it has been read already.
-        names_checkpoint_later: whether `train()` may name the checkpoint to resume.
     """
 
     model: Model
@@ -65,17 +64,21 @@ class RunInputs:
     flags: Mapping[str, object] = field(default_factory=dict)
     config: RunConfig | None = None
     metrics: OwnMetrics = field(default_factory=OwnMetrics)
-    names_checkpoint_later: bool = False
+
+    @property
+    def output_dir(self) -> Path:
+        """Where the run writes."""
+        return Path(self.args.output_dir)
 
     @property
     def may_hold_a_run(self) -> bool:
         """Whether `output_dir` may hold a run for now, as `train()` may be told to go on with it."""
-        return self.names_checkpoint_later and self.args.resume_from_checkpoint is None
+        return self.args.resume_from_checkpoint is None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """What a run will be.
+@dataclass(kw_only=True)
+class RunPlan(RunInputs):
+    """What a run will be, as far as this rank knows without the others.
 
     Attributes:
         source: what a decoder is made from; None for a list of layers.
@@ -128,6 +131,7 @@ def plan_run(inputs: RunInputs) -> RunPlan:
         require_same_optimizer(checkpoint, resolved)
         require_same_adapters(checkpoint, adapters)
     return RunPlan(
+        **{**vars(inputs), "config": config},
         source=source,
         adaptation=adaptation,
         adapters=adapters,
@@ -207,25 +211,25 @@ def require_metric_of_one(args: TrainingArguments, evaluation: EvaluationData) -
         )
 
 
-def intact_checkpoint(plan: RunPlan, inputs: RunInputs) -> Path | None:
+def intact_checkpoint(plan: RunPlan, args: TrainingArguments) -> Path | None:
     """Return the checkpoint to resume once its content is known to be what was saved; all ranks call it.
 
     With `auto` it is an older one where it is not. Reports which are left out, and a run that begins at step 0.
+    `args`: the run's, or those that `train(resume_from_checkpoint=...)` has changed.
     """
-    args, output_dir = inputs.args, Path(inputs.args.output_dir)
-    auto = args.resume_from_checkpoint == "auto"
+    auto, output_dir, console = args.resume_from_checkpoint == "auto", plan.output_dir, plan.console
     incomplete = damaged(output_dir, plan.checkpoint) if auto else []
     chosen, changed = training_state.first_unchanged(plan.checkpoint, output_dir, auto=auto)
     if chosen is not None and chosen != plan.checkpoint:
         require_same_optimizer(chosen, plan.resolved)
         require_same_adapters(chosen, plan.adapters)
-    if auto and inputs.env.rank == 0:
+    if auto and plan.env.rank == 0:
         for path, moved in set_aside_foreign(foreign(output_dir)):
-            inputs.console.warn(f"{path} was saved by another run: it is now {moved}")
-    if chosen is not None and not auto and chosen.resolve().parent == output_dir.resolve() and inputs.env.rank == 0:
+            console.warn(f"{path} was saved by another run: it is now {moved}")
+    if chosen is not None and not auto and chosen.resolve().parent == output_dir.resolve() and plan.env.rank == 0:
         for path in set_aside_newer(output_dir, output_dir / chosen.name):
-            inputs.console.warn(f"resuming from {chosen}: a newer checkpoint is now {path}")
-    if chosen is not None and inputs.env.rank == 0 and (others := unlisted(chosen)):
-        inputs.console.warn(f"{chosen} contains {', '.join(others)}, which it was not saved with: ignored")
-    startup_report.beginning(inputs.console, args, chosen, [*incomplete, *changed])
+            console.warn(f"resuming from {chosen}: a newer checkpoint is now {path}")
+    if chosen is not None and plan.env.rank == 0 and (others := unlisted(chosen)):
+        console.warn(f"{chosen} contains {', '.join(others)}, which it was not saved with: ignored")
+    startup_report.beginning(console, args, chosen, [*incomplete, *changed])
     return chosen

@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import fields, replace
 from typing import cast
 
 import torch.distributed as dist
-from torch import nn
 
-from harness.arguments import TrainingArguments
 from harness.checkpoint import directories
-from harness.checkpoint.engine_state import EngineState, require_savable
+from harness.checkpoint.engine_state import require_savable
 from harness.checkpoint.integrity import run_id
 from harness.checkpoint.run_lock import lock_directory, unlock_directory
-from harness.config import Resolved
-from harness.config.values.json_object import JsonObject
-from harness.console import Console
 from harness.data.batches.collate import MicroBatch
 from harness.data.batches.evaluation import by_prefix, evaluation_digest
 from harness.data.batches.stream import BatchStream
@@ -30,7 +24,6 @@ from harness.data.batches.tokens_only import TokenCollator
 from harness.deepspeed.collectives import carry_collectives
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.prints import silence_prints
-from harness.hf.lora import saved_name
 from harness.hf.skeleton import position_limit
 from harness.parallel.collectives.of_group import (
     gathers_in_memory,
@@ -47,9 +40,9 @@ from harness.resilience.watch.activity import ACTIVITY, expect_costs
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.resilience.watch.opening import watch_run
 from harness.topology.agreement import all_or_none, check_agreement, values_of_all
-from harness.topology.groups import Groups, build_groups
+from harness.topology.groups import build_groups
 from harness.topology.hosts import Hosts, host_id
-from harness.training.engine.build import RunContext, build_engine
+from harness.training.engine.build import EngineContext, build_engine
 from harness.training.engine.compression import settle_compression
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import logits_loss
@@ -60,109 +53,38 @@ from harness.training.prepare.forecast import Forecast, forecast, require_memory
 from harness.training.prepare.hyperparameters import hyperparameters
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
 from harness.training.prepare.plan import RunInputs, RunPlan, intact_checkpoint, plan_run
-from harness.training.prepare.sample_prompts import SamplePrompts, sample_prompts
+from harness.training.prepare.sample_prompts import sample_prompts
 from harness.training.prepare.shared_output import require_shared
-from harness.training.prepare.stages import StageLine, choose_boundaries, stage_costs, stage_lines
+from harness.training.prepare.stages import choose_boundaries, stage_costs, stage_lines
 from harness.training.prepare.trainable import TrainableModel, trainable_decoder, trainable_layers
 from harness.training.prepare.verification import verify_plan
+from harness.training.run import Run
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparedRun:
-    """A run that is ready for its first step, or for the checkpoint to resume.
-
-    Attributes:
-        boundaries: index of the first pipeline layer of each stage, then the number of layers.
-        stages: one line a stage, as reported to the user.
-        hyperparameters: what decides about the steps to come, by the names that a user knows.
-        foreign_groups: process groups that were open before the run.
-        samples: what the model continues at each evaluation.
-        expected: what the planner says of memory and speed; None where it does not know the model.
-        run_id: made when the run began afresh; a run that goes on from a checkpoint has the one of that.
-    """
-
-    inputs: RunInputs
-    plan: RunPlan
-    context: RunContext
-    data_check: DatasetCheck
-    trainable: TrainableModel
-    boundaries: list[int]
-    engine: Engine
-    stages: list[StageLine]
-    hyperparameters: JsonObject
-    foreign_groups: frozenset[dist.ProcessGroup]
-    hosts: Hosts
-    run_id: str
-    samples: SamplePrompts | None = None
-    expected: Forecast | None = None
-
-    @property
-    def args(self) -> TrainingArguments:
-        """The arguments."""
-        return self.inputs.args
-
-    @property
-    def console(self) -> Console:
-        """Where the run speaks."""
-        return self.inputs.console
-
-    @property
-    def output_dir(self) -> Path:
-        """Where the run writes."""
-        return Path(self.args.output_dir)
-
-    @property
-    def resolved(self) -> Resolved:
-        """The config as it runs."""
-        return self.plan.resolved
-
-    @property
-    def groups(self) -> Groups:
-        """This rank's process groups."""
-        return self.context.groups
-
-    @property
-    def module(self) -> nn.Module:
-        """This rank's layers, as DeepSpeed holds them."""
-        module: nn.Module = self.engine.deepspeed.module
-        return module
-
-    @property
-    def engine_state(self) -> EngineState:
-        """What of the engine a checkpoint stores, and under which names."""
-        adapters, name = self.plan.adaptation is not None, self.trainable.stored_name
-        return EngineState(
-            engine=self.engine.deepspeed,
-            groups=self.groups,
-            rename=(lambda key: saved_name(name(key))) if adapters else name,
-            adapters=adapters,
-            compression=self.engine.compression,
-            one_host=len(self.hosts.names) == 1,
-        )
-
-
-def prepare_run(inputs: RunInputs) -> PreparedRun:
+def prepare_run(inputs: RunInputs) -> Run:
     """Prepare everything that training needs; all ranks call it. Raises UserError for what the user can correct."""
-    console, plan = inputs.console, plan_run(inputs)
+    plan = plan_run(inputs)
+    args, console = plan.args, plan.console
     if console.log is None:  # nothing keeps DeepSpeed's words apart from the program's own
         silence_prints()
-    context, foreign_groups = _join(inputs, plan)
+    context, foreign_groups = _join(plan)
     hosts = Hosts(tuple(values_of_all(host_id())))
-    plan = replace(plan, checkpoint=intact_checkpoint(plan, inputs), resolved=context.resolved)
+    plan.resolved = context.resolved
+    plan.checkpoint = intact_checkpoint(plan, args)
     startup_report.placement(console, plan.layout, hosts)
-    take_first_ranks(tensors_in_memory(inputs.model, plan.source, plan.adaptation), context.device, console)
+    take_first_ranks(tensors_in_memory(plan.model, plan.source, plan.adaptation), context.device, console)
     longest = None if plan.source is None else position_limit(plan.source.config)
-    collator = inputs.data_collator if plan.source is None else TokenCollator(inputs.data_collator, None, longest)
+    collator = plan.data_collator if plan.source is None else TokenCollator(plan.data_collator, None, longest)
     data_check = DatasetCheck(source=plan.source, context=context, collator=collator)
-    sample = _first_samples(data_check, plan, inputs.args)
-    expected = _expected(inputs, plan, context, sample, hosts.ranks_beside(context.groups.rank))
-    trainable = _trainable(inputs, plan, context, sample)
+    sample = _first_samples(data_check, plan)
+    expected = _expected(plan, context, sample, hosts.ranks_beside(context.groups.rank))
+    trainable = _trainable(plan, context, sample)
     if trainable.causal is not None:  # the vocabulary is known now
-        own_labels = inputs.loss_fn is not None or inputs.compute_loss_func is not None
-        collator = TokenCollator(inputs.data_collator, trainable.causal.vocab_size, longest, not own_labels)
+        own_labels = plan.loss_fn is not None or plan.compute_loss_func is not None
+        collator = TokenCollator(plan.data_collator, trainable.causal.vocab_size, longest, not own_labels)
         data_check = replace(data_check, collator=collator)
-        _first_samples(data_check, plan, inputs.args)
-    samples = all_or_none(lambda: sample_prompts(inputs.args, plan, trainable))
+        _first_samples(data_check, plan)
+    samples = all_or_none(lambda: sample_prompts(plan, trainable))
     boundaries = choose_boundaries(trainable, context, sample)
     expect_costs(stage_costs(trainable.costs, boundaries, plan.resolved.parts))
     startup_report.compilation(console, plan.resolved, context.device)
@@ -170,16 +92,14 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
     stages = stage_lines(trainable, boundaries, engine.deepspeed.module, context)
     startup_report.stages(console, plan.layout, plan.resolved, plan.max_steps, stages)
     startup_report.adapters(console, plan.adaptation, trainable)
-    run = PreparedRun(
-        inputs=inputs,
-        plan=plan,
-        context=context,
+    run = Run(
+        **{**vars(plan), **vars(context)},
         data_check=data_check,
         trainable=trainable,
         boundaries=boundaries,
         engine=engine,
         stages=stages,
-        hyperparameters=hyperparameters(inputs.args, plan.resolved, plan.max_steps),
+        hyperparameters=hyperparameters(args, plan.resolved, plan.max_steps),
         foreign_groups=foreign_groups,
         hosts=hosts,
         run_id=values_of_all(run_id(plan.checkpoint))[0],
@@ -187,22 +107,22 @@ def prepare_run(inputs: RunInputs) -> PreparedRun:
         expected=expected,
     )
     malloc_trim()  # DeepSpeed has copied all parameters into flat tensors
-    if context.resolved.zero_stage != 2:  # which would need up to half as much again
-        keep_freed_memory(context.device)
-    if inputs.args.saves:
+    if run.resolved.zero_stage != 2:  # which would need up to half as much again
+        keep_freed_memory(run.device)
+    if args.saves:
         require_savable(run.engine_state)
     return run
 
 
-def _join(inputs: RunInputs, plan: RunPlan) -> tuple[RunContext, frozenset[dist.ProcessGroup]]:
+def _join(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
     """Meet the other ranks, and check that all are about to do the same. Also returns the groups open before."""
-    args, data = inputs.args, plan.data
+    args, console, env, data = plan.args, plan.console, plan.env, plan.data
     HERE.doing = "waiting for the other ranks"
-    with watching_for_stopped_ranks(args.hang_seconds, inputs.console):
-        device = start(inputs.env)
+    with watching_for_stopped_ranks(args.hang_seconds, console):
+        device = start(env)
         require_precision(plan.resolved.precision)
         require_device(plan.resolved.config, device)
-        require_shared(Path(args.output_dir), inputs.env.rank, inputs.env.world_size)
+        require_shared(plan.output_dir, env.rank, env.world_size)
         check_agreement(
             plan.resolved.config,
             plan.layout,
@@ -215,22 +135,22 @@ def _join(inputs: RunInputs, plan: RunPlan) -> tuple[RunContext, frozenset[dist.
                 "checkpoint to resume": str(plan.checkpoint),
             },
         )
-        all_or_none(lambda: lock_directory(Path(args.output_dir)) if inputs.env.rank == 0 else None)
+        all_or_none(lambda: lock_directory(plan.output_dir) if env.rank == 0 else None)
         foreign_groups = open_groups()
         groups = build_groups(plan.layout, plan.resolved.parts.loss_stage)
         HERE.rank, HERE.stage = groups.rank, groups.coordinate.stage
-        watch_run(args, groups, inputs.console)
+        watch_run(args, groups, console)
     if device.type == "cpu":
         share_memory([groups.tp_group, groups.dp_group])
         carry_collectives(sums_in_memory, gathers_in_memory, scatters_in_memory, means_in_memory)
-    startup_report.version(inputs.console)
-    resolved = settle_compression(plan.resolved, groups, device, inputs.console)
-    context = RunContext(args=args, resolved=resolved, groups=groups, device=device, max_steps=plan.max_steps)
+    startup_report.version(console)
+    resolved = settle_compression(plan.resolved, groups, device, console)
+    context = EngineContext(args=args, resolved=resolved, groups=groups, device=device, max_steps=plan.max_steps)
     return context, foreign_groups
 
 
 def _expected(
-    inputs: RunInputs, plan: RunPlan, context: RunContext, sample: MicroBatch | None, ranks: Sequence[int]
+    plan: RunPlan, context: EngineContext, sample: MicroBatch | None, ranks: Sequence[int]
 ) -> Forecast | None:
     """Return what the planner expects of the run, and say so. UserError for what cannot fit. `ranks`: of this host."""
     if plan.source is None or plan.data.train is None:
@@ -238,48 +158,48 @@ def _expected(
     found = forecast(plan, sample_length(sample), context.device, len(ranks))
     if found is None:
         return None
-    inputs.console.say(str(found))
-    if not inputs.args.skip_memory_check:
+    plan.console.say(str(found))
+    if not plan.args.skip_memory_check:
         all_or_none(lambda: require_memory(found, plan, ranks, context.device))
     return found
 
 
-def _first_samples(check: DatasetCheck, plan: RunPlan, args: TrainingArguments) -> MicroBatch | None:
+def _first_samples(check: DatasetCheck, plan: RunPlan) -> MicroBatch | None:
     """Return a micro-batch of the training data, after a look at both data sets."""
     micro_batch = plan.resolved.micro_batch
     for evaluation in by_prefix(plan.data.evaluation).values():
-        check.first_batch(evaluation, args.per_device_eval_batch_size or micro_batch)
+        check.first_batch(evaluation, plan.args.per_device_eval_batch_size or micro_batch)
     return check.first_batch(plan.data.train, micro_batch)
 
 
-def _trainable(inputs: RunInputs, plan: RunPlan, context: RunContext, sample: MicroBatch | None) -> TrainableModel:
+def _trainable(plan: RunPlan, context: EngineContext, sample: MicroBatch | None) -> TrainableModel:
     """Return the model as pipeline layers, verified on a tiny copy where that is asked for."""
     if plan.source is None:
-        trainable = trainable_layers(cast("Sequence[Layer]", inputs.model), inputs.loss_fn, sample)
+        trainable = trainable_layers(cast("Sequence[Layer]", plan.model), plan.loss_fn, sample)
     else:
-        startup_report.origin(inputs.console, plan.source, inputs.args.seed)
-        own_loss = logits_loss(inputs.loss_fn, inputs.compute_loss_func)
+        startup_report.origin(plan.console, plan.source, plan.args.seed)
+        own_loss = logits_loss(plan.loss_fn, plan.compute_loss_func)
         trainable = trainable_decoder(plan.source, context, sample_length(sample), plan.adaptation, own_loss)
     if context.resolved.compile_backend is not None:
         require_compilable(trainable, context.resolved.compile_backend)
     if trainable.causal is not None:
-        verify_plan(trainable.causal, context, inputs.console)
+        verify_plan(trainable.causal, context, plan.console)
     if plan.checkpoint is not None:
         directories.require_same_model(plan.checkpoint, trainable.summary, trainable.shaping_config)
     return trainable
 
 
-def training_stream(run: PreparedRun) -> BatchStream | None:
+def training_stream(run: Run) -> BatchStream | None:
     """Return the training samples of this rank's data-parallel coordinate, from the first one on; None without data."""
-    if run.plan.data.train is None:
+    if run.data.train is None:
         return None
     stream = BatchStream(
-        run.plan.data.train,
+        run.data.train,
         seed=run.args.seed,
         micro_batch=run.resolved.micro_batch,
         accumulation=run.resolved.accumulation,
         data_rank=run.groups.coordinate.dp_rank,
-        data_size=run.plan.layout.dp_size,
+        data_size=run.layout.dp_size,
         data_collator=run.data_check.collator,
         one_length=run.engine.needs_one_length,
         workers=run.args.dataloader_num_workers if run.engine.reads_data else 0,
@@ -288,7 +208,7 @@ def training_stream(run: PreparedRun) -> BatchStream | None:
     return stream
 
 
-def release(run: PreparedRun) -> None:
+def release(run: Run) -> None:
     """Let go of the engine's memory and of the process groups that were opened for the run; once is enough."""
     if not vars(run.engine.deepspeed):  # let go of before: the groups that are open now are another run's
         return

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.arguments import TrainingArguments
 from harness.data.inputs.prompt_file import read_prompts
 from harness.data.tokenizer import ByteTokenizer, Tokenizer, encode
 from harness.errors import UserError
@@ -40,8 +39,9 @@ class SamplePrompts:
         return str(self.tokenizer.decode(ids))
 
 
-def sample_prompts(args: TrainingArguments, plan: RunPlan, trainable: TrainableModel) -> SamplePrompts | None:
+def sample_prompts(plan: RunPlan, trainable: TrainableModel) -> SamplePrompts | None:
     """Return the prompts, None without any. UserError for prompts or a run of which no sample can be made."""
+    args = plan.args
     if args.sample_prompts is None:
         return None
     tokenizer, causal = plan.data.tokenizer, trainable.causal

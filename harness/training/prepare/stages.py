@@ -24,7 +24,7 @@ from harness.parallel.pipeline.partition import stage_boundaries
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.values import Value
 from harness.topology.agreement import values_of_all
-from harness.training.engine.build import RunContext
+from harness.training.engine.build import EngineContext
 from harness.training.engine.losses import Loss, targets
 from harness.training.prepare.trainable import TrainableModel
 from harness.wording import counted
@@ -59,7 +59,7 @@ class StageLine:
         return f"stage {self.stage} on {ranks}: layers {layers} ({kinds}), {self.parameters:,} parameters a rank"
 
 
-def choose_boundaries(trainable: TrainableModel, context: RunContext, sample: MicroBatch | None) -> list[int]:
+def choose_boundaries(trainable: TrainableModel, context: EngineContext, sample: MicroBatch | None) -> list[int]:
     """Return the boundaries of the parts of the model by the config's `pipeline.partition`: of the stages, where each
     has one part. All ranks call it and get the same.
 
@@ -92,7 +92,7 @@ def stage_costs(layers: Sequence[float], boundaries: Sequence[int], parts: Stage
     return [sum(cost[part] for part in parts.of_stage(stage)) for stage in range(parts.stages)]
 
 
-def _boundaries(trainable: TrainableModel, context: RunContext, sample: MicroBatch | None) -> list[int]:
+def _boundaries(trainable: TrainableModel, context: EngineContext, sample: MicroBatch | None) -> list[int]:
     parts = context.resolved.parts.count
     if parts == 1:
         return [0, len(trainable.layers)]
@@ -104,7 +104,7 @@ def _boundaries(trainable: TrainableModel, context: RunContext, sample: MicroBat
 
 
 def stage_lines(
-    trainable: TrainableModel, boundaries: Sequence[int], module: nn.Module, context: RunContext
+    trainable: TrainableModel, boundaries: Sequence[int], module: nn.Module, context: EngineContext
 ) -> list[StageLine]:
     """One line a stage; all ranks call it."""
     groups, parts = context.groups, context.resolved.parts
@@ -129,7 +129,7 @@ def stage_lines(
     return lines
 
 
-def measured_costs(trainable: TrainableModel, context: RunContext, inputs: Value, labels: Value) -> list[float]:
+def measured_costs(trainable: TrainableModel, context: EngineContext, inputs: Value, labels: Value) -> list[float]:
     """Seconds of forward and backward of each layer on one micro-batch; the mean over all ranks.
 
     Layers are built one at a time and thrown away; of layers of one kind, size and input shape only the first is
@@ -156,7 +156,7 @@ def measured_costs(trainable: TrainableModel, context: RunContext, inputs: Value
     return (total / dist.get_world_size()).tolist()
 
 
-def _time_layer(layer: LayerCall, value: Value, loss: Loss | None, labels: Value, context: RunContext) -> float:
+def _time_layer(layer: LayerCall, value: Value, loss: Loss | None, labels: Value, context: EngineContext) -> float:
     """Seconds of the fastest of some rounds; the first warms up."""
     times = []
     wanted = tree_map(lambda label: label.to(context.device), labels)
@@ -174,7 +174,7 @@ def _time_layer(layer: LayerCall, value: Value, loss: Loss | None, labels: Value
     return min(times[1:])
 
 
-def _place(leaf: Tensor, context: RunContext) -> Tensor:
+def _place(leaf: Tensor, context: EngineContext) -> Tensor:
     return leaf.to(context.device, context.dtype if leaf.is_floating_point() else leaf.dtype)
 
 

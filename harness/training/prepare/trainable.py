@@ -31,7 +31,7 @@ from harness.parallel.pipeline.costs import LayerCost
 from harness.parallel.pipeline.staged_module import first_names
 from harness.parallel.values import Value
 from harness.parallel.zero.zero3_partition import Zero3Partition
-from harness.training.engine.build import LayerTraits, RunContext
+from harness.training.engine.build import EngineContext, LayerTraits
 from harness.training.engine.losses import CausalLoss, LogitsLoss, Loss, LossFunction, MeanLoss, RouterLoss
 from harness.training.engine.precision import can_keep_fp32, keeps_wanted, obstacle
 from harness.training.engine.zero3_layers import layer_finisher, zero3_partition
@@ -155,7 +155,7 @@ def model_source(model: Model) -> ModelSource | None:
 
 def trainable_decoder(
     source: ModelSource,
-    context: RunContext,
+    context: EngineContext,
     sequence_length: int,
     adaptation: Adaptation | None = None,
     own_loss: LogitsLoss | None = None,
@@ -202,7 +202,7 @@ def trainable_decoder(
     )
 
 
-def _finisher(source: ModelSource, context: RunContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
+def _finisher(source: ModelSource, context: EngineContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
     """Return what is done with each layer once it has its weights: it gets fused operations, and ZeRO-3 spreads it."""
     spread, fused = layer_finisher(context, part), fuse
     if context.args.use_liger_kernel and source.has_values:
@@ -235,7 +235,7 @@ def adapted(model: Model, peft_config: LoraConfig | None) -> tuple[ModelSource |
     return source, Adaptation(config=lora_config(peft_config))
 
 
-def _require_gradients(causal: CausalModel, context: RunContext) -> None:
+def _require_gradients(causal: CausalModel, context: EngineContext) -> None:
     """UserError where nothing is trained, or where what is trained would get no gradient."""
     trained = causal.parameter_counts(trained=True)
     if not any(trained):
@@ -261,7 +261,7 @@ def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> Pret
     return config
 
 
-def _require_kept(names: Set[str], context: RunContext) -> None:
+def _require_kept(names: Set[str], context: EngineContext) -> None:
     """Refuse a bf16 run that cannot keep what transformers keeps in float32, unless the config wants nothing kept."""
     resolved = context.resolved
     if not names or can_keep_fp32(resolved):
@@ -276,7 +276,7 @@ def _require_kept(names: Set[str], context: RunContext) -> None:
         warnings.warn(f"{what} will be computed in {resolved.precision}", stacklevel=3)
 
 
-def _decoder_loss(causal: CausalModel, context: RunContext, own_loss: LogitsLoss | None) -> Loss:
+def _decoder_loss(causal: CausalModel, context: EngineContext, own_loss: LogitsLoss | None) -> Loss:
     loss = own_loss or CausalLoss(
         vocab_size=causal.vocab_size, group=context.groups.tp_group if causal.local_logits else None
     )

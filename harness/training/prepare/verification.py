@@ -22,10 +22,10 @@ from harness.hf.verify.comparison import NOT_CAUSAL, Difference, find_difference
 from harness.hf.verify.tiny_copy import shrink
 from harness.parallel.comm import TensorParallel
 from harness.topology.agreement import values_of_all
-from harness.training.engine.build import RunContext
+from harness.training.engine.build import EngineContext
 
 
-def verify_plan(causal: CausalModel, context: RunContext, console: Console) -> None:
+def verify_plan(causal: CausalModel, context: EngineContext, console: Console) -> None:
     """Try the cut of `causal` as the arguments ask; UserError, on every rank, if it is not the model.
 
     All ranks call it, once they know that the model can be cut at all.
@@ -53,7 +53,7 @@ def verify_plan(causal: CausalModel, context: RunContext, console: Console) -> N
         )
 
 
-def _refusal(causal: CausalModel, context: RunContext) -> tuple[float, str | None, str | None]:
+def _refusal(causal: CausalModel, context: EngineContext) -> tuple[float, str | None, str | None]:
     source, tensor = causal.source, TensorParallel.of(context.groups.tp_group)
     tiny = shrink(source.config, tensor=tensor.size)
     if looks_ahead(tiny, context.device):
@@ -72,7 +72,7 @@ def _refusal(causal: CausalModel, context: RunContext) -> tuple[float, str | Non
     return difference.off, _told(source, context, difference), None
 
 
-def _cut(source: ModelSource, tensor: TensorParallel, context: RunContext, unequal: set[str]) -> CausalModel:
+def _cut(source: ModelSource, tensor: TensorParallel, context: EngineContext, unequal: set[str]) -> CausalModel:
     """Return the cut model; `unequal` gets the names of parameters of which ranks hold unequal shares."""
     cut = assemble(
         source,
@@ -88,7 +88,7 @@ def _cut(source: ModelSource, tensor: TensorParallel, context: RunContext, unequ
     return cut
 
 
-def _told(source: ModelSource, context: RunContext, difference: Difference) -> str:
+def _told(source: ModelSource, context: EngineContext, difference: Difference) -> str:
     name = source.config.model_type
     if difference.tensor_parallel:
         size = context.groups.layout.tp_size

@@ -20,10 +20,10 @@ from harness.parallel.pipeline.partition import balanced
 from harness.report.profile.timeline import pipeline_seconds
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import StepRecord, TrainerState
-from harness.training.prepare.run import PreparedRun
 from harness.training.prepare.stages import stage_costs
-from harness.training.rebalancing.recut import recut
+from harness.training.rebalancing.move_layers import move_layers
 from harness.training.rebalancing.stage_clock import StageClock
+from harness.training.run import Run
 from harness.training.saving.writing import progress_of
 
 MIN_GAIN = 0.05  # of a step; less is within the noise of a measurement, and a move costs some steps' time
@@ -34,10 +34,10 @@ class Rebalancer:
     """Measures the stages of a run, and moves layers between them; all ranks call `after_step` alike.
 
     Attributes:
-        run: as it is cut now.
+        run: its engine, boundaries and stages change when layers move.
     """
 
-    run: PreparedRun
+    run: Run
     _clock: StageClock = field(init=False)
     _computed: list[dict[int, float]] = field(default_factory=list)  # by part, of all micro-batches of a step
     _steps: list[float] = field(default_factory=list)
@@ -56,14 +56,14 @@ class Rebalancer:
     def after_step(self, record: StepRecord, state: TrainerState) -> bool:
         """Take the times of a step, and every `rebalance_steps` steps compare them; return whether layers have
         moved."""
-        before, computed = self.run, self._clock.take()
+        before, computed = self.run.engine, self._clock.take()
         if self._is_warm:
             self._computed.append(computed)
             self._steps.append(record.step_seconds)
         self._is_warm = True  # the first step after a start, or a move, takes longer
         if self._goes_on and self._steps and record.step % (self.run.args.rebalance_steps or 1) == 0:
             self._compare(state)
-        return self.run is not before
+        return self.run.engine is not before
 
     def _compare(self, state: TrainerState) -> None:
         parts, accumulation = self.run.resolved.parts, self.run.resolved.accumulation
@@ -100,7 +100,7 @@ class Rebalancer:
 
     def _move(self, boundaries: list[int], state: TrainerState, reason: str) -> None:
         self.run.console.say(f"rebalancing: {reason}")
-        self.run = recut(self.run, boundaries, progress_of(self.run, state))
+        move_layers(self.run, boundaries, progress_of(self.run, state))
         for line in self.run.stages:
             self.run.console.say(str(line))
         self._measure()
@@ -108,7 +108,7 @@ class Rebalancer:
     def _measure(self) -> None:
         """Take the times of the engine that runs now."""
         engine, self._is_warm = self.run.engine.deepspeed, False
-        self._clock = clock = StageClock(self.run.context.device)
+        self._clock = clock = StageClock(self.run.device)
         if self._goes_on:
             stage = self.run.groups.coordinate.stage
 
@@ -118,9 +118,9 @@ class Rebalancer:
             watch_instructions(engine, begin)
 
 
-def obstacle(run: PreparedRun) -> str | None:
+def obstacle(run: Run) -> str | None:
     """Return why the layers of a run cannot move; None if they can."""
-    if run.plan.layout.pp_size == 1:
+    if run.layout.pp_size == 1:
         return "there is one pipeline stage"
     if any(isinstance(layer, nn.Module) for layer in run.trainable.layers):
         return "the list of layers has modules, which cannot be built once more: give LayerSpecs"

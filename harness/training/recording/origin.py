@@ -15,21 +15,21 @@ from harness.config.values.secrets import masked_by_name
 from harness.data.files.sources import find_files
 from harness.data.files.specs import TOKENS, find_tokens, source_groups
 from harness.errors import UserError
-from harness.training.prepare.run import PreparedRun
+from harness.training.run import Run
 
 DATA_FLAGS = ("train_file", "validation_file")
 MOST_FILES = 1000
 
 
-def origin(run: PreparedRun, hosts: Sequence[str]) -> JsonObject:
+def origin(run: Run, hosts: Sequence[str]) -> JsonObject:
     """Return what a run was started with, when, from what code and where; `hosts`: of each rank."""
-    tokenizer = run.plan.data.tokenizer
+    tokenizer = run.data.tokenizer
     return {
         "command": masked_by_name(shlex.join([sys.executable, *sys.argv])),
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "git": git_state(Path.cwd()),
         "hosts": list(hosts),
-        "data": {**data_files(run.inputs.flags), "digest": run.plan.digest},
+        "data": {**data_files(run.flags), "digest": run.digest},
         "tokenizer": None
         if tokenizer is None
         else {

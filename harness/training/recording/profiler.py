@@ -21,7 +21,7 @@ from harness.report.profiling.span_log import Clock, SpanLog
 from harness.resilience.process.records import HERE
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import MomentValues, TrainerCallback, TrainerControl, TrainerState
-from harness.training.prepare.run import PreparedRun
+from harness.training.run import Run
 from harness.wording import counted
 
 WARM_STEPS = 2  # the first ones take longer; the last of them, the memory of which is measured, too
@@ -90,7 +90,7 @@ class ProfileCallback(TrainerCallback):
             self._write(run, [], is_last=True)
             run.console.warn(f"--profile {self.steps}: the run ended after {counted(self._count, 'profiled step')}")
 
-    def _keep(self, run: PreparedRun, profile: StepProfile) -> None:
+    def _keep(self, run: Run, profile: StepProfile) -> None:
         """Write the step, and from time to time what all of them say together: a run may be killed at any time."""
         if self._profiles and self._profiles[-1].stage_boundaries != profile.stage_boundaries:
             self._profiles = []  # layers have moved
@@ -99,7 +99,7 @@ class ProfileCallback(TrainerCallback):
         self._is_open = profile.step < self._first + self.steps - 1
         self._write(run, [profile], is_last=not self._is_open)
 
-    def _write(self, run: PreparedRun, new: Sequence[StepProfile], *, is_last: bool) -> None:
+    def _write(self, run: Run, new: Sequence[StepProfile], *, is_last: bool) -> None:
         """Write steps, and after the first, the second, the fourth, ... and the last one what all say together."""
         folder, count = run.output_dir / FOLDER, len(self._profiles)
         if HERE.rank != 0 or not count:
@@ -130,7 +130,7 @@ class _Measurement:
         memory: None where memory is not measured, as that makes a step slower.
     """
 
-    def __init__(self, run: PreparedRun, is_timed: bool, takes_memory: bool) -> None:
+    def __init__(self, run: Run, is_timed: bool, takes_memory: bool) -> None:
         engine, clock, self.is_timed = run.engine.deepspeed, Clock(run.engine.device), is_timed
         self.memory = StepMemory(engine, run.engine.device) if takes_memory else None
         self._layers, self._stack = SpanLog(clock), ExitStack()
@@ -150,7 +150,7 @@ class _Measurement:
         self._stack.close()
         self._instructions.end_all()
 
-    def profile(self, run: PreparedRun, ahead: float) -> RankProfile:
+    def profile(self, run: Run, ahead: float) -> RankProfile:
         """Return this rank's part, in seconds of rank 0's clock. Waits for the device."""
         coordinate = run.groups.coordinate
         instructions = self._instructions.spans(ahead)
@@ -168,14 +168,14 @@ class _Measurement:
         )
 
 
-def step_profile(run: PreparedRun, step: int, ranks: list[RankProfile]) -> StepProfile:
+def step_profile(run: Run, step: int, ranks: list[RankProfile]) -> StepProfile:
     """Return the profile of a step: times count from the moment in which the first rank began it."""
     first = min(rank.start for rank in ranks)
     return StepProfile(
         step=step,
         run_id=run.run_id,
         device=run.engine.device.type,
-        layout=run.plan.layout.sizes(),
+        layout=run.layout.sizes(),
         stage_boundaries=run.boundaries,
         layer_names=run.trainable.names,
         micro_batches=run.resolved.accumulation,

@@ -19,11 +19,11 @@ from harness.topology.agreement import values_of_all
 from harness.topology.layout import AXES
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.engine.continuation import continued
-from harness.training.prepare.run import PreparedRun
 from harness.training.prepare.sample_prompts import SamplePrompts
 from harness.training.recording.metrics import MetricsFile, note_wall_clock, write_run
 from harness.training.recording.monitors import Monitors
 from harness.training.recording.origin import origin
+from harness.training.run import Run
 
 SAMPLES = "samples.jsonl"
 SHOWN = (
@@ -36,7 +36,7 @@ SHOWN = (
 class Recorder:
     """Open while a run goes on; on ranks other than 0 it does nothing."""
 
-    def __init__(self, run: PreparedRun, state: TrainerState) -> None:
+    def __init__(self, run: Run, state: TrainerState) -> None:
         self.run = run
         self.state = state
         self.writes = state.is_world_process_zero
@@ -87,9 +87,8 @@ class Recorder:
             self.run.console.warn(f"{path} is of an earlier run: kept as {kept.name}")
         return MetricsFile(path, first_step)
 
-    def describe(self, run: PreparedRun) -> None:
+    def describe(self) -> None:
         """Write `run.json` once more, for a run whose layers have moved."""
-        self.run = run
         if self.writes:
             write_run(self.run.output_dir, {**self._origin, **describe(self.run)})
 
@@ -147,19 +146,19 @@ def _shown(metrics: Mapping[str, object]) -> dict[str, float]:
     return {f"eval/{n.removeprefix('eval_')}": v for n, v in named.items() if isinstance(v, int | float)}
 
 
-def describe(run: PreparedRun) -> JsonObject:
+def describe(run: Run) -> JsonObject:
     """Return what `run.json` holds: resolved config, layout, arguments, model shape, stage boundaries."""
     causal = run.trainable.causal
     return {
         "run_id": run.run_id,
         "config": run.resolved.config,
         "filled": [asdict(filled) for filled in run.resolved.filled],
-        "layout": {**run.plan.layout.sizes(), "world_size": run.plan.layout.world_size},
-        "arguments": {**run.inputs.flags, **asdict(run.args)},
+        "layout": {**run.layout.sizes(), "world_size": run.layout.world_size},
+        "arguments": {**run.flags, **asdict(run.args)},
         "model": causal.source.config.to_dict() if causal is not None else {"layers": run.trainable.names},
         "parameters": run.trainable.size(),
         "trained_parameters": run.trainable.size(trained=True),
-        "adapters": json.loads(run.plan.adapters) if run.plan.adapters else None,
+        "adapters": json.loads(run.adapters) if run.adapters else None,
         "stage_boundaries": run.boundaries,
         "stages": [asdict(line) for line in run.stages],
         "expected": None if run.expected is None else run.expected.as_json(),

@@ -23,7 +23,7 @@ from harness.topology.agreement import all_or_none
 from harness.training.best_model import note_checkpoint
 from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFinite
-from harness.training.prepare.run import PreparedRun
+from harness.training.run import Run
 from harness.training.saving.writing import begin_checkpoint
 
 MOMENT_S = 1.0  # for the disk, in the step after a save
@@ -39,7 +39,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        run: PreparedRun,
+        run: Run,
         state: TrainerState,
         nonfinite: NonFinite,
         on_save: Callable[..., None],
@@ -52,7 +52,7 @@ class Checkpoints:
         self._pending: BackgroundSave | None = None
         self._begun = time.monotonic()
         self._state_of: tuple[int, int] | None = None  # step and samples that are saved, or being saved
-        self._owns_directory = not (run.inputs.may_hold_a_run or run.args.overwrite_output_dir)
+        self._owns_directory = not (run.may_hold_a_run or run.args.overwrite_output_dir)
         self.newest: int | None = None
 
     def __enter__(self) -> Self:

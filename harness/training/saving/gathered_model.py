@@ -16,10 +16,10 @@ from harness.errors import UserError
 from harness.hf.causal import CausalModel
 from harness.hf.weights.conversion import untie
 from harness.topology.groups import Groups
-from harness.training.prepare.run import PreparedRun
+from harness.training.run import Run
 
 
-def with_config(run: PreparedRun) -> nn.Module:
+def with_config(run: Run) -> nn.Module:
     """Return this rank's layers, with the model's `config`."""
     module: Any = run.module
     if run.trainable.causal is not None:
@@ -28,7 +28,7 @@ def with_config(run: PreparedRun) -> nn.Module:
 
 
 @torch.no_grad()
-def gather_model(run: PreparedRun) -> PreTrainedModel | None:
+def gather_model(run: Run) -> PreTrainedModel | None:
     """Return the whole model on the CPU of rank 0, None on the others; all ranks call it. See
     `Trainer.trained_model`."""
     causal, engine, groups = run.trainable.causal, run.engine, run.groups
@@ -36,7 +36,7 @@ def gather_model(run: PreparedRun) -> PreTrainedModel | None:
         raise UserError(
             "trained_model() supports HuggingFace models only: save_model() writes the tensors of a list of layers"
         )
-    if run.plan.adaptation is not None:
+    if run.adaptation is not None:
         raise UserError("trained_model() does not support adapters: call save_model(), then PeftModel.from_pretrained")
     module = run.module
     model = _target(causal, next(module.parameters()).dtype) if groups.rank == 0 else None

@@ -16,8 +16,8 @@ from harness.resilience.watch.activity import inside
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFiniteStep
-from harness.training.prepare.run import PreparedRun
 from harness.training.recording.recorder import Recorder
+from harness.training.run import Run
 from harness.training.saving.resume import load
 
 AT_MOST = 3
@@ -27,7 +27,7 @@ AT_MOST = 3
 class Rollback:
     """Takes a run back."""
 
-    def __init__(self, run: PreparedRun, state: TrainerState, stream: BatchStream | None) -> None:
+    def __init__(self, run: Run, state: TrainerState, stream: BatchStream | None) -> None:
         self.run, self.state, self.stream = run, state, stream
         self._in_a_row, self._failed_at = 0, 0
         if stream is not None:
@@ -76,7 +76,7 @@ class Rollback:
 
     def _checkpoint(self, reason: str) -> Path:
         """Return the newest checkpoint whose files are what was saved; all ranks call it."""
-        newest = self._newest() or self.run.plan.checkpoint
+        newest = self._newest() or self.run.checkpoint
         found, changed = training_state.first_unchanged(newest, self.run.output_dir, auto=True)
         for line in changed:
             self.run.console.warn(f"{line}: ignored")

@@ -21,7 +21,7 @@ from harness.errors import UserError
 from harness.hf.lora import plain_name, saved_name, sorted_config
 from harness.training.best_model import best_as_saved
 from harness.training.callbacks import TrainerState
-from harness.training.prepare.run import PreparedRun
+from harness.training.run import Run
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 BASE = "base_model"
 
 
-def begin_checkpoint(run: PreparedRun, state: TrainerState, writer: Writer, *, copy: bool) -> BackgroundSave:
+def begin_checkpoint(run: Run, state: TrainerState, writer: Writer, *, copy: bool) -> BackgroundSave:
     """Begin to write the state of a run, or a copy of it, to `output_dir/checkpoint-STEP`; all ranks call it.
 
     HuggingFace's `from_pretrained` reads its weights, and peft's its adapters.
@@ -44,21 +44,20 @@ def begin_checkpoint(run: PreparedRun, state: TrainerState, writer: Writer, *, c
     return BackgroundSave(run.engine_state, target, progress_of(run, state), writer, copy=copy)
 
 
-def progress_of(run: PreparedRun, state: TrainerState) -> Progress:
+def progress_of(run: Run, state: TrainerState) -> Progress:
     """Return where a run stands, but for what its engine counts."""
-    plan, resolved = run.plan, run.resolved
     return Progress(
         step=state.global_step,
         consumed_samples=state.consumed_samples,
-        layout=str(plan.layout),
-        zero_stage=resolved.zero_stage,
-        precision=resolved.precision,
+        layout=str(run.layout),
+        zero_stage=run.resolved.zero_stage,
+        precision=run.resolved.precision,
         seed=run.args.seed,
-        data=plan.digest,
-        adapters=plan.adapters,
+        data=run.digest,
+        adapters=run.adapters,
         model=run.trainable.summary,
         model_config=run.trainable.shaping_config,
-        optimizer=optimizer_name(resolved),
+        optimizer=optimizer_name(run.resolved),
         hyperparameters=run.hyperparameters,
         skipped_samples=list(state.skipped_samples),
         run_id=run.run_id,
@@ -67,15 +66,15 @@ def progress_of(run: PreparedRun, state: TrainerState) -> Progress:
     )
 
 
-def stream_position(run: PreparedRun, consumed: int) -> JsonObject:
+def stream_position(run: Run, consumed: int) -> JsonObject:
     """Return where streamed training data stands; rank 0, which reads it and writes the state, knows it."""
-    data = run.plan.data.train
+    data = run.data.train
     return data.position(consumed) if isinstance(data, Streamed) and run.groups.rank == 0 else {}
 
 
-def _write_configs(run: PreparedRun, folder: Path) -> None:
+def _write_configs(run: Run, folder: Path) -> None:
     """Write what HuggingFace needs beside the weights; called by one rank."""
-    causal, adaptation = run.trainable.causal, run.plan.adaptation
+    causal, adaptation = run.trainable.causal, run.adaptation
     if causal is None:
         return
     if adaptation is not None:
@@ -83,26 +82,26 @@ def _write_configs(run: PreparedRun, folder: Path) -> None:
         export_adapter_config(sorted_config(adaptation.config), str(base) if isinstance(base, Path) else "", folder)
         return
     export_config(causal.source, next(run.module.parameters()).dtype, folder)
-    if run.plan.data.tokenizer is not None:
-        run.plan.data.tokenizer.save_pretrained(folder)
+    if run.data.tokenizer is not None:
+        run.data.tokenizer.save_pretrained(folder)
 
 
-def write_model(run: PreparedRun, directory: Path) -> None:
+def write_model(run: Run, directory: Path) -> None:
     """Write what `run` has trained into `directory`; all ranks call it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"the model cannot be written to {directory}: {error.strerror or error}") from error
-    if run.plan.adaptation is None:
+    if run.adaptation is None:
         _write_whole(run, directory)
     else:
-        _write_adapters(run, run.plan.adaptation.config, directory)
-    if run.groups.rank == 0 and run.plan.data.tokenizer is not None:
-        run.plan.data.tokenizer.save_pretrained(directory)
+        _write_adapters(run, run.adaptation.config, directory)
+    if run.groups.rank == 0 and run.data.tokenizer is not None:
+        run.data.tokenizer.save_pretrained(directory)
     dist.barrier()
 
 
-def _write_adapters(run: PreparedRun, config: LoraConfig, directory: Path) -> None:
+def _write_adapters(run: Run, config: LoraConfig, directory: Path) -> None:
     causal = run.trainable.causal
     assert causal is not None  # adapters stand on a HuggingFace model
     name = run.trainable.saved_name
@@ -117,7 +116,7 @@ def _write_adapters(run: PreparedRun, config: LoraConfig, directory: Path) -> No
         export_adapter_config(sorted_config(config), str(base.resolve()), directory)
 
 
-def _write_whole(run: PreparedRun, directory: Path) -> None:
+def _write_whole(run: Run, directory: Path) -> None:
     """Write the model without its adapters."""
     causal, name = run.trainable.causal, run.trainable.saved_name
     module = run.module

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from harness import Trainer, TrainingArguments, UserError
-from harness.training.cadence import Due, due_after
 from harness.training.callbacks import StepRecord, TrainerState
+from harness.training.due import Due, due_after
 from harness.training.engine.kept_outputs import KeptOutputs
 from harness.training.engine.losses import targets
 from harness.training.metrics import OwnMetrics
@@ -37,7 +37,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
 def due(trainer: Trainer, step: int, **changes: Any) -> Due:
     """What is due after this step of 8 samples, 20 of which are an epoch."""
     args = arguments(**{"logging_steps": 3, "save_steps": 4, "eval_steps": 5, **changes})
-    run = replace(trainer.run, inputs=replace(trainer.run.inputs, args=args))
+    run = replace(trainer.run, args=args)
     record = StepRecord(
         step=step, loss=1.0, grad_norm=None, learning_rate=0.1, tokens_per_second=1.0, step_seconds=1.0,
         consumed_samples=8 * step, epoch=8 * step / 20,
@@ -74,7 +74,7 @@ def test_the_arguments_say_after_which_steps(
 def test_an_epoch_ends_in_the_step_that_uses_its_last_sample(trainer: Trainer) -> None:
     both, end = ("on_epoch_end", "on_epoch_begin"), ("on_epoch_end",)
     assert [due(trainer, step).epoch_events for step in (2, 3, 5, 8)] == [(), both, both, both]
-    last = replace(trainer.run, inputs=replace(trainer.run.inputs, args=arguments()))
+    last = replace(trainer.run, args=arguments())
     record = StepRecord(
         step=5, loss=1.0, grad_norm=None, learning_rate=0.1, tokens_per_second=1.0, step_seconds=1.0,
         consumed_samples=40, epoch=2.0,

@@ -23,7 +23,7 @@ from harness.resilience.process.distributed import start
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
-from harness.training.engine.build import RunContext
+from harness.training.engine.build import EngineContext
 from harness.training.prepare.stages import StageLine, choose_boundaries, measured_costs, stage_costs, stage_lines
 from harness.training.prepare.trainable import TrainableModel, trainable_layers
 
@@ -38,11 +38,11 @@ def groups() -> Iterator[Any]:
     yield build_groups(Layout.from_world(1, pp_size=1, tp_size=1))
 
 
-def context(groups: Any, stages: int, **pipeline: Any) -> RunContext:
+def context(groups: Any, stages: int, **pipeline: Any) -> EngineContext:
     config = {"train_batch_size": "auto", "pipeline": {"stages": stages, **pipeline}}
     args = TrainingArguments(deepspeed_config=config)
     resolved = read_run_config(args, world_size=stages).resolved
-    return RunContext(args=args, resolved=resolved, groups=groups, device=torch.device("cpu"), max_steps=1)
+    return EngineContext(args=args, resolved=resolved, groups=groups, device=torch.device("cpu"), max_steps=1)
 
 
 def layers(*sizes: int, frozen: tuple[int, ...] = ()) -> TrainableModel:

@@ -18,7 +18,7 @@ from harness.parallel.gradients.link import Choice, choose
 from harness.parallel.tensor.shard import Shard, mark
 from harness.topology.groups import Groups
 from harness.topology.layout import Layout
-from harness.training.engine.build import RunContext
+from harness.training.engine.build import EngineContext
 from harness.training.engine.compression import _kind, compress_gradients, settle_compression
 from harness.training.engine.zero3_layers import layer_finisher, secondary_size, zero3_partition
 
@@ -40,10 +40,10 @@ def groups(world: int, rank: int = 0) -> Groups:
     )
 
 
-def context(world: int, rank: int = 0, **config: Any) -> RunContext:
+def context(world: int, rank: int = 0, **config: Any) -> EngineContext:
     args = TrainingArguments(deepspeed_config={"train_batch_size": "auto", **config})
     resolved = read_run_config(args, world_size=world).resolved
-    return RunContext(args=args, resolved=resolved, groups=groups(world, rank), device=CPU, max_steps=1)
+    return EngineContext(args=args, resolved=resolved, groups=groups(world, rank), device=CPU, max_steps=1)
 
 
 @pytest.mark.parametrize(
