@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from harness.arguments import LoraArguments, TrainingArguments, expanded, parse
 from harness.arguments.configure import read_config, read_run_config
 from harness.arguments.themes.script import ScriptArguments
 from harness.checkpoint.atomic import replace_text
-from harness.checkpoint.directories import METRICS, set_aside
+from harness.checkpoint.directories import METRICS, numbered, set_aside
 from harness.checkpoint.integrity import newest_whole
+from harness.checkpoint.manifest import MANIFEST
 from harness.errors import UserError
 from harness.hf.locate import model_directory
-from harness.resilience.process.launcher import with_resume
+from harness.resilience.process.launcher import RESUME, with_resume
 from harness.topology.layout import Layout, divisors
 
 ACCUMULATION = "gradient_accumulation_steps"
@@ -47,14 +49,17 @@ class Script:
     def __init__(self, words: Sequence[str]) -> None:
         self.words = self.plain = tuple(words)  # as typed, and with the flags of config files in place
         self.args: TrainingArguments | None = None
+        self._earlier: frozenset[tuple[int, int]] | None = None  # None: the folder held no run
         if {"-h", "--help"} & set(words):
             return
         try:
             given = parse(KINDS, words[1:], prog="", description="", epilog="")
             self.plain = (words[0], *expanded(KINDS, words[1:]))
         except (UserError, SystemExit):
-            return  # the ranks say what is wrong, or it is a script with arguments of its own
-        self.model, self.args = given[0].model, given[1]
+            pass  # the ranks say what is wrong, or it is a script with arguments of its own
+        else:
+            self.model, self.args = given[0].model, given[1]
+        self._earlier = _earlier_checkpoints(self._folder())
 
     @property
     def is_known(self) -> bool:
@@ -82,12 +87,32 @@ class Script:
         return Start(words=self.words, ranks=ranks)
 
     def again(self, start: Start) -> Start:
-        """Return the same start, from the newest checkpoint."""
-        elsewhere = self.args.resume_from_checkpoint if self.args else None
-        if elsewhere not in (None, "auto") and self.output_dir and newest_whole(self.output_dir) is None:
-            set_aside(self.output_dir / METRICS)  # nothing has been saved since
+        """Return the start from the newest checkpoint that this launch has saved; before there is one, the same start.
+
+        Until then `auto` would mean a checkpoint that the run was not to go on from.
+        """
+        folder, wanted = self._folder(), self._resumed()
+        if wanted != "auto" and (wanted is not None or self._earlier is not None) and folder and not self._has_saved():
+            if wanted is not None and Path(wanted).resolve().parent != folder.resolve():
+                set_aside(folder / METRICS)  # else the folder would count as that of another run
             return start
         return Start(words=tuple(with_resume(start.words)), ranks=start.ranks, layout=start.layout)
+
+    def _folder(self) -> Path | None:
+        """Return where the run writes, as far as its words tell; those of another script may do so too."""
+        if self.args is not None:
+            return self.output_dir
+        given = value_of(self.words, "--output_dir")
+        return None if given is None else Path(given).absolute()
+
+    def _resumed(self) -> str | None:
+        return value_of(self.words, RESUME) if self.args is None else self.args.resume_from_checkpoint
+
+    def _has_saved(self) -> bool:
+        """Whether the newest checkpoint is none of those that were there before this launch."""
+        folder = self._folder()
+        newest = newest_whole(folder) if folder is not None else None
+        return newest is not None and _identity(newest) not in (self._earlier or ())
 
     def on_fewer(self, wanted: int, ranks: int) -> Start | None:
         """Return the start on at most `ranks` of the `wanted` ranks, with the same global batch; None if there is none.
@@ -155,6 +180,30 @@ def _flags(layout: Layout, batch: int) -> dict[str, str]:
         sizes["expert"] = layout.ep_size
     flags = {f"--{axis}_parallel_size": str(size) for axis, size in sizes.items()}
     return {**flags, "--global_batch_size": str(batch)}
+
+
+def _earlier_checkpoints(folder: Path | None) -> frozenset[tuple[int, int]] | None:
+    """Return what tells the checkpoints of a folder from later ones; None if it holds no run."""
+    if folder is None or not ((folder / METRICS).exists() or numbered(folder)):
+        return None
+    return frozenset(_identity(path) for _, path in numbered(folder))
+
+
+def _identity(checkpoint: Path) -> tuple[int, int]:
+    with suppress(OSError):
+        found = (checkpoint / MANIFEST).stat()
+        return found.st_ino, found.st_mtime_ns
+    return 0, 0
+
+
+def value_of(words: Sequence[str], flag: str) -> str | None:
+    """Return the last value of a flag among words; None without one."""
+    found = None
+    for word, following in zip(words, [*words[1:], None], strict=True):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            found = value if equals else following
+    return found
 
 
 def without(words: Sequence[str], flags: set[str]) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.checkpoint.manifest import contents, write_manifest
 from harness.errors import UserError
 from harness.resilience.script import Script
 
@@ -65,6 +66,52 @@ def test_it_goes_on_from_its_own_checkpoints_once_there_are_some(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.1.jsonl"]  # the run begins once more
     fresh = script("--output_dir", tmp_path)
     assert fresh.again(fresh.first(2)).words[-2:] == ("--resume_from_checkpoint", "auto")
+
+
+def saved_checkpoint(folder: Path, step: int) -> None:
+    """A whole checkpoint, as far as a restart looks at it."""
+    made = folder / f"checkpoint-{step}"
+    made.mkdir(parents=True)
+    stated = {"step": step, "consumed_samples": 8, "layout": "", "zero_stage": 0, "precision": "fp32", "seed": 1}
+    (made / "state.json").write_text(json.dumps({**stated, "data": ""}))
+    write_manifest(made, step, contents(made), "run")
+
+
+@pytest.mark.parametrize(
+    ("words", "of_harness"),
+    [
+        pytest.param(["--resume_from_checkpoint", "{run}/checkpoint-3"], True, id="resumed"),
+        pytest.param(["--resume_from_checkpoint={run}/checkpoint-3"], True, id="resumed with an equals sign"),
+        pytest.param(["--overwrite_output_dir"], True, id="overwritten"),
+        pytest.param([], True, id="refused"),
+        pytest.param(["--resume_from_checkpoint", "elsewhere/checkpoint-9", "--overwrite_output_dir"], True, id="both"),
+        pytest.param(["--resume_from_checkpoint", "{run}/checkpoint-3", "--depth", "4"], False, id="script of others"),
+    ],
+)
+def test_a_restart_does_what_was_asked_until_something_is_saved(
+    words: list[str], of_harness: bool, tmp_path: Path
+) -> None:
+    """And does not take the newest checkpoint of the run that was there before."""
+    for step in (3, 12):
+        saved_checkpoint(tmp_path, step)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    asked = script("--output_dir", tmp_path, *(word.format(run=tmp_path) for word in words))
+    assert (asked.args is not None) == of_harness
+    assert asked.again(asked.first(2)).words == asked.words
+    (tmp_path / "checkpoint-12").rename(tmp_path / "abandoned-checkpoint-12")
+    assert asked.again(asked.first(2)).words == asked.words
+    saved_checkpoint(tmp_path, 6)
+    again = asked.again(asked.first(2)).words
+    assert again[-2:] == ("--resume_from_checkpoint", "auto") and again.count("--resume_from_checkpoint") == 1
+    assert not any("checkpoint-3" in word for word in again)
+
+
+def test_a_checkpoint_that_takes_the_place_of_an_earlier_one_is_the_launchs_own(tmp_path: Path) -> None:
+    saved_checkpoint(tmp_path, 6)
+    asked = script("--output_dir", tmp_path, "--overwrite_output_dir")
+    (tmp_path / "checkpoint-6").rename(tmp_path / "foreign-checkpoint-6")
+    saved_checkpoint(tmp_path, 6)
+    assert asked.again(asked.first(2)).words[-2:] == ("--resume_from_checkpoint", "auto")
 
 
 def test_checkpoints_of_the_model_alone_serve_no_restart() -> None:
