@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class UserError(Exception):
     """Something the user can fix. The text is one line: what is wrong, where, what to do.
@@ -15,6 +17,12 @@ class UserError(Exception):
 
 class UserErrors(UserError):
     """Several things the user can fix, each a line of the text."""
+
+
+def refuse_all(problems: Sequence[str]) -> None:
+    """Raise UserErrors for what is wrong, UserError for one thing alone; nothing for none."""
+    if problems:
+        raise (UserErrors if len(problems) > 1 else UserError)("\n".join(problems))
 
 
 def printable(text: str) -> str:

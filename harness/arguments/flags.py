@@ -9,7 +9,7 @@ from functools import cache
 from typing import ClassVar, Self, TypeVar, get_type_hints
 
 from harness.arguments.values import typed
-from harness.errors import UserError
+from harness.errors import UserError, refuse_all
 
 T = TypeVar("T")
 
@@ -71,9 +71,8 @@ class Flags:
 
     def __new__(cls, *_: object, **given: object) -> Self:
         self = super().__new__(cls)
-        # also where the value is the default: it may contradict the JSON, or be without effect
         if given:
-            object.__setattr__(self, "_asked", frozenset(name for name, value in given.items() if value is not None))
+            object.__setattr__(self, "_asked", asked_for(cls, given))
         return self
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -87,11 +86,21 @@ class Flags:
         object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
+        problems: list[str] = []
         for group in groups(type(self)):
             hints = hints_of(group)
             for item in fields(group):
-                setattr(self, item.name, _allowed(item, hints[item.name], getattr(self, item.name)))
-            group.check(self)
+                try:
+                    setattr(self, item.name, _allowed(item, hints[item.name], getattr(self, item.name)))
+                except UserError as error:
+                    problems.append(str(error))
+        refuse_all(problems)
+        for group in groups(type(self)):
+            try:
+                group.check(self)
+            except UserError as error:
+                problems.append(str(error))
+        refuse_all(problems)
         object.__setattr__(self, "_given", vars(self).pop("_asked", frozenset()))
 
     def check(self) -> None:
@@ -102,6 +111,19 @@ class Flags:
         """Names of the flags that were passed, whatever their values."""
         asked: frozenset[str] = vars(self).get("_given", self._asked)
         return asked
+
+
+def asked_for(kind: type[Flags], given: Mapping[str, object]) -> frozenset[str]:
+    """Return the names of the flags that are passed to a class; None is none.
+
+    One that has its default counts too: it may contradict the JSON, or be without effect. But where all flags are
+    passed, as `dataclasses.replace` does, nobody has asked for those that have their defaults.
+    """
+    defaults = {item.name: item.default for item in fields(kind)}
+    everything = defaults.keys() <= given.keys()
+    return frozenset(
+        name for name, value in given.items() if value is not None and not (everything and value == defaults[name])
+    )
 
 
 def hints_of(kind: type[Flags]) -> Mapping[str, object]:

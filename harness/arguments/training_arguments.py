@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from harness.arguments.flags import asked_for
 from harness.arguments.themes.batches import BatchArguments
 from harness.arguments.themes.checkpoints import CheckpointArguments
 from harness.arguments.themes.layout import LayoutArguments
@@ -32,8 +33,9 @@ class TrainingArguments(
 
         def __init__(self, output_dir: object = None, **given: object) -> None:
             """Take HuggingFace's other flags too, where they ask for what is done in any case."""
-            given = own_arguments(given if output_dir is None else {"output_dir": output_dir, **given}, fields(self))
-            object.__setattr__(self, "_asked", frozenset(given))
+            said = given if output_dir is None else {"output_dir": output_dir, **given}
+            given = own_arguments(said, fields(self))
+            object.__setattr__(self, "_asked", asked_for(type(self), {**dict.fromkeys(said), **given}))
             for item in fields(self):
                 setattr(self, item.name, given.get(item.name, item.default))
             self.__post_init__()

@@ -13,7 +13,7 @@ from harness.arguments.config_file import ConfigFlag, read_config_file
 from harness.arguments.flags import ALIASES, Flags, require_one_name
 from harness.arguments.other_names.advice import advice, is_idle, refusal
 from harness.arguments.values import takes
-from harness.errors import UserError
+from harness.errors import UserError, refuse_all
 
 LAUNCHER = {"local_rank", "help", "h", "config"}  # local_rank: DeepSpeed's launcher adds it
 
@@ -47,6 +47,7 @@ def own_words(words: Sequence[str], known: Known) -> list[str]:
     """Return the words with the harness's names. UserError for an unknown flag, and for one under two names."""
     kept: list[str] = []
     names: dict[str, str] = {}
+    problems: list[str] = []
     for flag in _flags(words):
         name, equals, value = flag[0].partition("=")
         plain = spelled = name.removeprefix("--").replace("-", "_")
@@ -66,7 +67,8 @@ def own_words(words: Sequence[str], known: Known) -> list[str]:
             require_one_name(names, negated, f"--{spelled.removeprefix('no_')}")
             kept.append(f"--{negated}=false")
         elif not _may_stand(plain, negated, given):
-            raise UserError(refusal(plain, name, known))
+            problems.append(refusal(plain, name, known))
+    refuse_all(problems)
     return kept
 
 
@@ -75,6 +77,7 @@ def own_arguments(given: Mapping[str, object], items: Iterable[Field[object]]) -
     known = {item.name for item in items}
     kept: dict[str, object] = {}
     names: dict[str, str] = {}
+    problems: list[str] = []
     for name, value in given.items():
         own = ALIASES.get(name, name)
         if own == "resume_from_checkpoint" and isinstance(value, bool):  # as in HuggingFace
@@ -83,7 +86,8 @@ def own_arguments(given: Mapping[str, object], items: Iterable[Field[object]]) -
             require_one_name(names, own, name)
             kept[own] = value
         elif own not in known and not is_idle(name, value):
-            raise UserError(f"TrainingArguments takes no {name}: {advice(name, known)}")
+            problems.append(f"TrainingArguments takes no {name}: {advice(name, known)}")
+    refuse_all(problems)
     return kept
 
 

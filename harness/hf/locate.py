@@ -26,6 +26,8 @@ def model_directory(name: str) -> Path:
     UserError if there is no readable config.json in it.
     """
     directory = PRESETS / name if name in presets() else Path(name)
+    if directory.is_file():
+        raise UserError(f"--model_name_or_path {name}: is a file: give its directory, {directory.parent}")
     if not directory.exists():
         directory = fetch(name, MODEL) or directory
     config = directory / "config.json"

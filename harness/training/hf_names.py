@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from harness.config.schema.suggest import nearest
-from harness.errors import UserError
+from harness.errors import UserError, refuse_all
 
 OPTIMIZER = "set optimizer and scheduler in the DeepSpeed JSON, or use the arguments"
 LOADER = "give train_dataset, eval_dataset and data_collator"
@@ -73,11 +73,13 @@ def _require_own_methods(kind: type, base: type) -> None:
 def refuse_arguments(
     given: Iterable[str], function: Callable[..., object], remedies: Mapping[str, str], what: str
 ) -> None:
-    """UserError for the first of the keyword arguments `given`, which `function` does not take."""
+    """UserErrors for the keyword arguments `given`, which `function` does not take."""
+    problems = []
     for name in given:
         close = nearest(name, inspect.signature(function).parameters)
         remedy = remedies.get(name) or (f"did you mean {close}?" if close else "leave it out")
-        raise UserError(f"{what} takes no {name}: {remedy}")
+        problems.append(f"{what} takes no {name}: {remedy}")
+    refuse_all(problems)
 
 
 def _methods_of_transformers() -> set[str]:

@@ -31,12 +31,16 @@ def advice(name: str, known: Iterable[str]) -> str:
     """Return what to do instead of giving the flag `name`."""
     if name in NOT_TAKEN:
         return NOT_TAKEN[name].advice
-    if (found := meant(name)) is not None:
-        program, here = found
-        does = f"leave it out: {here.removeprefix(NOTHING)}" if here.startswith(NOTHING) else f"use {here}"
-        return does + (f" ({program} calls it {name})" if program else "")
+    if found := meant(name):
+        return "; or ".join(_instead(name, program, here) for program, here in found)
     close = nearest(name, known) or nearest(name, NOT_TAKEN)
     return f"did you mean --{close}?" if close else "see --help for all flags"
+
+
+def _instead(name: str, program: str, here: str) -> str:
+    """Return what to write for a flag that a program calls `name`; no program: several do, or none."""
+    does = f"leave it out: {here.removeprefix(NOTHING)}" if here.startswith(NOTHING) else f"use {here}"
+    return does + (f" ({program} calls it {name})" if program else "")
 
 
 def _plain(value: object) -> str:

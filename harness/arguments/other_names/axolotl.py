@@ -20,6 +20,7 @@ AXOLOTL = {
     "base_model": "--model_name_or_path",
     "base_model_config": "--model_name_or_path",
     "tokenizer_config": "--tokenizer_name",
+    "tokenizer_type": "nothing: the tokenizer is loaded as its files say",
     "revision_of_model": "--model_revision",
     "datasets": DATA,
     "test_datasets": "--validation_file",

@@ -11,6 +11,9 @@ KERNELS = "nothing: such kernels replace the layers that the harness cuts"
 OPTIMIZER = "--optim, or optimizer.type in the DeepSpeed JSON"
 TOKENS = "a tokenizer and a model that have the tokens already, as --model_name_or_path"
 
+FROZEN = "a script with harness.Trainer and a model whose other parameters are frozen"
+TEXT_ALONE = "nothing: of a model with images the text decoder alone is trained"
+
 FACTORY = {
     "stage": ONE_STAGE,
     "pref_beta": ONE_STAGE,
@@ -35,6 +38,7 @@ FACTORY = {
     "adapter_name_or_path": "--model_name_or_path with the adapters' directory, to continue from them",
     "create_new_adapter": ADAPTER,
     "additional_target": "--lora_modules_to_save",
+    "lora_target": "--lora_target_modules (all: all-linear)",
     "use_dora": "--use_peft; DoRA is not supported",
     "pissa_init": "--use_peft; PiSSA is not supported",
     "quantization_bit": QUANTISED,
@@ -65,6 +69,35 @@ FACTORY = {
     "use_badam": OPTIMIZER,
     "use_adam_mini": OPTIMIZER,
     "use_muon": "optimizer.type Muon in the DeepSpeed JSON",
+    "freeze_trainable_layers": FROZEN,
+    "freeze_trainable_modules": FROZEN,
+    "freeze_extra_modules": FROZEN,
+    "media_dir": TEXT_ALONE,
+    "train_mm_proj_only": TEXT_ALONE,
+    "freeze_multi_modal_projector": TEXT_ALONE,
+    "freeze_language_model": TEXT_ALONE,
+    "new_special_tokens": TOKENS,
+    "upcast_layernorm": KERNELS,
+    "max_new_tokens": "--sample_tokens, with --sample_prompts",
     "export_dir": "nothing: output_dir is a HuggingFace directory when the run has ended",
 }
 """LLaMA-Factory's keys that are not HuggingFace's."""
+
+FACTORY_PREFIXES = {
+    "ref_model": ONE_STAGE,
+    "reward_model": ONE_STAGE,
+    "ppo_": ONE_STAGE,
+    "galore_": OPTIMIZER,
+    "apollo_": OPTIMIZER,
+    "badam_": OPTIMIZER,
+    "image_": TEXT_ALONE,
+    "video_": TEXT_ALONE,
+    "audio_": TEXT_ALONE,
+    "freeze_vision_": TEXT_ALONE,
+    "swanlab_": "--report_to tensorboard, wandb, comet or csv",
+    "vllm_": "nothing: `ds-harness generate` continues text by a trained model",
+    "sglang_": "nothing: `ds-harness generate` continues text by a trained model",
+    "infer_": "nothing: `ds-harness generate` continues text by a trained model",
+    "export_": "nothing: output_dir is a HuggingFace directory when the run has ended",
+}
+"""The beginnings of LLaMA-Factory's other keys."""

@@ -11,7 +11,7 @@ from harness.arguments.other_names.answers import (
     ZERO,
 )
 from harness.arguments.other_names.axolotl import AXOLOTL, AXOLOTL_PREFIXES
-from harness.arguments.other_names.llama_factory import FACTORY
+from harness.arguments.other_names.llama_factory import FACTORY, FACTORY_PREFIXES
 
 TORCHTITAN = {
     "training.seq_len": "--block_size",
@@ -222,13 +222,20 @@ def is_section(name: str) -> bool:
     return any(flag.startswith(f"{name}.") for flag in TORCHTITAN)
 
 
-def meant(name: str) -> tuple[str, str] | None:
-    """Return the program that has a flag `name`, and what to write here; None if none is known."""
+def meant(name: str) -> list[tuple[str, str]]:
+    """Return the programs that have a flag `name`, each with what to write here; one entry where that is the same."""
     plain = name.lower().replace("-", "_")
+    programs: dict[str, list[str]] = {}
     for program, names in PROGRAMS.items():
         if plain in names:
-            return program, names[plain]
-    for prefix, here in AXOLOTL_PREFIXES.items():
-        if plain.startswith(prefix):
-            return "axolotl", here
-    return None
+            programs.setdefault(names[plain], []).append(program)
+    if not programs:
+        beginnings = {"axolotl": AXOLOTL_PREFIXES, "LLaMA-Factory": FACTORY_PREFIXES}
+        several = [
+            (program, here)
+            for program, names in beginnings.items()
+            for start, here in names.items()
+            if plain.startswith(start)
+        ]
+        return several[:1]
+    return [(" and ".join(filter(None, several)), here) for here, several in programs.items()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from harness.config.text.parser import Node, NonJsonSyntax, Parsed, TextError, p
 from harness.config.values.json_object import JsonObject
 
 PRESETS = Path(__file__).resolve().parents[2] / "ds_configs"
+# a section by its indentation
+_YAML = re.compile(r"\A\s*---|^[\w-]+\s*:[ \t]*(#.*)?\n[ \t]+([\w-]+\s*:|- )", re.MULTILINE)
 MAX_BYTES = 2 * 2**20  # the longest config seen in the wild has 20 kB
 
 
@@ -95,6 +98,10 @@ def from_bytes(raw: bytes, path: str) -> Document:
 
 def from_text(text: str, path: str = "<text>") -> Document:
     """Read a config from its text; `path` is what findings call it. Raises ConfigError."""
+    is_yaml = path.lower().endswith((".yaml", ".yml")) or _YAML.search(text)
+    if is_yaml and not text.lstrip().startswith("{"):
+        hint = "write the DeepSpeed config as JSON, { ... }; flags in YAML go into --config FILE"
+        raise ConfigError([unreadable(path, "is YAML, not JSON", hint)])
     try:
         document = Document(path, text, parse(text))
     except TextError as error:

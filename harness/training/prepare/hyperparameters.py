@@ -41,7 +41,8 @@ def changes(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]
     for name in (*saved, *(name for name in now if name not in saved)):
         before, after = (_spelled(values, name) for values in (saved, now))
         if before != after and saved.get(name, before) != now.get(name, after):  # 1 is 1.0
-            lines.append(f"{name}: {before} in the checkpoint, {after} in this run, which uses {after}")
+            uses = f", which uses {after}" if name in now else ""
+            lines.append(f"{name}: {before} in the checkpoint, {after} in this run{uses}")
     return lines if saved else []
 
 

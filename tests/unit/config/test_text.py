@@ -155,3 +155,24 @@ def test_a_file_without_permission_is_refused(tmp_path):
 
 def test_a_preset_is_found_by_its_name():
     assert load("zero3").data["zero_optimization"]["stage"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ds.yaml", "train_batch_size: 8\n"),
+        ("ds.json", "zero_optimization:\n  stage: 2\n"),
+        ("ds.json", "---\ntrain_batch_size: 8\n"),
+        ("ds.yml", "# DeepSpeed\nfp16: {enabled: true}\n"),
+        ("ds.json", "train_batch_size: 8\nlist:\n  - a\n"),
+    ],
+)
+def test_yaml_is_called_yaml(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match="is YAML, not JSON; write the DeepSpeed config as JSON"):
+        load(tmp_path / name)
+
+
+def test_json_with_another_suffix_and_hjson_without_braces_are_read(tmp_path):
+    (tmp_path / "ds.yaml").write_text('{"train_batch_size": 8}')
+    assert load(tmp_path / "ds.yaml").data == from_text("train_batch_size: 8").data

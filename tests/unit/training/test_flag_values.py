@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from fractions import Fraction
 from pathlib import Path
@@ -21,6 +21,8 @@ from harness.arguments.configure import read_run_config
 from harness.arguments.flags import Flags, flag, groups, shown_default
 from harness.arguments.themes.script import ScriptArguments
 from harness.arguments.values import typed
+from harness.errors import UserErrors
+from harness.hf.locate import model_directory
 
 
 class Kind(Enum):
@@ -219,3 +221,36 @@ def test_a_flag_that_is_set_later_contradicts_the_file_as_one_given_at_once() ->
     made.max_grad_norm = 0.1
     with pytest.raises(UserError, match=r"--max_grad_norm is 0.1 and gradient_clipping is 0.5"):
         read_run_config(made, world_size=1)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(UserErrors) as caught:
+        TrainingArguments(learning_rate=-1, seed=-2, lr_scheduler_type="steep")
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "--seed -2", "--learning_rate -1", "--lr_scheduler_type steep",
+    ]  # fmt: skip
+    with pytest.raises(UserErrors) as caught:
+        TrainingArguments(optim="no", output_dir=" ")
+    assert len(str(caught.value).splitlines()) == 2
+    with pytest.raises(UserErrors) as caught:
+        TrainingArguments(cutoff_len=512, lr=1e-3)
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "TrainingArguments takes no cutoff_len", "TrainingArguments takes no lr",
+    ]  # fmt: skip
+
+
+def test_a_copy_with_changes_asks_for_what_the_original_and_the_changes_ask_for(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), learning_rate=1e-3, deepspeed_config={"train_batch_size": 8})
+    changed = replace(args, seed=7)
+    assert changed.given - {"output_dir"} == {"learning_rate", "deepspeed_config", "seed"}
+    assert (changed.learning_rate, changed.seed, changed.output_dir) == (1e-3, 7, str(tmp_path))
+    assert read_run_config(replace(changed, seed=42), world_size=1).resolved.train_batch == 8
+    lora = LoraArguments(use_peft=True)
+    assert replace(lora, lora_r=4).given == {"use_peft", "lora_r"}
+    assert "seed" in TrainingArguments(seed=42).given  # which may contradict the JSON
+
+
+def test_a_file_of_a_model_is_answered_with_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=f"is a file: give its directory, {tmp_path}$"):
+        model_directory(str(tmp_path / "config.json"))
