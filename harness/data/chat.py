@@ -1,36 +1,28 @@
 """Conversations -> token ids, and which of them are answers to be learnt.
 
-The tokenizer's chat template writes a conversation as text. What of it is an answer stands in the template itself
-({% generation %}), or is found by rendering parts of the conversation: an answer begins where the prompt before
-it ends, and ends with what closes its turn. Spans of characters become ids by the tokenizer's offsets,
-so no boundary of a token has to be guessed.
+The tokenizer's chat template writes a conversation as text, and `answers.py` says which characters of it are answers.
+Spans of characters become ids by the tokenizer's offsets, so no boundary of a token has to be guessed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from harness.config.values.json_object import JsonObject
+from harness.data.answers import Span, find_answers
 from harness.data.files.rows import ASSISTANT
+from harness.data.templates import Template
 from harness.data.tokenizer import ByteTokenizer, Tokenizer, end_of_document_id
 from harness.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import BatchEncoding, PreTrainedTokenizerBase
-
-Span: TypeAlias = tuple[int, int]
-"""First character and the one after the last."""
-
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+    from transformers import BatchEncoding
 
 
 @dataclass(frozen=True)
@@ -51,6 +43,7 @@ class ConversationEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.end = end_of_document_id(tokenizer)
         self.tokenizer = tokenizer.as_transformers() if isinstance(tokenizer, ByteTokenizer) else tokenizer
+        self._templates: dict[bool, Template] = {}
 
     def __call__(self, conversation: str, place: str) -> Encoded:
         """Encode a conversation in JSON; UserError, with its place, if the template does not serve it."""
@@ -58,18 +51,19 @@ class ConversationEncoder:
         if "messages" not in parsed:
             return self._completion(parsed["prompt"], parsed["completion"])
         self._require_template()
-        render = _Renderer(self.tokenizer, parsed["messages"], parsed.get("tools"), place)
-        text, spans = render.generated() if self._marks_answers else render.found()
-        return self._encode(text, render.behind(parsed["answers_from"], text, spans), place)
+        messages, tools = parsed["messages"], parsed.get("tools")
+        unlearnt = {*range(parsed["answers_from"]), *parsed.get("unlearnt", ())}
+        learnt = {i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i not in unlearnt}
+        if bool(tools) not in self._templates:  # a tokenizer may have another template for tools
+            self._templates[bool(tools)] = Template(self.tokenizer, tools)
+        template = self._templates[bool(tools)]
+        found = find_answers(template, messages, tools, learnt, place)
+        return self._encode(found.text, found.spans, place)
 
     @property
     def template(self) -> str:
         """The chat template with what it may ask the tokenizer for: all that decides how a conversation is written."""
         return json.dumps([self.tokenizer.chat_template, self.tokenizer.special_tokens_map], default=str)
-
-    @cached_property
-    def _marks_answers(self) -> bool:
-        return bool(_GENERATION.search(self.tokenizer.get_chat_template()))
 
     def _require_template(self) -> None:
         name = os.fspath(getattr(self.tokenizer, "name_or_path", "")) or type(self.tokenizer).__name__
@@ -111,111 +105,3 @@ class ConversationEncoder:
             **more,
         )
         return encoded
-
-
-@dataclass(frozen=True)
-class _Renderer:
-    """Writes a conversation, or the beginning of it, by the template, and finds the answers in what it has written."""
-
-    tokenizer: PreTrainedTokenizerBase
-    messages: list[JsonObject]
-    tools: list[Any] | None
-    place: str
-
-    def text(self, count: int | None = None, prompt: bool = False) -> str:
-        """Return the first `count` messages; with `prompt`, and what makes the model answer."""
-        try:
-            text = self.tokenizer.apply_chat_template(
-                self.messages[:count], tools=self.tools, tokenize=False, add_generation_prompt=prompt
-            )
-        except Exception as error:  # a template may raise anything
-            raise self._refused(error) from error
-        return str(text)
-
-    def generated(self) -> tuple[str, list[Span]]:
-        """Return the conversation and the spans that the template marks as generated."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        named: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
-        try:
-            written: Any = render_jinja_template(
-                conversations=[self.messages],
-                tools=self.tools,
-                chat_template=self.tokenizer.get_chat_template(tools=self.tools),
-                return_assistant_tokens_mask=True,
-                **named,
-            )
-        except Exception as error:
-            raise self._refused(error) from error
-        (text,), (spans,) = written
-        return text, spans
-
-    def found(self) -> tuple[str, list[Span]]:
-        """Return the conversation and the spans of its answers, found by rendering its beginnings."""
-        text = self.text()
-        spans: list[Span] = []
-        for index, message in enumerate(self.messages):
-            if message["role"] == ASSISTANT:
-                spans.append(self._find(text, index, spans[-1][1] if spans else 0))
-        return text, spans
-
-    def behind(self, count: int, text: str, spans: list[Span]) -> list[Span]:
-        """Return the spans that lie behind the first `count` messages, which are not learnt."""
-        places = [index for index, message in enumerate(self.messages) if message["role"] == ASSISTANT]
-        if len(places) == len(spans):
-            return [span for index, span in zip(places, spans, strict=True) if index >= count]
-        prompt_end = _common(text, self.text(count, prompt=True)) if count else 0
-        return [span for span in spans if span[1] > prompt_end]
-
-    def _find(self, text: str, index: int, after: int) -> Span:
-        """Return the span of the answer at `index`, behind the previous one: what was said, and what closes the
-        turn."""
-        up_to = self.text(index + 1)
-        begin = self._begin(text, index, after)
-        said = str(self.messages[index].get("content", "")).strip()
-        if begin is not None and text.startswith(up_to):
-            return begin, begin + len(_without_line_break(text[begin : len(up_to)], said))
-        # An answer may be written differently once more follows it, its thoughts left out: then what was said is
-        # looked for together with what closes the turn when it is the last one.
-        before, found, closing = up_to.rpartition(said)
-        closing = _without_line_break(said + closing, said)[len(said) :]
-        for start in _occurrences(text, said + closing, after) if said and found and before else ():
-            return (start if begin is None or begin > start else begin), start + len(said + closing)
-        raise UserError(
-            f"{self.place}, message {index + 1}: this answer cannot be found in the output of the chat "
-            "template: mark the answers in the template with {% generation %}"
-        )
-
-    def _begin(self, text: str, index: int, after: int) -> int | None:
-        """Where the model would begin to answer at `index`; None if that is not known."""
-        asked = self.text(index) if index else ""
-        if not text.startswith(asked):
-            return None
-        begin = _common(text, self.text(index, prompt=True)) if index else None
-        return begin if begin is not None and begin >= max(after, len(asked)) else None
-
-    def _refused(self, error: Exception) -> UserError:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        return UserError(f"{self.place}: the chat template rejects it: {reason[:200]}")
-
-
-def _without_line_break(answer: str, said: str) -> str:
-    """Return an answer without the space behind what closes its turn: a model stops before it writes that.
-
-    Where space is all that closes the turn it stays.
-    """
-    kept = answer.rstrip()
-    return answer if kept.endswith(said or answer) else kept
-
-
-def _common(a: str, b: str) -> int:
-    """Length of the longest common beginning."""
-    if a.startswith(b):
-        return len(b)
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _occurrences(text: str, part: str, start: int) -> Iterator[int]:
-    while (start := text.find(part, start)) >= 0:
-        yield start
-        start += 1

@@ -1,0 +1,351 @@
+"""Which characters of a rendered conversation are answers of the assistant.
+
+Where the template marks answers with {% generation %}, its marks decide. Else an answer begins where the prompt for it
+ends and ends with what closes its turn: both are read off renderings of the conversation's beginnings. A template may
+write a turn otherwise when more follows it, without its thoughts for example; so beginnings are compared with the whole
+from a mark on (`marks.py`), never by looking for a text. What cannot be told for certain is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from harness.config.values.json_object import JsonObject
+from harness.data.files.rows import ASSISTANT
+from harness.data.marks import MarkedMessages, Placed, holds_marks, mark
+from harness.data.templates import Template
+from harness.errors import UserError
+
+Span: TypeAlias = tuple[int, int]
+"""First character and the one after the last."""
+
+_PROBE: JsonObject = {"role": "user", "content": "?"}
+_OPEN = re.compile(r"(<[^<>]*|\[[^\[\]]*)\Z")
+_CLOSED = re.compile(r".*[>\]}]", re.DOTALL)
+_FIRST_CLOSED = re.compile(r".*?[>\]}]", re.DOTALL)
+
+
+class _Untold(Exception):
+    """Why one way does not tell where the answers stand; it follows the place of the conversation."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A rendered conversation, and the spans of it that are to be learnt, in order."""
+
+    text: str
+    spans: list[Span]
+
+
+def find_answers(
+    template: Template, messages: list[JsonObject], tools: list[Any] | None, learnt: Set[int], place: str
+) -> Answers:
+    """Return the conversation as the template writes it, and where the messages `learnt` stand in it.
+
+    UserError, with the place, for a conversation that the template rejects or of which that cannot be told.
+    """
+    reasons: list[str] = []
+    for form in _forms(messages):
+        try:
+            return _Conversation(template, form, tools, place).answers(learnt)
+        except _Untold as untold:
+            reasons.append(str(untold))
+    raise UserError(place + next((reason for reason in reasons if "rejects it" not in reason), reasons[0]))
+
+
+def _forms(messages: list[JsonObject]) -> Iterator[list[JsonObject]]:
+    """Give the messages in the forms that templates expect, which they do not say.
+
+    Arguments of a tool call are an object, or JSON; beside calls an empty content is absent, "" or null; a content is a
+    text, or a list of parts.
+    """
+    silent = [bool(message.get("tool_calls")) and not message.get("content") for message in messages]
+    as_objects = [{**message, **_with_arguments(message, as_text=False)} for message in messages]
+    as_texts = [{**message, **_with_arguments(message, as_text=True)} for message in messages]
+    for form in (as_objects, as_texts) if as_texts != as_objects else (as_objects,):
+        yield form
+        for content in ("", None) if any(silent) else ():
+            yield [
+                {**message, "content": content} if is_silent else message
+                for message, is_silent in zip(form, silent, strict=True)
+            ]
+    yield [{**message, "content": [{"type": "text", "text": message.get("content") or ""}]} for message in as_objects]
+
+
+def _with_arguments(message: JsonObject, *, as_text: bool) -> JsonObject:
+    """Return the tool calls of a message with their arguments as JSON or, where they are that, as objects."""
+
+    def changed(call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": changed(call["function"])}
+        if "arguments" not in call:
+            return call
+        return {**call, "arguments": _as_text(call["arguments"]) if as_text else _as_object(call["arguments"])}
+
+    calls = message.get("tool_calls")
+    return {"tool_calls": [changed(call) for call in calls]} if isinstance(calls, list) else {}
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _as_object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """A conversation that is rendered in several ways."""
+
+    template: Template
+    messages: list[JsonObject]
+    tools: list[Any] | None
+    place: str
+
+    def answers(self, learnt: Set[int]) -> Answers:
+        """Return the whole, and the spans of the messages `learnt`."""
+        try:
+            text = self.text(self.messages)
+        except UserError as error:
+            raise _Untold(str(error).removeprefix(self.place)) from error
+        if self.tools and text == self.tried(self.messages, tools=False):
+            raise _Untold(": the chat template does not write `tools`: remove them, or use a template that has them")
+        marked = self._marked(text)
+        if marked is not None:
+            marked.require_tool_calls()
+        if self.template.marks_answers:
+            return Answers(text, self._generated(marked, learnt))
+        spans = [self._span(text, index, marked) for index in sorted(learnt)]
+        if any(start < end for (_, end), (start, _) in pairwise(spans)):
+            raise _Untold(": the chat template does not write the answers one after the other")
+        return Answers(text, [span for span in spans if span[0] < span[1]])
+
+    def text(self, messages: Sequence[JsonObject], *, prompt: bool = False) -> str:
+        """Return messages as the template writes them."""
+        return self.template.write(messages, self.tools, self.place, prompt=prompt)
+
+    def tried(self, messages: Sequence[JsonObject], *, prompt: bool = False, tools: bool = True) -> str | None:
+        """Return messages as the template writes them; None if it rejects them."""
+        try:
+            return self.template.write(messages, self.tools if tools else None, self.place, prompt=prompt)
+        except UserError:
+            return None
+
+    def untold(self, index: int) -> _Untold:
+        """Return the refusal of an answer."""
+        return _Untold(
+            f", message {index + 1}: this answer cannot be found in the output of the chat template: "
+            "mark the answers in the template with {% generation %}"
+        )
+
+    def _marked(self, text: str) -> _Marked | None:
+        """Return the conversation with marks; None if the template does not write the same with them."""
+        if any(holds_marks(json.dumps(given, ensure_ascii=False)) for given in (text, self.messages, self.tools)):
+            return None
+        for answers_alone, inside in ((False, False), (True, False), (False, True), (True, True)):
+            form = mark(self.messages, self.template.words, answers_alone=answers_alone, inside=inside)
+            written = self.tried(form.messages)
+            if written is not None and all(form.has(index) for index in self._saying()):
+                without, placed = form.read(written)
+                if without == text:
+                    return _Marked(self, form, text, placed)
+        return None
+
+    def _saying(self) -> Iterator[int]:
+        """Give the answers that say something."""
+        for index, message in enumerate(self.messages):
+            content = message.get("content")
+            texts = [content] if isinstance(content, str) else [part["text"] for part in content or []]
+            if message["role"] == ASSISTANT and "".join(texts).strip():
+                yield index
+
+    def _span(self, text: str, index: int, marked: _Marked | None) -> Span:
+        """Return the span of the answer at `index`."""
+        if marked is None:
+            raise self.untold(index)
+        own = marked.of(index)
+        if not own and marked.form.has(index):
+            raise self.untold(index)
+        span = marked.span(index) if own else self._between_beginnings(text, index)
+        marked.require_apart(span, index)
+        return span
+
+    def _between_beginnings(self, text: str, index: int) -> Span:
+        """Return what an answer adds to its prompt, where both are beginnings of the whole."""
+        asked = self.tried(self.messages[:index], prompt=True)
+        up_to = text if index + 1 == len(self.messages) else self.tried(self.messages[: index + 1])
+        if asked is None or up_to is None or not (text.startswith(up_to) and up_to.startswith(asked)):
+            raise self.untold(index)
+        return len(asked), max(len(asked), len(up_to.rstrip()))
+
+    def _generated(self, marked: _Marked | None, learnt: Set[int]) -> list[Span]:
+        """Return the spans that the template marks as generated, of the messages `learnt`."""
+        spans = self.template.generated(self.messages, self.tools, self.place)
+        answers = {index for index, message in enumerate(self.messages) if message["role"] == ASSISTANT}
+        if marked is None:
+            raise self.untold(min(answers))
+        for index in learnt:
+            if marked.form.has(index) and not marked.of(index):
+                raise self.untold(index)
+        kept = []
+        for span in spans:
+            owners = marked.owners(span)
+            if not owners <= answers or (not owners and not answers <= learnt) or (owners & learnt and owners - learnt):
+                raise _Untold(": {% generation %} of the chat template does not stand around single answers")
+            if owners <= learnt:
+                kept.append(span)
+        return kept
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """A conversation as the template writes it, and where the marks of its strings stand."""
+
+    chat: _Conversation
+    form: MarkedMessages
+    text: str
+    placed: list[Placed]
+
+    def of(self, index: int) -> list[Placed]:
+        """Return the marks of a message where they stand first: a tool's answer may repeat the name of the call."""
+        own = [place for place in self.placed if place.mark.message == index]
+        seen = [place.character for place in own]
+        return own[: next((i for i, each in enumerate(seen) if each in seen[:i]), len(own))]
+
+    def require_tool_calls(self) -> None:
+        """Refuse a template that leaves out tool calls."""
+        for index, message in enumerate(self.chat.messages):
+            are_marked = bool(message.get("tool_calls")) and self.form.has(index, "tool_calls")
+            if are_marked and not any(place.mark.field == "tool_calls" for place in self.of(index)):
+                raise _Untold(f", message {index + 1}: the chat template does not write its tool calls")
+
+    def require_apart(self, span: Span, index: int) -> None:
+        """Refuse a span that holds text of another message."""
+        if not {place.mark.message for place in self._inside(span)} <= {index}:
+            raise self.chat.untold(index)
+
+    def owners(self, span: Span) -> set[int]:
+        """Return the messages whose text stands in a span; refuse one that begins or ends within text."""
+        for one, other in pairwise(self.placed):
+            if one.mark.begins and not other.mark.begins and any(one.at < edge < other.at for edge in span):
+                raise _Untold(f", message {one.mark.message + 1}: {{% generation %}} marks a part of this text")
+        return {place.mark.message for place in self._inside(span)}
+
+    def span(self, index: int) -> Span:
+        """Return the span of an answer that has marks: from the end of its prompt to what closes its turn."""
+        own = self.of(index)
+        begin, end = self._begin(index, own[0]), self._end(index, own[-1])
+        if not begin <= own[0].at <= own[-1].at <= end:
+            raise self.chat.untold(index)
+        return begin, end
+
+    def _inside(self, span: Span) -> Iterator[Placed]:
+        start, end = span
+        for place in self.placed:
+            if start <= place.at < end if place.mark.begins else start < place.at <= end:
+                yield place
+
+    def _beginning(self, count: int, *, prompt: bool = False) -> tuple[str, list[Placed]] | None:
+        """Return the first `count` messages as the template writes them, and the marks in that."""
+        written = self.chat.tried(self.form.messages[:count], prompt=prompt)
+        return None if written is None else self.form.read(written)
+
+    def _begin(self, index: int, first: Placed) -> int:
+        """Return where the prompt for an answer ends."""
+        said = first.start(self.text)
+        asked = self._beginning(index, prompt=True)
+        if asked is None:
+            if first.mark.field != "content":
+                raise self.chat.untold(index)
+            return said
+        prompt, at = self._behind_last_mark(asked, index)
+        before = self.text[at:said]
+        if before.startswith(prompt):
+            return at + len(prompt)
+        # The prompt goes on otherwise than the conversation, as where it opens thoughts that are then left out.
+        without = self._beginning(index)
+        header = 0 if without is None else _common(prompt, self._behind_last_mark(without, index)[0])
+        common = _common(prompt, before)
+        if common < len(before):
+            common -= len(_open_end(before[:common]))
+        if not prompt[header:common].strip():
+            raise self.chat.untold(index)
+        return at + common
+
+    def _behind_last_mark(self, beginning: tuple[str, list[Placed]], index: int) -> tuple[str, int]:
+        """Return what a beginning of the conversation ends with, and where that stands in the whole."""
+        text, placed = beginning
+        if not placed:
+            return text, 0
+        last = placed[-1]
+        times = sum(place.character == last.character for place in placed)
+        places = [place.at for place in self.placed if place.character == last.character]
+        if len(places) < times:
+            raise self.chat.untold(index)
+        return text[last.at :], places[times - 1]
+
+    def _end(self, index: int, last: Placed) -> int:
+        """Return where what closes an answer's turn ends, without the space behind it unless space closes it."""
+        said = last.end(self.text)
+        is_last = index + 1 == len(self.chat.messages)
+        up_to = (self.text, self.placed) if is_last else self._beginning(index + 1)
+        ends = [] if up_to is None else [place for place in up_to[1] if place.character == last.character]
+        if up_to is None or not ends or (not is_last and ends[-1] != up_to[1][-1]):
+            if last.mark.field != "content":
+                raise self.chat.untold(index)
+            return said
+        closing = up_to[0][ends[0].at :]
+        following = self._followed(last) if is_last else self.text[last.at :]
+        if following is not None and not following.startswith(closing):
+            closing = self._shared(closing, following, index, is_last=is_last)
+        end = max(last.at + len(closing), said)
+        return len(self.text[:end].rstrip()) if self.text[said:end].strip() else end
+
+    def _followed(self, last: Placed) -> str | None:
+        """Return what would stand behind the last answer if a question followed; None if the template rejects that."""
+        written = self.chat.tried([*self.form.messages, _PROBE])
+        text, placed = self.form.read(written or "")
+        places = [place.at for place in placed if place.character == last.character]
+        return text[places[0] :] if len(places) == 1 else None
+
+    def _shared(self, closing: str, following: str, index: int, *, is_last: bool) -> str:
+        """Return what of the `closing` belongs to the turn: at the end of a conversation more may stand than there."""
+        asked = self.chat.tried(self.chat.messages[:index]) or ""
+        shared = closing[: _common(closing, following)]
+        # Where the prompt for an answer always stands at the end, the next turn may begin as that does.
+        has_prompt = asked != self.chat.tried(self.chat.messages[:index], prompt=True)
+        kept = (_CLOSED if has_prompt else _FIRST_CLOSED).match(shared)
+        shared = kept[0] if kept else ""
+        rest = closing[len(shared) :]
+        is_of_any_end = bool(asked) and asked.endswith(rest)
+        closes_all = bool(self.chat.template.eos) and rest.strip().startswith(self.chat.template.eos)
+        if is_last and (not is_of_any_end or (closes_all and not shared.strip())):
+            return closing
+        return shared
+
+
+def _open_end(text: str) -> str:
+    """Return the end of a text from a bracket on that is not closed: a part of a token such as <|end|>."""
+    found = _OPEN.search(text)
+    return found[0] if found else ""
+
+
+def _common(a: str, b: str) -> int:
+    """Return the length of the longest common beginning."""
+    if a.startswith(b):
+        return len(b)
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

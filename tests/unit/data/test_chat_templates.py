@@ -1,0 +1,198 @@
+"""What is learnt under many kinds of chat templates: the answers where they stand, whatever they say, or a refusal."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.data.answers import find_answers
+from harness.data.templates import Template
+from harness.data.tokenizer import ByteTokenizer
+from harness.errors import UserError
+
+TEMPLATES = {
+    file.stem: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("chat_templates/*.jinja")
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "of a city", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+Messages = list[dict[str, Any]]
+# what is learnt of the first and of the last of two answers, where it is more than the answer and its closing token
+AROUND = {
+    "brackets_and_tildes": ("{}[e~[", "{}[e~["),
+    "channels": ("<|channel|>final<|message|>{}", "<|channel|>final<|message|>{}<|return|>"),
+    "end_of_text_behind_all": ("{}<|end|>", "{}<|end|>"),
+    "header_with_a_date": ("{}<|eot_id|>", "{}<|eot_id|>"),
+    "macros_for_roles": ("<think></think>{}<|im_end|>", "<think></think>{}<|im_end|>"),
+    "names_of_speakers": (" {}", " {}"),
+    "no_line_break_behind_the_last": ("{}</s>", "{}</s>"),
+    "end_of_document_closes": ("{}</s>", "{}</s>"),
+    "nothing_closes": ("\n<think></think>\n{}", "\n<think></think>\n{}"),
+    "parts_alone": (" {}<end_of_utterance>", " {}<end_of_utterance>"),
+    "parts_of_content": ("{}<end_of_turn>", "{}<end_of_turn>"),
+    "role_of_a_model": ("{}<end_of_turn>", "{}<end_of_turn>"),
+    "roles_in_tokens": ("{}<|end_of_text|>", "{}<|end_of_text|>"),
+    "system_in_the_first_question": (" {} </s>", " {} </s>"),
+    "system_in_the_last_question": (" {}</s>", " {}</s>"),
+    "system_of_its_own": ("{}</s>", "{}</s>"),
+    "thinking_mode": ("<|im_start|>assistant\n{}<|im_end|>\n", "<|im_start|>assistant\n{}<|im_end|>\n"),
+    "prompt_opens_thoughts": ("{}<|im_end|>", "\n</think>\n\n{}<|im_end|>"),
+    "thoughts_behind_the_last_question": ("{}<|im_end|>", "<think>\n\n</think>\n\n{}<|im_end|>"),
+    "thoughts_never_kept": ("{}<｜end▁of▁sentence｜>", "{}<｜end▁of▁sentence｜>"),
+    "turn_tokens": ("{}<|END_OF_TURN_TOKEN|>", "{}<|END_OF_TURN_TOKEN|>"),
+    "words_that_are_taken_out": ("{}\n<SPECIAL_12>", "{}\n<SPECIAL_12>"),
+    "answers_of_tools_in_the_turn": ("{}<turn|>", "{}<turn|>"),
+}
+SAME = (
+    ("Hello!", "Hello!", "yes or no", "no"),
+    ("A, B, C or D", "D", "one of them", "D"),
+    ("assistant", "user", "user", "assistant"),
+    ("<", "<|", "[", "im_end"),
+    *(("say " + piece, piece, "once more", piece) for piece in ("e", "i", "d", "end", ">", "|", "model", "s", "t")),
+)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def calling(**more: Any) -> dict[str, Any]:
+    call = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
+    return {"role": "assistant", "tool_calls": [{"type": "function", "id": "call00001", "function": call}], **more}
+
+
+TOLD = {"role": "tool", "content": "rain", "name": "weather", "tool_call_id": "call00001"}
+
+
+def learnt(
+    template: str, messages: Messages, tools: list[Any] | None = None, only: set[int] | None = None
+) -> list[str]:
+    """The spans that are learnt, as text."""
+    tokenizer = ByteTokenizer().as_transformers()
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer.chat_template = template
+    answers = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
+    found = find_answers(Template(tokenizer, tools), messages, tools, only or answers, "a.jsonl:7")
+    return [found.text[start:end] for start, end in found.spans]
+
+
+def two(first: str, answer: str, second: str, other: str) -> Messages:
+    return [user(first), assistant(answer), user(second), assistant(other)]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_answers_that_stand_elsewhere_too_are_learnt_where_they_are_said(name: str) -> None:
+    first, last = AROUND.get(name, ("{}<|im_end|>", "{}<|im_end|>"))
+    for turns in (("what", "first", "and", "second"), *SAME):
+        said = learnt(TEMPLATES[name], two(*turns))
+        assert said == [first.format(turns[1]), last.format(turns[3])], turns
+        assert learnt(TEMPLATES[name], two(*turns), only={3}) == said[1:]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_system_prompt_changes_nothing_or_is_refused(name: str) -> None:
+    plain = two("what", "first", "and", "second")
+    try:
+        said = learnt(TEMPLATES[name], [{"role": "system", "content": "first second"}, *plain])
+    except UserError as error:
+        assert str(error) == "a.jsonl:7: the chat template rejects it: no system role"
+    else:
+        assert said == learnt(TEMPLATES[name], plain)
+
+
+CALLS = (
+    [user("Oslo?"), calling(), TOLD, assistant("It rains."), user("rain"), assistant("rain")],
+    [user("Oslo?"), calling(content=""), TOLD, assistant("rain")],
+    [user("Oslo?"), calling(content=None, reasoning_content="weather"), TOLD, assistant("Oslo", reasoning_content="2")],
+    [user("weather"), calling()],
+)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_tool_calls_are_learnt_and_what_tools_say_is_not(name: str) -> None:
+    known = "weather" in "".join(_or_none(TEMPLATES[name], CALLS[3]))
+    for messages in CALLS if known else ():
+        said = learnt(TEMPLATES[name], messages, TOOLS)
+        answers = [message for message in messages if message["role"] == "assistant"]
+        assert len(said) == len(answers)
+        for span, message in zip(said, answers, strict=True):
+            words = ["weather", "Oslo"] if message.get("tool_calls") else [message["content"]]
+            assert all(
+                span.count(word) == 1 for word in words if word != "weather" or "reasoning_content" not in message
+            )
+            assert "response" not in span.split("</tool_call>")[0] and "<|observation|>" not in span
+    if not known:
+        for messages in CALLS:
+            with pytest.raises(UserError, match=r"^a\.jsonl:7[:,]"):
+                learnt(TEMPLATES[name], messages, TOOLS)
+
+
+def _or_none(template: str, messages: Messages) -> list[str]:
+    try:
+        return learnt(template, messages, TOOLS)
+    except UserError:
+        return []
+
+
+@pytest.mark.parametrize(("name", "in_content"), [*product(TEMPLATES, (True, False))])
+def test_thoughts_are_learnt_where_the_template_keeps_them(name: str, in_content: bool) -> None:
+    def thinking(thought: str, text: str) -> dict[str, Any]:
+        return (
+            assistant(f"<think>\n{thought}\n</think>\n\n{text}")
+            if in_content
+            else assistant(text, reasoning_content=thought)
+        )
+
+    said = learnt(TEMPLATES[name], [user("q"), thinking("hm", "one"), user("hm"), thinking("so", "two")])
+    assert len(said) == 2
+    for span, thought, text in zip(said, ("hm", "so"), ("one", "two"), strict=True):
+        assert span.count(text) == 1
+        assert span.count(thought) <= 1
+    if name == "thoughts_behind_the_last_question":
+        assert said == ["one<|im_end|>", "<think>\nso\n</think>\n\ntwo<|im_end|>"]
+
+
+def test_an_answer_of_which_nothing_is_written_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^a.jsonl:7, message 2: this answer cannot be found"):
+        learnt("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", two("a", "b", "c", "d"))
+    with pytest.raises(UserError, match=r"^a.jsonl:7, message 2: this answer cannot be found"):
+        learnt("{% for m in messages %}{{ m.content | length }} e {% endfor %}", two("a", "e", "c", "e"))
+
+
+def test_marks_of_a_template_decide_unless_they_are_counted_wrong() -> None:
+    marked = "{% generation %}{{ m.content }}{% endgeneration %}"
+    turn = "{% if m.role == 'user' %}{{ 'U:' + m.content }}{% else %}A:GENERATED;{% endif %}"
+    plain = "{% for m in messages %}" + turn.replace("GENERATED", marked) + "{% endfor %}"
+    assert learnt(plain, two("a", "b", "c", "d")) == ["b", "d"]
+    assert learnt(plain, two("a", "b", "c", "d"), only={3}) == ["d"]
+    # transformers does not count what a macro has written before the mark
+    macro = (
+        "{% macro one(m) %}"
+        + turn.replace("GENERATED", marked)
+        + "{% endmacro %}{% for m in messages %}{{ one(m) }}{% endfor %}"
+    )
+    assert learnt(macro, two("a", "b", "c", "d")) == ["A:b;", "A:d;"]
+    everything = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    with pytest.raises(UserError, match=r"^a\.jsonl:7: \{% generation %\} of the chat template does not stand"):
+        learnt(everything, two("a", "b", "c", "d"))
+
+
+def test_arguments_of_calls_come_as_the_template_takes_them() -> None:
+    template = TEMPLATES["thoughts_behind_the_last_question"]
+    text = calling()
+    text["tool_calls"][0]["function"]["arguments"] = '{"city": "Oslo", "days": 2}'
+    for messages in ([user("q"), text], [user("q"), calling()]):
+        assert learnt(template, messages) == [
+            '<think>\n\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}'
+            "\n</tool_call><|im_end|>"
+        ]
