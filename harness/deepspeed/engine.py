@@ -9,7 +9,6 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -17,6 +16,8 @@ from harness.deepspeed.flat_tensors import EngineOptimizer
 
 LOSS_SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What a scaler of the loss changes while it runs."""
+GRADIENTS = ("grad", "_hp_grad", "grad_accum")
+"""Attributes of a parameter that may hold a gradient of it."""
 
 
 def has_bf16_optimizer(engine: DeepSpeedEngine) -> bool:
@@ -76,8 +77,10 @@ def is_counted_elsewhere(parameter: Tensor) -> bool:
 
 
 def gradients_of(parameter: Tensor) -> Iterator[Tensor]:
-    """Yield the gradients that a parameter holds: torch's, and the one in float32 of the bf16 optimizer."""
-    for gradient in (parameter.grad, getattr(parameter, "_hp_grad", None)):
+    """Yield the gradients that a parameter holds: torch's, the one in float32 of the bf16 optimizer, and ZeRO-1's of
+    another precision."""
+    for name in GRADIENTS:
+        gradient: Tensor | None = getattr(parameter, name, None)
         if gradient is not None:
             yield gradient
 
@@ -141,27 +144,6 @@ def watch_instructions(
     before = engine._INSTRUCTION_MAP
     engine._INSTRUCTION_MAP = {kind: announced(kind.__name__, execute) for kind, execute in before.items()}
     return partial(setattr, engine, "_INSTRUCTION_MAP", before)
-
-
-def before_reduction(engine: PipelineEngine, act: Callable[[], None]) -> None:
-    """Have `act` called once a step, when all gradients of the step are accumulated and none is reduced yet."""
-    execute: Callable[..., None] = engine._INSTRUCTION_MAP[ReduceTiedGrads]
-
-    def run(self: PipelineEngine) -> None:
-        act()
-        execute(self)
-
-    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceTiedGrads: run}
-
-
-def accumulated_gradient(parameter: Tensor) -> Tensor | None:
-    """Return the gradient that a pipeline's engine accumulates, in the parameter's shape: the optimizer's own, where it
-    has one (flat in bf16), or torch's."""
-    for name in ("_hp_grad", "grad_accum"):
-        gradient: Tensor | None = getattr(parameter, name, None)
-        if gradient is not None:
-            return gradient.view_as(parameter)
-    return parameter.grad
 
 
 def scales_loss_dynamically(optimizer: EngineOptimizer) -> bool:

@@ -1,18 +1,87 @@
-"""The data-parallel reduction of a step, in other hands than DeepSpeed's, or without its copies."""
+"""The gradients of a step, where DeepSpeed's optimizers look for them, and their sums in other hands than DeepSpeed's.
+
+An optimizer reads a gradient in one of three places: `grad`, its own flat tensor in float32 (BF16_Optimizer), or
+`grad_accum` (ZeRO-1, where gradients are accumulated in another precision than the parameters'). A gradient that is
+put anywhere else is lost without a word.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import torch
+from deepspeed import comm
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import ReduceGrads
+from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from harness.deepspeed.engine import accumulated_gradient
 from harness.deepspeed.flat_tensors import EngineOptimizer
+
+
+class StepGradients:
+    """The gradients that an engine's optimizer will step by."""
+
+    def __init__(self, optimizer: EngineOptimizer) -> None:
+        self._optimizer = optimizer
+        self._accumulates = bool(getattr(optimizer, "use_grad_accum_attribute", False))
+        self._attribute = "grad_accum" if self._accumulates else "grad"
+        self._flat: dict[int, tuple[int, int]] = {}
+        if isinstance(optimizer, BF16_Optimizer):
+            groups = enumerate(optimizer.bf16_groups)
+            self._flat = {id(p): (group, at) for group, members in groups for at, p in enumerate(members)}
+
+    def found(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the gradient in the parameter's shape, to be changed in place; None where none was computed here."""
+        place = self._flat.get(id(parameter))
+        if place is None:
+            found: Tensor | None = getattr(parameter, self._attribute, None)
+            return found
+        group, at = place
+        if not self._optimizer.fp32_groups_has_gradients[group][at]:
+            return None
+        return self._in_float32(group, at).view_as(parameter)
+
+    def of(self, parameter: nn.Parameter) -> Tensor:
+        """Return the same, of zeros where none was computed here: another rank may have one."""
+        found = self.found(parameter)
+        if found is not None:
+            return found
+        place = self._flat.get(id(parameter))
+        if place is not None:
+            group, at = place
+            self._optimizer.fp32_groups_has_gradients[group][at] = True  # else it is left out of norm and clipping
+            return self._in_float32(group, at).view_as(parameter)
+        dtype = self._optimizer.gradient_accumulation_dtype if self._accumulates else parameter.dtype
+        found = torch.zeros_like(parameter, dtype=dtype)
+        setattr(parameter, self._attribute, found)
+        return found
+
+    def _in_float32(self, group: int, at: int) -> Tensor:
+        gradient: Tensor = self._optimizer.fp32_groups_gradients[group][at]
+        return gradient
+
+
+def sum_tied_gradients(
+    engine: PipelineEngine, sum_partial: Callable[[Callable[[nn.Parameter], Tensor | None]], None]
+) -> None:
+    """Sum the gradients of tied weights over the stages that hold them, once all gradients of a step are accumulated.
+
+    Every stage takes part with every tied weight, if only with zeros: of a block that stages share, one may use a part.
+
+    Args:
+        sum_partial: called before, with what returns the gradient of a parameter, to sum what is but a part on each
+            tensor-parallel rank.
+    """
+    gradients = StepGradients(engine.optimizer)
+
+    def run(self: PipelineEngine) -> None:
+        sum_partial(gradients.found)
+        for weight, group in self.module.get_tied_weights_and_groups():
+            comm.all_reduce(gradients.of(weight), group=group)
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceTiedGrads: run}
 
 
 def trained_parameters(engine: PipelineEngine) -> list[nn.Parameter]:
@@ -28,15 +97,13 @@ def average_with(engine: PipelineEngine, average: Callable[[Sequence[Tensor], fl
     """
     parameters, optimizer = trained_parameters(engine), engine.optimizer
     of_deepspeed: Callable[[PipelineEngine], None] = engine._INSTRUCTION_MAP[ReduceGrads]
-    divided = isinstance(optimizer, DeepSpeedZeroOptimizer)
-    of_bf16 = _bf16_gradients(optimizer) if isinstance(optimizer, BF16_Optimizer) else {}
+    divided, gradients = isinstance(optimizer, DeepSpeedZeroOptimizer), StepGradients(optimizer)
     if divided:  # it takes the means apart as it would its own, and sends nothing
         optimizer.reduce_scatter = False
         optimizer.gradient_reduction_w_predivide = lambda tensor, _: tensor
 
     def run(self: PipelineEngine) -> None:
-        gradients = [of_bf16[id(p)] if id(p) in of_bf16 else _gradient(p) for p in parameters]
-        average(gradients, self._get_optimizer_loss_scale() or 1.0)
+        average([gradients.of(p) for p in parameters], self._get_optimizer_loss_scale() or 1.0)
         if divided:
             of_deepspeed(self)
 
@@ -50,11 +117,11 @@ def keep_own_gradients(engine: PipelineEngine) -> None:
     """
     if isinstance(engine.optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)) or engine.has_moe_layers:
         return
-    parameters = trained_parameters(engine)
+    parameters, gradients = trained_parameters(engine), StepGradients(engine.optimizer)
 
     def run(_: PipelineEngine) -> None:
         for parameter in parameters:
-            _gradient(parameter)
+            gradients.of(parameter)
 
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceGrads: run}
 
@@ -85,22 +152,3 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
             return None
         end += tensor.numel()
     return first.as_strided((end - start,), (1,))
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient that a parameter has, or is given: another rank may have one."""
-    found = accumulated_gradient(parameter)
-    if found is None:
-        found = torch.zeros_like(parameter)
-        setattr(parameter, "grad_accum" if hasattr(parameter, "grad_accum") else "grad", found)
-    return found
-
-
-def _bf16_gradients(optimizer: BF16_Optimizer) -> dict[int, Tensor]:
-    """Return what the optimizer steps by: a float32 gradient for each parameter, whether it was used or not."""
-    pairs = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
-    return {
-        id(parameter): gradient
-        for parameters, gradients in pairs
-        for parameter, gradient in zip(parameters, gradients, strict=True)
-    }

@@ -20,6 +20,8 @@ from deepspeed.runtime.zero import utils
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from harness.deepspeed.engine import GRADIENTS
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -115,7 +117,7 @@ def _announced(
 def gradients_of(engine: DeepSpeedEngine, parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients that there are now: of parameters, in their own precision and in the optimizer's, and the
     parts that ZeRO keeps of them."""
-    found = [getattr(parameter, name, None) for parameter in parameters for name in ("grad", "_hp_grad")]
+    found = [getattr(parameter, name, None) for parameter in parameters for name in GRADIENTS]
     names = ("averaged_gradients", "grad_partitions_flat_buffer", "single_partition_of_fp32_groups")
     *kept, offloaded = (getattr(engine.optimizer, name, None) for name in names)
     kept += [part.grad for part in offloaded or ()]  # where gradients are offloaded, they are here

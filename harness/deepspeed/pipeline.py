@@ -11,7 +11,6 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from harness.config.values.stage_parts import StageParts
 
@@ -106,18 +105,6 @@ class GivenStages(PipelineModule):
         """Return the stage that has a layer."""
         part = bisect_right(self.parts, layer_idx) - 1
         return self._stage_parts.stage_of(part)
-
-    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, ProcessGroup]]:
-        """Return the tied weights whose gradients are to be summed over stages, and over which; DeepSpeed asks for it.
-
-        Each has a gradient here, if only zeros: DeepSpeed passes over a weight without one, and this stage would take
-        the next weight's sum for it (of a block shared between stages, a part that only another stage has used).
-        """
-        tied: list[tuple[nn.Parameter, ProcessGroup]] = super().get_tied_weights_and_groups()
-        for weight, _ in tied:
-            if weight.grad is None and getattr(weight, "_hp_grad", None) is None:
-                weight.grad = torch.zeros_like(weight)
-        return tied
 
     @torch.no_grad()  # else each backward through a tied weight warns that torch cannot go back through a broadcast
     def _synchronize_tied_weights(self) -> None:

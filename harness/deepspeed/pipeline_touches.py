@@ -60,27 +60,36 @@ PIPELINE_TOUCHES = (
         parameters=(),
         uses=("broadcast",),
     ),
+    # gradient_reduction
     Touch(
-        "pipeline: tied weights",
+        "gradient_reduction: tied weights",
         f"{PIPELINE_MODULE}.get_tied_weights_and_groups",
-        "extended: every tied weight has a gradient, and frozen ones are left out",
+        "called for the weights whose gradients stages sum; it names those in `tied_comms`, from which frozen ones are "
+        "taken out",
         parameters=(),
         uses=("tied_comms", "weight_attr", "group"),
     ),
     Touch(
-        "pipeline: gradients of tied weights",
+        "gradient_reduction: sums of tied weights",
         f"{PIPELINE_ENGINE}._exec_reduce_tied_grads",
-        "sums the gradients of the weights that the module names, of one dtype at a time",
-        uses=("get_tied_weights_and_groups", "_hp_grad", "grad"),
+        "replaced: it sums `grad` where ZeRO-1 reads another attribute, and passes over weights without a gradient",
+        parameters=(),
+        uses=("get_tied_weights_and_groups", "all_reduce", "_hp_grad", "grad"),
     ),
     Touch(
-        "pipeline: accumulated gradients",
-        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_gradient_for_reduction",
-        "read before they are reduced, to sum those that are partial on tensor-parallel ranks",
+        "gradient_reduction: gradients in another precision than their parameters",
+        f"{ZERO_1_2}.get_gradient_for_reduction",
+        "where they are summed over stages and tensor-parallel ranks before it reads them",
         parameters=("param",),
-        uses=("grad_accum", "grad"),
+        uses=("use_grad_accum_attribute", "grad_accum", "grad"),
     ),
-    # gradient_reduction
+    Touch(
+        "gradient_reduction: gradients that the bf16 optimizer counts",
+        f"{BF16}.get_grads_for_norm",
+        "those that only another rank has computed are marked too",
+        parameters=("for_clipping",),
+        uses=("fp32_groups_has_gradients", "fp32_groups_gradients", "bf16_groups"),
+    ),
     Touch(
         "gradient_reduction: reduction of a step",
         f"{PIPELINE_ENGINE}._exec_reduce_grads",

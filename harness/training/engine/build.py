@@ -23,13 +23,11 @@ from harness.config.values.idle_keys import without_idle
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import Secrets
 from harness.deepspeed.engine import (
-    accumulated_gradient,
     announce_instructions,
-    before_reduction,
     check_every_gradient,
     forget_outputs,
 )
-from harness.deepspeed.gradient_reduction import keep_own_gradients, reduce_in_place
+from harness.deepspeed.gradient_reduction import keep_own_gradients, reduce_in_place, sum_tied_gradients
 from harness.deepspeed.kept_in_fp32 import keeping_fp32, reduce_fp32_gradients
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_groups import MpuAdapter
@@ -160,7 +158,7 @@ def _change_steps(engine: PipelineEngine, context: EngineContext) -> CompressedR
     put_off_sums(parameters)
     if context.device.type != "cpu":  # there the cores that sum are those that compute: a step took 1.04 times as long
         overlap_sums(engine.module)
-    before_reduction(engine, partial(sum_once, parameters, accumulated_gradient))
+    sum_tied_gradients(engine, partial(sum_once, parameters))
     follow_schedule(engine, resolved.schedule, resolved.parts)
     announce_instructions(engine, beat)
     return compression

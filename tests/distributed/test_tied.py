@@ -1,0 +1,68 @@
+"""Tied weights on two stages stay equal and learn what one process learns, wherever their gradients are accumulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness import Trainer
+from harness.hf.verify.tiny_copy import tiny_config
+from harness.hf.verify.tiny_copy import tiny_model as tiny_copy
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Curve, Job, arguments_of, reference, rows, steps_of, tiny_model, worst
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 5
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+OFFLOADED = {**BF16, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+LATE = {"pipeline": {"stages": 2, "schedule": "zero-bubble"}}
+"""Some weight gradients come after the backward passes."""
+
+
+def jobs_of(llama: str, blocks: str) -> list[Job]:
+    """Jobs for each place of a gradient, and with a block of which each stage uses a part."""
+    return [
+        Job(llama, "pp2z1", OFFLOADED),
+        Job(llama, "pp2z1", {**OFFLOADED, **LATE}),
+        Job(llama, "pp2z1", {"data_types": {"grad_accum_dtype": "bf16"}}),
+        Job(llama, "pp2z1", {**BF16, "data_types": {"grad_accum_dtype": "bf16"}}),
+        Job(llama, "pp2z0", BF16),
+        Job(blocks, "pp2z1", BF16),
+        Job(blocks, "pp2z0", BF16),
+        Job(blocks, "pp2z1", OFFLOADED),
+    ]
+
+
+def tied_after(job: Job, folder: str) -> tuple[Curve, dict[str, list[torch.Tensor]]]:
+    """The curve of a job, and what this stage holds of each tied weight after it."""
+    trainer = Trainer(job.model, arguments_of(job, folder, max_steps=STEPS, verify_plan="off"), rows())
+    curve = steps_of(trainer, STEPS)
+    held = {
+        key: [weight.detach().float().clone() for weight in weights.parameters()]
+        for key, weights in trainer.engine.deepspeed.module.tied_modules.items()
+    }
+    trainer.close()
+    return curve, held
+
+
+def all_tied(jobs: list[Job], folder: str) -> list[tuple[Curve, dict[str, list[torch.Tensor]]]]:
+    return [tied_after(job, f"{folder}/{index}") for index, job in enumerate(jobs)]
+
+
+def test_tied_weights_stay_equal_and_learn_as_in_one_process(tmp_path: Path) -> None:
+    llama = tiny_model(tmp_path / "llama", "llama", True)
+    blocks = str(tmp_path / "blocks")
+    tiny_copy(tiny_config("zamba2")).save_pretrained(blocks)
+    jobs = jobs_of(llama, blocks)
+    first, second = run_ranks(2, all_tied, jobs, str(tmp_path / "out"), timeout_s=400)
+    wanted = {model: reference(model, STEPS, dtype=torch.bfloat16) for model in (llama, blocks)}
+    for index, job in enumerate(jobs):
+        (curve, held), (_, other) = first[index], second[index]
+        loss, norm = worst(curve, wanted[job.model])
+        assert loss < 0.01 and norm < 0.05, (index, job, curve, wanted[job.model])
+        shared = held.keys() & other.keys()
+        assert shared and all(map(torch.equal, held[key], other[key]) for key in shared), (index, job)
