@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Unpack
 
+import torch.distributed as dist
+
 from harness.arguments import TrainingArguments
 from harness.checkpoint import training_state
-from harness.checkpoint.directories import finished_name
+from harness.checkpoint.directories import NAME, finished_name
+from harness.checkpoint.integrity import changed_file, damage
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
+from harness.topology.agreement import values_of_all
 from harness.training.callbacks import MomentValues, TrainerCallback, TrainerControl, TrainerState
 from harness.training.prepare.plan import require_metric_of_one
 from harness.training.run import Run
@@ -90,12 +94,13 @@ def improves(args: TrainingArguments, state: TrainerState, value: float, thresho
 def note_evaluation(
     args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Mapping[str, object] | None
 ) -> None:
-    """Note the best evaluation of a run; with `--save_strategy best` ask for its checkpoint."""
+    """Note the best evaluation of a run; ask for its checkpoint with `--save_strategy best`, and where it is to be
+    loaded at the end: the saves that are due otherwise may fall on other steps."""
     if metrics is None or (args.metric_for_best_model is None and not has_metric(args, metrics)):
         return  # no metric was asked for, and none of several data sets is the one that decides
     if improves(args, state, value := metric_of(args, metrics)):
         state.best_metric, state.best_global_step = value, state.global_step
-        control.should_save = control.should_save or args.save_strategy == "best"
+        control.should_save |= args.save_strategy == "best" or args.load_best_model_at_end
 
 
 def best_as_saved(args: TrainingArguments, state: TrainerState) -> JsonObject:
@@ -108,25 +113,76 @@ def best_as_saved(args: TrainingArguments, state: TrainerState) -> JsonObject:
     }
 
 
-def restore_best(args: TrainingArguments, state: TrainerState, saved: JsonObject, output_dir: Path) -> None:
-    """Go on from what a checkpoint says of the best evaluation, unless another metric decides now."""
+def restore_best(
+    args: TrainingArguments,
+    state: TrainerState,
+    saved: JsonObject,
+    output_dir: Path,
+    problem_with: Callable[[Path], str | None] = damage,
+) -> str | None:
+    """Go on from what a checkpoint says of the best evaluation, unless another metric decides now.
+
+    Returns what to tell if `--load_best_model_at_end` cannot load that evaluation's checkpoint: those to come count
+    afresh. `problem_with`: what is wrong with a checkpoint, the same answer on all ranks.
+    """
     same = saved.get("metric") == args.best_metric_name
     state.best_metric, state.best_global_step = (saved["value"], saved["step"]) if same else (None, 0)
     state.evaluations_without_best = saved["evaluations_without_best"] if same else 0
-    state.best_model_checkpoint = None
-    note_checkpoint(state, output_dir / finished_name(state.best_global_step))
+    state.best_model_checkpoint = state.best_saved_metric = None
+    if not state.best_global_step:
+        return None
+    checkpoint = output_dir / finished_name(state.best_global_step)
+    problem = problem_with(checkpoint)
+    if problem is None:
+        note_checkpoint(state, checkpoint, state.best_metric)
+        return None
+    best = _named(args, state.best_global_step, state.best_metric)
+    if not args.load_best_model_at_end:
+        return None
+    forget_unsaved(args, state)
+    return f"the best evaluation so far, {best}, has no checkpoint ({checkpoint}: {problem}): the best is sought afresh"
 
 
-def note_checkpoint(state: TrainerState, checkpoint: Path) -> None:
-    """Note a checkpoint if it is that of the best evaluation."""
-    if state.best_global_step and checkpoint.name == finished_name(state.best_global_step) and checkpoint.is_dir():
-        state.best_model_checkpoint = str(checkpoint)
+def note_checkpoint(state: TrainerState, checkpoint: Path, metric: float | None) -> None:
+    """Note a whole checkpoint if it is that of a best evaluation, which had this metric."""
+    if metric is not None:
+        state.best_model_checkpoint, state.best_saved_metric = str(checkpoint), metric
+
+
+def forget_unsaved(args: TrainingArguments, state: TrainerState) -> None:
+    """With `--load_best_model_at_end` go back to the best evaluation that has a checkpoint: a later one that is better
+    than that is then saved, though a lost one was better still."""
+    if args.load_best_model_at_end:
+        held = NAME.fullmatch(Path(state.best_model_checkpoint or "").name)
+        state.best_global_step, state.best_metric = int(held[1]) if held else 0, state.best_saved_metric
 
 
 def load_best(run: Run, state: TrainerState) -> None:
-    """Load the weights of the best evaluation's checkpoint, with `--load_best_model_at_end`; all ranks call it."""
-    if not run.args.load_best_model_at_end or state.best_model_checkpoint is None:
+    """Load the weights of the best evaluation's checkpoint, with `--load_best_model_at_end`; all ranks call it.
+
+    A run that has come to its end keeps its last weights, with a warning, where that checkpoint is not what was saved.
+    """
+    if not run.args.load_best_model_at_end:
         return
-    training_state.load(run.engine_state, Path(state.best_model_checkpoint))
-    name, step = run.args.best_metric_name, state.best_global_step
-    run.console.say(f"loaded the best model: step {step}, {name} {state.best_metric:.6g}")
+    kept = f"the model keeps the weights of the last step, {state.global_step}"
+    if state.best_model_checkpoint is None:
+        run.console.warn(f"no evaluation has a checkpoint that could be loaded as the best model: {kept}")
+        return
+    checkpoint = Path(state.best_model_checkpoint)
+    problem = values_of_all(damage(checkpoint))[0]
+    if problem is None:
+        found = values_of_all(changed_file(checkpoint, dist.get_rank(), dist.get_world_size()))
+        problem = next(filter(None, found), None)
+    if problem is not None:
+        state.best_model_checkpoint = None
+        run.console.warn(f"the best model cannot be loaded: {checkpoint} is damaged ({problem}): {kept}")
+        return
+    step = training_state.load(run.engine_state, checkpoint).step
+    run.console.say(f"loaded the best model: {_named(run.args, step, state.best_saved_metric)}")
+    if step != state.best_global_step:
+        lost = _named(run.args, state.best_global_step, state.best_metric)
+        run.console.warn(f"it is the best that was saved: a better one, {lost}, has no checkpoint")
+
+
+def _named(args: TrainingArguments, step: int, metric: float | None) -> str:
+    return f"step {step}" + ("" if metric is None else f", {args.best_metric_name} {metric:.6g}")

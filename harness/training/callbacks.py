@@ -63,6 +63,8 @@ class TrainerState:
     """Where the run stands.
 
     Attributes:
+        best_metric, best_global_step: of the best evaluation so far.
+        best_model_checkpoint, best_saved_metric: the newest whole checkpoint of a best evaluation, and its metric.
         num_train_epochs: passes through the data that the run begins, 0 without data or end of it.
         train_batch_size: samples of a micro-batch.
         consumed_samples: those that all ranks together have used or left out.
@@ -74,6 +76,7 @@ class TrainerState:
     best_metric: float | None = None
     best_global_step: int = 0
     best_model_checkpoint: str | None = None
+    best_saved_metric: float | None = None
     evaluations_without_best: int = 0
     epoch: float = 0.0
     consumed_samples: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Trainer] = []
 
     def trainer(folder: str = "run", model: Any = None, data: Any = POINTS, **more: Any) -> Trainer:
-        kinds = {name: more.pop(name) for name in ("callbacks", "peft_config") if name in more}
+        names = ("callbacks", "peft_config", "eval_dataset", "compute_metrics")
+        kinds = {name: more.pop(name) for name in names if name in more}
         config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
         settings = {"max_steps": 4, "learning_rate": 0.05, "save_steps": 0, "lr_scheduler_type": "constant", **more}
         arguments = TrainingArguments(str(tmp_path / folder), deepspeed_config=config, **settings)
@@ -274,3 +276,116 @@ def test_adapters_are_not_gathered(make: Make) -> None:
     ours = make(model="tiny-llama", data=TOKENS, peft_config=adapters)
     with pytest.raises(UserError, match="does not support adapters: call save_model"):
         ours.trained_model()
+
+
+# -- the best model ------------------------------------------------------------------------------------------
+
+
+class Kept(TrainerCallback):
+    """Notes the first weights after each step, and does something to the disk before some steps."""
+
+    def __init__(self, before: dict[int, Callable[[], object]] | None = None) -> None:
+        self.before, self.weights = before or {}, {0: 0.0}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.before.get(state.global_step + 1, lambda: None)()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.weights[state.global_step] = weight(given["trainer"])
+
+
+def weight(trainer: Trainer) -> float:
+    first = next(trainer.run.module.parameters())
+    return float(first.detach().sum())
+
+
+def best_run(
+    make: Make, scores: dict[int, float], before: dict[int, Callable[[], object]] | None = None, **more: Any
+) -> tuple[Trainer, Kept]:
+    """A run of 8 steps whose evaluations have these scores, by step."""
+    trainers: list[Trainer] = []
+    kept = Kept(before)
+
+    def score(_: Any) -> dict[str, float]:
+        return {"score": scores.get(trainers[0].state.global_step, 0.0)}
+
+    wanted = {"max_steps": 8, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 4, "save_total_limit": 1}
+    asked = {"load_best_model_at_end": True, "metric_for_best_model": "score", **wanted, **more}
+    trainers.append(make(callbacks=[kept], eval_dataset=POINTS[:4], compute_metrics=score, **asked))
+    return trainers[0], kept
+
+
+@pytest.mark.parametrize(
+    ("more", "best"),
+    [
+        pytest.param({}, 6, id="evaluated more often than saved"),
+        pytest.param({"eval_steps": 3, "save_steps": 4}, 6, id="at other steps than saved"),
+        pytest.param({"eval_steps": None, "logging_steps": 2}, 6, id="by the default interval"),
+        pytest.param({"save_strategy": "epoch", "eval_steps": 3}, 6, id="saved by epochs"),
+        pytest.param({"save_steps": 0, "save_seconds": 1000.0}, 6, id="saved by the clock"),
+        pytest.param({"save_strategy": "best"}, 6, id="the best alone"),
+        pytest.param({"eval_strategy": "epoch"}, 4, id="evaluated by epochs"),
+    ],
+)
+def test_the_model_is_that_of_the_best_evaluation_wherever_saves_fall(
+    more: dict[str, Any], best: int, make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, kept = best_run(make, {2: 1.0, 3: 1.0, 4: 2.0, 6: 5.0, 8: 3.0} if best == 6 else {4: 5.0, 8: 3.0}, **more)
+    state = ours.train()
+    assert weight(ours) == kept.weights[best]
+    assert f"loaded the best model: step {best}, score 5" in capsys.readouterr().out
+    assert (state.best_global_step, Path(str(state.best_model_checkpoint)).name) == (best, f"checkpoint-{best}")
+    assert f"checkpoint-{best}" in names(tmp_path / "run") and len(names(tmp_path / "run")) <= 2
+
+
+def test_a_best_model_that_could_not_be_saved_is_not_said_to_be_loaded(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits: list[Any] = []
+
+    def full() -> None:
+        limits.append(full_disk(100))
+        limits[0].__enter__()
+
+    ours, kept = best_run(
+        make,
+        {2: 1.0, 4: 2.0, 6: 9.0, 8: 1.0},
+        {6: full, 7: lambda: (ours.checkpoints.finish(), limits[0].__exit__(None, None, None))},
+    )
+    state = ours.train()
+    said = capsys.readouterr().out
+    assert "no checkpoint of step 6" in said and "loaded the best model: step 4, score 2" in said
+    assert weight(ours) == kept.weights[4] and (state.best_global_step, state.best_metric) == (4, 2.0)
+
+
+def test_a_best_model_that_is_damaged_is_not_loaded(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = tmp_path / "run" / "checkpoint-2" / "model.safetensors"
+
+    def flip() -> None:
+        ours.checkpoints.finish()
+        content = bytearray(best.read_bytes())
+        content[-1] ^= 0x40
+        best.write_bytes(content)
+
+    ours, kept = best_run(make, {2: 9.0}, {8: flip})
+    ours.train()
+    said = capsys.readouterr().out
+    assert "the best model cannot be loaded" in said and "differs from what was saved" in said
+    assert "keeps the weights of the last step, 8" in said and weight(ours) == kept.weights[8]
+    ours.save_model()
+
+
+def test_a_resumed_run_says_that_its_best_model_is_gone_and_seeks_another(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _ = best_run(make, {2: 9.0, 4: 1.0}, max_steps=4)
+    first.train()
+    first.close()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    again, kept = best_run(make, {6: 5.0, 8: 4.0}, resume_from_checkpoint="auto")
+    again.train()
+    said = capsys.readouterr().out
+    assert "the best evaluation so far, step 2, score 9, has no checkpoint" in said
+    assert "loaded the best model: step 6, score 5" in said and weight(again) == kept.weights[6]

@@ -35,7 +35,7 @@ class CheckpointArguments(Flags):
         None, "number of newest checkpoints to keep, the best one counted and always kept (default: all)", least=1
     )
     save_only_model: bool = flag(False, "save the model alone: smaller, but no run can go on from such a checkpoint")
-    load_best_model_at_end: bool = flag(False, "end with the weights of the best evaluation's checkpoint")
+    load_best_model_at_end: bool = flag(False, "save each best evaluation, and end with the weights of the best one")
     metric_for_best_model: str | None = flag(
         None, "metric of the evaluation that says which model is the best (default: loss)"
     )
@@ -88,18 +88,5 @@ class CheckpointArguments(Flags):
         for name, wanted in needs_evaluation.items():
             if wanted and not self.evaluates:
                 raise UserError(f"{name} needs evaluations during training: set --eval_strategy or --eval_steps")
-        if self.load_best_model_at_end:
-            self._require_saved_evaluations()
-
-    def _require_saved_evaluations(self) -> None:
-        """Raise UserError where a best evaluation may have no checkpoint."""
-        pair = f"--eval_strategy {self.evaluation_strategy} and --save_strategy {self.save_strategy}"
-        if self.save_strategy not in ("best", self.evaluation_strategy):
-            raise UserError(f"--load_best_model_at_end needs a checkpoint of each evaluation, but {pair} differ")
-        if not self.saves:
-            raise UserError("--load_best_model_at_end needs checkpoints: set --save_steps")
-        if self.save_strategy == "steps" and self.eval_steps and self.save_steps % self.eval_steps:
-            raise UserError(
-                f"--load_best_model_at_end needs --save_steps ({self.save_steps}) to be a multiple of --eval_steps "
-                f"({self.eval_steps})"
-            )
+        if self.load_best_model_at_end and not self.saves:
+            raise UserError("--load_best_model_at_end needs checkpoints: set --save_steps, or --save_strategy best")

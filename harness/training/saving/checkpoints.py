@@ -20,7 +20,7 @@ from harness.errors import UserError
 from harness.resilience.process.distributed import all_arrive, any_rank
 from harness.resilience.watch.activity import inside
 from harness.topology.agreement import all_or_none
-from harness.training.best_model import note_checkpoint
+from harness.training.best_model import forget_unsaved, note_checkpoint
 from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFinite
 from harness.training.run import Run
@@ -50,6 +50,7 @@ class Checkpoints:
         self._overridden = overridden
         self._writer = Writer()
         self._pending: BackgroundSave | None = None
+        self._best: float | None = None  # metric of the step that is being saved, if it is the best one
         self._begun = time.monotonic()
         self._state_of: tuple[int, int] | None = None  # step and samples that are saved, or being saved
         self._owns_directory = not (run.may_hold_a_run or run.args.overwrite_output_dir)
@@ -142,7 +143,7 @@ class Checkpoints:
             while not self._advance():
                 pass
         except NotSaved:
-            self._state_of = None  # so that what is due for this step is tried again
+            self._lost(pending.step)
             raise
         return pending.path
 
@@ -156,6 +157,7 @@ class Checkpoints:
         self._begun = time.monotonic()
         self.require_own_directory()
         self._nonfinite.judge_weights(self.run.engine, f"checkpoint-{step}")
+        self._best = self._state.best_metric if self._state.best_global_step == step else None
         self._pending = begin_checkpoint(self.run, self._state, self._writer, copy=copy)
         self._state_of = step, self._state.consumed_samples
         return self._pending
@@ -168,7 +170,7 @@ class Checkpoints:
             self._pending = pending
             return False
         self.newest = pending.step
-        note_checkpoint(self._state, pending.path)
+        note_checkpoint(self._state, pending.path, self._best)
         self._on_save(checkpoint=pending.path)
         return True
 
@@ -177,6 +179,12 @@ class Checkpoints:
         try:
             return action()
         except NotSaved as error:
-            self._state_of = None
+            self._lost(step)
             self.run.console.warn(f"no checkpoint of step {step}: {error}; training continues")
             return None
+
+    def _lost(self, step: int) -> None:
+        """Note that a step could not be saved, so that what is due for it is tried again, and it is not the best."""
+        self._state_of = None
+        if step == self._state.best_global_step:
+            forget_unsaved(self.run.args, self._state)

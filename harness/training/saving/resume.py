@@ -16,7 +16,7 @@ from harness.checkpoint.directories import (
     require_same_model,
     require_same_optimizer,
 )
-from harness.checkpoint.integrity import find_resume, run_id
+from harness.checkpoint.integrity import damage, find_resume, run_id
 from harness.checkpoint.manifest import read_manifest
 from harness.checkpoint.residue import load_residue
 from harness.data.batches.stream import BatchStream
@@ -40,7 +40,9 @@ def load(run: Run, checkpoint: Path, state: TrainerState, stream: BatchStream | 
         run.console.say(f"gradient compression: {checkpoint} has no residue of this layout: starting without")
     run.engine.schedule.go_to(progress.step - progress.skipped_steps)
     state.global_step, state.consumed_samples = progress.step, progress.consumed_samples
-    restore_best(run.args, state, progress.best, checkpoint.absolute().parent)
+    of_first_rank = lambda path: values_of_all(damage(path))[0]  # noqa: E731  folders may look different from each host
+    if lost := restore_best(run.args, state, progress.best, checkpoint.absolute().parent, of_first_rank):
+        run.console.warn(lost)
     if stream is not None:
         stream.consumed = progress.consumed_samples
         if isinstance(stream.dataset, Streamed) and progress.data == run.digest:

@@ -37,11 +37,18 @@ def begin_checkpoint(run: Run, state: TrainerState, writer: Writer, *, copy: boo
     target = Target(
         output_dir=run.output_dir,
         keep=run.args.save_total_limit,
-        best=run.output_dir / finished_name(state.best_global_step) if state.best_global_step else None,
+        best=_best(run, state),
         model_only=run.args.save_only_model,
         write_others=lambda folder: _write_configs(run, folder),
     )
     return BackgroundSave(run.engine_state, target, progress_of(run, state), writer, copy=copy)
+
+
+def _best(run: Run, state: TrainerState) -> Path | None:
+    """Return the checkpoint of the best evaluation: the one that is now written, or the last that was."""
+    if state.best_global_step == state.global_step:
+        return run.output_dir / finished_name(state.global_step)
+    return None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
 
 
 def progress_of(run: Run, state: TrainerState) -> Progress:

@@ -11,6 +11,7 @@ from harness import TrainingArguments, UserError
 from harness.training import best_model
 from harness.training.best_model import EarlyStoppingCallback, improves, metric_of, note_evaluation, restore_best
 from harness.training.callbacks import TrainerControl, TrainerState
+from tests.unit.checkpoint.saved import save
 
 
 def arguments(**changes: Any) -> TrainingArguments:
@@ -73,9 +74,17 @@ def test_it_is_asked_for_by_a_flag() -> None:
     assert isinstance(callback, EarlyStoppingCallback) and callback.patience == 3
 
 
-@pytest.mark.parametrize(("strategy", "saves"), [("best", True), ("steps", False)])
-def test_the_best_evaluation_asks_for_its_checkpoint_where_only_the_best_are_kept(strategy: str, saves: bool) -> None:
-    args = arguments(save_strategy=strategy, eval_strategy="steps", eval_steps=2)
+@pytest.mark.parametrize(
+    ("given", "saves"),
+    [
+        ({"save_strategy": "best"}, True),
+        ({"save_strategy": "steps"}, False),
+        ({"save_strategy": "steps", "load_best_model_at_end": True}, True),
+        ({"save_strategy": "epoch", "load_best_model_at_end": True}, True),
+    ],
+)
+def test_the_best_evaluation_asks_for_its_checkpoint_where_that_is_needed(given: dict[str, Any], saves: bool) -> None:
+    args = arguments(**given, eval_strategy="steps", eval_steps=2)
     state, control = TrainerState(global_step=4), TrainerControl()
     note_evaluation(args, state, control, None)
     assert state.best_metric is None and not control.should_save
@@ -91,14 +100,19 @@ def test_a_resumed_run_goes_on_from_the_best_of_the_same_metric(tmp_path: Path) 
     args = arguments()
     state = TrainerState(best_metric=2.0, best_global_step=4, evaluations_without_best=1)
     saved = best_model.best_as_saved(args, state)
-    (tmp_path / "checkpoint-4").mkdir()
+    save(tmp_path, 4)
     again = TrainerState()
-    restore_best(args, again, saved, tmp_path)
+    assert restore_best(args, again, saved, tmp_path) is None
+    assert again.best_saved_metric == 2.0
     assert (again.best_metric, again.best_global_step, again.evaluations_without_best) == (2.0, 4, 1)
     assert again.best_model_checkpoint == str(tmp_path / "checkpoint-4")
     gone = TrainerState(best_model_checkpoint="old")
     restore_best(args, gone, saved, tmp_path / "elsewhere")  # its checkpoint is not there any more
     assert gone.best_metric == 2.0 and gone.best_model_checkpoint is None
+    asked = arguments(load_best_model_at_end=True, eval_steps=2)
+    told = restore_best(asked, gone, saved, tmp_path / "elsewhere")
+    assert told is not None and "step 4, loss 2, has no checkpoint" in told and "no such directory" in told
+    assert (gone.best_metric, gone.best_global_step) == (None, 0)  # the next evaluation is the best, and saved
     other = TrainerState()
     restore_best(arguments(metric_for_best_model="accuracy"), other, saved, tmp_path)
     assert (other.best_metric, other.best_global_step, other.best_model_checkpoint) == (None, 0, None)
