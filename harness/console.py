@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -43,7 +44,7 @@ class Console:
     def say(self, text: str = "") -> None:
         """Print a line, on rank 0."""
         if self.speaks:
-            print(Secrets.known().masked(text), file=self.out, flush=True)
+            print_if_heard(Secrets.known().masked(text), self.out)
 
     def warn(self, text: str) -> None:
         """Print a warning, on rank 0."""
@@ -52,7 +53,7 @@ class Console:
     def fail(self, text: str) -> None:
         """Print an error, on any rank, as one line."""
         line = " ".join(Secrets.known().masked(text).split())
-        print(f"error: {line}", file=self.error, flush=True)
+        print_if_heard(f"error: {line}", self.error)
 
     @property
     def is_terminal(self) -> bool:
@@ -65,6 +66,30 @@ class Console:
         with suppress(OSError):
             return os.get_terminal_size(self.out.fileno()).columns > 0
         return True
+
+
+def print_if_heard(text: str, stream: TextIO) -> None:
+    """Print a line; if that fails it is lost, and where the reader is gone all further ones are, too."""
+    with suppress(OSError):
+        try:
+            print(text, file=stream, flush=True)
+        except BrokenPipeError:
+            _let_go(stream.fileno())
+
+
+def let_go_of_readers_that_are_gone() -> None:
+    """Send standard output and error nowhere where nobody reads them any more, for this process and those it starts."""
+    for descriptor in (1, 2):
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+            _let_go(descriptor)
+
+
+def _let_go(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def plain_console(rank: int) -> Console:

@@ -6,21 +6,23 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from harness.console import let_go_of_readers_that_are_gone, print_if_heard
 from harness.resilience.cause import Ended
 from harness.resilience.hosts import HostDevices
 from harness.resilience.on_host.messages import MARK, LineReader, Order
 from harness.resilience.on_host.processes import continue_without_parent
-from harness.resilience.process.records import STOPPED, read_failures
+from harness.resilience.process.records import STOPPED, read_failures, succeeded
 from harness.topology.descriptors import wait_readable
 
 SILENT_S = 10.0  # so long after the last sign of life an agent counts as dead
 TOLD_S = 2.0  # the other ranks have so long to record why they fail
-DONE_S = 60.0  # the other ranks have so long to end after one that ended well
+DONE_S = 60.0  # the other ranks have so long to end after one that a signal has stopped, or when all work is done
 PING_S = 1.0
 
 
@@ -28,6 +30,7 @@ class AgentProcess:
     """An agent as the supervisor sees it."""
 
     def __init__(self, host: HostDevices, ssh_port: int | None) -> None:
+        let_go_of_readers_that_are_gone()  # the ranks may print there themselves
         self.host = host
         self.reports: list[dict[str, float]] = []
         self.answered = False
@@ -67,7 +70,7 @@ class AgentProcess:
         for line in self.lines.read():
             self._heard, self.answered = time.monotonic(), True
             if not line.startswith(MARK):
-                print(line, flush=True)
+                print_if_heard(line, sys.stdout)
                 continue
             report = json.loads(line.removeprefix(MARK))
             if "rank" in report:
@@ -103,7 +106,7 @@ class Attempt:
     def __init__(self, agents: Sequence[AgentProcess], ranks: int, records: Path) -> None:
         self.agents, self.ranks, self.records = list(agents), ranks, records
         self.lost: list[HostDevices] = []
-        self._first_end = 0.0  # when something first went wrong, or ended
+        self._first_end = 0.0  # when something first went wrong, was stopped, or all work was done
 
     def run(self, received: list[int], tick: Callable[[Attempt], None]) -> list[Ended]:
         """Wait for the end of all ranks, or of a moment after the first of them; return those that ended by themselves.
@@ -147,8 +150,8 @@ class Attempt:
         if len(ended) == self.ranks or self.lost:
             return True
         failures = read_failures(self.records)
-        if not (ended or failures):
-            return False
+        if not (failures or any(end.code for end in ended) or succeeded(self.records)):
+            return False  # a rank that ended well may be the first of many: rank 0 may have much left to do
         self._first_end = self._first_end or time.monotonic()
         wrong = [failure for failure in failures if failure.error != STOPPED]
         is_told = len({end.rank for end in ended} | {failure.rank for failure in wrong}) == self.ranks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +14,23 @@ from harness.resilience.process.records import HANG, STOPPED, Failure, Position
 
 USAGE_ERROR = 2  # Python's and argparse's exit code for a command line that cannot be used
 SAME_TIME_S = 1.0  # a rank's death and what its peers say of it come so close to each other
+# fmt: off
+OF_CODE = {
+    "ArithmeticError", "AssertionError", "AttributeError", "ConfigError", "FloatingPointError", "ImportError",
+    "IndexError", "KeyError", "LookupError", "ModuleNotFoundError", "NameError", "NonFiniteStep", "NotImplementedError",
+    "OutOfMemoryError", "OverflowError", "RuntimeError", "TypeError", "UnboundLocalError", "UnicodeDecodeError",
+    "UserError", "UserErrors", "ValueError", "ZeroDivisionError",
+}
+# fmt: on
+"""Errors that the same code and data most likely raise again, unless their message names one of PASSING."""
+PASSING = tuple(
+    os.strerror(number).lower()
+    for number in (
+        *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
+        *(errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EAGAIN),
+    )
+)
+"""What the system says of a disk, a network or a host that may be better after a while."""
 OOM_COUNTERS = ("/proc/vmstat", "/sys/fs/cgroup/memory.events")
 
 
@@ -40,6 +59,7 @@ class Cause:
         rank: that failed first; None if it was no rank.
         is_final: whether starting again would end the same way, as the user must fix it.
         is_stop: whether a signal ended the ranks, after a checkpoint.
+        may_pass: whether it may be over after a while, as a full disk is, rather than be raised by the code again.
         code: exit code of the run, should it end here.
     """
 
@@ -48,6 +68,7 @@ class Cause:
     rank: int | None = None
     is_final: bool = False
     is_stop: bool = False
+    may_pass: bool = False
     code: int = 1
 
 
@@ -98,6 +119,7 @@ def _recorded(failure: Failure) -> Cause:
         step=failure.step,
         rank=failure.rank,
         is_final=failure.is_user_error and failure.step == 0,
+        may_pass=failure.error not in OF_CODE or any(what in failure.message.lower() for what in PASSING),
     )
 
 
@@ -106,7 +128,7 @@ def _killed(end: Ended, position: Position | None, kills: int | None) -> Cause:
     if end.code == -signal.SIGKILL:
         reason = {None: "; killed by the system: memory?", 0: ""}.get(kills, "; killed by the system: out of memory")
     text = f"{_who(end.rank, position, end.host)} was killed by {_name(-end.code)} {_when(position)}{reason}"
-    return Cause(text=text, step=position.step if position else 0, rank=end.rank, code=128 - end.code)
+    return Cause(text=text, step=position.step if position else 0, rank=end.rank, may_pass=True, code=128 - end.code)
 
 
 def _silent(end: Ended, positions: Mapping[int, Position]) -> Cause:
@@ -122,6 +144,7 @@ def _silent(end: Ended, positions: Mapping[int, Position]) -> Cause:
         step=step,
         rank=end.rank,
         is_final=end.code == USAGE_ERROR and step == 0,
+        may_pass=end.code != USAGE_ERROR,
         code=end.code or 1,
     )
 

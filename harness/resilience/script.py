@@ -146,8 +146,11 @@ class Script:
         if config.get(ACCUMULATION, "auto") == "auto":
             return words
         copy = self.output_dir / CONFIG
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(copy, json.dumps({**config, ACCUMULATION: "auto"}, indent=2) + "\n")
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(copy, json.dumps({**config, ACCUMULATION: "auto"}, indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"{copy}: cannot be written: {error.strerror}") from error
         return [*without(words, {"--deepspeed_config"}), "--deepspeed_config", str(copy)]
 
     def accepts(self, layout: Layout) -> bool:

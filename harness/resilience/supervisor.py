@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from harness.checkpoint.directories import RESTARTS
+from harness.console import print_if_heard
+from harness.errors import UserError
 from harness.resilience.attempt import Attempt
 from harness.resilience.cause import Cause, Ended, first_cause, oom_kills
 from harness.resilience.gathering import Device, Gathering, Team, wait
@@ -25,8 +27,10 @@ from harness.resilience.process.signals import SIGNALS
 from harness.resilience.script import Script
 from harness.wording import counted
 
-SAME_STEP = 3  # so often in a row a fault may happen at one step
+SAME_STEP = 3  # so often in a row the code may fail at one step
+SAME_STEP_ELSEWHERE = 5  # so often other things may: a disk that is full, a network that is down
 PAUSE_S = 2.0  # before a restart at the step of the last fault
+PAUSES_S = (10.0, 60.0, 300.0)  # the same for what may pass: before the second restart there, the third, and later ones
 
 
 class Supervisor:
@@ -71,7 +75,13 @@ class Supervisor:
     def _attempt(self, number: int, team: Team) -> Cause | None:
         """Start all ranks once; return what ended them, None for success."""
         records, following = (self.root / f"{index:04d}" for index in (number, number + 1))
-        records.mkdir(parents=True)
+        try:
+            records.mkdir(parents=True)
+        except OSError as error:
+            for agent in team.agents:
+                agent.end()
+            step = self.faults[-1][0].step if self.faults else 0
+            return Cause(text=f"{records}: cannot be made: {error.strerror}", step=step, may_pass=True)
         attempt, kills, self.is_growing = Attempt(team.agents, team.start.ranks, records), oom_kills(), False
         try:
             self.gathering.order(team, records, self.root)
@@ -94,7 +104,8 @@ class Supervisor:
         if cause is not None:
             return cause
         step = max((position.step for position in positions.values()), default=0)
-        return Cause(text=f"no answer from the agent on {', '.join(lost) or 'this host'}, in step {step}", step=step)
+        text = f"no answer from the agent on {', '.join(lost) or 'this host'}, in step {step}"
+        return Cause(text=text, step=step, may_pass=True)
 
     def _look(self, attempt: Attempt, team: Team, following: Path) -> None:
         """Prepare the next attempt; ask ranks that train to save and stop when a host that was missing is back."""
@@ -124,25 +135,33 @@ class Supervisor:
         self.faults.append((cause, None if cause.rank is None else team.device(cause.rank)))
         self._log(cause, team)
         same = len(list(itertools.takewhile(lambda fault: fault[0].step == cause.step, reversed(self.faults))))
-        if most and (restarts == most or same == SAME_STEP):
+        allowed = SAME_STEP_ELSEWHERE if cause.may_pass else SAME_STEP
+        if most and (restarts == most or same >= allowed):
             used_up = f"{counted(most, 'restart')} {'is' if most == 1 else 'are'} used up"
             why = used_up if restarts == most else f"{same} faults in a row at step {cause.step}"
             _say("\n  ".join([f"gave up: {why}", *(f"step {fault.step}: {fault.text}" for fault, _ in self.faults)]))
-        if restarts == most or same == SAME_STEP:
+        if restarts == most or same >= allowed:
             return cause.code
-        self._leave_out_device()
-        pause = PAUSE_S if same > 1 else 0.0
+        is_left_out = self._leave_out_device()
+        pause = 0.0 if same == 1 or is_left_out else PAUSE_S
+        if pause and cause.may_pass:
+            pause = PAUSES_S[min(same - 2, len(PAUSES_S) - 1)]
         _say(f"restart {restarts + 1} of {most}{f' in {pause:.0f} s' if pause else ''}")
         wait(pause, self.received)
         return None
 
-    def _leave_out_device(self) -> None:
-        """Leave out a device that has failed twice in a row before the first step, if the user allows fewer ranks."""
+    def _leave_out_device(self) -> bool:
+        """Leave out a device that has failed twice in a row before the first step, if the user allows fewer ranks.
+
+        Returns whether there was one.
+        """
         last = [(fault.step, device) for fault, device in self.faults[-2:]]
         device = last[-1][1]
-        if self.options.min_ranks and device is not None and last == [(0, device)] * 2:
-            self.gathering.failing.add(device)
-            _say(f"device {device[1]} of {device[0]} is left out: it failed twice before the first step")
+        if not self.options.min_ranks or device is None or last != [(0, device)] * 2:
+            return False
+        self.gathering.failing.add(device)
+        _say(f"device {device[1]} of {device[0]} is left out: it failed twice before the first step")
+        return True
 
     def _log(self, cause: Cause, team: Team) -> None:
         folder = self.script.output_dir
@@ -155,11 +174,16 @@ class Supervisor:
 
 def _records_root(hosts: Sequence[HostDevices], output_dir: Path | None) -> Path:
     """Return a new folder that all hosts see."""
-    if all(host.is_here for host in hosts) or output_dir is None:
-        return Path(tempfile.mkdtemp(prefix="ds-harness-"))
-    (output_dir / "logs").mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="records-", dir=output_dir / "logs"))
+    is_shared = output_dir is not None and not all(host.is_here for host in hosts)
+    try:
+        if not is_shared or output_dir is None:
+            return Path(tempfile.mkdtemp(prefix="ds-harness-"))
+        (output_dir / "logs").mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="records-", dir=output_dir / "logs"))
+    except OSError as error:
+        where = output_dir if is_shared else tempfile.gettempdir()
+        raise UserError(f"{where}: no folder can be made for what the ranks record: {error.strerror}") from error
 
 
 def _say(text: str) -> None:
-    print(f"ds-harness launch: {text}", file=sys.stderr, flush=True)
+    print_if_heard(f"ds-harness launch: {text}", sys.stderr)

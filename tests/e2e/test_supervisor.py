@@ -104,6 +104,26 @@ def test_a_killed_rank_is_started_again_and_what_it_left_is_ended(
     assert (tmp_path / "1-1-3").exists()
 
 
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """The supervisor says why it starts again, and the ranks of the next attempt print: both to a pipe without a
+    reader."""
+    what = """
+    if attempt == 0 and step == 2:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if attempt == 1:
+        print("step", flush=True)"""
+    supervisor = start(what, "--max_restarts", 2)
+    pid(tmp_path / "0-0-1")
+    assert supervisor.stdout is not None and supervisor.stderr is not None
+    supervisor.stdout.close()
+    supervisor.stderr.close()
+    assert supervisor.wait(60) == 0
+    assert (tmp_path / "1-0-3").exists() and (tmp_path / "1-1-3").exists()
+
+
 def test_only_the_marker_is_success(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     text = said(start("if attempt == 0 and step == 2: sys.exit(0)", "--max_restarts", 1), 0)
     assert "ended with exit code 0 and no reason, before all work was done, in step 2" in text

@@ -16,6 +16,7 @@ import sys
 import time
 from contextlib import suppress
 
+from harness.console import print_if_heard
 from harness.resilience.on_host.messages import MARK, LineReader, Order, Preparation, read_message
 from harness.resilience.on_host.processes import become_subreaper, end_with_parent, reap, sweep
 from harness.resilience.on_host.standby import Standby
@@ -126,7 +127,7 @@ class Agent:
                     preexec_fn=end_with_parent,
                 )
             except OSError as error:
-                print(f"error: cannot start {command[0]} in {order.folder}: {error.strerror}", file=sys.stderr)
+                print_if_heard(f"error: cannot start {command[0]} in {order.folder}: {error.strerror}", sys.stderr)
                 self.report(rank=rank, code=NOT_FOUND)
                 continue
             self._started.append(process)
@@ -153,7 +154,7 @@ class Agent:
         if not (ranks := self._ranks()) or not all(map(_is_stopped, ranks)) or now - self._beat > PAUSED_S:
             self._went_on = now
         elif limit and now - self._went_on > limit:
-            print(f"error: all ranks here have been stopped for {limit:g} s: they are ended", file=sys.stderr)
+            print_if_heard(f"error: all ranks here have been stopped for {limit:g} s: they are ended", sys.stderr)
             for process in ranks:
                 os.kill(process, signal.SIGKILL)
 

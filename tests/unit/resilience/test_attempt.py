@@ -16,6 +16,7 @@ from harness.resilience import attempt as module
 from harness.resilience.attempt import Attempt
 from harness.resilience.cause import Ended
 from harness.resilience.on_host.messages import MARK, LineReader, Order, Preparation, read_message
+from harness.resilience.process.records import SUCCESS
 from tests.unit.resilience.piped import PipedAgent, host, write_failure
 
 NOW, LATER = -1.0, 1000.0  # how long to wait after the first end: not at all, or for ever
@@ -64,8 +65,7 @@ def test_an_agent_is_lost_when_it_is_gone_or_silent(agent: PipedAgent, monkeypat
         pytest.param({}, {}, NOW, NOW, False, id="all run"),
         pytest.param({0: 0, 1: 0}, {}, LATER, LATER, True, id="all have ended"),
         pytest.param({0: 1, 1: -9}, {}, LATER, LATER, True, id="all have ended badly"),
-        pytest.param({0: 0}, {}, NOW, LATER, False, id="one has ended well: the others may take long"),
-        pytest.param({0: 0}, {}, LATER, NOW, True, id="but not for ever"),
+        pytest.param({1: 0}, {}, NOW, NOW, False, id="one has ended well: the others may take as long as they like"),
         pytest.param({0: 1}, {}, LATER, NOW, False, id="one has died: the others say why"),
         pytest.param({0: 1}, {}, NOW, LATER, True, id="but only for a moment"),
         pytest.param({}, {1: {}}, LATER, NOW, False, id="one has recorded a failure"),
@@ -76,6 +76,7 @@ def test_an_agent_is_lost_when_it_is_gone_or_silent(agent: PipedAgent, monkeypat
         ),
         pytest.param({}, {0: {"is_user_error": True}, 1: {}}, NOW, LATER, True, id="but not for ever either"),
         pytest.param({0: 143}, {0: {"error": "Stopped"}}, NOW, LATER, False, id="a stop: the others save too"),
+        pytest.param({0: 143}, {0: {"error": "Stopped"}}, LATER, NOW, True, id="but not for ever"),
         pytest.param({0: 143}, {0: {"error": "Stopped"}, 1: {}}, LATER, LATER, True, id="a stop and a failure"),
     ],
 )
@@ -96,6 +97,17 @@ def test_when_an_attempt_of_two_ranks_is_over(
     for rank, more in records.items():
         write_failure(tmp_path, rank, **more)
     assert is_over(Attempt([agent], 2, tmp_path)) == over
+
+
+def test_when_all_work_is_done_ranks_that_do_not_end_are_ended(
+    agent: PipedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = Attempt([agent], 2, tmp_path)
+    agent.say(rank=0, code=0)
+    (tmp_path / SUCCESS).write_text("{}")
+    assert not is_over(attempt)
+    monkeypatch.setattr(module, "DONE_S", NOW)
+    assert is_over(attempt)
 
 
 def test_a_lost_host_ends_the_attempt(tmp_path: Path) -> None:

@@ -56,6 +56,27 @@ def test_only_what_is_wrong_before_the_first_step_is_final() -> None:
     assert not cause([failure(0, 1.0, step=0)], []).is_final
 
 
+@pytest.mark.parametrize(
+    ("error", "message", "may_pass"),
+    [
+        ("ValueError", "odd", False),
+        ("UserError", "the loss is not finite", False),
+        ("OSError", "[Errno 28] No space left on device: 'a'", True),
+        ("UserError", "runs/a: cannot be written: No space left on device", True),
+        ("RuntimeError", "failed writing file: Input/output error", True),
+        ("SafetensorError", "Error while serializing", True),
+        ("Hang", "rank 1 hangs", True),
+    ],
+)
+def test_what_the_code_raises_again_is_told_from_what_may_pass(error: str, message: str, may_pass: bool) -> None:
+    assert cause([failure(0, 1.0, error=error, message=message)], []).may_pass == may_pass
+
+
+def test_a_death_may_pass_and_a_wrong_command_line_does_not() -> None:
+    assert cause([], [end(1, -9)]).may_pass and cause([], [end(1, 1)]).may_pass
+    assert not cause([], [end(1, 2)]).may_pass
+
+
 def test_a_stop_names_the_signal() -> None:
     found = cause([failure(0, 1.0, error="Stopped", message="143")], [end(0, 143)])
     assert found.is_stop and found.code == 128 + signal.SIGTERM

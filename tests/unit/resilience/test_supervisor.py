@@ -99,6 +99,28 @@ def test_three_faults_in_a_row_at_one_step_are_enough(
     assert "restart 4 of 99 in 2 s" in said and "gave up: 3 faults in a row at step 5" in said
 
 
+def test_what_may_pass_is_waited_for_longer_each_time(
+    supervise: Supervise, team: Team, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk that is full for some minutes must not use up the restarts."""
+    run = supervise("--max_restarts", "99")
+    codes = [run._judge(fault(5, may_pass=True), team) for _ in range(5)]
+    assert codes == [None] * 4 + [1]
+    assert supervise.pauses == [0.0, 10.0, 60.0, 300.0]  # type: ignore[attr-defined]
+    assert "gave up: 5 faults in a row at step 5" in capsys.readouterr().err
+
+
+def test_a_folder_for_records_that_cannot_be_made_is_a_fault_that_may_pass(
+    supervise: Supervise, tmp_path: Path
+) -> None:
+    run, agents = supervise("--max_restarts", "2"), [PipedAgent(host("a"))]
+    run.root.rmdir()
+    run.root.write_text("")  # in the way, as a full disk is
+    found = run._attempt(0, Team(agents=list(agents), start=Start(words=("mine.py",), ranks=2)))
+    assert found is not None and found.may_pass and "0000: cannot be made: Not a directory" in found.text
+    assert agents[0].ends.is_ended
+
+
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, 2), max_size=8), st.integers(0, 6))
 def test_it_gives_up_at_the_right_fault(supervise: Supervise, team: Team, steps: list[int], most: int) -> None:
