@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from harness.config.values.json_object import JsonObject
-from harness.data.files.rows import ASSISTANT
+from harness.data.files.rows import ASSISTANT, with_unique_names
 from harness.data.marks import MarkedMessages, Placed, holds_marks, mark
 from harness.data.templates import Template
 from harness.errors import UserError
@@ -101,7 +101,7 @@ def _as_object(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        found = json.loads(arguments)
+        found = json.loads(arguments, object_pairs_hook=with_unique_names)
     except (ValueError, RecursionError):
         return arguments
     return found if isinstance(found, dict) else arguments

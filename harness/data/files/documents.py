@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from harness.data.batches.collate import MapDataset
 from harness.data.files.copies import copied
-from harness.data.files.rows import COLUMNS, document, kind_of_row
+from harness.data.files.rows import COLUMNS, document, kind_of_row, plain_row
 from harness.data.on_disk.cache import (
     cache_error,
     fingerprint,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 # Part of the cache key: raise it when the documents made from the same rows change.
-_FORMAT = 3
+_FORMAT = 4
 
 _ROWS_AT_ONCE = 64
 
@@ -47,14 +47,14 @@ def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = la
     from datasets import Dataset, Features, Value
 
     kind = kind_of_row(dataset[0], f"{name}[0]")
-    names = list(next(in_pieces(document(dataset[0], kind, f"{name}[0]"))))
+    names = list(next(in_pieces(document(plain_row(dataset[0]), kind, f"{name}[0]"))))
     features = Features({column: Value("int32" if column == "part" else "large_string") for column in names})
 
     def documents(rows: Iterable[tuple[int, Mapping[str, object]]]) -> Iterator[dict[str, str | int]]:
         for number, row in rows:
             if not isinstance(row, Mapping):
                 raise UserError(f"{name}[{number}] is {type(row).__name__}, unlike earlier rows: give dicts alone")
-            yield from in_pieces(document(row, kind, f"{name}[{number}]"))
+            yield from in_pieces(document(plain_row(row), kind, f"{name}[{number}]"))
 
     if isinstance(dataset, Dataset) and dataset.cache_files:
         folder = prepared_folder(None) / fingerprint("documents", _FORMAT, fingerprint_of(dataset), kind, name)

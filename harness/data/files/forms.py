@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from harness.errors import UserError
+
 _ROLES = MappingProxyType(
     {
         "human": "user",
@@ -39,11 +41,20 @@ def _message(turn: object) -> object:
     return {"role": _ROLES.get(str(turn["from"]), turn["from"]), "content": turn.get("value"), **rest}
 
 
-def from_alpaca(row: Mapping[str, object]) -> list[dict[str, object]]:
-    """Return Alpaca's instruction, with its input below it where there is one, and the output as messages."""
+def from_alpaca(row: Mapping[str, object], place: str) -> list[dict[str, object]]:
+    """Return Alpaca's instruction, with its input below it where there is one, and the output as messages.
+
+    Before them come the turns of `history`, pairs of instruction and answer; UserError for another history.
+    """
     asked, given = row["instruction"], row.get("input")
     if isinstance(asked, str) and isinstance(given, str) and given.strip():
         asked = f"{asked}\n\n{given}"
-    system = row.get("system")
-    opening = [{"role": "system", "content": system}] if system else []
-    return [*opening, {"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+    system, turns = row.get("system"), row.get("history") or []
+    messages: list[dict[str, object]] = [{"role": "system", "content": system}] if system else []
+    if not isinstance(turns, Sequence) or isinstance(turns, str):
+        raise UserError(f"{place}: `history` is {type(turns).__name__}, not a list of [instruction, answer]")
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, Sequence) or isinstance(turn, str) or len(turn) != 2:
+            raise UserError(f"{place}: `history`, turn {number} is not a pair [instruction, answer]")
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    return [*messages, {"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]

@@ -12,10 +12,11 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 
+from harness.data.files.rows import with_unique_names
 from harness.errors import UserError
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-_DECODER = json.JSONDecoder()
+_DECODER = json.JSONDecoder(object_pairs_hook=with_unique_names)
 DATA = "data"
 
 
@@ -76,8 +77,13 @@ def _elements(file: Path, text: str, at: int) -> Iterator[tuple[str, object]]:
     at = _behind_space(text, at)
     more = text[at : at + 1] != "]"
     while more:
-        row, end = _DECODER.raw_decode(text, at)
         line, counted = line + text.count("\n", counted, at), at
+        try:
+            row, end = _DECODER.raw_decode(text, at)
+        except json.JSONDecodeError:
+            raise
+        except ValueError as error:
+            raise UserError(f"{file}:{line} is not JSON that can be read ({error})") from error
         yield f"{file}:{line}", row
         at = _behind_space(text, end)
         more = text[at : at + 1] != "]"

@@ -9,14 +9,14 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
 from harness.data.files.extents import Extent, whole
 from harness.data.files.json_rows import is_whole, json_rows
-from harness.data.files.rows import BESIDE, COLUMNS, TEXT, document, kind_of_row
+from harness.data.files.rows import BESIDE, COLUMNS, TEXT, document, kind_of_row, plain_row, with_unique_names
 from harness.data.pieces import PIECE_CHARACTERS, in_pieces
 from harness.errors import UserError
 
@@ -119,6 +119,7 @@ def _csv_rows(extent: Extent) -> Iterator[Row]:
     with Path(extent.file).open(encoding="utf-8-sig", newline="") as stream:
         records, read = csv.DictReader(stream, strict=True), 0
         try:
+            _require_unlike(records.fieldnames or (), extent.file)
             if records.fieldnames:  # the header is read
                 read = records.reader.line_num
             for record in records:
@@ -148,7 +149,7 @@ def _parquet_rows(extent: Extent) -> Iterator[Row]:
             for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=groups, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{file}, row {number}", row
+                    yield f"{file}, row {number}", plain_row(row)
     except (ArrowInvalid, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the disk; Arrow's own have no number
             raise
@@ -162,7 +163,7 @@ _READERS: Mapping[str, Callable[[Extent], Iterator[Row]]] = MappingProxyType(
 
 def _of_line(line: bytes, place: str) -> object:
     try:
-        return json.loads(line)
+        return json.loads(line, object_pairs_hook=with_unique_names)
     except UnicodeDecodeError as error:
         raise UserError(f"{place} is not UTF-8 (byte {error.start} of the line): convert the file") from error
     except json.JSONDecodeError as error:
@@ -188,7 +189,16 @@ def _parquet_columns(file: Path) -> tuple[list[str], int]:
         metadata = read_metadata(file)
     except ArrowInvalid as error:
         raise UserError(f"{file} is not a parquet file: {_one_line(error)}") from error
-    return list(metadata.schema.to_arrow_schema().names), metadata.num_rows
+    names = list(metadata.schema.to_arrow_schema().names)
+    _require_unlike(names, str(file))
+    return names, metadata.num_rows
+
+
+def _require_unlike(names: Sequence[str], file: str) -> None:
+    """Refuse two columns of one name, of which the last would win."""
+    twice = next((name for name in names if list(names).count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{file} has two columns `{twice}`: rename one")
 
 
 def _one_line(error: Exception) -> str:

@@ -30,18 +30,24 @@ COLUMNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Kind of a row -> the columns that make it one."""
 
+REFUSED = ("images", "image", "videos", "video", "audios", "audio", "chat_template_kwargs")
+"""Columns that would change what is learnt, and may only be empty."""
+
 BESIDE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        MESSAGES: ("tools",),
-        SHAREGPT: ("system", "tools"),
-        COMPLETION: ("tools",),
-        ALPACA: ("input", "system", "tools"),
-        TEXT: (),
+        MESSAGES: ("tools", *REFUSED),
+        SHAREGPT: ("system", "tools", *REFUSED),
+        COMPLETION: ("tools", *REFUSED),
+        ALPACA: ("input", "system", "history", "tools", *REFUSED),
+        TEXT: REFUSED,
     }
 )
 """Kind of a row -> columns that are read where they are there."""
 
 ASSISTANT = "assistant"
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+TRAINS = ("train", "training", "loss")
+"""Names under which programs say whether a message is learnt; OpenAI's is `weight`, 0 or 1."""
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython")
 
 
@@ -70,11 +76,16 @@ def document(row: Mapping[str, object], kind: str, place: str) -> dict[str, str]
             f"{place} has no column `{missing[0]}` (it has: {', '.join(map(str, row)) or 'none'}), "
             "unlike earlier rows: keep rows of one kind in a file"
         )
+    unused = next((name for name in REFUSED if _is_there(row.get(name))), None)
+    if unused is not None:
+        raise UserError(
+            f"{place} has `{unused}`, which is not used: only text is supported; remove the row or the column"
+        )
     if kind == TEXT:
         return {"text": checked_text(row["text"], f"{place}: `text`")}
     conversation = _completion(row, place) if kind == COMPLETION else _messages(row, kind, place)
-    if row.get("tools"):
-        conversation["tools"] = row["tools"]
+    if tools := _tools(row.get("tools"), f"{place}: `tools`"):
+        conversation["tools"] = tools
     try:
         written = json.dumps(conversation, ensure_ascii=False)
     except (TypeError, ValueError) as error:
@@ -98,11 +109,10 @@ def _messages(row: Mapping[str, object], kind: str, place: str) -> JsonObject:
     if kind == SHAREGPT:
         given = from_sharegpt(row["conversations"], row.get("system"))
     elif kind == ALPACA:
-        given = from_alpaca(row)
+        given = from_alpaca({**row, "history": parsed(row.get("history"), f"{place}: `history`")}, place)
     place = f"{place}: `{COLUMNS[kind][0]}`"
     messages = _checked_messages(given, place)
-    _require_answer(messages, place)
-    return {"messages": messages, "answers_from": 0}
+    return _with_answers(messages, 0, place)
 
 
 def _completion(row: Mapping[str, object], place: str) -> JsonObject:
@@ -115,8 +125,7 @@ def _completion(row: Mapping[str, object], place: str) -> JsonObject:
         return {"prompt": prompt, "completion": completion}
     asked = _checked_messages(prompt, f"{place}: `prompt`")
     answered = _checked_messages(completion, f"{place}: `completion`")
-    _require_answer(answered, f"{place}: `completion`")
-    return {"messages": [*asked, *answered], "answers_from": len(asked)}
+    return _with_answers([*asked, *answered], len(asked), f"{place}: `completion`")
 
 
 def _checked_messages(messages: object, place: str) -> list[JsonObject]:
@@ -137,10 +146,16 @@ def _checked_message(message: object, place: str) -> JsonObject:
         raise UserError(f"{place} has no `role` (it has: {', '.join(kept) or 'nothing'}): give role and content")
     if role not in ROLES:
         raise UserError(f"{place}: role {role!r} is not one of {', '.join(ROLES)}")
+    if isinstance(kept.get("tool_calls"), str):
+        kept["tool_calls"] = parsed(kept["tool_calls"], f"{place}: `tool_calls`")
+    unused = next((name for name in REFUSED if _is_there(kept.get(name))), None)
+    if unused is not None:
+        raise UserError(f"{place} has `{unused}`, which is not used: only text is supported")
     calls_tools = role == ASSISTANT and kept.get("tool_calls")
+    thinks = role == ASSISTANT and any(_is_there(kept.get(name)) for name in THOUGHTS)
     if "content" in kept or not calls_tools:
-        kept["content"] = _content(kept.get("content"), place)
-    if role == ASSISTANT and not calls_tools and not kept["content"].strip():
+        kept["content"] = _content(kept.get("content", "" if thinks else None), place)
+    if role == ASSISTANT and not calls_tools and not thinks and not kept["content"].strip():
         raise UserError(f"{place} is an empty answer: remove it")
     return kept
 
@@ -155,7 +170,93 @@ def _content(content: object, place: str) -> str:
     return "".join(checked_text(text, f"{place}: `content`") for text in texts)
 
 
-def _require_answer(messages: Sequence[JsonObject], place: str) -> None:
-    if not any(message["role"] == ASSISTANT for message in messages):
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+def _with_answers(messages: list[JsonObject], answers_from: int, place: str) -> JsonObject:
+    """Return messages with which answers are not learnt: those before `answers_from`, and those that say so."""
+    kept, unlearnt = [], []
+    for index, message in enumerate(messages):
+        number = index + 1 - (answers_from if index >= answers_from else 0)
+        if not _is_learnt(message, f"{place}, message {number}") and message["role"] == ASSISTANT:
+            unlearnt.append(index)
+        kept.append({name: value for name, value in message.items() if name not in (*TRAINS, "weight")})
+    answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i >= answers_from]
+    if not answers:
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages[answers_from:]))
         raise UserError(f"{place} has no message of role {ASSISTANT} to learn (roles: {roles})")
+    if set(answers) <= set(unlearnt):
+        raise UserError(
+            f"{place} has no answer to learn, as each has weight 0 or says that it is not trained: remove it"
+        )
+    return {"messages": kept, "answers_from": answers_from, **({"unlearnt": unlearnt} if unlearnt else {})}
+
+
+def _is_learnt(message: JsonObject, place: str) -> bool:
+    """Whether a message does not say that it is not learnt; UserError for what cannot be done."""
+    partly = next((name for name in ("train_detail", "training_detail") if _is_there(message.get(name))), None)
+    if partly is not None:
+        raise UserError(
+            f"{place} has `{partly}`: a part of an answer cannot be left out; give `train`, or split the row"
+        )
+    weight = message.get("weight")
+    if weight not in (None, 0, 1):
+        raise UserError(f"{place}: `weight` is {weight!r}: give 0 or 1")
+    told = {name: message[name] for name in TRAINS if name in message}
+    for name, value in told.items():
+        if value not in (False, True):
+            raise UserError(f"{place}: `{name}` is {value!r}: give true or false")
+        if value and message["role"] != ASSISTANT:
+            raise UserError(f"{place}: `{name}` is true, but only answers of role {ASSISTANT} are learnt: remove it")
+    return weight != 0 and all(told.values())
+
+
+def _is_there(value: object) -> bool:
+    """Whether a column that is not used holds anything."""
+    return bool(value.strip() if isinstance(value, str) else value)
+
+
+def _tools(tools: object, place: str) -> list[JsonObject]:
+    """Return descriptions of tools: a list, JSON of one, or a list of JSON."""
+    found = parsed(tools, place)
+    if not found:
+        return []
+    if not isinstance(found, Sequence) or isinstance(found, str):
+        raise UserError(f"{place} is {type(found).__name__}, not a list of tools")
+    described = []
+    for number, given in enumerate(found, start=1):
+        tool = parsed(given, f"{place}, tool {number}")
+        if not isinstance(tool, Mapping):
+            raise UserError(f"{place}, tool {number} is {type(tool).__name__}, not an object: give its JSON schema")
+        described.append(dict(tool))
+    return described
+
+
+def parsed(value: object, place: str) -> object:
+    """Return a value that may be given as JSON; UserError for a text that is none."""
+    if not isinstance(value, str) or not value.strip():
+        return None if isinstance(value, str) else value
+    try:
+        return json.loads(value, object_pairs_hook=with_unique_names)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place} is a text that is not JSON ({error})") from error
+
+
+def with_unique_names(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    """Return an object of JSON; ValueError if a name stands twice in it, of which the last would win."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {twice!r} stands twice in an object")
+    return made
+
+
+def plain_row(row: Mapping[str, object]) -> dict[str, object]:
+    """Return a row out of Arrow's tables, whose objects are filled up with nulls to the same fields, without them."""
+    return {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

@@ -40,7 +40,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
 DESCRIBE_DATA = (".json", ".csv")
 
 # Part of the cache key: raise it when the documents made from the same files change.
-_FORMAT = 4
+_FORMAT = 5
 
 
 def preflight(source: str | os.PathLike[str]) -> str:

@@ -16,7 +16,7 @@ from harness.data.batches.collate import AnyDataset, MapDataset
 from harness.data.batches.same_data import digest
 from harness.data.files.extents import whole
 from harness.data.files.readers import read_documents_of
-from harness.data.files.rows import COLUMNS, document, kind_of_row
+from harness.data.files.rows import COLUMNS, document, kind_of_row, plain_row
 from harness.data.on_disk.cache import fingerprint
 from harness.data.pieces import in_pieces
 from harness.errors import UserError
@@ -108,7 +108,7 @@ class IterableRows:
             if self.kind is None:
                 yield row
             elif isinstance(row, Mapping):
-                yield from in_pieces(document(row, self.kind, place))
+                yield from in_pieces(document(plain_row(row), self.kind, place))
             else:
                 raise UserError(f"{place} is {type(row).__name__}, unlike earlier rows: give dicts alone")
 

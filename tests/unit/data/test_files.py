@@ -3,6 +3,8 @@
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
@@ -236,3 +238,47 @@ def test_text_and_conversations_are_one_data_set(sources):
     lines = list(described(mixture))
     assert lines[0] == f"a gives 33.3% of the samples and has {len(sources[0])}"
     assert lines[1].startswith("b gives 33.3% of the samples and has 7: 7 conversations of")
+
+
+def test_a_name_that_stands_twice_is_refused_with_its_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b", "x": {"y": 1, "y": 2}}\n')
+    (tmp_path / "b.json").write_text('[{"text": "a"},\n{"text": "b", "text": "c"}]')
+    (tmp_path / "c.csv").write_text("text,text\na,b\n")
+    pq.write_table(
+        pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), tmp_path / "d.parquet"
+    )
+    for name, words in (
+        ("a.jsonl", "a.jsonl:2 is not JSON that can be read (the name 'y' stands twice in an object)"),
+        ("b.json", "b.json:2 is not JSON that can be read (the name 'text' stands twice in an object)"),
+        ("c.csv", "c.csv has two columns `text`: rename one"),
+        ("d.parquet", "d.parquet has two columns `text`: rename one"),
+    ):
+        with pytest.raises(UserError) as caught:
+            read_documents(tmp_path / name, tmp_path / "cache")
+        assert str(caught.value).endswith(words)
+
+
+def test_nulls_that_arrow_adds_to_objects_are_not_written(tmp_path):
+    def asking(arguments):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        described = {
+            "type": "function",
+            "function": {"name": "f", "parameters": {"properties": {n: {"type": "string"} for n in arguments}}},
+        }
+        turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return {"messages": turns, "tools": [described]}
+
+    rows = [asking({"city": "Oslo"}), asking({"query": [1], "none": None})]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
+    written = read_documents(tmp_path / "a.jsonl", tmp_path / "cache")["conversation"]
+    assert '"none": null' in written[1]  # in JSON somebody has written it
+    for documents in (
+        read_documents(tmp_path / "b.parquet", tmp_path / "cache"),
+        as_documents(Dataset.from_list(rows), "train_dataset"),
+        as_documents(Dataset.from_list(rows).to_list(), "train_dataset"),
+    ):
+        found = [json.loads(text) for text in documents["conversation"]]
+        assert found[0]["messages"] == rows[0]["messages"]
+        assert found[1]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"query": [1]}
+        assert "null" not in "".join(documents["conversation"])

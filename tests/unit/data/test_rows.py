@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_a_text_is_taken_as_it_is(text: str) -> None:
         pytest.param({"messages": [ASK, ANSWER]}, {"messages": [ASK, ANSWER], "answers_from": 0}, id="messages"),
         pytest.param(
             {"messages": ({**ASK, "name": None, "weight": 0}, ANSWER), "tools": None},
-            {"messages": [{**ASK, "weight": 0}, ANSWER], "answers_from": 0},
+            {"messages": [ASK, ANSWER], "answers_from": 0},
             id="nulls-of-parquet-are-dropped",
         ),
         pytest.param(
@@ -141,7 +142,7 @@ def test_a_text_is_taken_as_it_is(text: str) -> None:
                     {"role": "user", "content": "a"},
                     {"role": "assistant", "content": "{}"},
                     {"role": "tool", "content": "4"},
-                    {"role": "assistant", "content": "b", "weight": 1},
+                    {"role": "assistant", "content": "b"},
                 ],
                 "answers_from": 0,
             },
@@ -239,7 +240,7 @@ def test_wrong_messages_are_told_with_their_place(messages: object, words: str) 
         pytest.param({"instruction": "a", "output": 4}, "message 2: `content` is int", id="alpaca-number"),
         pytest.param({"instruction": "a", "output": ""}, "message 2 is an empty answer", id="alpaca-no-answer"),
         pytest.param(
-            {"messages": [ASK, ANSWER], "tools": {1, 2}},
+            {"messages": [{**ASK, "more": {1, 2}}, ANSWER]},
             "^a:1 contains a value that is not JSON .*: use text",
             id="set",
         ),
@@ -258,3 +259,71 @@ def test_a_row_unlike_the_earlier_ones_is_told_which_column_it_lacks(kind: str) 
         document({"other": 1}, kind, "a:2")
     with pytest.raises(UserError, match=rf"has no column `{COLUMNS[kind][-1]}` \(it has: "):
         document(dict.fromkeys(COLUMNS[kind][:-1], "a"), kind, "a:2")
+
+
+def test_answers_that_say_so_are_not_learnt() -> None:
+    asked = {**ASK, "weight": 1, "train": False}
+    for mark in ({"weight": 0}, {"train": False}, {"training": False}, {"loss": False}):
+        conversation = made({"messages": [asked, {**ANSWER, **mark}, ASK, {**ANSWER, "weight": 1}]})
+        assert conversation["unlearnt"] == [1]
+        assert conversation["messages"] == [ASK, ANSWER, ASK, ANSWER]
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0}, {"from": "gpt", "value": "c"}]
+    assert made({"conversations": turns})["unlearnt"] == [1]
+
+
+def test_the_history_of_alpaca_comes_before_its_instruction() -> None:
+    row = {"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]]}
+    told = [(message["role"], message["content"]) for message in made(row)["messages"]]
+    assert told == [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    assert made({**row, "history": '[["a", "b"]]'}) == made(row)
+    assert len(made({**row, "history": None})["messages"]) == 3
+
+
+def test_tools_and_calls_may_be_json() -> None:
+    called = {"role": "assistant", "tool_calls": [{"function": CALL}]}
+    wanted = made({"messages": [ASK, called], "tools": TOOLS})
+    assert made({"messages": [ASK, called], "tools": json.dumps(TOOLS)}) == wanted
+    assert made({"messages": [ASK, called], "tools": [json.dumps(tool) for tool in TOOLS]}) == wanted
+    assert (
+        made({"messages": [ASK, {**called, "tool_calls": json.dumps(called["tool_calls"])}], "tools": TOOLS}) == wanted
+    )
+    assert "tools" not in made({"messages": [ASK, ANSWER], "tools": ""})
+
+
+def test_an_answer_may_be_thoughts_alone() -> None:
+    thoughts = {"role": "assistant", "reasoning_content": "so"}
+    assert made({"messages": [ASK, thoughts]})["messages"][1] == {**thoughts, "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        pytest.param({"messages": [ASK, {**ANSWER, "weight": 0}]}, "has no answer to learn", id="nothing-left"),
+        pytest.param(
+            {"messages": [ASK, {**ANSWER, "weight": 0.5}]}, "message 2: `weight` is 0.5: give 0 or 1", id="half"
+        ),
+        pytest.param(
+            {"messages": [ASK, {**ANSWER, "train": "no"}]}, "message 2: `train` is 'no': give true", id="word"
+        ),
+        pytest.param({"messages": [{**ASK, "train": True}, ANSWER]}, "message 1: `train` is true, but only", id="user"),
+        pytest.param({"messages": [ASK, {**ANSWER, "train_detail": [1]}]}, "message 2 has `train_detail`", id="parts"),
+        pytest.param(
+            {"messages": [ASK, ANSWER], "images": ["a.png"]}, "a:1 has `images`, which is not used", id="images"
+        ),
+        pytest.param({"text": "a", "image": {"path": "a.png"}}, "a:1 has `image`, which is not used", id="image"),
+        pytest.param({"messages": [{**ASK, "images": ["a.png"]}, ANSWER]}, "message 1 has `images`", id="of-a-message"),
+        pytest.param({"messages": [ASK, ANSWER], "tools": "[{"}, "`tools` is a text that is not JSON", id="tools"),
+        pytest.param(
+            {"messages": [ASK, ANSWER], "tools": '{"a": 1}'}, "`tools` is dict, not a list of tools", id="one-tool"
+        ),
+        pytest.param({"messages": [ASK, ANSWER], "tools": [3]}, "`tools`, tool 1 is int, not an object", id="no-tool"),
+        pytest.param(
+            {"instruction": "a", "output": "b", "history": [["a"]]}, "`history`, turn 1 is not a pair", id="turn"
+        ),
+        pytest.param({"instruction": "a", "output": "b", "history": 3}, "`history` is int, not a list", id="history"),
+    ],
+)
+def test_what_would_not_be_used_is_refused(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)) as caught:
+        made(row)
+    assert str(caught.value).startswith("a:1") and "\n" not in str(caught.value)
