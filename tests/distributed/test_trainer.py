@@ -56,6 +56,8 @@ def layers() -> list[Any]:
         TiedLayerSpec("middle", nn.Linear, 32, 32, tied_weight_attr=["weight", "bias"]),
         LayerSpec(nn.Tanh),
         TiedLayerSpec("middle", nn.Linear, 32, 32, tied_weight_attr=["weight", "bias"]),
+        TiedLayerSpec("late", nn.Linear, 32, 32),  # the first of two stages has none of it
+        TiedLayerSpec("late", nn.Linear, 32, 32),
         LayerSpec(nn.Linear, 32, 1),
     ]
 

@@ -78,25 +78,36 @@ def require_one_model(module: nn.Module, groups: Groups, zero_stage: int) -> Non
         return
     own = _comparable(module, zero_stage)
     digests = {kind: {name: _digest(sums) for name, sums in found.items()} for kind, found in own.items()}
-    rows = values_of_all({kind: _digest(sorted(named.items())) for kind, named in digests.items() if named})
+    whole = {kind: {"": _digest(sorted(named.items()))} if named else {} for kind, named in digests.items()}
+    rows = values_of_all({**whole, "pipeline": digests["pipeline"]})  # stages hold different ties: one by one
     for axis in ("tensor", "data", "pipeline"):
         for ranks in groups.layout.groups(axis):
-            if len({row[axis] for rank in ranks if axis in (row := rows[rank])}) > 1:
-                _refuse(digests.get(axis, {}), ranks)
+            if _differing([rows[rank][axis] for rank in ranks]) is not None:
+                _refuse(digests[axis], ranks)
+
+
+def _differing(named: Sequence[Mapping[str, str]]) -> tuple[int, str] | None:
+    """Return the index of the first rank whose digest of a tensor is not that of a rank before it, and the name."""
+    first: dict[str, str] = {}
+    for index, digests in enumerate(named):
+        for name, digest in digests.items():
+            if first.setdefault(name, digest) != digest:
+                return index, name
+    return None
 
 
 def _refuse(own: dict[str, str], ranks: Sequence[int]) -> None:
     """Name the tensor; every rank comes here with the same `ranks`."""
     named = values_of_all(own)
-    first = ranks[0]
-    for rank in ranks[1:]:
-        for name in named[first].keys() & named[rank].keys():
-            if named[first][name] != named[rank][name]:
-                raise UserError(
-                    f"rank {rank} has different values of {name} than rank {first}, but they must be equal: give "
-                    "every host the same files, and seed the initialisation of your own layers"
-                )
-    raise UserError(f"ranks {ranks} have different tensors of one model: give every host the same files")
+    differing = _differing([named[rank] for rank in ranks])
+    if differing is None:
+        raise UserError(f"ranks {ranks} have different tensors of one model: give every host the same files")
+    index, name = differing
+    other = next(rank for rank in ranks if name in named[rank])
+    raise UserError(
+        f"rank {ranks[index]} has different values of {name} than rank {other}, but they must be equal: give every "
+        "host the same files, and seed the initialisation of your own layers"
+    )
 
 
 def _comparable(module: nn.Module, zero_stage: int) -> dict[str, dict[str, object]]:
