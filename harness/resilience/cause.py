@@ -15,12 +15,12 @@ from harness.resilience.process.records import HANG, STOPPED, Failure, Position
 USAGE_ERROR = 2  # Python's and argparse's exit code for a command line that cannot be used
 SAME_TIME_S = 1.0  # a rank's death and what its peers say of it come so close to each other
 # fmt: off
-OF_CODE = {
+OF_CODE = frozenset({
     "ArithmeticError", "AssertionError", "AttributeError", "ConfigError", "FloatingPointError", "ImportError",
     "IndexError", "KeyError", "LookupError", "ModuleNotFoundError", "NameError", "NonFiniteStep", "NotImplementedError",
     "OutOfMemoryError", "OverflowError", "RuntimeError", "TypeError", "UnboundLocalError", "UnicodeDecodeError",
     "UserError", "UserErrors", "ValueError", "ZeroDivisionError",
-}
+})
 # fmt: on
 """Errors that the same code and data most likely raise again, unless their message names one of PASSING."""
 PASSING = tuple(

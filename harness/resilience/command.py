@@ -21,9 +21,8 @@ def launch(argv: Sequence[str]) -> int:
         return 0
     if options.deepspeed_only:
         from harness.resilience.deepspeed_command import run_deepspeed
-        from harness.resilience.script import without
 
-        return run_deepspeed([*without(options.flags, {"--max_restarts", "--min_ranks"}), *options.script])
+        return run_deepspeed(options.for_deepspeed)
     from harness.resilience.supervisor import Supervisor
 
     return Supervisor(options, find_hosts(options)).run()

@@ -35,6 +35,10 @@ DEEPSPEED_ONLY = {
 }
 
 
+# Flags that the `deepspeed` command does not know, with the number of their values.
+OWN = {"--max_restarts": 1, "--min_ranks": 1, "--no_standby": 0, "--slurm": 1, "--slurm_seconds": 1}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """How to start a run, and how often.
@@ -64,6 +68,18 @@ class Options:
     deepspeed_only: tuple[str, ...]
     slurm: str | None
     slurm_seconds: int
+
+    @property
+    def for_deepspeed(self) -> list[str]:
+        """What the `deepspeed` command is called with: the flags that it knows, and the script."""
+        kept: list[str] = []
+        skips = False
+        for word in self.flags:
+            name, equals, _ = word.partition("=")
+            if not skips and name not in OWN:
+                kept.append(word)
+            skips = not skips and not equals and OWN.get(name) == 1
+        return [*kept, *self.script]
 
 
 class _Parser(argparse.ArgumentParser):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 
 from harness.cli import main
 from harness.errors import UserError
-from harness.resilience.options import DEEPSPEED_ONLY, USAGE, Options, read_options
+from harness.resilience import options
+from harness.resilience.options import DEEPSPEED_ONLY, USAGE, Options, _parser, read_options
 from harness.resilience.script import without
 from harness.resilience.slurm import write_batch
 
@@ -122,6 +125,26 @@ def test_a_scripts_own_flags_are_kept_that_have_the_names_of_ours(
 )
 def test_flags_are_taken_out_with_their_values(words: list[str], flags: set[str], left: list[str]) -> None:
     assert without(words, flags) == left
+
+
+def own_flags() -> dict[str, int]:
+    """The flags of the launch that the `deepspeed` command refuses, with the number of their values."""
+    folder = Path(str(find_spec("deepspeed").origin)).parent
+    theirs = set(re.findall(r'"(--?[a-zA-Z_]+)"', (folder / "launcher" / "runner.py").read_text()))
+    return {
+        name: 0 if action.nargs == 0 else 1
+        for action in _parser()._actions
+        for name in action.option_strings
+        if name not in theirs and action.dest != "help"
+    }
+
+
+def test_the_deepspeed_command_gets_no_flag_that_it_does_not_know() -> None:
+    assert own_flags() == options.OWN
+    own = [word for name, values in options.OWN.items() for word in [name, *["0"] * values]]
+    own[own.index("--min_ranks") + 1] = own[own.index("--slurm_seconds") + 1] = "1"
+    words = ["--no_standby", "--node_rank", "1", *own, "--min_ranks=2", "--num_gpus", "2", "train.py", "--no_standby"]
+    assert read_options(words).for_deepspeed == ["--node_rank", "1", "--num_gpus", "2", "train.py", "--no_standby"]
 
 
 def test_the_verb_without_words_shows_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
