@@ -3,8 +3,10 @@
 
 Every family that transformers can build from its default config is built on the meta device, where it takes no
 memory, and its norms, biases and matrices are counted by their shapes. A family is left out where the planner would
-miscount its parameters by more than 3%; `off` is the error of one that it does not count exactly. Run it after an
-update of transformers:
+miscount its parameters by more than 3%; `off` is the error of one that it does not count exactly. Then each key of its
+config is changed, and those by which the planner would miscount are written down with their defaults (`unread`): a
+config.json that sets one of them otherwise is counted on the model itself, or said to be a guess. Run it after an
+update of transformers (a quarter of an hour):
 
     python scripts/write_families.py
 """
@@ -26,7 +28,11 @@ from harness.config.model.plans import families_of_matrix
 from harness.hf.fused import fuse
 from harness.planner import model_config
 
-LARGEST_ERROR = 0.03
+LARGEST_ERROR, LARGEST_CHANGE = 0.03, 0.01
+SMALL = 16  # numbers of layers to treat otherwise, and the like
+FEW = 8  # layers of the models whose keys are changed
+# keys that name no size, or on which no count of parameters depends
+UNSIZED = {"architectures", "dtype", "id2label", "label2id", "transformers_version", "tokenizer_class", "model_type"}
 FILE = Path(model_config.__file__).with_name("families.json")
 
 
@@ -37,6 +43,7 @@ def main() -> None:
     found, missed = {}, []
     for family in sorted(families_of_matrix()):
         entry = described(family)
+        print(family, end=" ", flush=True)
         if entry is None:
             missed.append(family)
         else:
@@ -62,7 +69,56 @@ def described(family: str) -> dict[str, Any] | None:
         known[family]["off"] = float(f"{off:.2g}")
     if abs(off) > LARGEST_ERROR:
         del known[family]
-    return known.get(family)
+        return None
+    known[family]["unread"] = unread_keys(family, config)
+    return known[family]
+
+
+def unread_keys(family: str, config: PretrainedConfig) -> dict[str, Any]:
+    """Return the keys of a family's config by which its parameters change otherwise than the planner reads, with their
+    defaults."""
+    usual = config.to_dict()
+    few: dict[str, Any] = {"num_hidden_layers": min(FEW, config.num_hidden_layers)}
+    try:
+        before = error_of(family, type(config)(**few))
+    except Exception:  # it has a list with an entry for each layer
+        few, before = {}, error_of(family, config)
+    found = {}
+    for key, value in usual.items():
+        if key in UNSIZED or key.startswith("_"):
+            continue
+        for other in others(key, value):
+            try:
+                off = error_of(family, type(config)(**{**few, key: other}))
+            except Exception:  # not every value goes with the other defaults, and the planner refuses some
+                continue
+            if abs(off - before) > LARGEST_CHANGE:
+                found[key] = value
+                break
+    return found
+
+
+def error_of(family: str, config: PretrainedConfig) -> float:
+    """Return the error of the planner's count of a config's parameters. UserError where it refuses to count."""
+    read = model_config.decoder_of({**config.to_dict(), "model_type": family}, family).parameters
+    return read / sum(parameter.numel() for parameter in on_meta(config).parameters()) - 1
+
+
+def others(key: str, value: object) -> list[Any]:
+    """Return other values of a key, to see what it does."""
+    match value:
+        case bool():
+            return [not value]
+        case int():
+            none = [0] if value < SMALL and "expert" not in key else []  # a width of 0 is no model
+            return [2 * value + 2, value // 2, value + 1, *none]
+        case None:
+            return [True, 2, 64]
+        case [str(), *_]:
+            return [[kind] * len(value) for kind in sorted(set(value))]
+        case []:
+            return [[0]]
+    return []
 
 
 def on_meta(config: PretrainedConfig) -> PreTrainedModel:
@@ -90,7 +146,9 @@ def entry_of(model: PreTrainedModel, config: PretrainedConfig) -> dict[str, Any]
         config.attention_bias = True
         last = next(m for m in on_meta(config).modules() if isinstance(m, nn.ModuleList) and len(m) == len(stack))[-1]
         entry["output_follows_bias"] = layer_traits(last, config)["output_bias"]
-    return entry | {"sizes": sizes}
+    switches = {key: getattr(config, key, None) for key in model_config.DEFAULTS}
+    switches = {key: value for key, value in switches.items() if isinstance(value, int)}  # a bool is one too
+    return entry | {"sizes": sizes} | ({"defaults": switches} if switches else {})
 
 
 def own_sizes(config: PretrainedConfig) -> dict[str, int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.config import AutoValues, load, resolve
@@ -12,14 +13,15 @@ from harness.config.model.families import require_trainable_family
 from harness.config.model.shape import read_model_config
 from harness.errors import UserError
 from harness.planner.calibrate import calibrate
+from harness.planner.counted import counted_decoder
 from harness.planner.estimate import estimate as estimate_layout
 from harness.planner.estimate import of_config, require_precision
 from harness.planner.hardware import load_hardware, names
-from harness.planner.model_config import read_decoder
 from harness.planner.page.write import write_page
 from harness.planner.preset import write_preset
 from harness.planner.search import require_fit, search
 from harness.planner.sensitivity import more_devices, more_memory
+from harness.planner.shape import DecoderShape
 from harness.planner.table import estimate_lines, plan_lines
 from harness.planner.task import LARGEST, Task, task_of
 from harness.verb_parser import VerbParser
@@ -66,7 +68,8 @@ def estimate(argv: Sequence[str]) -> int:
         )
     args = parser.parse_args(argv)
     require_trainable_family(args.model)
-    hardware, shape = load_hardware(args.hardware, args.world_size), read_decoder(args.model)
+    hardware = load_hardware(args.hardware, args.world_size)
+    _, shape = _decoder(args.model)
     taken = set(AutoValues.__dataclass_fields__)
     stated = {name: value for name, value in vars(args).items() if name in taken and value is not None}
     values = AutoValues(**stated, hidden_size=shape.hidden, given=frozenset(stated))
@@ -126,12 +129,22 @@ def _calibrate(argv: Sequence[str]) -> int:
 
 def _task(args: argparse.Namespace) -> Task:
     """Return what the arguments ask for."""
+    config, shape = _decoder(args.model)
     return task_of(
-        read_model_config(args.model),
+        config,
         args.model,
         load_hardware(args.hardware, args.world_size),
         world_size=args.world_size,
         sequence=args.block_size,
         global_batch=args.global_batch_size,
         precision=args.precision,
+        shape=shape,
     )
+
+
+def _decoder(source: str) -> tuple[Mapping[str, object], DecoderShape]:
+    """Return the config and the shape of a model, with a warning on standard error where the shape is a guess."""
+    config, shape, doubt = counted_decoder(read_model_config(source), source)
+    if doubt:
+        print(f"warning: --model {source}: {shape.parameters:,} parameters are a guess: {doubt}", file=sys.stderr)
+    return config, shape

@@ -7,7 +7,14 @@ from dataclasses import asdict, dataclass, fields
 
 from harness.config.resolving.resolved import Resolved
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import DUALPIPE_V, INTERLEAVED_ZERO_BUBBLE, ZERO_BUBBLE, ZERO_BUBBLE_V
+from harness.config.values.layout_keys import (
+    DUALPIPE_V,
+    GPIPE,
+    INTERLEAVED_ZERO_BUBBLE,
+    LOOPED_BFS,
+    ZERO_BUBBLE,
+    ZERO_BUBBLE_V,
+)
 from harness.config.values.pointers import lookup, whole
 from harness.errors import UserError
 from harness.planner.hardware import GIB, Hardware
@@ -17,6 +24,8 @@ from harness.planner.step import StepSeconds, step_seconds, strategy_stages
 from harness.planner.workload import ELEMENT_BYTES, Offload, Schedule, Strategy, Workload
 
 SCHEDULES: Mapping[str, Schedule] = {
+    GPIPE: "gpipe",
+    LOOPED_BFS: "gpipe",
     ZERO_BUBBLE: "zero-bubble",
     INTERLEAVED_ZERO_BUBBLE: "zero-bubble",
     ZERO_BUBBLE_V: "zero-bubble-v",
@@ -44,6 +53,11 @@ class Estimate:
     def fits(self) -> bool:
         """Whether the device holds every stage, and the host what is offloaded."""
         return self.peak_bytes <= self.hardware.limit_bytes and self.host_bytes <= self.hardware.host_memory_bytes
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it fits with room for what the prediction may lack, so that it can be recommended."""
+        return self.peak_bytes <= self.hardware.planned_bytes and self.host_bytes <= self.hardware.host_memory_bytes
 
     @property
     def host_bytes(self) -> float:
@@ -132,6 +146,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         zero_stage=resolved.zero_stage,
         sequence_parallel=resolved.sequence_parallel,
         recompute="full" if interval else "none",
+        recompute_every=max(1, interval),
         offload=_offload(zero, resolved.zero_stage),
         overlap_data=bool(overlap) and resolved.zero_stage >= 2,
         gathers_once=_gathers_once(zero, resolved.zero_stage),

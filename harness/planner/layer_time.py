@@ -59,6 +59,8 @@ def _projections(hardware: Hardware, workload: Workload, strategy: Strategy, lay
         is_cut = columns not in (layer.q_rank, layer.kv_rank + layer.rope)
         total = total.plus(product(hardware, precision, tokens, inner, _share(columns, tp) if is_cut else columns))
     total = total.plus(product(hardware, precision, tokens, _share(layer.output, tp), layer.hidden))
+    if layer.more > 0:
+        total = total.plus(product(hardware, precision, tokens, layer.hidden, _share(layer.more // layer.hidden, tp)))
     for width, rows, copies in _feed_forward(strategy, layer, tokens):
         kernels = 1 if workload.grouped_experts else copies
         for _ in range(1 if workload.fused_elementwise else layer.into_ffn):

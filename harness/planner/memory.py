@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
+from harness.config.values.layout_keys import GPIPE
 from harness.planner.passing import Held, passing_bytes, shared_bytes
 from harness.planner.shape import LayerShape
 from harness.planner.stages import Stage
@@ -66,7 +67,9 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
             own=own,
             gradients=gradients,
             made=made,
-            layer=layer_activations(workload, strategy, stage.layers[0][0]) if stage.layers else 0.0,
+            layer=_at_once(strategy, stage) * layer_activations(workload, strategy, stage.layers[0][0])
+            if stage.layers
+            else 0.0,
             below=_below(workload, strategy, stage),
             in_flight=in_flight(strategy, index),
         ),
@@ -167,9 +170,12 @@ def in_flight(strategy: Strategy, index: int) -> float:
 
     1F1B: one for each stage from here on. Interleaved, in passes of a part: a group of micro-batches in each part but
     one, and two for each stage behind (Narayanan et al. 2021, section 2.2, as harness/parallel/pipeline/schedules runs
-    it). ZB-V: as many as there are stages, on each of them (Qi et al. 2024, section 6); ZB-2p: twice those of 1F1B.
+    it). GPipe, and looped BFS with several parts: all of them. ZB-V: as many as there are stages, on each of them (Qi
+    et al. 2024, section 6); ZB-2p: twice those of 1F1B.
     """
     stages, times, parts = strategy.pipeline, strategy.accumulation, strategy.virtual_stages
+    if strategy.schedule == GPIPE:
+        return times
     if strategy.is_folded:
         return min(stages, times)
     if parts > 1:
@@ -182,8 +188,9 @@ def in_flight(strategy: Strategy, index: int) -> float:
 def stage_activations(workload: Workload, strategy: Strategy, stage: Stage, index: int) -> float:
     """Return the bytes that a stage keeps for the backward at most.
 
-    Recomputed layers keep their input, for every micro-batch in flight, and all of one layer while it is computed
-    again. Under zero-bubble a stage also keeps what its weight gradients need that are put off: `index` micro-batches'.
+    Of each run of layers that is recomputed its input is kept, for every micro-batch in flight, and all of one run
+    while it is computed again. Under zero-bubble a stage also keeps what its weight gradients need that are put off:
+    `index` micro-batches'.
     """
     flight = in_flight(strategy, index)
     parallel = strategy.tensor if strategy.sequence_parallel else 1
@@ -191,9 +198,14 @@ def stage_activations(workload: Workload, strategy: Strategy, stage: Stage, inde
     put_off = min(index, strategy.accumulation) if strategy.schedule == "zero-bubble" else 0
     whole = sum(count * each[layer] for layer, count in stage.layers)
     if strategy.recompute == "full":
-        kept = stage.depth * _state_bytes(workload, strategy) / parallel
-        return flight * kept + put_off * whole + max(each.values(), default=0.0)
+        kept = ceil(stage.depth / strategy.recompute_every) * _state_bytes(workload, strategy) / parallel
+        return flight * kept + put_off * whole + _at_once(strategy, stage) * max(each.values(), default=0.0)
     return (min(flight + put_off, strategy.accumulation) if put_off else flight) * whole
+
+
+def _at_once(strategy: Strategy, stage: Stage) -> int:
+    """Return how many layers of a stage have all their activations while they are computed again."""
+    return min(strategy.recompute_every, stage.depth) if strategy.recompute == "full" else 1
 
 
 @lru_cache(maxsize=65536)

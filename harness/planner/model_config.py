@@ -40,6 +40,13 @@ SIZE_NAMES = {
     "value_dim": ("v_head_dim",),
     "window": ("sliding_window",),
 }
+NONE_BELOW_0 = ("window", "positions")  # where some configs write -1 for no limit
+MOST, MOST_LAYERS = 2**40, 10_000
+DEFAULTS = (
+    *("multi_query", "new_decoder_architecture", "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq"),
+    *("use_sliding_window", "sliding_window_pattern", "_sliding_window_pattern"),
+)
+"""Switches that decide how layers are made, whose values a family's config class sets where a config.json does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,31 +117,82 @@ def text_decoder(config: Mapping[str, object], source: str) -> DecoderShape:
 
 
 def decoder_of(config: Mapping[str, object], source: str) -> DecoderShape:
-    """Return the shape of a config.json; `source` is what the user calls it."""
-    defaults = {**_family(config).get("sizes", {})}
+    """Return the shape of a config.json; `source` is what the user calls it. UserError for sizes that are none."""
+    family = _family(config)
+    defaults = {**family.get("sizes", {})}
     if "sliding_window" in config:
         defaults["window"] = 0  # null says that there is none
-    sizes = {name: _first(config, keys, defaults.get(name, 0)) for name, keys in SIZE_NAMES.items()}
+    config = {**family.get("defaults", {}), **config}
+    sizes = {name: _size(config, name, defaults.get(name, 0), source) for name in SIZE_NAMES}
     for name in ("layers", "hidden", "heads", "vocab"):
         if sizes[name] < 1:
             raise UserError(
                 f"--model {source}: its config.json gives no {SIZE_NAMES[name][0]} above 0: nothing to plan"
             )
+    if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
+        sizes["kv_heads"] = 1
     traits = _traits(config)
-    dense = min(sizes["dense_layers"], sizes["layers"]) if sizes["experts"] else sizes["layers"]
-    kinds = {is_dense: _layer(sizes, traits, is_dense=is_dense) for is_dense in (True, False)}
+    kinds = [
+        [_layer(sizes, traits, is_dense=is_dense, has_window=has_window) for has_window in (False, True)]
+        for is_dense in (False, True)
+    ]
     rows = sizes["positions"] + traits.positions if traits.positions is not None else 0
     outer = traits.outer_norms * sizes["hidden"] * (2 if traits.norm_bias else 1)
     return DecoderShape(
-        layers=tuple(kinds[index < dense] for index in range(sizes["layers"])),
+        layers=tuple(
+            kinds[int(_is_dense(config, sizes, index))][int(_has_window(config, sizes, index))]
+            for index in range(sizes["layers"])
+        ),
         vocab=sizes["vocab"],
         position_rows=rows,
         tied=traits.tied,
         outer_vectors=outer + (sizes["vocab"] if traits.head_bias else 0),
+        guessed=_is_guess(config),
     )
 
 
-def _layer(sizes: Mapping[str, int], traits: Traits, *, is_dense: bool) -> LayerShape:
+def _is_guess(config: Mapping[str, object]) -> bool:
+    """Whether nobody has held the sizes that are read here against a model of this family and this config."""
+    unread = _family(config).get("unread")
+    return unread is None or any(config.get(key, usual) != usual for key, usual in unread.items())
+
+
+def _is_dense(config: Mapping[str, object], sizes: Mapping[str, int], index: int) -> bool:
+    """Whether a layer has the dense feed-forward part, by any of the ways in which configs deal out experts."""
+    if not sizes["experts"] or index < sizes["dense_layers"]:
+        return True
+    for key, dense in (("mlp_layer_types", "dense"), ("moe_layer_freq", 0)):
+        by_layer = config.get(key)
+        if isinstance(by_layer, list) and len(by_layer) == sizes["layers"]:
+            return bool(by_layer[index] == dense)
+    only_dense, only_sparse = config.get("mlp_only_layers"), config.get("moe_layers")
+    if isinstance(only_dense, list) and index in only_dense:
+        return True
+    if isinstance(only_sparse, list):
+        return index not in only_sparse
+    for key in ("decoder_sparse_step", "interleave_moe_layer_step"):
+        every = config.get(key)
+        if isinstance(every, int) and every > 1 and (index + 1) % every:
+            return True
+    every = config.get("moe_layer_freq")
+    return isinstance(every, int) and every > 1 and index % every > 0
+
+
+def _has_window(config: Mapping[str, object], sizes: Mapping[str, int], index: int) -> bool:
+    """Whether a layer attends to a window alone, where the config names one."""
+    if config.get("use_sliding_window") is False:
+        return False
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) == sizes["layers"]:
+        return bool(kinds[index] == "sliding_attention")
+    for key in ("sliding_window_pattern", "_sliding_window_pattern"):
+        every = config.get(key)
+        if isinstance(every, int) and every > 1:
+            return (index + 1) % every > 0
+    return True
+
+
+def _layer(sizes: Mapping[str, int], traits: Traits, *, is_dense: bool, has_window: bool) -> LayerShape:
     """Return a layer with the dense feed-forward part, or with the experts."""
     hidden, heads = sizes["hidden"], sizes["heads"]
     kv_heads = sizes["kv_heads"] or heads
@@ -162,7 +220,7 @@ def _layer(sizes: Mapping[str, int], traits: Traits, *, is_dense: bool) -> Layer
         top_k=0 if is_dense else max(1, min(sizes["top_k"], sizes["experts"])),
         expert_ffn=0 if is_dense else expert_ffn,
         shared_ffn=0 if is_dense else sizes["shared_ffn"] or sizes["shared_experts"] * expert_ffn,
-        window=sizes["window"],
+        window=sizes["window"] if has_window else 0,
         norms=traits.norms,
         plain_norms=traits.plain_norms,
     )
@@ -181,7 +239,27 @@ def _vectors(shape: LayerShape, traits: Traits, head_dim: int) -> int:
     return norms + biases
 
 
-def _first(config: Mapping[str, object], names: tuple[str, ...], default: int) -> int:
-    """Return the first of the named whole numbers; the default where there is none."""
-    found = (config.get(name) for name in names)
-    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), default)
+def _size(config: Mapping[str, object], size: str, default: int, source: str) -> int:
+    """Return the first number under the names of a size; the default where there is none.
+
+    Of a list with a number for each layer it is the largest. UserError for what is no size: guessing the default in its
+    place would plan another model.
+    """
+    most = MOST_LAYERS if size == "layers" else MOST
+    for name in SIZE_NAMES[size]:
+        value = config.get(name)
+        if isinstance(value, list) and value and all(_is_whole(one) for one in value):
+            return int(max(value))
+        if value is None or isinstance(value, (list, Mapping)):
+            continue
+        if isinstance(value, int) and _is_whole(value) and (0 <= value <= most or (value < 0 and size in NONE_BELOW_0)):
+            return max(0, value)
+        shown = json.dumps(value)
+        raise UserError(
+            f"--model {source}: {name} is {shown} in its config.json: write a whole number from 0 to {most:,}"
+        )
+    return default
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -147,13 +147,23 @@ def _sums_apart(workload: Workload) -> bool:
 def _buckets(workload: Workload, strategy: Strategy, held: Held) -> float:
     """Return the bytes of ZeRO's buckets: one fills while the other is reduced.
 
-    On a CPU ZeRO-3 has no buckets, but gradients stand until as many are there, and beside them their means.
+    DeepSpeed allocates each whole, however few the parameters are: a second one where gradients travel while layers
+    compute, and under a pipeline (zero/stage_1_and_2.py, `setup_buckets`, `reduce_gradients`). ZeRO-3 has one, and
+    makes the second of what is in it. A CPU's take memory as they are filled. There ZeRO-3 has none, but gradients
+    stand until as many are there, and beside them their means.
     """
     ranks = strategy.data * strategy.context
-    if strategy.zero_stage == 0 or strategy.whole_gradients or strategy.data == 1:
+    if strategy.zero_stage == 0 or strategy.whole_gradients:
         return 0.0
-    times = 1 + 1 / ranks if workload.on_cpu and strategy.zero_stage == 3 else 2
-    return times * min(strategy.bucket, held.parameters) * workload.element_bytes
+    filled = min(strategy.bucket, held.parameters)
+    if workload.on_cpu or workload.sums_in_place:
+        if strategy.data == 1:
+            return 0.0
+        return (1 + 1 / ranks if workload.on_cpu and strategy.zero_stage == 3 else 2) * filled * workload.element_bytes
+    if strategy.zero_stage == 3:
+        return (strategy.bucket + filled) * workload.element_bytes
+    is_double = strategy.overlap_data or strategy.pipeline > 1
+    return (strategy.bucket + (strategy.bucket if is_double else filled)) * workload.element_bytes
 
 
 def _gathered(workload: Workload, strategy: Strategy, stage: Stage, held: Held) -> float:

@@ -40,7 +40,7 @@ def preset(strategy: Strategy, precision: str) -> JsonObject:
         "bf16": {"enabled": precision == "bf16"},
         "fp16": {"enabled": precision == "fp16"},
         "zero_optimization": zero,
-        "pipeline": {"activation_checkpoint_interval": int(strategy.recompute == "full")},
+        "pipeline": {"activation_checkpoint_interval": strategy.recompute_every if strategy.recompute == "full" else 0},
     }
     if strategy.offload != "none":
         config["zero_force_ds_cpu_optimizer"] = False

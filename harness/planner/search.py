@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from harness.config.model.shares import Heads
+from harness.config.values.batch import bucket_elements
 from harness.errors import UserError
 from harness.planner.estimate import Estimate, memory_of, require_precision, sums_whole
-from harness.planner.hardware import GIB
+from harness.planner.hardware import GIB, HEADROOM
 from harness.planner.step import step_seconds
 from harness.planner.task import Task
 from harness.planner.workload import Offload, Recompute, Strategy
@@ -17,8 +18,7 @@ from harness.topology.layout import divisors
 from harness.wording import counted
 
 LARGEST_MICRO_BATCH = 64
-LEAST_BUCKET = 2**22  # elements: each reduction of ZeRO, however small, costs the host some hundred operations
-NO_MEMORY = "needs more memory than a device has"
+NO_MEMORY = f"needs more memory than a device has, of which {HEADROOM:.0%} stay free"
 NO_HOST_MEMORY = "needs more memory than the host has for each device"
 
 
@@ -47,11 +47,11 @@ def search(task: Task) -> Found:
             reasons[candidate] += 1
             continue
         one = _scored(task, candidate)
-        if one.fits:
+        if one.has_room:
             fitting.append(one)
             continue
         too_large.append(one)
-        reasons[NO_MEMORY if one.peak_bytes > task.hardware.limit_bytes else NO_HOST_MEMORY] += 1
+        reasons[NO_MEMORY if one.peak_bytes > task.hardware.planned_bytes else NO_HOST_MEMORY] += 1
     fitting.sort(key=lambda one: (-one.tokens_per_second, one.peak_bytes))
     return Found(fitting=fitting, too_large=too_large, reasons=reasons)
 
@@ -105,7 +105,7 @@ def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
                     overlap_data=stage >= 2,
                     gathers_once=stage == 3 and offload != "optimizer+parameters",
                     whole_gradients=sums_whole(task.workload.precision, stage),
-                    bucket=float(max(task.workload.shape.hidden**2, LEAST_BUCKET)),
+                    bucket=float(bucket_elements(task.workload.shape.hidden)),
                 )
                 yield from _orders(task, one)
                 if base.tensor > 1 and base.expert == 1 and task.workload.sequence % base.tensor == 0:
@@ -152,18 +152,20 @@ def require_fit(task: Task, found: Found) -> None:
         reason, _ = found.reasons.most_common(1)[0]
         raise UserError(f"no layout of {counted(task.world_size, 'rank')} can run: {reason}")
     on_device, on_host = _shares(least)
+    free = f", of which {HEADROOM:.0%} stay free"
     where, needed, has = ("on each device", least.peak_bytes, task.hardware.limit_bytes)
     if on_host > on_device:
         where, needed, has = ("of the host for each device", least.host_bytes, task.hardware.host_memory_bytes)
+        free = ""
     raise UserError(
         f"no layout of {counted(task.world_size, 'rank')} fits: the smallest needs {needed / GIB:,.1f} GiB {where}, "
-        f"which has {has / GIB:,.1f}: use more ranks, or more memory"
+        f"which has {has / GIB:,.1f}{free}: use more ranks, or more memory"
     )
 
 
 def _shares(one: Estimate) -> tuple[float, float]:
     """Return what a layout needs of a device's memory and of its host's, as shares of what is there."""
-    return one.peak_bytes / one.hardware.limit_bytes, one.host_bytes / one.hardware.host_memory_bytes
+    return one.peak_bytes / one.hardware.planned_bytes, one.host_bytes / one.hardware.host_memory_bytes
 
 
 def _excess(one: Estimate) -> float:

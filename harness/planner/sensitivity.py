@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from harness.planner.estimate import Estimate
-from harness.planner.hardware import GIB
+from harness.planner.hardware import GIB, HEADROOM
 from harness.planner.search import Found, search
 from harness.planner.task import Task
 
@@ -45,7 +45,7 @@ def more_memory(found: Found) -> MoreMemory | None:
     best = found.fitting[0]
     faster = [one for one in found.too_large if one.tokens_per_second > best.tokens_per_second]
     nearest = min(faster, key=lambda one: one.peak_bytes, default=None)
-    if nearest is None or nearest.peak_bytes <= nearest.hardware.limit_bytes:
+    if nearest is None or nearest.peak_bytes <= nearest.hardware.planned_bytes:
         return None
-    missing = (nearest.peak_bytes - nearest.hardware.limit_bytes) / GIB
+    missing = (nearest.peak_bytes / (1 - HEADROOM) - nearest.hardware.limit_bytes) / GIB
     return MoreMemory(gib=missing, tokens_per_second=nearest.tokens_per_second)

@@ -17,6 +17,7 @@ class LayerShape:
         ffn: width of the dense feed-forward part, 0 without; `gated`: two matrices lead into it instead of one.
         experts, top_k, expert_ffn, shared_ffn: of a mixture of experts; 0 without.
         window: tokens that a token attends to at most; 0 is all before it.
+        more: elements of matrices that the widths above do not explain; below 0 where they explain too many.
         vectors: elements of norms and biases.
         norms: norms over the hidden state; `plain_norms`: in single operations that the harness does not fuse.
     """
@@ -38,6 +39,7 @@ class LayerShape:
     expert_ffn: int = 0
     shared_ffn: int = 0
     window: int = 0
+    more: int = 0
     vectors: int = 0
     norms: int = 2
     plain_norms: bool = False
@@ -77,7 +79,7 @@ class LayerShape:
     def matrix_parameters(self) -> int:
         """Of everything that multiplies matrices, all experts included."""
         dense = (self.into_ffn + 1) * self.hidden * self.dense_ffn
-        return self.attention_parameters + dense + self.expert_parameters + self.hidden * self.experts
+        return self.attention_parameters + dense + self.expert_parameters + self.hidden * self.experts + self.more
 
     @property
     def parameters(self) -> int:
@@ -101,6 +103,8 @@ class DecoderShape:
         outer_vectors: elements of the norms and biases around the layers.
         predictions: tokens that each position predicts, every one with the head (DeepSeek-AI 2024, multi-token
             prediction); their own layers are among `layers`.
+        guessed: whether the sizes were read from a config of a family, or with keys, that nobody has held against a
+            model.
     """
 
     layers: tuple[LayerShape, ...]
@@ -109,6 +113,7 @@ class DecoderShape:
     tied: bool = False
     outer_vectors: int = 0
     predictions: int = 1
+    guessed: bool = False
 
     @property
     def hidden(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from harness.planner.estimate import Estimate
-from harness.planner.hardware import GIB
+from harness.planner.hardware import GIB, HEADROOM
 from harness.planner.search import Found
 from harness.planner.sensitivity import MoreDevices, MoreMemory
 from harness.planner.workload import Strategy
@@ -111,6 +111,11 @@ def estimate_lines(one: Estimate) -> Iterator[str]:
         f"\n{row['tokens_per_second']:,.0f} tokens/s, {row['tokens_per_second_per_gpu']:,.0f} on each rank, "
         f"{row['model_tflops_per_gpu']:.3g} TFLOP/s on each rank, MFU {row['mfu']:.1%}"
     )
+    if one.fits and not one.has_room:
+        yield (
+            f"fits closely: {one.peak_bytes / GIB:.1f} GiB of {limit:.1f}; `ds-harness plan` keeps {HEADROOM:.0%} "
+            "free, for what a prediction may lack"
+        )
     if not one.fits:
         host_limit = one.hardware.host_memory_bytes / GIB
         yield (

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from harness.config.model.plans import plan_refusal, spreads_experts
 from harness.planner.hardware import Hardware
 from harness.planner.model_config import text_decoder
+from harness.planner.shape import DecoderShape
 from harness.planner.workload import Workload
 
 LARGEST = 10**7  # of any size
@@ -40,14 +41,16 @@ def task_of(
     sequence: int,
     global_batch: int | None = None,
     precision: str | None = None,
+    shape: DecoderShape | None = None,
 ) -> Task:
     """Return the task for the model of a config.json, which the user calls `source`.
 
-    By default a rank has 8 samples, and the precision is bf16 where that is faster than fp32.
+    By default the shape is read from the config, a rank has 8 samples, and the precision is bf16 where that is faster
+    than fp32.
     """
     chosen = precision or _usual_precision(hardware)
     workload = Workload(
-        shape=text_decoder(config, source),
+        shape=shape or text_decoder(config, source),
         sequence=sequence,
         precision=chosen,
         gradient_bytes=2 if chosen == "fp16" else 4,

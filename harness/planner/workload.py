@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.config.values.layout_keys import INTERLEAVED, INTERLEAVED_ZERO_BUBBLE, ZERO_BUBBLE
+from harness.config.values.layout_keys import GPIPE, INTERLEAVED, INTERLEAVED_ZERO_BUBBLE, LOOPED_BFS, ZERO_BUBBLE
 from harness.planner.shape import DecoderShape, LayerShape
 
 Recompute = Literal["none", "selective", "up", "half", "full"]
-Schedule = Literal["1f1b", "zero-bubble", "zero-bubble-2p", "zero-bubble-v"]
+Schedule = Literal["1f1b", "gpipe", "zero-bubble", "zero-bubble-2p", "zero-bubble-v"]
 Offload = Literal["none", "optimizer", "optimizer+parameters"]
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}  # of what is stored; products may use fewer
 
@@ -79,6 +79,8 @@ class Strategy:
         zero_stage: what data-parallel ranks share out: 1 optimizer states, 2 gradients too, 3 parameters too.
         recompute: what the backward computes again: nothing, the core of attention, the products of compressed queries,
             keys and values, all but the core and every second product, or whole layers.
+        recompute_every: layers that are recomputed at once, from the input of their first.
+        schedule: of the pipeline; under gpipe, and its kind with several parts, all forward passes come first.
         virtual_stages: parts of the model that go round the stages (Narayanan et al. 2021, interleaved schedule).
         sequence_parallel: whether tensor-parallel ranks share out what lies between their layers (Korthikanti et al.
             2022).
@@ -112,6 +114,7 @@ class Strategy:
     accumulation: int = 1
     zero_stage: int = 0
     recompute: Recompute = "none"
+    recompute_every: int = 1
     offload: Offload = "none"
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
@@ -153,6 +156,8 @@ class Strategy:
         """The schedule as `pipeline.schedule` names it."""
         if self.virtual_stages == 1:
             return self.schedule
+        if self.schedule == GPIPE:
+            return LOOPED_BFS
         return INTERLEAVED_ZERO_BUBBLE if self.schedule == ZERO_BUBBLE else INTERLEAVED
 
     @property

@@ -5,11 +5,12 @@ from __future__ import annotations
 from harness.config.resolving.resolution import Resolution
 from harness.config.resolving.resolved import Filled
 from harness.config.values.arguments import OPTIMIZERS
-from harness.config.values.batch import ACCUMULATION, MICRO, TRAIN, complete, stated_sizes
+from harness.config.values.batch import ACCUMULATION, MICRO, TRAIN, bucket_elements, complete, stated_sizes
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import GRADIENT_BITS
 from harness.config.values.pointers import AUTO, bf16_section, put
 
+REDUCE_BUCKET = "/zero_optimization/reduce_bucket_size"
 _MEANINGFUL_AUTO = {"/data_types/keep_in_fp32_modules", "/tensor_parallel/autotp_size", GRADIENT_BITS}
 
 
@@ -82,6 +83,17 @@ def fill_from_model(run: Resolution) -> None:
     ):
         if run.get(f"/zero_optimization/{key}") == AUTO:
             run.fill(f"/zero_optimization/{key}", value, source)
+
+
+def fill_bucket(run: Resolution, stage: int) -> None:
+    """Write the size of ZeRO's buckets by the model's where the file has none: DeepSpeed's default is 5e8 gradients.
+
+    Not for bf16 at stage 1, whose optimizer has no buckets.
+    """
+    has_none = stage == 0 or (stage == 1 and run.get("/data_types/grad_accum_dtype") == "fp32")
+    if has_none or not run.values.hidden_size or run.get(REDUCE_BUCKET) is not None:
+        return
+    run.fill(REDUCE_BUCKET, bucket_elements(run.values.hidden_size), "harness: hidden_size squared, within 4e6 and 5e8")
 
 
 def fill_pipeline(run: Resolution, stages: int) -> None:

@@ -56,6 +56,7 @@ def resolve(
     _require(view, allow_ignored_keys)
     filling.fill_pipeline(run, view.stages)
     stage = filling.fill_zero_stage(run, view.precision, view.zero_stage or 0)
+    filling.fill_bucket(run, stage)
     filling.remove_autos(run, "", run.config)
     return _resolved(run, view, stage)
 

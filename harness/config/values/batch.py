@@ -15,6 +15,7 @@ from harness.config.values.pointers import AUTO, lookup, whole
 from harness.config.values.stage_parts import StageParts, stage_parts
 from harness.wording import counted, one_of
 
+LEAST_BUCKET, MOST_BUCKET = 2**22, 500_000_000  # gradients that ZeRO reduces at once
 MOST_IDLE = 0.2  # of a pipeline's step, before a user is advised to have more micro-batches
 TRAIN, MICRO, ACCUMULATION = "/train_batch_size", "/train_micro_batch_size_per_gpu", "/gradient_accumulation_steps"
 ARGUMENTS = {
@@ -112,6 +113,15 @@ def bubble(
     parts = stage_parts(stages, schedule, parts_per_stage)
     waits = _waits(parts, micro_batches, schedule)
     return waits / (3 * micro_batches * parts.each + waits)
+
+
+def bucket_elements(hidden: int) -> int:
+    """Return how many gradients ZeRO reduces at once where nobody says it: as many as a square matrix of the model has.
+
+    Each reduction, however small, costs the host some hundred operations, so there is a least. DeepSpeed allocates the
+    whole bucket, so its default, which is the most, would take more than a small model itself.
+    """
+    return min(max(hidden**2, LEAST_BUCKET), MOST_BUCKET)
 
 
 def left_waits(stages: int, micro_batches: int, schedule: str, parts_per_stage: int | None = None) -> float:

@@ -26,7 +26,7 @@ EXPORTED = (
     "harness.planner.task.LARGEST",
     "harness.planner.task.task_of",
 )
-METHODS = ("row", "fits", "peak_bytes", "host_bytes", "limit_bytes", "parameters", "tried")
+METHODS = ("row", "fits", "has_room", "peak_bytes", "host_bytes", "limit_bytes", "parameters", "tried")
 # Functions that read files, and what stands for them in the page.
 REPLACED = {
     "harness.planner.model_config.families": "() => DATA.get('families')",

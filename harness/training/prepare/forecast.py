@@ -11,8 +11,10 @@ import torch
 from harness.config.values.json_object import JsonObject
 from harness.config.values.pointers import lookup
 from harness.errors import UserError
+from harness.hf.counts import parameter_counts
+from harness.planner.counted import with_counts
 from harness.planner.estimate import Estimate, estimate, memory_of, of_config
-from harness.planner.hardware import GIB, load_hardware, names
+from harness.planner.hardware import GIB, Hardware, load_hardware, names
 from harness.planner.memory import StageMemory
 from harness.planner.model_config import decoder_of
 from harness.resilience.process.memory import device_limit_bytes, host_limit_bytes
@@ -31,12 +33,14 @@ class Forecast:
         limit: bytes of a rank's device, or its part of the host's memory.
         beside: what the stages do not count, for the message.
         row: of the device's description, as `ds-harness estimate` prints it; None for a device without one.
+        guessed: whether the planner cannot explain all parameters of the model, so that nothing is refused by it.
     """
 
     stages: tuple[StageMemory, ...]
     limit: float
     beside: str = ""
     row: Estimate | None = None
+    guessed: bool = False
 
     def __str__(self) -> str:
         sizes = sorted(stage.total / GIB for stage in self.stages)
@@ -55,8 +59,10 @@ class Forecast:
 
 
 def forecast(plan: RunPlan, length: int, device: torch.device, local_ranks: int) -> Forecast | None:
-    """Return what is expected of a run on samples of `length` tokens; None for a model that the planner does not know.
+    """Return what is expected of a run on samples of `length` tokens; None for a model that the planner cannot read.
 
+    Parameters are counted on the model itself: what a config says of a family that the planner does not know is no
+    ground to refuse a run.
     It counts AdamW, so a run with another optimizer, adapters or a model from memory, of which parts may be frozen, has
     no forecast.
     """
@@ -65,26 +71,29 @@ def forecast(plan: RunPlan, length: int, device: torch.device, local_ranks: int)
         return None
     limit = device_limit_bytes(device)
     try:
-        shape = decoder_of(source.config.to_dict(), source.name)
+        read = decoder_of(source.config.to_dict(), source.name)
+        shape = with_counts(read, parameter_counts(source.skeleton()))
         workload, strategy = of_config(plan.resolved, shape, length, on_cpu=device.type == "cpu")
         stages = memory_of(workload, strategy)
         name = _described(device)
-        row = None if name is None else estimate(load_hardware(name, plan.layout.world_size), workload, strategy)
+        row = None if name is None else estimate(_device(name, plan.layout.world_size), workload, strategy)
     except (UserError, ArithmeticError, LookupError):  # a run is never refused for what the planner cannot read
         return None
     if limit is None:
-        return Forecast(stages=stages, limit=host_limit_bytes() / local_ranks, beside=" beside the process itself")
-    return Forecast(stages=stages, limit=limit, row=row)
+        share, beside = host_limit_bytes() / local_ranks, " beside the process itself"
+        return Forecast(stages=stages, limit=share, beside=beside, guessed=shape.guessed)
+    return Forecast(stages=stages, limit=limit, row=row, guessed=shape.guessed)
 
 
-def require_memory(found: Forecast, plan: RunPlan, ranks: Sequence[int], device: torch.device) -> None:
+def require_memory(found: Forecast, plan: RunPlan, ranks: Sequence[int], device: torch.device) -> str | None:
     """Raise UserError if parameters, gradients and optimizer states alone are more than the memory that there is.
 
+    Of a model whose parameters are a guess, return a warning instead.
     Of a GPU each rank has one; the memory of a host is shared by its `ranks`, and by what they offload to it.
     """
     config = plan.resolved.config
     if lookup(config, "/zero_optimization/offload_optimizer/device") == "nvme":
-        return
+        return None
     here = [plan.layout.coordinate(rank).stage for rank in ranks]
     needs = [("a rank takes", stage.states, found.limit) for stage in found.stages if device.type != "cpu"]
     shared = sum(
@@ -92,12 +101,24 @@ def require_memory(found: Forecast, plan: RunPlan, ranks: Sequence[int], device:
     )
     needs.append((f"the {counted(len(ranks), 'rank')} of this host take", shared, host_limit_bytes()))
     for whose, needed, limit in needs:
+        if needed > limit and found.guessed:
+            return (
+                f"this model may need more memory than there is: {whose} for parameters, gradients and optimizer "
+                f"states perhaps {needed / GIB:,.1f} GiB, and there is {limit / GIB:,.1f}"
+            )
         if needed > limit:
             raise UserError(
                 f"not enough memory: what {whose} for parameters, gradients and optimizer states is "
                 f"{needed / GIB:,.1f} GiB, and there is {limit / GIB:,.1f}: use more ranks, a higher ZeRO stage or "
                 "offload (`ds-harness plan` finds a layout that fits), or start with --skip_memory_check"
             )
+    return None
+
+
+def _device(name: str, world_size: int) -> Hardware:
+    """Return a packaged device, with the rate of float32 that torch is set to."""
+    hardware = load_hardware(name, world_size)
+    return hardware.in_tf32 if torch.get_float32_matmul_precision() != "highest" else hardware
 
 
 def _described(device: torch.device) -> str | None:

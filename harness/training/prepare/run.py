@@ -160,7 +160,9 @@ def _expected(
         return None
     plan.console.say(str(found))
     if not plan.args.skip_memory_check:
-        all_or_none(lambda: require_memory(found, plan, ranks, context.device))
+        warning = all_or_none(lambda: require_memory(found, plan, ranks, context.device))
+        if warning is not None:
+            plan.console.warn(warning)
     return found
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from harness.cli import main
 from harness.config import check, load
+from harness.planner import counted
 from harness.planner.hardware import FOLDER
 
 ROW = {
@@ -179,3 +180,17 @@ def test_a_device_of_ones_own_is_a_file(capsys, tmp_path):
 def test_planning_imports_no_torch():
     code = "import sys, harness.planner.commands; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_model_that_the_planner_does_not_know_is_counted_or_said_to_be_a_guess(capsys, tmp_path, monkeypatch):
+    """A doge names 16,384 experts that only some of its models have: read as they stand they are 3,000 GiB."""
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "doge", "num_experts": 16384, **sizes}))
+    argv = ["plan", "--model", str(tmp_path), "--world_size", "1", "--hardware", "h100", "--global_batch_size", "1"]
+    assert main([*argv, "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)[0]["memory_gib"]["max"] < 4
+    assert said.err == ""
+    monkeypatch.setattr(counted, "LIMIT_S", 0.01)
+    main(argv)
+    assert "parameters are a guess: the planner does not know how this doge is made" in capsys.readouterr().err

@@ -130,3 +130,15 @@ def test_ranks_up_to_the_cores_slow_each_other_down_by_nothing_but_memory() -> N
     assert (eight.dispatch_seconds, eight.node.hop_seconds) == (2 * one.dispatch_seconds, 2 * one.node.hop_seconds)
     assert (one.crowding, four.crowding, eight.crowding) == (1, 1, 2)
     assert eight.network == one.network  # other hosts have cores of their own
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name != "cpu"])
+def test_float32_runs_at_the_rate_of_the_ordinary_cores(name: str) -> None:
+    """torch leaves TF32 off: products in float32 run at a fraction of the rate of bf16."""
+    gpu = load_hardware(name)
+    assert gpu.flops["fp32"] < 200e12 and gpu.flops["fp32"] <= gpu.flops["bf16"] / 2
+    if "tf32" in gpu.flops:
+        assert gpu.in_tf32.flops["fp32"] == gpu.flops["tf32"] >= gpu.flops["fp32"]
+        assert gpu.in_tf32.reached_flops("bf16") == gpu.reached_flops("bf16")
+    else:
+        assert gpu.in_tf32 is gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ from harness.config.text.document import from_text
 from harness.config.values.batch import bubble
 from harness.config.values.layout_keys import (
     DUALPIPE_V,
+    GPIPE,
     INTERLEAVED,
     INTERLEAVED_ZERO_BUBBLE,
+    LOOPED_BFS,
     ROUND_ROBIN_SCHEDULES,
     ZERO_BUBBLE,
     ZERO_BUBBLE_V,
 )
 from harness.errors import UserError
 from harness.planner.estimate import estimate, of_config
+from harness.planner.memory import in_flight, layer_activations, stage_activations
 from harness.planner.model_config import decoder_of, read_decoder
 from harness.planner.preset import preset, write_preset
 from harness.planner.stages import stages_of
@@ -113,7 +117,7 @@ def test_gradients_are_as_wide_as_the_config_says(changes: dict[str, Any], preci
     ("schedule", "predicted", "parts"),
     [
         ("1f1b", "1f1b", 1),
-        ("gpipe", "1f1b", 1),
+        ("gpipe", "gpipe", 1),
         (ZERO_BUBBLE, "zero-bubble", 1),
         (INTERLEAVED, "1f1b", 2),
         (INTERLEAVED_ZERO_BUBBLE, "zero-bubble", 2),
@@ -218,3 +222,47 @@ def test_more_stages_than_layers_are_refused_as_in_a_run() -> None:
 def test_the_ends_of_a_pipeline_may_stand_alone() -> None:
     first, *middle, last = stages_of(EVEN, 26, "uniform", 64, checkpointed=False)
     assert (first.depth, last.depth) == (0, 0) and {stage.depth for stage in middle} == {1}
+
+
+def test_gpipe_keeps_every_micro_batch_and_1f1b_as_many_as_there_are_stages() -> None:
+    """Huang et al. 2019: all forward passes come before the first backward."""
+    two = {"stages": 2, "activation_checkpoint_interval": 0}
+    flights = {}
+    for schedule in ("1f1b", GPIPE):
+        parts = config(train_batch_size=16, pipeline={**two, "schedule": schedule})
+        strategy = strategy_of(parts, 2)[1]
+        assert strategy.accumulation == 16 and strategy.schedule_name == schedule
+        flights[schedule] = [in_flight(strategy, stage) for stage in range(2)]
+    assert flights == {"1f1b": [2, 1], GPIPE: [16, 16]}
+    looped = config(train_batch_size=16, pipeline={**two, "schedule": LOOPED_BFS, "parts_per_stage": 2})
+    strategy = strategy_of(looped, 2)[1]
+    assert (strategy.schedule_name, in_flight(strategy, 0)) == (LOOPED_BFS, 16)
+
+
+def test_layers_that_are_recomputed_together_keep_one_input_and_stand_together() -> None:
+    """Chen et al. 2016: of k layers at a time one input is kept, and all activations of k stand in the backward."""
+    layers = LONGER.layers[:8]
+    shape = replace(LONGER, layers=layers)
+    workload = Workload(shape=shape, sequence=1024)
+    stage = stages_of(shape, 1, "balanced", 1024, True)[0]
+    state, one = 1024 * 1024 * 2, layer_activations(workload, Strategy(recompute="full"), layers[0])
+    for every, kept in ((1, 8), (3, 3), (4, 2), (100, 1)):
+        strategy = Strategy(recompute="full", recompute_every=every)
+        assert stage_activations(workload, strategy, stage, 0) == kept * state + min(every, 8) * one
+    interval = {"activation_checkpoint_interval": 4}
+    assert strategy_of(config(pipeline=interval), 1)[1].recompute_every == 4
+    assert preset(strategy_of(config(pipeline=interval), 1)[1], "bf16")["pipeline"] == interval
+
+
+def test_buckets_are_allocated_whole_and_chosen_by_the_model_where_the_file_has_none() -> None:
+    """A model of 0.9 M parameters would take 2 GiB a bucket in float32 by DeepSpeed's default."""
+    zero = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": False}}
+    given = {**zero, "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000}}
+    small, large = (estimate(device(), *strategy_of(config(**one), 2)).peak_bytes / 2**30 for one in (zero, given))
+    assert small < 0.2 and 1.8 < large < 2.1
+    overlapping = {**given, "zero_optimization": {**given["zero_optimization"], "overlap_comm": True}}
+    assert (
+        3.7
+        < estimate(replace(device(), compute_units=8), *strategy_of(config(**overlapping), 2)).peak_bytes / 2**30
+        < 4
+    )

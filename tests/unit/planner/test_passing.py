@@ -37,7 +37,13 @@ def passing(
         pytest.param(Strategy(), 4e6, 1e6, 0, id="one rank sends nothing, and copies nothing"),
         pytest.param(Strategy(data=2), 4e6, 1e6, 4e6, id="several copy all gradients"),
         pytest.param(Strategy(data=2, zero_stage=1, bucket=100), 4e6, 0, 4000 + 800 + 2e6, id="ZeRO-1: its part"),
-        pytest.param(Strategy(data=2, zero_stage=1), 4e6, 0, 4000 + 8e6 + 2e6, id="no bucket exceeds the gradients"),
+        pytest.param(
+            Strategy(data=2, zero_stage=1), 4e6, 0, 4000 + 4 * (5e8 + 1e6) + 2e6, id="a bucket is allocated whole"
+        ),
+        pytest.param(
+            Strategy(data=2, zero_stage=2, bucket=1e7, overlap_data=True), 2e6, 3e6, 3e6 + 8000 + 8e7, id="two, if both"
+        ),
+        pytest.param(Strategy(zero_stage=3, bucket=1e7), 4e6, 0, 4000 + 4 * (1e7 + 1e6), id="one rank has one too"),
         pytest.param(
             Strategy(data=2, zero_stage=2, bucket=100), 2e6, 3e6, 3e6 + 8000 + 800, id="ZeRO-2: a gradient and its copy"
         ),

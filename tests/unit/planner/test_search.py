@@ -145,7 +145,7 @@ def test_a_layout_that_fits_nowhere_is_told_with_what_is_missing() -> None:
 
 
 def test_a_layout_that_the_host_alone_cannot_hold_is_told_with_the_host_s_memory() -> None:
-    asked = task(2, small(3e-3, 1e-6))
+    asked = task(2, small(0.1, 1e-6))
     found = search(asked)
     assert found.reasons[NO_HOST_MEMORY] > 0
     offloaded = replace(found, fitting=[], too_large=[one for one in found.too_large if one.host_bytes])
@@ -165,6 +165,18 @@ def test_the_fastest_comes_first_and_of_equals_the_smallest() -> None:
     fitting = search(task(4, global_batch=8)).fitting
     keys = [(-one.tokens_per_second, one.peak_bytes) for one in fitting]
     assert keys == sorted(keys) and len(keys) > 20
+
+
+def test_what_is_recommended_leaves_room_for_what_the_prediction_lacks() -> None:
+    plenty = search(task(2))
+    peak = plenty.fitting[0].peak_bytes / GIB
+    for share, has_room in ((1.05, False), (1.0 / 0.92 + 1e-6, True)):
+        close = search(task(2, small(peak * share)))
+        assert any(one.strategy == plenty.fitting[0].strategy for one in close.fitting) == has_room
+        assert all(one.peak_bytes <= 0.92 * one.hardware.limit_bytes for one in close.fitting)
+    one = replace(plenty.fitting[0], hardware=small(peak * 1.05))
+    assert one.fits and not one.has_room
+    assert "fits closely" in "\n".join(estimate_lines(one))
 
 
 def test_more_memory_is_the_least_that_a_faster_layout_needs() -> None:

@@ -49,7 +49,7 @@ def test_a_token_meets_only_its_experts():
 @pytest.mark.parametrize("layers", [0, -1])
 def test_a_model_without_layers_is_refused_in_one_line(layers, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": layers}))
-    with pytest.raises(UserError, match="num_hidden_layers above 0"):
+    with pytest.raises(UserError, match="num_hidden_layers"):
         read_decoder(str(tmp_path))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from harness import TrainingArguments, UserError
 from harness.console import plain_console
@@ -28,11 +29,13 @@ OFFLOAD = {
 }
 
 
-def planned(tmp_path: Any, config: dict[str, Any] | None = None, ranks: int = 2, **more: Any) -> RunPlan:
+def planned(
+    tmp_path: Any, config: dict[str, Any] | None = None, ranks: int = 2, model: Any = "tiny-llama", **more: Any
+) -> RunPlan:
     env = LaunchEnv(world_size=ranks, local_world_size=ranks)
     args = TrainingArguments(deepspeed_config=config or STAGES, output_dir=str(tmp_path / "run"), max_steps=1)
     data = [{"input_ids": list(range(32))}] * 16
-    inputs = RunInputs(model="tiny-llama", args=args, console=plain_console(0), env=env, train_dataset=data, **more)
+    inputs = RunInputs(model=model, args=args, console=plain_console(0), env=env, train_dataset=data, **more)
     return plan_run(inputs)
 
 
@@ -87,3 +90,32 @@ def test_what_the_planner_cannot_count_has_no_forecast(tmp_path: Any) -> None:
     assert forecast(adapters, 32, CPU, 2) is None
     other = planned(tmp_path, {**STAGES, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}})
     assert forecast(other, 32, CPU, 2) is None
+
+
+# What their config.json says of experts is not what a run holds: no layer has them, or not all do.
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
+UNUSUAL = {
+    "doge": {"num_key_value_heads": 2, "intermediate_size": 128},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "intermediate_size": 64},
+    "falcon": {"new_decoder_architecture": False, "multi_query": True},
+}
+
+
+@pytest.mark.parametrize("family", sorted(UNUSUAL))
+def test_a_model_is_counted_by_itself_and_not_by_what_its_config_may_mean(
+    family: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CONFIG_MAPPING[family](**SIZES, **UNUSUAL[family])
+    plan = planned(tmp_path, {"train_micro_batch_size_per_gpu": 1}, ranks=1, model=config)
+    assert plan.source is not None
+    found, elements = expected(plan, 1), sum(p.numel() for p in plan.source.skeleton().parameters())
+    assert sum(stage.states for stage in found.stages) == 16 * elements
+    monkeypatch.setattr(forecasts, "host_limit_bytes", lambda: 16 * elements + 1)
+    assert require_memory(found, plan, range(1), CPU) is None
+
+
+def test_a_guess_warns_where_what_is_certain_refuses(tmp_path: Any) -> None:
+    plan = planned(tmp_path)
+    found, device = expected(plan), torch.device("cuda")
+    guess = Forecast(stages=found.stages, limit=1.0, guessed=True)
+    assert "may need more memory than there is" in str(require_memory(guess, plan, range(2), device))

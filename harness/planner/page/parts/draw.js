@@ -64,7 +64,8 @@ function legend(parts, colours, unit, limit) {
 }
 
 function verdict(one) {
-  if (one.fits) return "fits";
+  if (one.has_room) return "fits";
+  if (one.fits) return "fits closely: a prediction may lack some memory";
   const gib = 2 ** 30;
   if (one.peak_bytes > one.hardware.limit_bytes) return `does not fit: needs ${(one.peak_bytes / gib).toFixed(1)} GiB on a GPU that has ${(one.hardware.limit_bytes / gib).toFixed(1)}`;
   return `does not fit: needs ${(one.host_bytes / gib).toFixed(1)} GiB of the host for each GPU, which has ${(one.hardware.host_memory_bytes / gib).toFixed(1)}`;

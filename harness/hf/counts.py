@@ -1,0 +1,86 @@
+"""Count the parameters of a decoder on the model itself, built on the meta device, where it takes no memory.
+
+`python -m harness.hf.counts` reads a config.json from standard input and prints the counts as JSON, beside the config
+with all defaults of its family: so `ds-harness plan` gets them without importing torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from harness.config.model.counts import LayerCounts, ParameterCounts
+from harness.errors import UserError
+from harness.hf.forward.layer_stack import find_stack
+from harness.hf.skeleton import build_skeleton, text_decoder
+
+
+def parameter_counts(model: PreTrainedModel) -> ParameterCounts:
+    """Return the counts of a model on any device. UserError where it has no list of decoder layers.
+
+    A parameter that several layers share counts where it comes first.
+    """
+    text = model.config.get_text_config(decoder=True).to_dict()
+    seen: set[int] = set()
+    layers = tuple(_layer_counts(layer, text, seen) for layer in model.get_submodule(find_stack(model)).children())
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return ParameterCounts(
+        layers=layers,
+        total=sum(parameter.numel() for parameter in model.parameters()),
+        tied=head is not None and getattr(head, "weight", None) is getattr(table, "weight", head),
+    )
+
+
+def _layer_counts(layer: nn.Module, text: Mapping[str, Any], seen: set[int]) -> LayerCounts:
+    found = {"matrices": 0, "experts": 0, "vectors": 0}
+    routed = _routed(layer, {value for key, value in text.items() if "experts" in key and isinstance(value, int)})
+    for parameter in layer.parameters():
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        kind = "experts" if id(parameter) in routed else "matrices" if parameter.dim() > 1 else "vectors"
+        found[kind] += parameter.numel()
+    return LayerCounts(**found)
+
+
+def _routed(layer: nn.Module, sizes: set[int]) -> set[int]:
+    """Return the ids of parameters of routed experts: in tensors with one row for each, or in lists as long."""
+    tensors = {id(p) for p in layer.parameters() if p.dim() == 3 and len(p) > 1 and len(p) in sizes}
+    lists = [m for m in layer.modules() if isinstance(m, nn.ModuleList) and len(m) > 1 and len(m) in sizes]
+    return tensors | {id(p) for one in lists for p in one.parameters()}
+
+
+def read_config(content: Mapping[str, Any]) -> PretrainedConfig:
+    """Return the text decoder's config of a config.json's content. UserError for what transformers cannot read."""
+    options = dict(content)
+    try:
+        config = AutoConfig.for_model(options.pop("model_type"), **options)
+    except Exception as error:  # a family's config class may check its fields as it likes
+        raise UserError(f"transformers cannot read its config.json: {' '.join(str(error).split())}") from error
+    return text_decoder(config)
+
+
+def main() -> int:
+    """Print the counts of the config.json on standard input; the reason and exit 1 where there are none."""
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    try:
+        config = read_config(json.load(sys.stdin))
+        counts = parameter_counts(build_skeleton(config))
+    except UserError as error:
+        print(str(error).splitlines()[0], file=sys.stderr)
+        return 1
+    print(json.dumps({"config": json.loads(config.to_json_string(use_diff=False)), "counts": asdict(counts)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
