@@ -48,6 +48,7 @@ class Progress:
         seed: of the order of samples.
         data: digest of the training data.
         adapters: what shapes the adapters that are trained; empty where the weights themselves are.
+        base: checksums, by name, of the weights that the adapters stand on; empty without adapters.
         model: its layers and their size.
         model_config: of a HuggingFace model the values of its config that shape its computation.
         optimizer: its name.
@@ -71,6 +72,7 @@ class Progress:
     seed: int
     data: str
     adapters: str = ""
+    base: dict[str, str] = field(default_factory=dict)
     model: str = ""
     model_config: JsonObject = field(default_factory=dict)
     optimizer: str = ""
@@ -166,6 +168,21 @@ def require_same_adapters(checkpoint: Path, adapters: str) -> None:
         raise UserError(
             f"{checkpoint} contains {theirs}{other}, but this run trains {ours}: resume with the saved settings"
         )
+
+
+def require_same_base(checkpoint: Path, base: Mapping[str, str]) -> None:
+    """Raise UserError if adapters in a checkpoint were trained on another base model than the run's.
+
+    `base`: as `Progress.base`. Only weights of the same name are compared: a model in memory may have others than its
+    files.
+    """
+    saved = read_progress(checkpoint).base
+    for name in sorted(saved.keys() & base.keys()):
+        if saved[name] != base[name]:
+            raise UserError(
+                f"{checkpoint} contains adapters for another base model, whose {name} has other values than this "
+                "run's: resume with the saved base model"
+            )
 
 
 def require_same_model(checkpoint: Path, model: str, model_config: JsonObject) -> None:

@@ -35,6 +35,7 @@ class Run(RunPlan, EngineContext):
     Attributes:
         data_check: looks at the first samples of a data set.
         trainable: the model as pipeline layers, with its loss.
+        base: checksums of what adapters stand on, by name, on rank 0; empty elsewhere and without adapters.
         boundaries: index of the first pipeline layer of each stage, then the number of layers.
         stages: one line a stage, as reported to the user.
         hyperparameters: what decides about the steps to come, by the names that a user knows.
@@ -47,6 +48,7 @@ class Run(RunPlan, EngineContext):
 
     data_check: DatasetCheck
     trainable: TrainableModel
+    base: dict[str, str]
     boundaries: list[int]
     engine: Engine
     stages: list[StageLine]

@@ -16,6 +16,7 @@ from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from harness.checkpoint.background_save import NotSaved
 from harness.checkpoint.directories import read_progress
 from harness.training.saving.writing import progress_of, stream_position
+from tests.distributed.training import tiny_model
 from tests.unit.training.full_disk import full_disk
 
 POINTS = [(torch.tensor([i / 8, 1.0]), torch.tensor([i / 4])) for i in range(16)]
@@ -389,3 +390,30 @@ def test_a_resumed_run_says_that_its_best_model_is_gone_and_seeks_another(
     said = capsys.readouterr().out
     assert "the best evaluation so far, step 2, score 9, has no checkpoint" in said
     assert "loaded the best model: step 6, score 5" in said and weight(again) == kept.weights[6]
+
+
+def test_adapters_are_not_resumed_on_another_base_model(make: Make, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "base", "llama", False, vocab_size=301))
+    shutil.copytree(tmp_path / "base", tmp_path / "moved")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[1, 2] += 1e-3
+    model.save_pretrained(tmp_path / "other")
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    first = make(model=str(tmp_path / "base"), data=TOKENS, peft_config=adapters)
+    step(first)
+    saved = first.save_checkpoint()
+    first.close()
+    words = r"adapters for another base model, whose model\.layers\.0\.mlp\.up_proj\.weight has other values"
+    for given in ("other", model):
+        base = str(tmp_path / given) if isinstance(given, str) else given
+        with pytest.raises(UserError, match=words):
+            make("next", model=base, data=TOKENS, peft_config=adapters, resume_from_checkpoint=str(saved))
+        ours = make("later", model=base, data=TOKENS, peft_config=adapters)
+        with pytest.raises(UserError, match=words):
+            ours.train(saved)
+        ours.close()
+    for base in (str(tmp_path / "moved"), AutoModelForCausalLM.from_pretrained(tmp_path / "base").float()):
+        again = make("last", model=base, data=TOKENS, peft_config=adapters, resume_from_checkpoint=str(saved))
+        assert again.state.global_step == 1
+        again.close()

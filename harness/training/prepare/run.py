@@ -24,6 +24,7 @@ from harness.data.batches.tokens_only import TokenCollator
 from harness.deepspeed.collectives import carry_collectives
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.prints import silence_prints
+from harness.hf.base_weights import base_checksums
 from harness.hf.skeleton import position_limit
 from harness.parallel.collectives.of_group import (
     gathers_in_memory,
@@ -84,6 +85,9 @@ def prepare_run(inputs: RunInputs) -> Run:
         collator = TokenCollator(plan.data_collator, trainable.causal.vocab_size, longest, not own_labels)
         data_check = replace(data_check, collator=collator)
         _first_samples(data_check, plan)
+    base = all_or_none(lambda: _base(plan))
+    if (checkpoint := plan.checkpoint) is not None:
+        all_or_none(lambda: directories.require_same_base(checkpoint, base))
     samples = all_or_none(lambda: sample_prompts(plan, trainable))
     boundaries = choose_boundaries(trainable, context, sample)
     expect_costs(stage_costs(trainable.costs, boundaries, plan.resolved.parts))
@@ -96,6 +100,7 @@ def prepare_run(inputs: RunInputs) -> Run:
         **{**vars(plan), **vars(context)},
         data_check=data_check,
         trainable=trainable,
+        base=base,
         boundaries=boundaries,
         engine=engine,
         stages=stages,
@@ -147,6 +152,13 @@ def _join(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
     resolved = settle_compression(plan.resolved, groups, device, console)
     context = EngineContext(args=args, resolved=resolved, groups=groups, device=device, max_steps=plan.max_steps)
     return context, foreign_groups
+
+
+def _base(plan: RunPlan) -> dict[str, str]:
+    """Return the checksums of what adapters stand on, on rank 0, which writes them; nothing elsewhere."""
+    if plan.source is None or plan.adaptation is None or plan.env.rank > 0:
+        return {}
+    return base_checksums(plan.source, plan.adaptation.config.modules_to_save or ())
 
 
 def _expected(

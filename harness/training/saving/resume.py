@@ -13,6 +13,7 @@ from harness.checkpoint import training_state
 from harness.checkpoint.directories import (
     Progress,
     require_same_adapters,
+    require_same_base,
     require_same_model,
     require_same_optimizer,
 )
@@ -76,6 +77,8 @@ def resume_named(run: Run, name: str | Path | bool, state: TrainerState, stream:
         return
     require_same_optimizer(run.checkpoint, run.resolved)
     require_same_adapters(run.checkpoint, run.adapters)
+    checkpoint = run.checkpoint
+    all_or_none(lambda: require_same_base(checkpoint, run.base))
     require_same_model(run.checkpoint, run.trainable.summary, run.trainable.shaping_config)
     resume(run, run.checkpoint, state, stream)
     run.run_id = values_of_all(run_id(run.checkpoint))[0]

@@ -62,6 +62,7 @@ def progress_of(run: Run, state: TrainerState) -> Progress:
         seed=run.args.seed,
         data=run.digest,
         adapters=run.adapters,
+        base=run.base,
         model=run.trainable.summary,
         model_config=run.trainable.shaping_config,
         optimizer=optimizer_name(run.resolved),
