@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from harness.data.files.json_rows import is_whole
+from harness.data.files.parquet import parquet_schema
 from harness.data.on_disk.shards import make_shards, shard_bytes
 from harness.data.pieces import PIECE_CHARACTERS
 from harness.errors import UserError
@@ -42,9 +43,7 @@ class Extent:
 def whole(file: Path) -> Extent:
     """Return all of a file as one extent."""
     if file.suffix == ".parquet":
-        from pyarrow.parquet import read_metadata
-
-        return Extent(str(file), 0, read_metadata(file).num_row_groups)
+        return Extent(str(file), 0, len(parquet_schema(file).groups))
     return Extent(str(file), 0, file.stat().st_size)
 
 
@@ -100,14 +99,10 @@ def _extents(file: Path, size: int) -> Iterator[Extent]:
 
 
 def _row_groups(file: Path) -> Iterator[Extent]:
-    from pyarrow.parquet import read_metadata
-
-    metadata = read_metadata(file)
     before = 0
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
-        yield Extent(str(file), index, index + 1, before, group.total_byte_size)
-        before += group.num_rows
+    for index, (rows, size) in enumerate(parquet_schema(file).groups):
+        yield Extent(str(file), index, index + 1, before, size)
+        before += rows
 
 
 def _lines_before(stream: BinaryIO, starts: Sequence[int]) -> Iterator[int]:

@@ -8,40 +8,85 @@ from __future__ import annotations
 
 import json
 import re
-from codecs import BOM_UTF8
+from codecs import getincrementaldecoder
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from harness.data.files.rows import with_unique_names
 from harness.errors import UserError
 
 _SPACE = re.compile(r"[ \t\r\n]*")
+_BLANK = " \t\r\n"
+_READ_AT_FIRST = 1 << 16
 _DECODER = json.JSONDecoder(object_pairs_hook=with_unique_names)
 DATA = "data"
 
 
 def is_whole(file: Path) -> bool:
-    """Whether a .json file is one array or object, and not one object a line."""
-    with file.open("rb") as stream:
-        first = next((line for line in stream if line.strip()), b"")
-    first = first.removeprefix(BOM_UTF8).lstrip()
-    if first.startswith(b"["):
-        return True
-    try:
-        row = json.loads(first)
-    except (ValueError, RecursionError):
-        return True
-    return isinstance(row, dict) and isinstance(row.get(DATA), list)
+    """Whether a .json file is one array or object, and not one object a line. Of a long line the beginning is read."""
+    for text, is_all in _beginnings(file, "replace"):
+        begin = text.lstrip(_BLANK)
+        if begin.startswith("["):
+            return True
+        first, newline, _ = begin.partition("\n")
+        try:
+            if newline or is_all:
+                row = json.loads(first)
+                return isinstance(row, dict) and isinstance(row.get(DATA), list)
+            if begin:
+                _begin_of_array(file, begin)
+                return True
+        except (ValueError, RecursionError, UserError):
+            if newline or is_all:
+                return True
+    return True
+
+
+def first_row(file: Path) -> tuple[str, object] | None:
+    """Return the first element of a file's array with its place, None without any; the rest of it is not read."""
+    with _told(file):
+        for text, is_all in _beginnings(file, "strict"):
+            try:
+                return next(_elements(file, text, _begin_of_array(file, text)), None)
+            except json.JSONDecodeError:
+                if is_all:
+                    raise
+    return None
 
 
 def json_rows(file: Path) -> Iterator[tuple[str, object]]:
     """Give the elements of a file's array, each with its place; UserError where the file is not JSON or has none."""
-    try:
+    with _told(file):
         text = file.read_bytes().decode("utf-8-sig")
+        yield from _elements(file, text, _begin_of_array(file, text))
+
+
+def _beginnings(file: Path, errors: str) -> Iterator[tuple[str, bool]]:
+    """Give longer and longer beginnings of a file's text, each with whether it is all of it."""
+    decoder, text, size = getincrementaldecoder("utf-8-sig")(errors), "", _READ_AT_FIRST
+    with file.open("rb") as stream:
+        is_all = False
+        while not is_all:
+            before = stream.tell() - len(decoder.getstate()[0])
+            content = stream.read(size)
+            is_all = len(content) < size
+            try:
+                text += decoder.decode(content, is_all)
+            except UnicodeDecodeError as error:
+                error.start += before  # counted from the beginning of the file
+                raise
+            yield text, is_all
+            size *= 4
+
+
+@contextmanager
+def _told(file: Path) -> Iterator[None]:
+    """Raise UserError for what is not JSON."""
+    try:
+        yield
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 (byte {error.start}): convert it") from error
-    try:
-        yield from _elements(file, text, _begin_of_array(file, text))
     except json.JSONDecodeError as error:
         raise UserError(f"{file}:{error.lineno} is not JSON ({error.msg}, column {error.colno})") from error
     except RecursionError as error:

@@ -15,7 +15,8 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from harness.data.files.extents import Extent, whole
-from harness.data.files.json_rows import is_whole, json_rows
+from harness.data.files.json_rows import first_row, is_whole, json_rows
+from harness.data.files.parquet import parquet_rows, parquet_schema
 from harness.data.files.rows import BESIDE, COLUMNS, TEXT, document, kind_of_row, plain_row, with_unique_names
 from harness.data.pieces import PIECE_CHARACTERS, in_pieces
 from harness.errors import UserError
@@ -25,7 +26,6 @@ SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 Row: TypeAlias = tuple[str, object]
 """A place as the user would name it, and what stands there."""
 
-_ROWS_AT_ONCE = 64
 _LONGEST_REST = 3  # bytes of a character in UTF-8 after its first
 
 
@@ -42,18 +42,22 @@ def read_documents_of(extent: Extent, kind: str) -> Iterator[dict[str, str | int
 def kind_of_file(file: Path) -> str | None:
     """Return what the rows of a file are, by its first row or its schema, which is looked at; None if it has no row."""
     if file.suffix == ".parquet":
-        columns, rows = _parquet_columns(file)
-        kind = kind_of_row(columns, str(file))
-        return kind if rows else None
+        schema = parquet_schema(file)
+        _require_unlike(schema.columns, str(file))
+        kind = kind_of_row(schema.columns, str(file))
+        return kind if any(rows for rows, _ in schema.groups) else None
     reader = _READERS.get(file.suffix)
     if reader is None:
-        return TEXT
-    for place, found in reader(whole(file)):
-        row = _object(found, place)
-        kind = kind_of_row(row, place)
-        document(row, kind, place)
-        return kind
-    return None
+        with file.open("rb"):  # it can be read at all
+            return TEXT
+    is_array = file.suffix == ".json" and is_whole(file)
+    found = first_row(file) if is_array else next(reader(whole(file)), None)
+    if found is None:
+        return None
+    place, row = found[0], _object(found[1], found[0])
+    kind = kind_of_row(row, place)
+    document(row, kind, place)
+    return kind
 
 
 def decodes(file: Path) -> bool:
@@ -136,24 +140,12 @@ def _csv_rows(extent: Extent) -> Iterator[Row]:
 
 def _parquet_rows(extent: Extent) -> Iterator[Row]:
     """One row a row, of the columns that say something."""
-    from pyarrow import ArrowInvalid
-    from pyarrow.parquet import ParquetFile
-
-    file, groups = Path(extent.file), list(range(extent.start, extent.stop))
-    names, _ = _parquet_columns(file)
+    file = Path(extent.file)
+    names = parquet_schema(file).columns
     kind = kind_of_row(names, str(file))
     columns = [name for name in (*COLUMNS[kind], *BESIDE[kind]) if name in names]
-    number = extent.before
-    try:
-        with ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=groups, columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{file}, row {number}", plain_row(row)
-    except (ArrowInvalid, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the disk; Arrow's own have no number
-            raise
-        raise UserError(f"{file} is damaged after row {number}: {_one_line(error)}") from error
+    for number, row in parquet_rows(file, range(extent.start, extent.stop), columns, extent.before):
+        yield f"{file}, row {number}", plain_row(row)
 
 
 _READERS: Mapping[str, Callable[[Extent], Iterator[Row]]] = MappingProxyType(
@@ -180,26 +172,8 @@ def _object(row: object, place: str) -> Mapping[str, object]:
     return row
 
 
-def _parquet_columns(file: Path) -> tuple[list[str], int]:
-    """Return the names of a file's columns, and how many rows it has."""
-    from pyarrow import ArrowInvalid
-    from pyarrow.parquet import read_metadata
-
-    try:
-        metadata = read_metadata(file)
-    except ArrowInvalid as error:
-        raise UserError(f"{file} is not a parquet file: {_one_line(error)}") from error
-    names = list(metadata.schema.to_arrow_schema().names)
-    _require_unlike(names, str(file))
-    return names, metadata.num_rows
-
-
 def _require_unlike(names: Sequence[str], file: str) -> None:
     """Refuse two columns of one name, of which the last would win."""
     twice = next((name for name in names if list(names).count(name) > 1), None)
     if twice is not None:
         raise UserError(f"{file} has two columns `{twice}`: rename one")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

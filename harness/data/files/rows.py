@@ -88,6 +88,8 @@ def document(row: Mapping[str, object], kind: str, place: str) -> dict[str, str]
         conversation["tools"] = tools
     try:
         written = json.dumps(conversation, ensure_ascii=False)
+    except RecursionError as error:
+        raise UserError(f"{place} is nested too deeply to be written as JSON") from error
     except (TypeError, ValueError) as error:
         raise UserError(f"{place} contains a value that is not JSON ({error}): use text, numbers and lists") from error
     return {"conversation": checked_text(written, place), "place": place}

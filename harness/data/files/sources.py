@@ -14,8 +14,9 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,11 +55,12 @@ def preflight(source: str | os.PathLike[str]) -> str:
     kinds: dict[str, Path] = {}
     for file in files:
         try:
-            with file.open("rb") as stream:
-                size = os.fstat(stream.fileno()).st_size
+            stat = file.stat()
+            if not S_ISREG(stat.st_mode):
+                raise UserError(f"{file} is a pipe, a socket or a device: give a file that can be read more than once")
+            kind = _looked_at(file, stat.st_size, stat.st_mtime_ns)
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from error
-        kind = kind_of_file(file) if size else None
         if kind is not None:
             kinds.setdefault(kind, file)
     if not kinds:
@@ -67,6 +69,12 @@ def preflight(source: str | os.PathLike[str]) -> str:
         (first, a), (second, b), *_ = kinds.items()
         raise UserError(f"{a} has {columns_of(first)}, {b} has {columns_of(second)}: train on one kind at a time")
     return next(iter(kinds))
+
+
+@cache
+def _looked_at(file: Path, size: int, _changed_ns: int) -> str | None:
+    """Return what the rows of a file are. Each is opened once, however often a start asks for it."""
+    return kind_of_file(file) if size else None
 
 
 def find_files(source: str | os.PathLike[str]) -> list[Path]:

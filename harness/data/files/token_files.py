@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -17,11 +17,16 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
+from harness.data.on_disk.mapping import mapped
 from harness.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents
-_DTYPES = MappingProxyType({1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16})
+_DTYPES: Mapping[int, type[np.integer]] = MappingProxyType(
+    {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+)
+
+_CHECKED_AT_ONCE = 1 << 20  # sequences
 
 Ids = npt.NDArray[np.integer]
 
@@ -98,15 +103,40 @@ def _megatron(path: Path) -> TokenFile:
         raise UserError(f"{index} has the dtype code {code}, which is no integer: give a file of token ids")
     if index.stat().st_size < HEADER.size + 12 * sequences + 8 * documents:
         raise UserError(f"{index} is cut off: it has fewer than {sequences:,} sequences and {documents:,} documents")
-    lengths = np.memmap(index, np.int32, "r", HEADER.size, (sequences,)) if sequences else np.empty(0, np.int32)
+    lengths = mapped(index, np.int32, HEADER.size, sequences)
     at = HEADER.size + 4 * sequences
-    pointers = np.memmap(index, np.int64, "r", at, (sequences,)) if sequences else np.empty(0, np.int64)
-    ends = np.memmap(index, np.int64, "r", at + 8 * sequences, (documents,)) if documents else np.empty(0, np.int64)
+    pointers = mapped(index, np.int64, at, sequences)
+    ends = mapped(index, np.int64, at + 8 * sequences, documents)
     ids = _mapped(path, np.dtype(_DTYPES[code]))
     said = int(pointers[-1]) // ids.itemsize + int(lengths[-1]) if sequences else 0
     if said != len(ids):
         raise UserError(f"{path} has {len(ids):,} tokens, unlike what {index.name} says: one of them is of another run")
-    return TokenFile(path, ids, np.asarray(pointers)[ends[ends < sequences]] // ids.itemsize)
+    _require_in_order(index, lengths, pointers, ends, ids.itemsize)
+    return TokenFile(path, ids, pointers[ends[ends < sequences]] // ids.itemsize)
+
+
+def _require_in_order(
+    index: Path, lengths: npt.NDArray[np.int32], pointers: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], size: int
+) -> None:
+    """Raise UserError unless each sequence begins where the one before ends, and documents in their order.
+
+    Args:
+        lengths, pointers: of each sequence, in tokens of `size` bytes and as the byte that it begins at.
+        ends: the number of each document's first sequence.
+    """
+    behind = 0
+    for start in range(0, len(lengths), _CHECKED_AT_ONCE):
+        some = lengths[start : start + _CHECKED_AT_ONCE]
+        stops = behind + np.cumsum(some, dtype=np.int64) * size
+        begins = np.concatenate([[behind], stops[:-1]])
+        wrong = np.flatnonzero((some < 0) | (pointers[start : start + _CHECKED_AT_ONCE] != begins))
+        if len(wrong):
+            raise UserError(
+                f"{index} is damaged: sequence {start + int(wrong[0]):,} does not begin where the one before ends"
+            )
+        behind = int(stops[-1])
+    if len(ends) and (ends[0] < 0 or ends[-1] > len(lengths) or bool((np.diff(ends) < 0).any())):
+        raise UserError(f"{index} is damaged: its documents do not begin at sequences 0 to {len(lengths):,}, in order")
 
 
 def _datatrove(path: Path, vocabulary: int) -> TokenFile:
@@ -121,11 +151,13 @@ def _datatrove(path: Path, vocabulary: int) -> TokenFile:
     ids = _mapped(path, np.dtype(np.uint16 if size == 2 else np.uint32))
     if len(ends) and int(ends[-1]) != len(ids):
         raise UserError(f"{path} has {len(ids):,} tokens of {size} bytes, {index.name} says {int(ends[-1]):,}")
+    if len(ends) and (ends[0] < 0 or bool((np.diff(ends) < 0).any())):
+        raise UserError(f"{index} is damaged: its documents do not end one after the other")
     return TokenFile(path, ids, np.concatenate([[0], ends[:-1]]).astype(np.int64) if len(ends) else ends)
 
 
-def _mapped(path: Path, dtype: np.dtype[np.generic]) -> Ids:
+def _mapped(path: Path, dtype: np.dtype[np.integer]) -> Ids:
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise UserError(f"{path} has {size:,} bytes, no multiple of the {dtype.itemsize} of a token: it is cut off")
-    return np.memmap(path, dtype, "r") if size else np.empty(0, dtype)
+    return mapped(path, dtype)

@@ -28,6 +28,8 @@ def is_whole(folder: Path) -> bool:
     A file that has the size and the time of its last change that were noted is not read; any other is.
     """
     try:
+        if not (folder / NOTE).is_file():  # a pipe would be waited for
+            return False
         noted = json.loads((folder / NOTE).read_bytes())
         touched = {name for name, was in noted.items() if _stamp(folder / name) != was["stamp"]}
         if any(_digest(folder / name) != noted[name]["digest"] for name in touched):

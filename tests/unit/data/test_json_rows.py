@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness.data.files.json_rows import is_whole, json_rows
+from harness.data.files import json_rows as json_rows_module
+from harness.data.files.json_rows import first_row, is_whole, json_rows
 from harness.errors import UserError
 
 same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -110,8 +112,39 @@ def test_what_is_no_such_file_is_told_in_one_line(content: str | bytes, words: s
         pytest.param('\ufeff{"text": "a"}\n{"text": "b"}', False, id="rows-behind-a-mark"),
         pytest.param('{"data": "a"}\n{"data": "b"}', False, id="rows-with-a-column-data"),
         pytest.param("", True, id="empty"),
+        pytest.param(
+            '{"version": 1.25, "data": [' + '{"text": "a"}, ' * 20_000 + "{}]}", True, id="object-of-a-long-line"
+        ),
+        pytest.param('{"text": "' + "a" * 300_000 + '"}\n{"text": "b"}', False, id="a-long-row"),
+        pytest.param('{"text": "' + "a" * 300_000 + '"}', False, id="a-long-row-alone"),
+        pytest.param("\n" * 300_000 + '{"text": "a"}', False, id="far-behind-blank-lines"),
+        pytest.param('{"text": ' + "[" * 10**5, True, id="deep"),
     ],
 )
 def test_a_file_is_one_value_or_one_a_line(content: str, whole: bool, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(content, encoding="utf-8")
     assert is_whole(tmp_path / "a.json") is whole
+
+
+@pytest.mark.parametrize("begin", ["[", '{"version": 1.25, "data": [', "[\n\n"])
+def test_the_first_row_is_read_without_the_rest(begin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_rows_module, "_READ_AT_FIRST", 1)
+    row = {"text": "日本 12", "n": -1.5e-3, "nested": [{"a": []}]}
+    end = "}" if begin.startswith("{") else ""
+    file = tmp_path / "a.json"
+    for more in (0, 3, 10**5):
+        rows = [row] * (1 + more)
+        file.write_text(
+            f"{begin}{','.join(json.dumps(each, ensure_ascii=False) for each in rows)}]{end}", encoding="utf-8"
+        )
+        assert first_row(file) == (f"{file}:{1 + begin.count(chr(10))}", row) == next(json_rows(file))
+    os.truncate(file, 1000)  # the rest is not looked at
+    assert first_row(file) == (f"{file}:{1 + begin.count(chr(10))}", row)
+    file.write_text(f"{begin}]{end}")
+    assert first_row(file) is None
+    file.write_bytes(f'{begin}{{"text": "'.encode() + b"\xff")
+    with pytest.raises(UserError, match=rf"a\.json is not UTF-8 \(byte {len(begin) + 10}\)"):
+        first_row(file)
+    file.write_text(f'{begin}{{"text": ')
+    with pytest.raises(UserError, match=r"a\.json:\d is not JSON"):
+        first_row(file)

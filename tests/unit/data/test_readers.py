@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,37 @@ def test_a_damaged_parquet_file_is_told_with_the_row_before(tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"a\.parquet is damaged after row 0: Couldn't deserialize") as caught:
         texts(file)
     assert "\n" not in str(caught.value)
+
+
+def test_every_damage_of_a_parquet_file_is_one_line(tmp_path: Path) -> None:
+    file, choose = tmp_path / "a.parquet", random.Random(0)
+    chats = [
+        {"messages": [{"role": "user", "content": "é" * n}, {"role": "assistant", "content": "a"}]} for n in (1, 9)
+    ]
+    pq.write_table(pa.Table.from_pylist(chats * 9), tmp_path / "chats.parquet", row_group_size=7)
+    texts_of = pa.table({"text": [f"日本 {n}" * 9 for n in range(40)]})
+    pq.write_table(texts_of, tmp_path / "plain.parquet", compression="none", use_dictionary=False)
+    told = 0
+    for source in (tmp_path / "chats.parquet", tmp_path / "plain.parquet"):
+        content = source.read_bytes()
+        for _ in range(150):
+            flipped = bytearray(content)
+            flipped[choose.randrange(len(content))] ^= 1 << choose.randrange(8)
+            file.write_bytes(flipped)
+            try:
+                kind = kind_of_file(file)
+                assert kind is not None
+                list(read_documents_of(whole(file), kind))
+            except UserError as error:
+                assert str(file) in str(error) and "\n" not in str(error)
+                told += 1
+    assert told > 100
+    pq.write_table(texts_of, file, compression="none", use_dictionary=False, write_page_checksum=True)
+    content = bytearray(file.read_bytes())
+    content[content.index(b"39", 4)] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.parquet is damaged after row 0: .*CRC"):
+        texts(file)
 
 
 def test_only_a_file_that_is_utf_8_throughout_decodes(tmp_path: Path) -> None:

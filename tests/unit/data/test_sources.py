@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tracemalloc
 from fractions import Fraction
 from pathlib import Path
 
@@ -185,6 +186,45 @@ def test_a_directory_without_text_is_told(tmp_path):
     (tmp_path / "a.txt").touch()
     with pytest.raises(UserError, match="is empty"):
         preflight(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".json", ".csv", ".parquet"])
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(suffix, tmp_path):
+    os.mkfifo(tmp_path / f"pipe{suffix}")
+    (tmp_path / f"device{suffix}").symlink_to("/dev/zero")
+    for source in (tmp_path / f"pipe{suffix}", tmp_path / f"device{suffix}", tmp_path):
+        with pytest.raises(UserError, match=rf"{suffix} is a pipe, a socket or a device: give a file"):
+            preflight(source)
+
+
+def test_a_file_is_opened_once_however_often_it_is_asked_for(tmp_path, cache, monkeypatch):
+    for name, content in (("a.jsonl", '{"text": "x"}\n'), ("b.txt", "y"), ("c.csv", "text\nz\n")):
+        (tmp_path / name).write_text(content)
+    pq.write_table(pa.table({"text": ["w"]}), tmp_path / "d.parquet")
+    read_documents(tmp_path / "*.*", cache)  # as the rank that prepares does
+    opened, before, changed = [], Path.open, tmp_path / "b.txt"
+
+    def count(path, *args, **kwargs):
+        opened.append(path.name)
+        return before(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", count)
+    for _ in range(3):
+        assert preflight(tmp_path / "*.*") == "text"
+        assert texts(tmp_path / "*.*", cache) == ["x", "y", "z", "w"]
+    assert [name for name in opened if name[0] in "abcd" and name[1] == "."] == []
+    os.utime(changed, ns=(1, 1))
+    assert preflight(tmp_path / "*.*") == "text" and opened.count("b.txt") == 1
+
+
+def test_of_a_large_array_the_beginning_is_looked_at(tmp_path):
+    with (tmp_path / "a.json").open("w") as file:
+        file.write("[" + '{"text": "x"}, ' * 2_000_000 + '{"text": "y"}]')
+    tracemalloc.start()
+    assert preflight(tmp_path / "a.json") == "text"
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2_000_000
 
 
 def test_the_early_checks_load_nothing_heavy(tmp_path):

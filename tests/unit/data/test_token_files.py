@@ -26,6 +26,20 @@ def megatron(prefix, dtype=np.uint16, documents=DOCUMENTS, version=1, magic=b"MM
     return str(prefix)
 
 
+LENGTHS = HEADER.size
+POINTERS, ENDS = LENGTHS + 4 * 3, LENGTHS + 12 * 3
+"""Where they begin in the index of DOCUMENTS."""
+
+
+def changed(prefix, at, form, value):
+    """Megatron's pair with another number at a byte of its index."""
+    megatron(prefix)
+    index = prefix.with_suffix(".idx")
+    content = bytearray(index.read_bytes())
+    struct.pack_into(form, content, at, value)
+    index.write_bytes(content)
+
+
 def datatrove(path, size=2, metadata=True, index=True):
     """As datatrove's TokenizedFile writes it."""
     path.write_bytes(np.array(IDS, dtype=np.uint16 if size == 2 else np.uint32).tobytes())
@@ -116,12 +130,27 @@ def test_several_files_are_one_and_may_have_weights(tmp_path):
             r"a\.idx is cut off: it has fewer than 1,152,921,504,606,846,976 sequences and 1 documents",
         ),
         (lambda p: megatron(p) and p.with_suffix(".idx").write_bytes(b"MMIDIDX"), r"a\.idx is not a Megatron index"),
+        (lambda p: changed(p, LENGTHS + 4, "<i", 2), r"a\.idx is damaged: sequence 2 does not begin where the one"),
+        (lambda p: changed(p, LENGTHS, "<i", -4), r"a\.idx is damaged: sequence 0 does not begin where"),
+        (lambda p: changed(p, POINTERS, "<q", 2), r"a\.idx is damaged: sequence 0 does not begin where"),
+        (lambda p: changed(p, POINTERS + 8, "<q", 2**40), r"a\.idx is damaged: sequence 1 does not begin where"),
+        (lambda p: changed(p, POINTERS + 8, "<q", -2), r"a\.idx is damaged: sequence 1 does not begin where"),
+        (lambda p: changed(p, ENDS, "<q", -1), r"a\.idx is damaged: its documents do not begin at sequences 0 to 3"),
+        (lambda p: changed(p, ENDS + 8, "<q", 3), r"a\.idx is damaged: its documents do not begin"),
+        (lambda p: changed(p, ENDS + 24, "<q", 4), r"a\.idx is damaged: its documents do not begin"),
     ],
 )
 def test_a_wrong_file_is_refused_in_the_first_second(make, words, tmp_path):
     make(tmp_path / "a")
     with pytest.raises(UserError, match=words):
         source_groups([f"{tmp_path}/a.bin"])
+
+
+def test_documents_of_datatrove_that_go_back_are_refused(tmp_path):
+    datatrove(tmp_path / "a.ds")
+    (tmp_path / "a.ds.index").write_bytes(np.array([9, 4, 12], dtype=np.uint64).tobytes())
+    with pytest.raises(UserError, match=r"a\.ds\.index is damaged: its documents do not end one after the other"):
+        source_groups([f"{tmp_path}/a.ds"])
 
 
 def test_a_file_of_another_vocabulary_or_without_documents_is_refused(tmp_path):
