@@ -162,7 +162,8 @@ class TrainerCallback:
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """Every `logging_steps` and after the last step; `logs` is the step's record as a dict."""
+        """Every `logging_steps` and after the last step; `logs` is the step's record as a dict, with the mean loss
+        since the last log."""
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
@@ -177,7 +178,7 @@ class TrainerCallback:
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """After a checkpoint was written; `checkpoint` is its directory."""
+        """After a checkpoint was written; `checkpoint` is its directory, `state` is as it was when it began."""
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]

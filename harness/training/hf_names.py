@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 
 from harness.config.schema.suggest import nearest
 from harness.errors import UserError, refuse_all
@@ -36,6 +37,13 @@ METHODS = {
     "get_batch_samples": LOADER,
     "_prepare_inputs": LOADER,
     "log": "use a TrainerCallback with on_log",
+    "hyperparameter_search": "start a run for each choice of arguments",
+    "create_model_card": "write the README.md of output_dir yourself",
+    "create_accelerator_and_postprocess": LOOP,
+    "get_learning_rates": "see trainer.engine.learning_rate",
+    "get_num_trainable_parameters": "see trainer.run.trainable.size(trained=True)",
+    "num_examples": "take len(trainer.train_dataset)",
+    "floating_point_ops": "`ds-harness estimate` counts them",
     "_save": "override save_model()",
     "_save_checkpoint": "override save_checkpoint()",
 }
@@ -60,7 +68,7 @@ def _require_own_methods(kind: type, base: type) -> None:
     derived = [cls for cls in kind.__mro__ if cls not in base.__mro__]
     if not derived:
         return
-    known = _methods_of_transformers() | METHODS.keys()
+    known = methods_of_transformers() | METHODS.keys()
     for cls in derived:
         for name in vars(cls):
             if name in known and (not hasattr(base, name) or _needs_more(getattr(cls, name), getattr(base, name))):
@@ -82,12 +90,16 @@ def refuse_arguments(
     refuse_all(problems)
 
 
-def _methods_of_transformers() -> set[str]:
+@cache
+def methods_of_transformers() -> frozenset[str]:
+    """Return the methods of HuggingFace's Trainer; none where it cannot be imported."""
     try:
         from transformers import Trainer
     except (ImportError, RuntimeError):  # it needs accelerate, which we do not
-        return set()
-    return {name for name, member in vars(Trainer).items() if inspect.isfunction(member) and name != "__init__"}
+        return frozenset()
+    return frozenset(
+        name for name, member in vars(Trainer).items() if inspect.isfunction(member) and name != "__init__"
+    )
 
 
 def _needs_more(method: Callable[..., object], of_base: Callable[..., object]) -> bool:

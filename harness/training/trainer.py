@@ -53,6 +53,7 @@ from harness.training.engine.kept_outputs import Preprocess
 from harness.training.engine.losses import AUX_LOSS, LossFunction
 from harness.training.engine.profiling import communication_summary
 from harness.training.evaluate import evaluation_metrics, predict
+from harness.training.hf_methods import HuggingFaceMethods
 from harness.training.hf_names import require_ours
 from harness.training.metrics import OwnMetrics
 from harness.training.nonfinite import NonFinite
@@ -73,10 +74,10 @@ from harness.training.saving.writing import write_model
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from transformers.trainer_utils import EvalPrediction, PredictionOutput
+    from transformers.trainer_utils import EvalPrediction, PredictionOutput, TrainOutput
 
 
-class Trainer:
+class Trainer(HuggingFaceMethods):
     """Trains, evaluates, predicts, saves.
 
     Args:
@@ -160,8 +161,7 @@ class Trainer:
             ]
             self.nonfinite = NonFinite(run.args.nonfinite, run.console)
             overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint
-            on_save = partial(self._call, "on_save")
-            self.checkpoints = Checkpoints(run, self.state, self.nonfinite, on_save, overridden)
+            self.checkpoints = Checkpoints(run, self.state, self.nonfinite, partial(self._call, "on_save"), overridden)
             self.stream = training_stream(run)
             self.rollback = Rollback(run, self.state, self.stream)
             begin_or_resume(run, self.state, self.stream)
@@ -176,8 +176,8 @@ class Trainer:
         release(self.run)
 
     @inside("training", Phase.STEP)
-    def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> TrainerState:
-        """Train to the last step; returns the final state.
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> TrainOutput:
+        """Train to the last step; returns the step, the mean loss of this call's steps, and metrics of its speed.
 
         `resume_from_checkpoint`: a checkpoint's path, or True for the newest whole one in `output_dir`. A signal that
         asks for the end (SIGTERM, SIGINT, SIGUSR1, SIGHUP; of any rank) raises `signals.Stopped`, a SystemExit, after
@@ -191,6 +191,12 @@ class Trainer:
             self.checkpoints.resumed(self.run.checkpoint)
         self.checkpoints.require_own_directory()
         run, state, stop = self.run, self.state, 0
+        first_step, start_time, self.control.should_training_stop = state.global_step, time.perf_counter(), False
+        if first_step >= state.max_steps:
+            run.console.warn(
+                f"train(): all {state.max_steps} steps are made, so nothing is trained: to go on, make a Trainer with "
+                "a larger max_steps and resume_from_checkpoint; to begin again, a Trainer with another output_dir"
+            )
         rebalancer = Rebalancer(run) if run.args.rebalance_steps else None
         watching = signals.at_the_end_of_a_step(run.console.say, run.env.parent)
         with watching, Recorder(run, state) as recorder, self.checkpoints:
@@ -206,7 +212,20 @@ class Trainer:
                         recorder.describe()
             self._end_training(stop)
         communication_summary(run.resolved.config)
-        return state
+        return self._train_output(recorder.mean_loss, state.global_step - first_step, time.perf_counter() - start_time)
+
+    def _train_output(self, loss: float, steps: int, seconds: float) -> TrainOutput:
+        """Return what HuggingFace's Trainer returns of its training."""
+        from transformers.trainer_utils import TrainOutput
+
+        metrics = {
+            "train_runtime": seconds,
+            "train_samples_per_second": steps * self.run.resolved.train_batch / seconds,
+            "train_steps_per_second": steps / seconds,
+            "train_loss": loss,
+            "epoch": self.state.epoch,
+        }
+        return TrainOutput(self.state.global_step, loss, metrics)
 
     @inside("training", Phase.STEP)
     def training_step(self) -> StepRecord:
@@ -335,13 +354,13 @@ class Trainer:
         self._call("on_predict", metrics=found.metrics or {})
         return found
 
-    def _call(self, moment: str, **kwargs: Unpack[MomentValues]) -> None:
+    def _call(self, moment: str, state: TrainerState | None = None, **kwargs: Unpack[MomentValues]) -> None:
         """Call the method `moment` of every callback, in order; an evaluation that a signal interrupts ends that
-        call."""
+        call. `state`: in the place of the run's, for what is told later than it was."""
         for callback in tuple(self.callbacks):  # one may remove itself
             with suppress(signals.Interrupted), inside(moment):
                 method = getattr(callback, moment)
-                method(self.args, self.state, self.control, **keywords(method, self), **kwargs)
+                method(self.args, state or self.state, self.control, **keywords(method, self), **kwargs)
 
     def add_callback(self, callback: AnyCallback) -> None:
         """Call this one too, after the others."""

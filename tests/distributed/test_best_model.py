@@ -37,7 +37,8 @@ def trained(job: Job, folder: str, **changes: Any) -> dict[str, Any]:
 
     settings = arguments_of(job, folder, **{**wanted, **changes})
     trainer = Trainer(job.model, settings, rows(), rows()[:2], compute_metrics=score)
-    state = trainer.train()
+    trainer.train()
+    state = trainer.state
     trainer.save_model()
     trainer.close()
     return {

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from math import isfinite, nan
 from pathlib import Path
+from statistics import mean
 from types import TracebackType
 
 from harness.arguments.themes.reporting import monitor_sections
@@ -46,6 +49,9 @@ class Recorder:
         self._monitors: Monitors | None = None
         self._origin: JsonObject = {}
         self._first_step = 0.0  # seconds
+        self._begun_at = state.global_step
+        self._losses = array("d")  # of each step since then; NaN of one that was skipped
+        self._unlogged: list[StepRecord] = []
 
     def __enter__(self) -> Recorder:
         hosts = values_of_all(socket.gethostname())
@@ -74,6 +80,8 @@ class Recorder:
     def rewind(self, step: int) -> None:
         """Drop what was written of the steps after `step`, which are made once more."""
         self.state.log_history[:] = [logs for logs in self.state.log_history if logs["step"] <= step]
+        del self._losses[max(0, step - self._begun_at) :]
+        self._unlogged = [record for record in self._unlogged if record.step <= step]
         for file in (self._metrics, self._evaluations, self._samples, self._monitors):
             if file is not None:
                 file.rewind(step)
@@ -97,12 +105,30 @@ class Recorder:
         """One line in metrics.jsonl."""
         if self._metrics is not None:
             self._metrics.write(record)
+        self._unlogged.append(record)
+        self._losses.append(nan if record.skipped else record.loss)
         self._first_step = self._first_step or record.step_seconds
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean of the losses of all steps but those that were skipped; 0 without any, as in HuggingFace."""
+        counted = [loss for loss in self._losses if isfinite(loss)]
+        return mean(counted) if counted else 0.0
 
     @inside("logging")
     def log(self, record: StepRecord) -> JsonObject:
-        """Hand the step's figures to the monitors, keep them in the trainer's history, and return them."""
+        """Hand the step's figures to the monitors, keep them in the trainer's history, and return them.
+
+        As in HuggingFace, losses are the mean since the last log, without steps that were skipped; all else is the
+        step's.
+        """
         logs = record.as_dict()
+        counted = [each for each in self._unlogged if not each.skipped]
+        for name in ("loss", "aux_loss"):
+            values = [value for each in counted if (value := getattr(each, name)) is not None]
+            if values:
+                logs[name] = mean(values)
+        self._unlogged.clear()
         self.state.log_history.append(logs)
         if self._monitors is not None:
             shown = {f"train/{name}": logs[name] for name in SHOWN if logs.get(name) is not None}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -52,6 +53,7 @@ class Checkpoints:
         self._pending: BackgroundSave | None = None
         self._best: float | None = None  # metric of the step that is being saved, if it is the best one
         self._begun = time.monotonic()
+        self._saved = state  # as it was when the newest checkpoint began
         self._state_of: tuple[int, int] | None = None  # step and samples that are saved, or being saved
         self._owns_directory = not (run.may_hold_a_run or run.args.overwrite_output_dir)
         self.newest: int | None = None
@@ -160,6 +162,7 @@ class Checkpoints:
         self._best = self._state.best_metric if self._state.best_global_step == step else None
         self._pending = begin_checkpoint(self.run, self._state, self._writer, copy=copy)
         self._state_of = step, self._state.consumed_samples
+        self._saved = replace(self._state)
         return self._pending
 
     def _advance(self) -> bool:
@@ -171,7 +174,8 @@ class Checkpoints:
             return False
         self.newest = pending.step
         note_checkpoint(self._state, pending.path, self._best)
-        self._on_save(checkpoint=pending.path)
+        saved = replace(self._saved, best_model_checkpoint=self._state.best_model_checkpoint)
+        self._on_save(saved, checkpoint=pending.path)
         return True
 
     def _attempt(self, action: Callable[[], object]) -> object:

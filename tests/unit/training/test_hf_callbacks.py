@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import transformers
 
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
+from harness.console import Console
 from harness.data.tokenizer import load_tokenizer
 from harness.training.callbacks import TrainerControl, instance
 from tests.distributed.training import rows
@@ -46,7 +48,8 @@ def test_a_callback_of_theirs_and_several_evaluation_sets(tmp_path: Path, capsys
     worst = transformers.EarlyStoppingCallback(early_stopping_patience=2)  # a falling loss, of which more is better
     args = settings(tmp_path, metric_for_best_model="eval_b_loss", greater_is_better=True, max_steps=9)
     trainer = Trainer("tiny-llama", args, rows(), sets, callbacks=[theirs, worst])
-    state = trainer.train()
+    trainer.train()
+    state = trainer.state
     evaluations = ["eval_a_loss", "eval_b_loss"]
     steps = [True, (1, True), *evaluations, True, *evaluations, True, (3, True), *evaluations]
     assert theirs.moments == [(5, 3, True), *steps]
@@ -114,3 +117,88 @@ def test_what_control_cannot_do_is_refused() -> None:
     control.should_epoch_stop = False
     with pytest.raises(UserError, match="set should_training_stop"):
         control.should_epoch_stop = True
+
+
+class Saves(TrainerCallback):
+    """Notes what it is told of logs and checkpoints."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, float]] = []
+        self.saved: list[tuple[int, str]] = []
+        self.losses: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.losses.append(kwargs["record"].loss)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.logged.append((state.global_step, kwargs["logs"]["loss"]))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved.append((state.global_step, kwargs["checkpoint"].name))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A trainer that has trained, what train() returned, and what a callback was told."""
+    told = Saves()
+    args = settings(tmp_path_factory.mktemp("done"), max_steps=5, logging_steps=2, save_steps=1, eval_steps=None)
+    console = Console(out=io.StringIO(), error=io.StringIO(), speaks=True)
+    trainer = Trainer("tiny-llama", args, rows(), callbacks=[told], console=console)
+    yield trainer, trainer.train(), told
+    trainer.close()
+
+
+def test_training_returns_what_theirs_does(done: Any) -> None:
+    trainer, output, told = done
+    assert isinstance(output, transformers.trainer_utils.TrainOutput)
+    assert output.global_step == 5
+    assert output.training_loss == output.metrics["train_loss"] == pytest.approx(sum(told.losses) / 5)
+    assert output.metrics["train_steps_per_second"] * output.metrics["train_runtime"] == pytest.approx(5)
+    assert output.metrics["train_samples_per_second"] == pytest.approx(4 * output.metrics["train_steps_per_second"])
+    assert output.metrics["epoch"] == trainer.state.epoch
+
+
+def test_a_logged_loss_is_the_mean_since_the_last_log(done: Any) -> None:
+    _, _, told = done
+    losses = told.losses
+    means = {2: sum(losses[:2]) / 2, 4: sum(losses[2:4]) / 2, 5: losses[4]}
+    assert dict(told.logged) == pytest.approx(means)
+
+
+def test_a_checkpoint_is_told_with_the_step_that_it_holds(done: Any) -> None:
+    _, _, told = done
+    assert told.saved == [(step, f"checkpoint-{step}") for step in range(1, 6)]
+
+
+def test_metrics_and_state_are_written_where_theirs_are(done: Any) -> None:
+    trainer, output, _ = done
+    folder = Path(trainer.args.output_dir)
+    trainer.log_metrics("train", output.metrics)
+    trainer.save_metrics("train", output.metrics)
+    trainer.save_metrics("eval", {"eval_loss": 2.5})
+    trainer.save_state()
+    assert "***** train metrics *****\n  epoch " in trainer.run.console.out.getvalue()
+    assert json.loads((folder / "train_results.json").read_text()) == pytest.approx(output.metrics)
+    assert json.loads((folder / "all_results.json").read_text()) == pytest.approx({**output.metrics, "eval_loss": 2.5})
+    state = json.loads((folder / "trainer_state.json").read_text())
+    assert state["global_step"] == 5 and [logs["step"] for logs in state["log_history"]] == [2, 4, 5]
+    assert trainer.is_world_process_zero() and trainer.is_local_process_zero()
+
+
+def test_a_second_call_says_that_nothing_is_left(done: Any) -> None:
+    trainer, _, _ = done
+    assert trainer.train().global_step == 5
+    assert "all 5 steps are made, so nothing is trained" in trainer.run.console.out.getvalue()
+
+
+def test_other_methods_of_theirs_are_refused_in_a_line(done: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, _, _ = done
+    for name in ("get_train_dataloader", "compute_loss", "hyperparameter_search"):
+        assert not hasattr(trainer, name)
+        with pytest.raises(UserError, match=f"Trainer.{name} is a method of HuggingFace's Trainer: "):
+            getattr(trainer, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = trainer.nothing
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"push_to_hub: .*; the model is in .*: `hf upload` can send it"):
+        trainer.push_to_hub()
