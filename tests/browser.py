@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import http.server
+import queue
 import shutil
 import subprocess
+import threading
+from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL
 
 import pytest
 
@@ -17,11 +22,41 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no browser"
 
 def dom_of(page: Path, seconds: int = 8) -> str:
     """The page's elements, after so many seconds of the page's own clock, which does not wait where nothing happens."""
-    command = [
-        str(BROWSER),
-        *FLAGS,
-        f"--virtual-time-budget={1000 * seconds}",
-        f"--user-data-dir={page.parent / 'user'}",
-    ]
-    done = subprocess.run([*command, "--dump-dom", f"file://{page}"], capture_output=True, text=True, timeout=120)
-    return done.stdout
+    command = [*_started(page.parent), f"--virtual-time-budget={1000 * seconds}", "--dump-dom", f"file://{page}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+
+
+class Site(http.server.ThreadingHTTPServer):
+    """Serves a folder on this machine, and keeps what its pages post to `/found`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
+        self.folder = folder
+        self.found: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def posted_by(self, page: str, seconds: float = 240) -> str:
+        """What a page posts to `/found`; it may take its time, as its workers do."""
+        address = f"http://127.0.0.1:{self.server_address[1]}/{page}"
+        with subprocess.Popen([*_started(self.folder), address], stdout=DEVNULL, stderr=DEVNULL) as browser:
+            try:
+                return self.found.get(timeout=seconds)
+            finally:
+                browser.kill()
+
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    server: Site
+
+    def do_POST(self) -> None:
+        """Keep what is posted."""
+        self.server.found.put(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def _started(folder: Path) -> list[str]:
+    return [str(BROWSER), *FLAGS, f"--user-data-dir={folder / 'user'}"]

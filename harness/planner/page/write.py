@@ -1,18 +1,33 @@
-"""Writes the planner's page: one HTML file that computes plans in a browser, without a server."""
+"""Writes the planner's page: one HTML file in which the planner itself runs, in Pyodide, without a server.
+
+The page carries the planner's Python as a zip. Pyodide, CPython for browsers, is loaded from `pyodide/` beside the page
+where it is served from there, as the project's documentation does, and else from the address of its makers.
+"""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import zipfile
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from harness.config.model.shape import read_model_config
+from harness.config.model.plans import declares_expert_plan, families_of_matrix
+from harness.config.model.shape import PRESETS, read_model_config
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
-from harness.planner.hardware import read_device
-from harness.planner.page.content import PARTS, data, program, without_sources
+from harness.planner.hardware import FOLDER, names, read_device
+from harness.planner.model_config import families
+from harness.planner.page.answer import EXPERT_FAMILIES, LABELS
 from harness.planner.task import Task
+
+PACKAGE = Path(__file__).resolve().parents[2]
+PARTS = Path(__file__).parent / "parts"
+PYODIDE = "314.0.7"  # as docs/package.json says
+SOURCES = ("config", "planner", "topology", "parallel/pipeline", "errors.py", "wording.py")
+"""What the planner imports, below `harness`."""
 
 
 def write_page(path: Path, model: str, hardware: str, task: Task) -> None:
@@ -29,33 +44,86 @@ def write_page(path: Path, model: str, hardware: str, task: Task) -> None:
 
 def page(model: str, hardware: str, task: Task) -> str:
     """Return the page."""
-    held = data()
     folder = Path(model)
     model_name, device_name = folder.resolve().name if folder.exists() else model, Path(hardware).stem.lower()
-    held["models"][model_name] = _finite(read_model_config(model))
-    held["hardware"][device_name] = without_sources(read_device(hardware)[0])
-    held["start"] = {
-        "model": model_name,
-        "gpus": str(task.world_size),
-        "hardware": device_name,
-        "batch": str(task.global_batch),
-        "sequence": str(task.workload.sequence),
-        "precision": task.workload.precision,
+    content = {
+        "models": models() | {model_name: _finite(read_model_config(model))},
+        "hardware": devices() | {device_name: without_sources(read_device(hardware)[0])},
+        "labels": LABELS,
+        "pyodide": PYODIDE,
+        "start": {
+            "model": model_name,
+            "gpus": str(task.world_size),
+            "hardware": device_name,
+            "batch": str(task.global_batch),
+            "sequence": str(task.workload.sequence),
+            "precision": task.workload.precision,
+        },
     }
     first, *others = tables((PARTS / "predictions.md").read_text("utf-8"))
-    content = {
+    filled = {
         "style": (PARTS / "page.css").read_text("utf-8"),
         "first_table": first,
         "other_tables": "\n".join(others),
-        "data": json.dumps(held, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
-        "runtime": (PARTS / "runtime.js").read_text("utf-8"),
-        "program": program(),
+        "data": json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "planner": base64.b64encode(planner_zip()).decode(),
+        "worker": (PARTS / "worker.js").read_text("utf-8"),
         "drawing": (PARTS / "draw.js").read_text("utf-8"),
         "script": (PARTS / "page.js").read_text("utf-8"),
     }
     before, *pieces = (PARTS / "page.html").read_text("utf-8").split("{{")
     named = (piece.partition("}}") for piece in pieces)
-    return before + "".join(content[name] + rest for name, _, rest in named)
+    return before + "".join(filled[name] + rest for name, _, rest in named)
+
+
+def planner_zip() -> bytes:
+    """Return the planner's Python and its data files, as the package `harness` in a zip."""
+    stored = io.BytesIO()
+    with zipfile.ZipFile(stored, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(_sources()):
+            entry = zipfile.ZipInfo(f"harness/{path.relative_to(PACKAGE)}")  # without a date: equal sources, equal page
+            archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
+        archive.writestr(zipfile.ZipInfo("harness/__init__.py"), "")
+        experts = json.dumps(expert_families())
+        archive.writestr(zipfile.ZipInfo(f"harness/{EXPERT_FAMILIES.relative_to(PACKAGE)}"), experts)
+    return stored.getvalue()
+
+
+def _sources() -> Iterator[Path]:
+    for name in SOURCES:
+        if name.endswith(".py"):
+            yield PACKAGE / name
+        else:
+            yield from (PACKAGE / name).rglob("*.py")
+            yield from (PACKAGE / name).rglob("*.json")
+    yield PACKAGE / "parallel/__init__.py"
+    yield PACKAGE / "models/matrix.json"
+    yield from (PACKAGE / "models/plans").glob("*.json")
+
+
+def expert_families() -> list[str]:
+    """Return the families that declare an expert-parallel plan in the installed transformers."""
+    known = {*families(), *families_of_matrix()}
+    return sorted(name for name in known if declares_expert_plan(name.replace("-", "_").removesuffix("_text")))
+
+
+def models() -> JsonObject:
+    """Return the config.json of well-known models and of the presets, by name."""
+    known: JsonObject = json.loads((PARTS / "models.json").read_text("utf-8"))
+    presets = {path.parent.name: json.loads(path.read_text("utf-8")) for path in sorted(PRESETS.glob("*/config.json"))}
+    return known | presets
+
+
+def devices() -> JsonObject:
+    """Return the packaged device files by name, without their sources."""
+    return {name: without_sources(json.loads((FOLDER / f"{name}.json").read_text("utf-8"))) for name in names()}
+
+
+def without_sources(content: object) -> object:
+    """Return a device file without its sources."""
+    if not isinstance(content, dict):
+        return content
+    return content["value"] if "value" in content else {key: without_sources(value) for key, value in content.items()}
 
 
 def _finite(config: JsonObject) -> JsonObject:

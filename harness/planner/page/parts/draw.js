@@ -1,12 +1,11 @@
 // Draws a plan: the chosen layout with its memory and its time, and the table of all.
 const SHOWN = 40; // rows that fit, until all are asked for
-const SHOWN_TOO_LARGE = 10;
 const FEW_STAGES = 16; // of which each has its bar at once
 const MEMORY = { parameters: "#2b83c6", gradients: "#e0712c", optimizer: "#009e73", activations: "#cc79a7", logits: "#e6b91e", buffers: "#8a8f98" };
 const TIME = { compute: "#2b83c6", bubble: "#8a8f98", tensor: "#cc79a7", pipeline: "#56b4e9", data: "#e0712c", optimizer: "#009e73" };
 const WORDS = { tensor: "tensor-parallel traffic", pipeline: "pipeline traffic", data: "data-parallel traffic" };
 const COLUMNS = {
-  "": (row, number) => number || "–",
+  "": (row) => row.number || "–",
   pp: (row) => row.layout.pipeline,
   tp: (row) => row.layout.tensor + (row.expert_parallel_size > 1 ? " ep" : "") + (row.sequence_parallel ? " sp" : ""),
   dp: (row) => row.layout.data,
@@ -27,7 +26,6 @@ const at = (id) => document.getElementById(id);
 const percent = (share) => `${(100 * share).toFixed(1)}%`;
 const whole = (number) => Math.round(number).toLocaleString("en");
 const digits = (number) => (number < 1000 ? String(Number(number.toPrecision(3))) : whole(number));
-const bySpeed = (a, b) => b.tokens_per_second - a.tokens_per_second;
 
 function element(tag, content = "", className = "") {
   const made = document.createElement(tag);
@@ -63,58 +61,45 @@ function legend(parts, colours, unit, limit) {
   return element("div", entries, "legend");
 }
 
-function verdict(one) {
-  if (one.has_room) return "fits";
-  if (one.fits) return "fits closely: a prediction may lack some memory";
-  const gib = 2 ** 30;
-  if (one.peak_bytes > one.hardware.limit_bytes) return `does not fit: needs ${(one.peak_bytes / gib).toFixed(1)} GiB on a GPU that has ${(one.hardware.limit_bytes / gib).toFixed(1)}`;
-  return `does not fit: needs ${(one.host_bytes / gib).toFixed(1)} GiB of the host for each GPU, which has ${(one.hardware.host_memory_bytes / gib).toFixed(1)}`;
-}
-
 function drawChosen(one) {
-  const shown = py.plain(one.row());
-  const { stages, limit, max } = shown.memory_gib;
+  const { stages, limit, max } = one.memory_gib;
   const scale = Math.max(limit, max) * 1.02;
   const largest = stages.reduce((a, b) => (b.total > a.total ? b : a));
-  const s = one.strategy;
+  const { pipeline, tensor, data } = one.layout;
   const tiles = [
-    [`${s.pipeline} x ${s.tensor} x ${s.data}`, "pipeline x tensor x data"],
-    [whole(shown.tokens_per_second), "tokens/s"],
-    [`${digits(shown.step_seconds.total)} s`, "a step"],
-    [digits(shown.model_tflops_per_gpu), "TFLOP/s a GPU"],
-    [percent(shown.mfu), "of the peak (MFU)"],
-    [percent(shown.bubble_fraction), "bubble"],
+    [`${pipeline} x ${tensor} x ${data}`, "pipeline x tensor x data"],
+    [whole(one.tokens_per_second), "tokens/s"],
+    [`${digits(one.step_seconds.total)} s`, "a step"],
+    [digits(one.model_tflops_per_gpu), "TFLOP/s a GPU"],
+    [percent(one.mfu), "of the peak (MFU)"],
+    [percent(one.bubble_fraction), "bubble"],
     [`${max.toFixed(1)} GiB`, `of ${limit.toFixed(1)} on a GPU`],
   ].map(([value, label]) => element("div", [element("b", value), element("span", label)]));
   const bars = stages.map((stage, index) => bar(`stage ${index}`, stage, MEMORY, scale, "GiB", limit));
   const hidden = element("details", [element("summary", `all ${bars.length} stages`), ...bars.slice(FEW_STAGES)]);
-  const config = element("pre", JSON.stringify(py.plain(planner.preset(s, one.workload.precision)), null, 2));
+  const config = element("pre", JSON.stringify(one.preset, null, 2));
   at("chosen").replaceChildren(
-    element("h2", verdict(one), one.fits ? "fits" : "too-large"),
+    element("h2", one.verdict, one.fits ? "fits" : "too-large"),
     element("div", tiles, "tiles"),
     element("h3", stages.length > 1 ? "Memory of a GPU, by pipeline stage (amounts of the fullest)" : "Memory of a GPU"),
     legend(largest, MEMORY, "GiB", limit),
     ...bars.slice(0, FEW_STAGES),
     ...(bars.length > FEW_STAGES ? [hidden] : []),
     element("h3", "Time of a step"),
-    legend(shown.step_seconds, TIME, "s"),
-    bar("step", shown.step_seconds, TIME, shown.step_seconds.total, "s"),
+    legend(one.step_seconds, TIME, "s"),
+    bar("step", one.step_seconds, TIME, one.step_seconds.total, "s"),
     element("details", [element("summary", "The DeepSpeed JSON of this layout"), element("div", [config], "wide")]),
   );
 }
 
 // Draws the table; `choose` is called with a row that is clicked.
-function drawRows(found, chosen, count, choose) {
+function drawRows(found, choose) {
   const head = element("thead", [element("tr", Object.keys(COLUMNS).map((name) => element("th", name)))]);
-  const shown = [...found.fitting.slice(0, count), ...[...found.too_large].sort(bySpeed).slice(0, SHOWN_TOO_LARGE)];
-  if (!shown.includes(chosen)) shown.push(chosen);
-  const lines = shown.map((one) => {
-    const values = py.plain(one.row());
-    const number = found.fitting.indexOf(one) + 1;
-    const line = element("tr", Object.values(COLUMNS).map((cell) => element("td", String(cell(values, number)))));
-    line.className = [one === chosen ? "chosen" : "", one.fits ? "" : "too-large"].join(" ").trim();
+  const lines = found.rows.map((one) => {
+    const line = element("tr", Object.values(COLUMNS).map((cell) => element("td", String(cell(one)))));
+    line.className = [one.name === found.chosen.name ? "chosen" : "", one.fits ? "" : "too-large"].join(" ").trim();
     line.tabIndex = 0;
-    line.title = verdict(one);
+    line.title = one.verdict;
     line.addEventListener("click", () => choose(one));
     line.addEventListener("keydown", (event) => event.key === "Enter" && choose(one));
     return line;
@@ -124,17 +109,14 @@ function drawRows(found, chosen, count, choose) {
 
 // Says why layouts fall out; `showAll` is called where more rows are asked for.
 function drawSummary(found, count, showAll) {
-  const reasons = py.on.most_common(found.reasons).map(([reason, count]) => `${whole(count)}: ${reason}`);
-  const words = [`${whole(found.tried)} layouts tried, ${whole(found.fitting.length)} fit.`];
+  const reasons = found.reasons.map(([reason, number]) => `${whole(number)}: ${reason}`);
+  const words = [`${whole(found.tried)} layouts tried, ${whole(found.fit)} fit.`];
   if (reasons.length) words.push(`The others fall out, ${reasons.join("; ")}.`);
-  const memory = found.fitting.length ? planner.more_memory(found) : null;
-  if (memory) {
-    const gain = memory.tokens_per_second / found.fitting[0].tokens_per_second - 1;
-    words.push(`${memory.gib.toFixed(1)} GiB more on each GPU would bring ${percent(gain)} more tokens/s.`);
-  }
+  const memory = found.more_memory;
+  if (memory) words.push(`${memory.gib.toFixed(1)} GiB more on each GPU would bring ${percent(memory.gain)} more tokens/s.`);
   at("summary").replaceChildren(words.join(" "));
-  if (found.fitting.length > count) {
-    const button = element("button", `show all ${whole(found.fitting.length)}`);
+  if (count && found.fit > count) {
+    const button = element("button", `show all ${whole(found.fit)}`);
     button.addEventListener("click", showAll);
     at("summary").append(button);
   }

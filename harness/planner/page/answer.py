@@ -1,0 +1,193 @@
+"""What the planner's page asks of Python in the browser: one JSON in, one JSON out, by the planner itself."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from harness.config.model.families import require_trainable_config
+from harness.config.values.json_object import JsonObject
+from harness.errors import UserError
+from harness.planner.estimate import Estimate
+from harness.planner.hardware import GIB, Hardware, device_of
+from harness.planner.model_config import families
+from harness.planner.preset import preset
+from harness.planner.search import Found, require_fit, search
+from harness.planner.sensitivity import more_memory
+from harness.planner.task import LARGEST, Task, task_of
+
+TOO_LARGE = 10  # rows that do not fit and are shown
+EXPERT_FAMILIES = Path(__file__).parent / "expert_families.json"  # only in the page, which has no transformers to ask
+LABELS = {
+    "memory_gib": "Memory of a GPU, GiB",
+    "node.devices": "GPUs in a node",
+    "node.gb_per_second": "Link in a node, GB/s a GPU",
+    "network.gb_per_second": "Network, GB/s a GPU",
+}
+"""What the user may change of a device: its path in the device file, and the label of its field."""
+
+
+def answer(question: str) -> str:
+    """Return the plan for what stands in the page's form, as JSON; `error` holds what the user must correct.
+
+    `question`: JSON with `config` (an object, or the text that was pasted), `model`, `hardware` (a device file's
+    content), `hardware_name`, `gpus`, `batch`, `sequence`, `precision`, `edits` (by the names of `LABELS`), all numbers
+    as typed; `row`, the name of the chosen row, and `rows`, how many rows to return (0: all).
+    """
+    asked = json.loads(question)
+    row, most = asked.pop("row", ""), asked.pop("rows", 0)
+    try:
+        task, note, found = _searched(json.dumps(asked))
+        return json.dumps(_shown(task, note, found, row, most), default=str)
+    except UserError as error:
+        return json.dumps({"error": str(error).removeprefix("--model ")})
+
+
+@lru_cache(maxsize=1)
+def _searched(question: str) -> tuple[Task, str, Found]:
+    """Return the task, what is to be said of its model, and all layouts; a click on a row searches nothing again."""
+    asked = json.loads(question)
+    config = _config(asked["config"])
+    gpus = _size(asked["gpus"], "GPUs")
+    require_trainable_config(config, len(config) == 1)
+    try:
+        task = task_of(
+            config,
+            asked["model"],
+            _device(asked, gpus),
+            world_size=gpus,
+            sequence=_size(asked["sequence"], "Sequence length"),
+            global_batch=_size(asked["batch"], "Global batch"),
+            precision=asked["precision"],
+        )
+    except UserError as error:
+        raise UserError(_with_family(str(error), config)) from None
+    task = _spread(task, config)
+    return task, _note(config), search(task)
+
+
+def _shown(task: Task, note: str, found: Found, row: str, most: int) -> JsonObject:
+    rows = [*found.fitting, *found.too_large]
+    if not rows:
+        require_fit(task, found)
+    least = min(found.too_large, key=lambda one: one.peak_bytes, default=None)
+    chosen = next((one for one in rows if name_of(one) == row), found.fitting[0] if found.fitting else least)
+    assert chosen is not None
+    fitting = found.fitting[: most or None]
+    large = sorted(found.too_large, key=lambda one: -one.tokens_per_second)[:TOO_LARGE]
+    shown = [*fitting, *large]
+    memory = more_memory(found) if found.fitting else None
+    content: JsonObject = {
+        "message": note,
+        "is_error": False,
+        "tried": found.tried,
+        "fit": len(found.fitting),
+        "reasons": found.reasons.most_common(),
+        "rows": [_row(one, found) for one in (shown if any(one is chosen for one in shown) else [*shown, chosen])],
+        "chosen": {**_row(chosen, found), "preset": preset(chosen.strategy, task.workload.precision)},
+        "more_memory": None,
+    }
+    if memory is not None:
+        gain = memory.tokens_per_second / found.fitting[0].tokens_per_second - 1
+        content["more_memory"] = {"gib": memory.gib, "gain": gain}
+    try:
+        require_fit(task, found)
+    except UserError as error:
+        content |= {"message": str(error), "is_error": True}
+    return content
+
+
+def _row(one: Estimate, found: Found) -> JsonObject:
+    """Return a row of the table; `number` is 0 where it does not fit."""
+    number = next((n for n, other in enumerate(found.fitting, 1) if other is one), 0)
+    return {**one.row(), "name": name_of(one), "number": number, "fits": one.fits, "verdict": _verdict(one)}
+
+
+def name_of(one: Estimate) -> str:
+    """Return a layout as the page's address names it."""
+    s = one.strategy
+    more = f".{s.virtual_stages}.{s.sequence_parallel}" if s.virtual_stages > 1 or s.sequence_parallel else ""
+    return (
+        f"pp{s.pipeline}.tp{s.tensor}.dp{s.data}.ep{s.expert}.zero{s.zero_stage}.micro{s.micro_batch}"
+        f".{s.recompute}.{s.offload}.{s.schedule}{more}"
+    )
+
+
+def _verdict(one: Estimate) -> str:
+    if one.fits:
+        return "fits" if one.has_room else "fits closely: a prediction may lack some memory"
+    if one.peak_bytes > one.hardware.limit_bytes:
+        limit = one.hardware.limit_bytes / GIB
+        return f"does not fit: needs {one.peak_bytes / GIB:.1f} GiB on a GPU that has {limit:.1f}"
+    limit = one.hardware.host_memory_bytes / GIB
+    return f"does not fit: needs {one.host_bytes / GIB:.1f} GiB of the host for each GPU, which has {limit:.1f}"
+
+
+def _config(given: object) -> JsonObject:
+    """Return a config.json, which may be the text that the user has pasted."""
+    if isinstance(given, str):
+        if not given.strip():
+            raise UserError("paste the content of a model's config.json")
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise UserError(f"config.json is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise UserError("config.json is not an object")
+    return given
+
+
+def _size(text: str, name: str) -> int:
+    plain = text.translate(str.maketrans("", "", ",_ "))
+    if not plain.isdecimal() or not 1 <= int(plain[:20]) <= LARGEST:
+        raise UserError(f'{name}: "{text}" is no whole number between 1 and {LARGEST:,}')
+    return int(plain)
+
+
+def _device(asked: Mapping[str, JsonObject], gpus: int) -> Hardware:
+    """Return the device, with what the user has changed of it."""
+    content = copy.deepcopy(asked["hardware"])
+    for path, text in asked["edits"].items():
+        try:
+            number = float(text)
+        except ValueError:
+            number = 0.0
+        if not 0 < number < float("inf"):
+            raise UserError(f'{LABELS[path]}: "{text}" is no number above 0')
+        *keys, last = path.split(".")
+        part = content
+        for key in keys:
+            part = part[key]
+        part[last] = int(number) if number.is_integer() else number
+    return device_of(content, str(asked["hardware_name"]), gpus)
+
+
+def _family(config: JsonObject) -> str | None:
+    text = config.get("text_config")
+    family = (text if isinstance(text, dict) else config).get("model_type")
+    return None if family is None else str(family)
+
+
+def _note(config: JsonObject) -> str:
+    """Return what is assumed of a model whose family the planner does not know."""
+    family = _family(config)
+    if family in families():
+        return ""
+    return f"model type {family!r} is unknown here: planned from its sizes alone, with the layers of a common decoder"
+
+
+def _with_family(message: str, config: JsonObject) -> str:
+    """Name the unknown family where its config.json lacks a size."""
+    _, lacks, rest = message.partition("its config.json gives no")
+    return f"unknown model type {_family(config)!r}, and {lacks}{rest}" if lacks and _note(config) else message
+
+
+def _spread(task: Task, config: JsonObject) -> Task:
+    """Return the task with what the installed transformers says of whole experts, where the page was written."""
+    if not EXPERT_FAMILIES.is_file() or not any(layer.experts for layer in task.workload.shape.layers):
+        return task
+    return replace(task, spreads_experts=_family(config) in json.loads(EXPERT_FAMILIES.read_text(encoding="utf-8")))
