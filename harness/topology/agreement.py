@@ -72,6 +72,17 @@ def values_of_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
+def values_on_first(value: T) -> list[T]:
+    """Return the value of each rank, in rank order, on rank 0; elsewhere nothing. All ranks of the world call it.
+
+    For what is large: of `values_of_all` every rank would hold as much as rank 0 does.
+    """
+    is_first = dist.get_rank() == 0
+    values = [value] * dist.get_world_size() if is_first else []
+    dist.gather_object(value, values if is_first else None, dst=0)
+    return values
+
+
 def all_or_none(action: Callable[[], T]) -> T:
     """Return what `action` returns, once it has succeeded on all ranks; all of them call this.
 

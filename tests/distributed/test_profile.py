@@ -12,6 +12,7 @@ import pytest
 from harness import Trainer
 from harness.report.profile.record import COMPUTING, RankProfile, StepProfile, read_steps
 from harness.report.profile.timeline import bubble, with_answers, with_waits
+from harness.training.recording.profiler import ProfileCallback
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model
 
@@ -27,6 +28,8 @@ def train(job: Job, folder: str, profile: int) -> list[str]:
     arguments = arguments_of(job, folder, max_steps=STEPS, profile=profile)
     trainer = Trainer(job.model, arguments, rows())
     trainer.train()
+    kept = [len(each._profiles) for each in trainer.callbacks if isinstance(each, ProfileCallback)]
+    assert kept == [profile if trainer.run.groups.rank == 0 else 0] * bool(profile) or profile > STEPS
     trainer.close()
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     return [json.dumps([json.loads(line)[name] for name in ("step", "loss", "grad_norm")]) for line in lines]

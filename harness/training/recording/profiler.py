@@ -19,7 +19,7 @@ from harness.report.profiling.hooks import log_instructions, log_layers
 from harness.report.profiling.memory import StepMemory
 from harness.report.profiling.span_log import Clock, SpanLog
 from harness.resilience.process.records import HERE
-from harness.topology.agreement import values_of_all
+from harness.topology.agreement import values_on_first
 from harness.training.callbacks import MomentValues, TrainerCallback, TrainerControl, TrainerState
 from harness.training.run import Run
 from harness.wording import counted
@@ -37,7 +37,7 @@ class ProfileCallback(TrainerCallback):
         self._memory: dict[str, int] = {}
         self._boundaries: Sequence[int] = ()  # of the stages whose memory it is
         self._offset = Offset()
-        self._profiles: list[StepProfile] = []
+        self._profiles: list[StepProfile] = []  # on rank 0
         self._count = 0  # of the steps profiled
         self._is_open = True  # whether there are steps to come
 
@@ -69,7 +69,7 @@ class ProfileCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """Take what was measured; all ranks share it."""
+        """Take what was measured, of all ranks on rank 0."""
         measured = self._measuring
         self._stop()
         if measured is None:
@@ -79,7 +79,7 @@ class ProfileCallback(TrainerCallback):
         if measured.is_timed:
             run = kwargs["trainer"].run
             own = replace(measured.profile(run, self._offset.seconds), memory_bytes=self._memory)
-            self._keep(run, step_profile(run, state.global_step, values_of_all(own)))
+            self._keep(run, state.global_step, values_on_first(own))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
@@ -90,19 +90,25 @@ class ProfileCallback(TrainerCallback):
             self._write(run, [], is_last=True)
             run.console.warn(f"--profile {self.steps}: the run ended after {counted(self._count, 'profiled step')}")
 
-    def _keep(self, run: Run, profile: StepProfile) -> None:
-        """Write the step, and from time to time what all of them say together: a run may be killed at any time."""
+    def _keep(self, run: Run, step: int, ranks: list[RankProfile]) -> None:
+        """Write the step, and from time to time what all of them say together: a run may be killed at any time.
+
+        `ranks`: on rank 0 the profiles of all ranks, elsewhere nothing.
+        """
+        self._count += 1
+        self._is_open = step < self._first + self.steps - 1
+        if not ranks:
+            return
+        profile = step_profile(run, step, ranks)
         if self._profiles and self._profiles[-1].stage_boundaries != profile.stage_boundaries:
             self._profiles = []  # layers have moved
         self._profiles.append(profile)
-        self._count += 1
-        self._is_open = profile.step < self._first + self.steps - 1
         self._write(run, [profile], is_last=not self._is_open)
 
     def _write(self, run: Run, new: Sequence[StepProfile], *, is_last: bool) -> None:
         """Write steps, and after the first, the second, the fourth, ... and the last one what all say together."""
         folder, count = run.output_dir / FOLDER, len(self._profiles)
-        if HERE.rank != 0 or not count:
+        if not count:
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
