@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from harness.data import templates
 from harness.data.answers import find_answers
 from harness.data.templates import Template
 from harness.data.tokenizer import ByteTokenizer
@@ -196,3 +197,24 @@ def test_arguments_of_calls_come_as_the_template_takes_them() -> None:
             '<think>\n\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}'
             "\n</tool_call><|im_end|>"
         ]
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        pytest.param("{{ 'x' * 10**10 }}", id="constant"),
+        pytest.param(
+            "{% set ns = namespace(t='x') %}{% for i in range(60) %}{% set ns.t = ns.t + ns.t %}{% endfor %}",
+            id="twice",
+        ),
+        pytest.param("{{ messages[0].content.ljust(10**11) }}", id="filled"),
+        pytest.param("{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}", id="loops"),
+        pytest.param("{{ 10 ** 10 ** (8 + messages | length) }}", id="power"),
+    ],
+)
+def test_a_template_that_runs_on_is_ended(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "_MOST_SECONDS", 1)
+    with pytest.raises(
+        UserError, match=r"^a\.jsonl:7: the chat template (takes more than 1 GiB|does not end within 1 s)"
+    ):
+        learnt(endless + TEMPLATES["chatml"], two("a", "b", "c", "d"))
