@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from harness.arguments import TrainingArguments
-from harness.arguments.themes.reporting import monitor_sections, require_packages
+from harness.arguments.themes.reporting import monitor_sections, require_inside, require_packages
 from harness.config import AutoValues, Document, Resolved, load, resolve
 from harness.config.text.document import from_values
 from harness.errors import UserError
@@ -55,6 +55,7 @@ def read_run_config(args: TrainingArguments, *, world_size: int, model: str | No
     values = args.auto_values(world_size=world_size, max_steps=max(1, args.max_steps), hidden_size=None)
     resolved = resolve(document, values, model=model, allow_ignored_keys=args.allow_ignored_keys)
     require_packages(monitor_sections(args, args.output_dir, resolved.config))
+    require_inside(args.output_dir, resolved.config)
     return RunConfig(args=args, document=document, values=values, resolved=resolved)
 
 

@@ -112,7 +112,7 @@ NOT_TAKEN = {
     "preprocessing_num_workers": NotTaken("all cores of the ranks tokenise"),
     "keep_linebreaks": NotTaken("text is kept as it is", (True,)),
     # logs
-    "logging_dir": NotTaken("set tensorboard.output_path in the DeepSpeed JSON"),
+    "logging_dir": NotTaken("set tensorboard.output_path in the DeepSpeed JSON, a path in output_dir"),
     "logging_first_step": NotTaken("use --logging_steps 1; metrics.jsonl has every step", OFF),
     "logging_nan_inf_filter": NotTaken("use --nonfinite to say what happens", OFF),
     "log_on_each_node": NotTaken("rank 0 logs", ANY),

@@ -64,19 +64,46 @@ class ReportingArguments(Flags):
             )
 
 
+def within(output_dir: str, path: str, what: str) -> str:
+    """Return a path that a config names, a relative one as below `output_dir`. UserError for one outside of it: a
+    config may be somebody else's, and writes nowhere else."""
+    root, found = Path(output_dir).resolve(), Path(output_dir, path).resolve()
+    if not found.is_relative_to(root):
+        raise UserError(f"{what} {path!r}: is outside of --output_dir {output_dir}: give a path in it, as 'logs/mine'")
+    return str(found)
+
+
+def require_inside(output_dir: str, config: JsonObject) -> None:
+    """Raise UserError for what DeepSpeed would write outside of `output_dir`; the monitors are looked at by name."""
+    file = config.get("flops_profiler", {}).get("output_file")
+    if isinstance(file, str):
+        within(output_dir, file, "flops_profiler.output_file")
+
+
 def monitor_sections(args: ReportingArguments, output_dir: str, config: JsonObject) -> dict[str, JsonObject]:
-    """Return what is enabled, in the DeepSpeed JSON or by `--report_to`, by the name of its section."""
+    """Return what is enabled, in the DeepSpeed JSON or by `--report_to`, by the name of its section.
+
+    UserError for one that would write outside of `output_dir`.
+    """
     job = args.run_name or "run"
     found = {}
     for name, section in MONITORS.items():
         stated = config.get(section, {})
         if name not in args.reporters() and not stated.get("enabled"):
             continue
-        place = {"output_path": str(Path(output_dir) / name), "job_name": job}
+        if name in FILES:
+            given = {key: value for key, value in stated.items() if value}
+            merged = {"output_path": name, "job_name": job, **given, **({"job_name": job} if args.run_name else {})}
+            path = Path(merged["output_path"], merged["job_name"])
+            folder = within(output_dir, str(path), f"{section}.output_path and job_name")
+            found[section] = {**merged, "output_path": str(Path(folder).parent), "job_name": Path(folder).name}
+            continue
+        asked = {}
         if name == "wandb":
-            place = {"project": Path(output_dir).name, "name": args.run_name or Path(output_dir).name}
-        asked = place if name in args.reporters() and name != "comet" else {}
-        found[section] = {**asked, **stated, **({"job_name": job} if args.run_name and name in FILES else {})}
+            if name in args.reporters():
+                asked = {"project": Path(output_dir).name, "name": args.run_name or Path(output_dir).name}
+            asked["dir"] = output_dir
+        found[section] = {**asked, **stated}
     return found
 
 

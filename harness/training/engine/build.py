@@ -17,7 +17,7 @@ from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
 from harness.arguments import TrainingArguments
-from harness.arguments.themes.reporting import MONITORS
+from harness.arguments.themes.reporting import MONITORS, within
 from harness.config import Resolved
 from harness.config.values.idle_keys import without_idle
 from harness.config.values.json_object import JsonObject
@@ -272,4 +272,7 @@ def deepspeed_config(context: EngineContext) -> JsonObject:
         config["optimizer"] = {**optimizer, "params": params}
     for section in MONITORS.values():  # the harness writes to them
         config.pop(section, None)
+    if file := config.get("flops_profiler", {}).get("output_file"):
+        file = within(context.args.output_dir, file, "flops_profiler.output_file")
+        config["flops_profiler"] = {**config["flops_profiler"], "output_file": file}
     return config

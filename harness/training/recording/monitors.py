@@ -104,7 +104,8 @@ def _wandb(section: JsonObject, run_id: str) -> wandb.Run:
     import wandb
 
     names = {"entity": section.get("team"), "group": section.get("group"), "name": section.get("name")}
-    return wandb.init(project=section.get("project", "deepspeed"), id=run_id, resume="allow", **names)
+    folder = section.get("dir")
+    return wandb.init(project=section.get("project", "deepspeed"), id=run_id, resume="allow", dir=folder, **names)
 
 
 def _comet(section: JsonObject) -> CometMonitor:

@@ -156,3 +156,40 @@ def test_a_narrow_bar_shows_the_time_left_and_the_loss() -> None:
         shown = written.splitlines()[-1]
     os.close(ours)
     assert "0:00:00 left, loss" in shown and len(shown.rpartition("\r")[2]) <= 60
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments"),
+    [
+        ({"flops_profiler": {"output_file": "../flops.txt"}}, {}),
+        ({"flops_profiler": {"enabled": True, "output_file": "/etc/flops.txt"}}, {}),
+        ({"csv_monitor": {"enabled": True, "job_name": "../../up"}}, {}),
+        ({"csv_monitor": {"enabled": True, "output_path": "/elsewhere"}}, {}),
+        ({"tensorboard": {"enabled": True, "output_path": "a/../../b"}}, {}),
+        ({}, {"report_to": "csv", "run_name": "../../up"}),
+    ],
+)
+def test_a_config_that_would_write_elsewhere_is_refused(
+    config: dict[str, Any], arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    args = TrainingArguments(str(tmp_path / "run"), deepspeed_config={"train_batch_size": 8, **config}, **arguments)
+    with pytest.raises(UserError, match=f"is outside of --output_dir {tmp_path}/run: give a path in it"):
+        read_run_config(args, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("section", "folder"),
+    [
+        ({}, "csv/run"),
+        ({"job_name": "mine"}, "csv/mine"),
+        ({"output_path": "tables", "job_name": ""}, "tables/run"),
+        ({"output_path": "OUT/tables"}, "tables/run"),
+    ],
+)
+def test_monitors_of_the_json_write_into_the_output_dir(section: dict[str, Any], folder: str, tmp_path: Path) -> None:
+    stated = {name: value.replace("OUT", str(tmp_path)) for name, value in section.items()}
+    config = {"csv_monitor": {"enabled": True, **stated}}
+    monitors = Monitors(monitor_sections(TrainingArguments(str(tmp_path)), str(tmp_path), config), "id", 1)
+    monitors.write({"train/loss": 1.0}, 1)
+    monitors.close()
+    assert (tmp_path / folder / "train_loss.csv").read_text().split() == ["step,loss", "1,1.0"]

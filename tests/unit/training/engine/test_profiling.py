@@ -34,8 +34,8 @@ def train(folder: Path, **config: Any) -> None:
 
 @pytest.mark.parametrize("step", [2, 9])
 def test_the_profile_of_a_step_is_written_where_the_run_comes_to_it(step: int, tmp_path: Path) -> None:
-    file = tmp_path / "flops.txt"
-    train(tmp_path, flops_profiler={"enabled": True, "profile_step": step, "output_file": str(file)})
+    file = tmp_path / "run/profiles/flops.txt"
+    train(tmp_path, flops_profiler={"enabled": True, "profile_step": step, "output_file": "profiles/flops.txt"})
     if step == 9:
         assert not file.exists()
         return
