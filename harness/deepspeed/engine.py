@@ -31,6 +31,12 @@ def stepping_optimizer(engine: DeepSpeedEngine) -> Optimizer:
     return optimizer
 
 
+def inner_optimizers(engine: DeepSpeedEngine) -> list[Optimizer]:
+    """Return the torch optimizers that DeepSpeed's own steps with: two where a part of the states is offloaded."""
+    found = [stepping_optimizer(engine), getattr(engine.optimizer, "backup_optimizer", None)]
+    return [optimizer for optimizer in found if isinstance(optimizer, Optimizer)]
+
+
 def clip_before_step(engine: DeepSpeedEngine, clip: Callable[[], Tensor], *, skip_nonfinite: bool) -> None:
     """Have `clip` clip the gradients, in the place of an engine whose optimizer is a plain torch one.
 

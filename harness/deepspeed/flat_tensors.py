@@ -122,6 +122,13 @@ def _divided_one_by_one(stepped: DividedOneByOne) -> Iterator[Run]:
         offset += divided.size
 
 
+def run_of_each(optimizer: EngineOptimizer) -> Iterator[tuple[Tensor, Run]]:
+    """Yield each tensor that is stepped on with what it holds of each parameter; `optimizer` is the engine's."""
+    for stepped in stepped_on(optimizer):
+        for run in runs(stepped):
+            yield stepped.tensor, run
+
+
 def stepped_on(optimizer: EngineOptimizer, chosen: Sequence[int] | None = None) -> Iterator[SteppedOn]:
     """Yield the tensors that the parameter groups `chosen`, or all, step on; `optimizer` is the engine's."""
     chosen = range(len(optimizer.param_groups)) if chosen is None else chosen

@@ -84,6 +84,18 @@ def sum_tied_gradients(
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceTiedGrads: run}
 
 
+def before_reduction(engine: PipelineEngine, act: Callable[[StepGradients], object]) -> None:
+    """Have `act` called once a step, when all gradients of the step are accumulated and none is reduced yet."""
+    gradients = StepGradients(engine.optimizer)
+    execute: Callable[[PipelineEngine], None] = engine._INSTRUCTION_MAP[ReduceTiedGrads]
+
+    def run(self: PipelineEngine) -> None:
+        act(gradients)
+        execute(self)
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceTiedGrads: run}
+
+
 def trained_parameters(engine: PipelineEngine) -> list[nn.Parameter]:
     """Return the parameters of this stage that have gradients, in the module's order."""
     return [p for p in engine.module.parameters() if p.requires_grad and p.numel()]
@@ -108,6 +120,16 @@ def average_with(engine: PipelineEngine, average: Callable[[Sequence[Tensor], fl
             of_deepspeed(self)
 
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceGrads: run}
+
+
+def give_every_gradient(engine: PipelineEngine) -> None:
+    """Give a gradient of zeros to each trained parameter that has none in a step: another rank may have one.
+
+    ZeRO-1 reduces the gradients that there are, so ranks that use other parameters would wait for each other.
+    """
+    if not isinstance(engine.optimizer, BF16_Optimizer):  # which has one of its own for each
+        parameters = trained_parameters(engine)
+        before_reduction(engine, lambda gradients: [gradients.of(parameter) for parameter in parameters])
 
 
 def keep_own_gradients(engine: PipelineEngine) -> None:

@@ -59,10 +59,16 @@ def fake_tensors() -> Iterator[None]:
         replaced(nn.Module, "_apply", lambda module, *_, **__: module),
         replaced(Tensor, "__deepcopy__", _copy),
         replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", KNOWN_ELEMENTS),
+        replaced(dist, "all_gather_object", _own_of_all),
         _Shapes(allow_non_fake_inputs=True),
         _Values(),
     ):
         yield
+
+
+def _own_of_all(values: list[object], value: object, group: dist.ProcessGroup | None = None) -> None:
+    """Gather this rank's value as often as there are ranks; torch would send its bytes as a tensor, which has none."""
+    values[:] = [value] * dist.get_world_size(group)
 
 
 _DEEPCOPY: Any = Tensor.__deepcopy__

@@ -27,7 +27,12 @@ from harness.deepspeed.engine import (
     check_every_gradient,
     forget_outputs,
 )
-from harness.deepspeed.gradient_reduction import keep_own_gradients, reduce_in_place, sum_tied_gradients
+from harness.deepspeed.gradient_reduction import (
+    give_every_gradient,
+    keep_own_gradients,
+    reduce_in_place,
+    sum_tied_gradients,
+)
 from harness.deepspeed.kept_in_fp32 import keeping_fp32, reduce_fp32_gradients
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_groups import MpuAdapter
@@ -56,6 +61,7 @@ from harness.training.engine.evidence import GuardedLoss
 from harness.training.engine.losses import Loss
 from harness.training.engine.muon import find_matrices
 from harness.training.engine.optimizer import own_optimizer, parameter_groups, schedule
+from harness.training.engine.unused import UnusedParameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -145,6 +151,7 @@ def build_engine(
     kind = PipelineStages if context.is_pipeline else WholeModel
     built = kind(engine, context.groups, guarded, context.device, context.dtype, context.args.seed, keys)
     built.compression = compression
+    UnusedParameters(engine)
     return built
 
 
@@ -159,6 +166,7 @@ def _change_steps(engine: PipelineEngine, context: EngineContext) -> CompressedR
     if context.device.type != "cpu":  # there the cores that sum are those that compute: a step took 1.04 times as long
         overlap_sums(engine.module)
     sum_tied_gradients(engine, partial(sum_once, parameters))
+    give_every_gradient(engine)
     follow_schedule(engine, resolved.schedule, resolved.parts)
     announce_instructions(engine, beat)
     return compression
