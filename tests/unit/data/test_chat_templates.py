@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -75,15 +76,21 @@ def calling(**more: Any) -> dict[str, Any]:
 TOLD = {"role": "tool", "content": "rain", "name": "weather", "tool_call_id": "call00001"}
 
 
+@cache
+def template_of(source: str) -> Template:
+    """A template as a tokenizer has it; each is tried once."""
+    tokenizer = ByteTokenizer().as_transformers()
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer.chat_template = source
+    return Template(tokenizer)
+
+
 def learnt(
     template: str, messages: Messages, tools: list[Any] | None = None, only: set[int] | None = None
 ) -> list[str]:
     """The spans that are learnt, as text."""
-    tokenizer = ByteTokenizer().as_transformers()
-    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
-    tokenizer.chat_template = template
     answers = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
-    found = find_answers(Template(tokenizer, tools), messages, tools, only or answers, "a.jsonl:7")
+    found = find_answers(template_of(template), messages, tools, only or answers, "a.jsonl:7")
     return [found.text[start:end] for start, end in found.spans]
 
 
@@ -209,7 +216,7 @@ def test_arguments_of_calls_come_as_the_template_takes_them() -> None:
         ),
         pytest.param("{{ messages[0].content.ljust(10**11) }}", id="filled"),
         pytest.param("{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}", id="loops"),
-        pytest.param("{{ 10 ** 10 ** (8 + messages | length) }}", id="power"),
+        pytest.param("{{ 10 ** (10 ** (8 + messages | length)) }}", id="power"),
     ],
 )
 def test_a_template_that_runs_on_is_ended(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
