@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from harness.arguments.flags import ALIASES, require_one_name
-from harness.arguments.other_names.advice import advice
-from harness.arguments.other_names.other_programs import is_section
+from harness.arguments.other_programs import advice, is_section
 from harness.arguments.values import takes
 from harness.errors import UserError, UserErrors
 

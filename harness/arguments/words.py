@@ -11,7 +11,7 @@ from dataclasses import Field, fields
 
 from harness.arguments.config_file import ConfigFlag, read_config_file
 from harness.arguments.flags import ALIASES, Flags, require_one_name
-from harness.arguments.other_names.advice import advice, is_idle, refusal
+from harness.arguments.other_programs import advice, is_idle, refusal
 from harness.arguments.values import takes
 from harness.errors import UserError, refuse_all
 

@@ -10,10 +10,7 @@ from harness import TrainingArguments, UserError
 from harness.arguments import LoraArguments, expanded, parse
 from harness.arguments.configure import read_run_config
 from harness.arguments.flags import ALIASES
-from harness.arguments.other_names.advice import advice, is_idle, refusal
-from harness.arguments.other_names.axolotl import AXOLOTL, AXOLOTL_PREFIXES, asks_for_nothing
-from harness.arguments.other_names.huggingface import NOT_TAKEN
-from harness.arguments.other_names.other_programs import PROGRAMS, is_section, meant
+from harness.arguments.other_programs import advice, is_idle, is_section, meant, other_programs, refusal
 from harness.arguments.themes.script import ScriptArguments
 from harness.arguments.words import known_flags, own_words
 from harness.config import AutoValues
@@ -241,20 +238,20 @@ def test_a_flag_is_idle_where_it_asks_for_what_is_done(name: str, value: object,
 )
 def test_what_to_do_instead_is_said_of_each_name(name: str, words: str) -> None:
     assert advice(name, KNOWN).startswith(words)
-    what = "is not supported" if name in NOT_TAKEN else "unknown flag"
+    what = "is not supported" if name in other_programs().not_taken else "unknown flag"
     assert what in refusal(name, f"--{name}", KNOWN)
 
 
 def test_names_of_axolotl_and_their_beginnings_lead_to_their_own_answers() -> None:
-    assert all(("axolotl", here) in meant(name) for name, here in AXOLOTL.items())
-    beginnings = {prefix: meant(f"{prefix}xyz") for prefix in AXOLOTL_PREFIXES}
+    assert all(("axolotl", here) in meant(name) for name, here in other_programs().programs["axolotl"].items())
+    beginnings = {prefix: meant(f"{prefix}xyz") for prefix in other_programs().beginnings["axolotl"]}
     assert [prefix for prefix, found in beginnings.items() if [program for program, _ in found] != ["axolotl"]] == []
-    assert all(asks_for_nothing(f"{prefix}xyz", False) for prefix in AXOLOTL_PREFIXES)
+    assert all(is_idle(f"{prefix}xyz", False) for prefix in other_programs().beginnings["axolotl"])
     assert meant("nothing_like_it") == []
 
 
 def test_a_name_that_several_programs_have_is_answered_for_each() -> None:
-    for program, names in PROGRAMS.items():
+    for program, names in other_programs().programs.items():
         for name, here in names.items():
             assert any(program in programs and here == said for programs, said in meant(name)), (program, name)
 

@@ -14,8 +14,7 @@ import transformers
 from harness import TrainingArguments, UserError
 from harness.arguments import LoraArguments, expanded, parse
 from harness.arguments.flags import ALIASES
-from harness.arguments.other_names.huggingface import NOT_TAKEN
-from harness.arguments.other_names.other_programs import PROGRAMS
+from harness.arguments.other_programs import other_programs
 from harness.arguments.themes.script import ScriptArguments
 from harness.arguments.words import known_flags
 from harness.train import main
@@ -48,17 +47,22 @@ def refused(*flags: str) -> str:
 
 def test_every_flag_of_huggingface_is_known() -> None:
     theirs = {item.name for item in fields(transformers.TrainingArguments)} | {*RUN_CLM, *OLDER}
-    assert theirs - known_flags(KINDS).keys() - ALIASES.keys() - NOT_TAKEN.keys() == set()
+    assert theirs - known_flags(KINDS).keys() - ALIASES.keys() - other_programs().not_taken.keys() == set()
 
 
 def test_every_flag_that_is_advised_exists() -> None:
     known, of_launcher = known_flags(KINDS).keys(), {"config", "num_gpus", "num_nodes", "hostfile"}
-    texts = [entry.advice for entry in NOT_TAKEN.values()]
-    texts += [text for names in PROGRAMS.values() for text in names.values()]
+    texts = [entry.advice for entry in other_programs().not_taken.values()]
+    texts += [text for names in other_programs().programs.values() for text in names.values()]
     assert {flag for text in texts for flag in re.findall(r"--(\w+)", text)} <= known | of_launcher
     only_of_the_script = {"do_train", "do_eval"}
-    assert NOT_TAKEN.keys() & known == only_of_the_script
-    assert not [name for names in PROGRAMS.values() for name in names if name in known or name in NOT_TAKEN]
+    assert other_programs().not_taken.keys() & known == only_of_the_script
+    assert not [
+        name
+        for names in other_programs().programs.values()
+        for name in names
+        if name in known or name in other_programs().not_taken
+    ]
 
 
 def test_a_flag_that_asks_for_what_is_done_anyway_may_stand() -> None:

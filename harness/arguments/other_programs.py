@@ -1,0 +1,128 @@
+"""What other programs call the flags of this script, and what to do instead: the table is `other_programs.json`.
+
+In it `huggingface` lists the flags of HuggingFace's TrainingArguments and run_clm.py that are no flags here, with the
+values (`same`) that ask for what is done in any case; `programs` those of other programs, by program ("" for words that
+several use); `beginnings` how further flags of a program begin.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from harness.config.schema.suggest import nearest
+
+NOTHING = "nothing: "
+
+
+@dataclass(frozen=True)
+class NotTaken:
+    """A flag of HuggingFace's that is not taken. None, HuggingFace's "not set", may always stand.
+
+    Attributes:
+        advice: what to do instead, or why it cannot be done.
+        same: values with which the flag has no effect.
+    """
+
+    advice: str
+    same: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True)
+class OtherPrograms:
+    """The table.
+
+    Attributes:
+        not_taken: flags of HuggingFace's that are not taken, by name.
+        programs: by program, what to write here for each of its flags.
+        beginnings: by program, the same for flags that begin so.
+    """
+
+    not_taken: Mapping[str, NotTaken]
+    programs: Mapping[str, Mapping[str, str]]
+    beginnings: Mapping[str, Mapping[str, str]]
+
+
+@cache
+def other_programs() -> OtherPrograms:
+    """Return the table."""
+    content = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    by_program: dict[str, dict[str, dict[str, str]]] = {
+        section: {
+            program: {flag: row["instead"] for row in rows for flag in row["flags"]}
+            for program, rows in content[section].items()
+        }
+        for section in ("programs", "beginnings")
+    }
+    not_taken = {
+        flag: NotTaken(row["advice"], tuple(row["same"])) for row in content["huggingface"] for flag in row["flags"]
+    }
+    return OtherPrograms(not_taken, by_program["programs"], by_program["beginnings"])
+
+
+def is_idle(name: str, value: object) -> bool:
+    """Whether a flag of another program asks, with this value, for what is done in any case."""
+    entry = other_programs().not_taken.get(name)
+    if entry is not None:
+        return value is None or _plain(value) in map(_plain, entry.same)
+    # axolotl's keys ask for nothing where they are false, but for those that turn shuffling off
+    known = name in other_programs().programs["axolotl"] or name.startswith(
+        tuple(other_programs().beginnings["axolotl"])
+    )
+    return known and str(value).lower() == "false" and not name.startswith("shuffle_")
+
+
+def is_section(name: str) -> bool:
+    """Whether torchtitan's config files have a section of that name, whose keys are flags `NAME.KEY`."""
+    return any(flag.startswith(f"{name}.") for flag in other_programs().programs["torchtitan"])
+
+
+def refusal(name: str, spelled: str, known: Iterable[str]) -> str:
+    """Return what is wrong with the flag `name`, which is not one of `known`; the user wrote it as `spelled`."""
+    is_known = name in other_programs().not_taken
+    return f"{f'{spelled} is not supported' if is_known else f'unknown flag {spelled}'}: {advice(name, known)}"
+
+
+def advice(name: str, known: Iterable[str]) -> str:
+    """Return what to do instead of giving the flag `name`."""
+    not_taken = other_programs().not_taken
+    if name in not_taken:
+        return not_taken[name].advice
+    if found := meant(name):
+        return "; or ".join(_instead(name, program, here) for program, here in found)
+    close = nearest(name, known) or nearest(name, not_taken)
+    return f"did you mean --{close}?" if close else "see --help for all flags"
+
+
+def meant(name: str) -> list[tuple[str, str]]:
+    """Return the programs that have a flag `name`, each with what to write here; one entry where that is the same."""
+    plain = name.lower().replace("-", "_")
+    programs: dict[str, list[str]] = {}
+    for program, names in other_programs().programs.items():
+        if plain in names:
+            programs.setdefault(names[plain], []).append(program)
+    if programs:
+        return [(" and ".join(filter(None, several)), here) for here, several in programs.items()]
+    for program, names in other_programs().beginnings.items():
+        for start, here in names.items():
+            if plain.startswith(start):
+                return [(program, here)]
+    return []
+
+
+def _instead(name: str, program: str, here: str) -> str:
+    """Return what to write for a flag that a program calls `name`; no program: several do, or none."""
+    does = f"leave it out: {here.removeprefix(NOTHING)}" if here.startswith(NOTHING) else f"use {here}"
+    return does + (f" ({program} calls it {name})" if program else "")
+
+
+def _plain(value: object) -> str:
+    """Return a value as text that is the same from Python, a config file and the command line."""
+    text = (json.dumps(value) if isinstance(value, dict | list | tuple) else str(value)).lower()
+    try:
+        return str(float(text))
+    except ValueError:
+        return text.replace(" ", "")
