@@ -21,7 +21,8 @@ pytestmark = pytest.mark.ranks
 STEPS, CLIP = 4, 0.5
 MUON = {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}}
 ARGUMENTS = {"max_steps": STEPS, "learning_rate": 0.01, "max_grad_norm": CLIP}
-LOSS, NORM = 3e-5, 3e-4  # it orthogonalises in bf16: where sums are rounded otherwise shows more than elsewhere
+# it orthogonalises in bf16: where sums are rounded otherwise shows more than elsewhere, most in GPT-2's embedding
+LOSS, NORM = 6e-5, 5e-4
 
 
 def one_process(model_dir: str) -> Curve:
@@ -98,9 +99,13 @@ def test_muon_is_the_same_in_every_layout_and_goes_on_from_a_checkpoint(tmp_path
     jobs.append(job(model, "dp2z2", offload_optimizer={"device": "cpu"}))
     jobs.append(job(model, "dp2z3", sub_group_size=20_000))
     to_resume = [job(model, layout) for layout in ("dp2z1", "dp2z3")]
+    # by its name its embedding goes to Muon, its tied head would go to AdamW
+    gpt2 = tiny_model(tmp_path / "gpt2", "gpt2", True)
+    jobs += [job(gpt2, layout) for layout in ("pp2z0", "pp2z1")]
+    references = {model: wanted, gpt2: one_process(gpt2)}
     curves = run_ranks(2, all_curves, jobs, to_resume, str(tmp_path), timeout_s=400)[0]
     off = {
-        f"{index} {task.layout}": worst(curve, wanted)
+        f"{index} {task.layout}": worst(curve, references[task.model])
         for index, (task, curve) in enumerate(zip(jobs + to_resume, curves, strict=True))
     }
     assert {name: pair for name, pair in off.items() if pair[0] > LOSS or pair[1] > NORM} == {}

@@ -45,7 +45,7 @@ from harness.parallel.compiling import compile_modules
 from harness.parallel.draws import DrawKeys
 from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.pipeline.schedules.following import follow_schedule
-from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, deepspeed_topology
+from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, deepspeed_topology, first_names
 from harness.parallel.tensor.layers import overlap_sums
 from harness.parallel.tensor.summed_gradients import put_off_sums, sum_once
 from harness.parallel.values import Value
@@ -120,13 +120,14 @@ def build_engine(
     _compile(module, context)
     _configure_checkpointing(context)
     stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", context.args.weight_decay)
-    groups = parameter_groups(module, stated)
+    names = first_names(layers)
+    groups = parameter_groups(module, stated, names)
     with keeping_fp32():
         engine, *_ = deepspeed.initialize(
             args=SimpleNamespace() if index is None else SimpleNamespace(device_rank=index),
             model=module,
             model_parameters=groups,
-            optimizer=own_optimizer(config, module, groups, context.args),
+            optimizer=own_optimizer(config, module, groups, context.args, names),
             lr_scheduler=None if "scheduler" in config else schedule(context.args, context.max_steps),
             mpu=grid,
             config=config,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import sqrt
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -31,6 +32,9 @@ OTHER_VALUES = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 
 """What steers the other groups, with DeepSpeed's defaults."""
 BY_ADAMW = ("embed", "lm_head")
 """In the names of matrices that DeepSpeed leaves to AdamW."""
+
+NO_TIES: Mapping[str, str] = MappingProxyType({})
+"""First names of a module without tied parameters."""
 
 
 ParameterGroup: TypeAlias = dict[str, Any]
@@ -119,11 +123,17 @@ def orthogonal(matrix: Tensor, method: str) -> Tensor:
     return (found * (sqrt(rows / columns) if rows > columns else 1.0)).to(matrix.dtype).view(matrix.shape)
 
 
-def muon(module: nn.Module, groups: list[ParameterGroup], params: JsonObject) -> OrthogonalMomentum:
-    """Return the optimizer for the parameters of `module` in `groups`, with the `params` of DeepSpeed's Muon."""
+def muon(
+    module: nn.Module, groups: list[ParameterGroup], params: JsonObject, first_names: Mapping[str, str] = NO_TIES
+) -> OrthogonalMomentum:
+    """Return the optimizer for the parameters of `module` in `groups`, with the `params` of DeepSpeed's Muon.
+
+    `first_names`: names in `module` of tied parameters -> their names in the first layer that has them. These decide,
+    as they do in the whole model: a stage may hold an embedding as its head alone.
+    """
     names: dict[Tensor, str] = {}
     for name, parameter in module.named_parameters():
-        names[parameter] = name
+        names[parameter] = first_names.get(name, name)
     halves = []
     for group in groups:
         for of_matrices, own in ((True, MATRIX_VALUES), (False, OTHER_VALUES)):

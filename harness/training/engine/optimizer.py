@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,23 +16,29 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
-from harness.training.engine.muon import ParameterGroup, muon
+from harness.training.engine.muon import NO_TIES, ParameterGroup, muon
 
-NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names of parameters that are not decayed; transformers' `Trainer.get_decay_parameter_names` has the same."""
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[ParameterGroup]:
+def parameter_groups(
+    module: nn.Module, weight_decay: float, first_names: Mapping[str, str] = NO_TIES
+) -> list[ParameterGroup]:
     """Trainable parameters in two groups: with weight decay and without, chosen by name and module as in HF's Trainer.
 
     HF decays whatever is no bias and no parameter of a norm, vectors among them (`A_log`, `sinks`). Parameters kept in
     float32 are in groups of their own, as DeepSpeed makes one flat tensor of a group.
+
+    `first_names`: names in `module` of tied parameters -> their names in the first layer that has them, which decide:
+    else stages would step on one weight in different ways.
     """
-    decayed = set(get_parameter_names(module, [nn.LayerNorm], NOT_DECAYED))
+    in_no_layer_norm = set(get_parameter_names(module, [nn.LayerNorm]))
     groups: dict[tuple[bool, bool], ParameterGroup] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            key = name in decayed, getattr(parameter, "kept_in_fp32", False)
+            is_decayed = name in in_no_layer_norm and not NOT_DECAYED.search(first_names.get(name, name).lower())
+            key = is_decayed, getattr(parameter, "kept_in_fp32", False)
             group = groups.setdefault(key, {"params": [], "weight_decay": weight_decay if key[0] else 0.0})
             group["params"].append(parameter)
     return [groups[key] for key in sorted(groups, key=lambda key: (not key[0], key[1]))]
@@ -84,17 +91,21 @@ class LateAdagrad(Optimizer):
 
 
 def own_optimizer(
-    config: JsonObject, module: nn.Module, groups: list[ParameterGroup], args: TrainingArguments
+    config: JsonObject,
+    module: nn.Module,
+    groups: list[ParameterGroup],
+    args: TrainingArguments,
+    first_names: Mapping[str, str] = NO_TIES,
 ) -> Optimizer | None:
     """Return the optimizer that is handed to DeepSpeed; None where DeepSpeed makes the one that `config` names.
 
-    `groups` are the trainable parameters of `module`.
+    `groups` are the trainable parameters of `module`; `first_names` as for `parameter_groups`.
     """
     section = config.get("optimizer")
     if section is None:
         return adamw(groups, args)
     if section["type"].lower() == "muon":
-        return muon(module, groups, section.get("params", {}))
+        return muon(module, groups, section.get("params", {}), first_names)
     zero = config.get("zero_optimization", {})
     offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
     if section["type"].lower() == "adagrad" and zero.get("stage", 0) > 0 and not offloaded:

@@ -19,9 +19,9 @@ FAMILIES = ("gpt_oss", "llama", "gpt2", "olmoe", "mamba", "jamba", "bloom", "fal
 FAMILIES += ("ernie4_5_moe", "recurrent_gemma", "cohere", "rwkv", "deepseek_v3", "gpt_neox", "nemotron")
 
 
-def decayed_here(module: nn.Module) -> set[str]:
+def decayed_here(module: nn.Module, **firsts: str) -> set[str]:
     names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
-    groups = parameter_groups(module, 0.1)
+    groups = parameter_groups(module, 0.1, {name.replace("_", "."): first for name, first in firsts.items()})
     assert sum(len(group["params"]) for group in groups) == len(names)
     return {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
 
@@ -47,6 +47,16 @@ def test_adapters_are_decayed_as_by_transformers_and_frozen_weights_are_in_no_gr
 def test_layers_of_a_users_own_follow_the_same_rule() -> None:
     module = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1, bias=False))
     assert decayed_here(module) == {"0.weight", "2.weight"}
+
+
+def test_a_tied_parameter_is_decayed_as_in_the_first_layer_that_has_it() -> None:
+    module = nn.ModuleDict(
+        {"norm": nn.Linear(2, 2, bias=False), "a": nn.Linear(2, 2, bias=False), "b": nn.LayerNorm(2)}
+    )
+    assert decayed_here(module) == {"a.weight"}
+    assert decayed_here(module, norm_weight="0.gate.weight", a_weight="0.norm.weight", b_weight="0.b.weight") == {
+        "norm.weight"
+    }
 
 
 def test_the_sum_of_squares_of_a_large_tensor_is_exact_and_that_of_none_is_zero() -> None:

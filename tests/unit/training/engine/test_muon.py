@@ -48,6 +48,15 @@ def test_matrices_are_orthogonalised_but_for_the_embedding_and_the_head() -> Non
     }
 
 
+def test_a_tied_matrix_goes_where_the_first_layer_that_has_it_sends_it() -> None:
+    module = nn.Module()
+    module.lm_head, module.wte = nn.Linear(4, 6, bias=False), nn.Embedding(6, 4)
+    module.pooler = nn.Linear(4, 4, bias=False)
+    firsts = {"lm_head.weight": "0.wte.weight", "pooler.weight": "0.embed.weight"}
+    optimizer = muon(module, parameter_groups(module, 0.1, firsts), {}, firsts)
+    assert by_name(module, optimizer) == {True: {"lm_head.weight", "wte.weight"}, False: {"pooler.weight"}}
+
+
 def test_a_shard_of_a_matrix_is_a_matrix_and_a_shard_of_a_vector_is_none() -> None:
     module = nn.Module()
     module.a, module.b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 2))
