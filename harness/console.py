@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from harness.config.values.secrets import Secrets
+from harness.errors import UserError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -101,14 +102,15 @@ def plain_console(rank: int) -> Console:
 def quiet(log: Path, rank: int) -> Iterator[Console]:
     """Send this process's standard output and error to `log`; yields the console that still reaches the user.
 
-    Warnings that this package itself gives stay visible on rank 0. OSError if the log cannot be written.
+    Warnings that this package itself gives stay visible on rank 0. UserError if the log cannot be created; what does
+    not fit on the disk later is lost.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        _duplicate(sys.stdout) as out,
-        _duplicate(sys.stderr) as error,
-        log.open("a", encoding="utf-8", buffering=1) as file,
-    ):
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        unheard = _Unheard(log, "a")
+    except OSError as problem:
+        raise UserError(f"{log}: cannot be written: {problem.strerror}") from problem
+    with _duplicate(sys.stdout) as out, _duplicate(sys.stderr) as error, _lines_to(unheard) as file:
         console = Console(out=out, error=error, speaks=rank == 0, log=log)
         saved = os.dup(1), os.dup(2)
         show = warnings.showwarning
@@ -119,8 +121,9 @@ def quiet(log: Path, rank: int) -> Iterator[Console]:
             with redirect_stdout(file), redirect_stderr(file):  # where they are not file descriptors 1 and 2
                 yield console
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError):  # into the log, on a full disk
+                    stream.flush()
             warnings.showwarning = show
             for number, duplicate in zip((1, 2), saved, strict=True):
                 os.dup2(duplicate, number)
@@ -129,12 +132,15 @@ def quiet(log: Path, rank: int) -> Iterator[Console]:
 
 def _duplicate(stream: TextIO) -> TextIO:
     stream.flush()
-    raw = io.BufferedWriter(_Unheard(os.dup(stream.fileno()), "w"))
-    return io.TextIOWrapper(raw, encoding="utf-8", errors="replace", line_buffering=True)
+    return _lines_to(_Unheard(os.dup(stream.fileno()), "w"))
+
+
+def _lines_to(file: _Unheard) -> TextIO:
+    return io.TextIOWrapper(io.BufferedWriter(file), encoding="utf-8", errors="replace", line_buffering=True)
 
 
 class _Unheard(io.FileIO):
-    """A file whose reader may be gone: a run goes on although its terminal was closed, or its pipe."""
+    """A file whose reader may be gone, or its disk full: a run goes on although its terminal or its pipe was closed."""
 
     def write(self, data: ReadableBuffer) -> int:
         try:

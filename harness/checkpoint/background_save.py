@@ -25,6 +25,7 @@ from harness.checkpoint.engine_state import EngineState, stored
 from harness.checkpoint.integrity import newest
 from harness.checkpoint.manifest import Files, contents
 from harness.checkpoint.residue import describe, write_residue
+from harness.checkpoint.room import room
 from harness.checkpoint.run_lock import lock_directory
 from harness.checkpoint.tensors.held import Held
 from harness.checkpoint.tensors.kept_buffer import KeptBuffer
@@ -114,9 +115,10 @@ class BackgroundSave:
             files = [(stem, held) for stem, held in files if stem == state.stem]
             progress = replace(progress, optimizer_states=[], model_only=True)
         one_file = {state.stem} if state.adapters else set()
+        self._plans: list[PlannedFiles] = []
         self._plans = [
             plan_tensors(self._folder, stem, held, state.groups, one_file=stem in one_file)
-            for stem, held in (writer.copied(files) if copy else files)
+            for stem, held in (self._try(lambda: writer.copied(files)) if copy else files)
         ]
         self._residue: Callable[[], None] = lambda: None
         if state.compression is not None and not target.model_only:
@@ -204,7 +206,7 @@ class BackgroundSave:
     def _try(self, action: Callable[[], T]) -> T:
         """Return what `action` returns if it succeeds on all ranks; else remove what is written, raise NotSaved."""
         try:
-            return all_or_none(action)
+            return all_or_none(lambda: _in_memory(action))
         except UserError as error:
             text = str(error)
             if self._first:
@@ -213,8 +215,20 @@ class BackgroundSave:
             raise NotSaved(values_of_all(text)[0]) from error
 
 
+def _in_memory(action: Callable[[], T]) -> T:
+    """Return what `action` returns; UserError if this host has not the memory for it, which training may still have."""
+    try:
+        return action()
+    except MemoryError as error:
+        raise UserError(f"rank {dist.get_rank()} has no memory for it: {error or 'out of memory'}") from error
+    except RuntimeError as error:
+        text = str(error)  # of torch's allocator, and of a thread that cannot be started
+        if not any(words in text for words in ("can't allocate memory", "out of memory", "can't start new thread")):
+            raise
+        lines = text.strip().splitlines()
+        raise UserError(f"rank {dist.get_rank()} has no memory for it: {lines[0] if lines else text}") from error
+
+
 def _room(plans: Sequence[PlannedFiles], folder: Path) -> str:
     """Say how much room a checkpoint needs, and how much there is."""
-    needed = sum(plan.nbytes for plan in plans)
-    there = next(path for path in folder.parents if path.is_dir())
-    return f"it needs {needed:,} bytes, {shutil.disk_usage(there).free:,} are free in {there}"
+    return f"it needs {sum(plan.nbytes for plan in plans):,} bytes, {room(folder.parent)}"

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from harness.checkpoint.room import reason
 from harness.config.values.json_file import regular_bytes
 from harness.errors import UserError
 
@@ -37,7 +38,7 @@ def lock_directory(directory: Path) -> None:
                 )
             time.sleep(0.1)
     except OSError as error:
-        raise UserError(f"--output_dir {directory}: cannot be written: {error.strerror}") from error
+        raise UserError(f"--output_dir {directory}: cannot be written: {reason(error, directory)}") from error
 
 
 def unlock_directory(directory: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.checkpoint.atomic import replace_text
+from harness.checkpoint.directories import set_aside
 from harness.config.values.json_object import JsonObject
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Monitors:
         self._tensorboard: SummaryWriter | None = None
         self._wandb: wandb.Run | None = None
         self._comet: CometMonitor | None = None
-        self._tables: Path | None = None
+        self._tables: Tables | None = None
         self._open(first_step)
 
     def _open(self, first_step: int) -> None:
@@ -44,8 +45,10 @@ class Monitors:
         if "wandb" in sections and self._wandb is None:
             self._wandb = _wandb(sections["wandb"], self._run_id)
         if "csv_monitor" in sections:
-            self._tables = Path(_folder(sections["csv_monitor"]))
-            _cut_tables(self._tables, first_step)
+            if self._tables is None:
+                self._tables = Tables(Path(_folder(sections["csv_monitor"])), first_step)
+            else:
+                self._tables.rewind(first_step - 1)
         if "comet" in sections and self._comet is None:
             self._comet = _comet(sections["comet"])
 
@@ -61,7 +64,7 @@ class Monitors:
             self._comet.write_events([(name, value, step) for name, value in values.items()])
         with _warning("the CSV tables"):
             if self._tables is not None:
-                _append(self._tables, values, step)
+                self._tables.append(values, step)
 
     def write_text(self, name: str, text: str, step: int) -> None:
         """Write a text, where one can be shown."""
@@ -115,22 +118,52 @@ def _comet(section: JsonObject) -> CometMonitor:
     return CometMonitor(CometConfig(**{**section, "enabled": True}))
 
 
-def _append(folder: Path, values: Mapping[str, float], step: int) -> None:
-    """Add a row to the table of each value."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, value in values.items():
-        path = folder / f"{name.replace('/', '_')}.csv"
-        is_new = not path.exists()
-        with path.open("a", encoding="utf-8", newline="") as file:
-            csv.writer(file).writerows([["step", name.rpartition("/")[2]]] * is_new + [[step, value]])
+class Tables:
+    """CSV files in one folder, one for each value; other files there are left alone, whatever their names.
 
+    A file is looked at when its value is first written: of one that this run has written the rows of later steps are
+    dropped, any other is kept under another name.
+    """
 
-def _cut_tables(folder: Path, first_step: int) -> None:
-    """Drop the rows of `first_step` and later ones from the tables of a folder."""
-    for path in folder.glob("*.csv"):
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.reader(file))
-        kept = [row for row in rows if row and not (row[0].isdigit() and int(row[0]) >= first_step)]
-        text = io.StringIO(newline="")
-        csv.writer(text).writerows(kept)
-        replace_text(path, text.getvalue())
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self._folder, self._first_step, self._is_fresh = folder, first_step, first_step == 1
+        self._own: set[Path] = set()
+
+    def append(self, values: Mapping[str, float], step: int) -> None:
+        """Add a row to the table of each value."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for name, value in values.items():
+            path, header = self._folder / f"{name.replace('/', '_')}.csv", ["step", name.rpartition("/")[2]]
+            if path not in self._own:
+                self._take(path, header)
+            is_new = not path.exists()
+            with path.open("a", encoding="utf-8", newline="") as file:
+                csv.writer(file).writerows([header] * is_new + [[step, value]])
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows of the steps after `step`."""
+        self._first_step = step + 1
+        for path in self._own:
+            self._cut(path)
+
+    def _take(self, path: Path, header: list[str]) -> None:
+        """Make a table this run's own."""
+        if path.exists() and (self._is_fresh or self._rows(path)[:1] != [header]):
+            set_aside(path)
+        elif path.exists():
+            self._cut(path)
+        self._own.add(path)
+
+    def _cut(self, path: Path) -> None:
+        if path.exists():
+            rows = [row for row in self._rows(path) if not (row[0].isdigit() and int(row[0]) >= self._first_step)]
+            text = io.StringIO(newline="")
+            csv.writer(text).writerows(rows)
+            replace_text(path, text.getvalue())
+
+    def _rows(self, path: Path) -> list[list[str]]:
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
+                return [row for row in csv.reader(file) if row]
+        except (ValueError, csv.Error):  # no table at all
+            return []

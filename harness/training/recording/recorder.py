@@ -14,11 +14,13 @@ from types import TracebackType
 
 from harness.arguments.themes.reporting import monitor_sections
 from harness.checkpoint.directories import EVALUATIONS, METRICS, set_aside
+from harness.checkpoint.room import reason
 from harness.config.values.json_object import JsonObject
+from harness.errors import UserError
 from harness.parallel.collectives.of_group import shares_memory
 from harness.resilience.process import signals
 from harness.resilience.watch.activity import inside
-from harness.topology.agreement import values_of_all
+from harness.topology.agreement import all_or_none, values_of_all
 from harness.topology.layout import AXES
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.engine.continuation import continued
@@ -55,8 +57,13 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         hosts = values_of_all(socket.gethostname())
-        if self.writes:
-            run, directory = self.run, self.run.output_dir
+        all_or_none(lambda: self._begin(hosts) if self.writes else None)
+        return self
+
+    def _begin(self, hosts: list[str]) -> None:
+        """Write what is known before the first step, and open the files; UserError if the disk does not allow it."""
+        run, directory = self.run, self.run.output_dir
+        try:
             directory.mkdir(parents=True, exist_ok=True)
             self._origin = origin(run, hosts)
             write_run(directory, {**self._origin, **describe(run)})
@@ -66,7 +73,11 @@ class Recorder:
             self._evaluations = self._open(directory / EVALUATIONS)
             if run.samples is not None:
                 self._samples = self._open(directory / SAMPLES)
-        return self
+        except OSError as error:
+            raise UserError(
+                f"--output_dir {directory}: cannot be written: {reason(error, directory)}: make room, or give another "
+                "directory"
+            ) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -19,6 +19,7 @@ from harness.checkpoint.integrity import changed_file, damage
 from harness.checkpoint.manifest import read_manifest
 from harness.checkpoint.run_lock import lock_directory, unlock_directory
 from harness.checkpoint.tensors import tensor_writer
+from harness.checkpoint.tensors.whole_tensors import PlannedFiles
 from harness.errors import UserError
 from harness.topology.groups import Groups
 from tests.unit.checkpoint.engines import engine_state, step, values
@@ -171,6 +172,30 @@ def test_a_full_disk_says_how_much_room_is_missing(groups: Groups, run: Path) ->
         words = not_saved(groups, run)
     assert "model.safetensors: " in words and "bytes cannot be written: File too large" in words
     assert f"are free in {run})" in words
+
+
+@pytest.mark.parametrize("where", ["copied", "write"])
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+)
+def test_a_host_without_memory_loses_the_save_and_not_the_run(
+    where: str, error: Exception, groups: Groups, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run, 1)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    state, writer = engine_state(groups), Writer()
+    with monkeypatch.context() as patched:
+        patched.setattr(Writer if where == "copied" else PlannedFiles, where, fail)
+        with pytest.raises(NotSaved, match="rank 0 has no memory for it"):
+            BackgroundSave(state, Target(output_dir=run, keep=1), progress(2), writer).finish()
+    assert [step for step, _ in numbered(run)] == [1] and not list(run.glob("writing-*"))
+    BackgroundSave(state, Target(output_dir=run, keep=1), progress(3), writer).finish()
+    writer.wait()
+    assert [step for step, _ in numbered(run)] == [3]
 
 
 def test_files_of_others_that_cannot_be_written_end_it_too(groups: Groups, run: Path) -> None:

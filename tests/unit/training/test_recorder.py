@@ -22,6 +22,7 @@ from harness.training.recording.metrics import MetricsFile
 from harness.training.recording.origin import data_files
 from harness.training.recording.recorder import Recorder, _shown
 from tests.unit.data.test_token_files import datatrove, megatron
+from tests.unit.training.full_disk import full_disk
 
 POINTS = [(torch.tensor([i / 8, 1.0]), torch.tensor([i / 4])) for i in range(16)]
 TOKENS = [{"input_ids": [(5 * i + k) % 250 for k in range(8)]} for i in range(8)]
@@ -89,6 +90,14 @@ def test_a_run_leaves_a_line_for_each_step_and_evaluation_and_says_what_it_was(
     kinds = (ScriptArguments, TrainingArguments, LoraArguments)
     _, again, _ = parse(kinds, ["--config", str(folder / "run.json")], prog="t", description="", epilog="")
     assert again == ours.args
+
+
+def test_a_disk_that_is_full_at_the_start_is_one_line(make: Callable[..., Trainer], tmp_path: Path) -> None:
+    ours = make()
+    with full_disk(100), pytest.raises(UserError, match=r"run: cannot be written: File too large: make room, or give"):
+        ours.train()
+    ours.train()  # there is room now
+    assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 def test_what_comes_after_a_step_is_dropped_when_a_run_goes_back(make: Callable[..., Trainer], tmp_path: Path) -> None:
