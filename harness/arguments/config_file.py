@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,6 +20,7 @@ from harness.errors import UserError, UserErrors
 if TYPE_CHECKING:
     import yaml
 
+MOST_CHARACTERS, MOST_NODES = 2**23, 2**18  # a run.json has some ten thousand
 ARGUMENTS = "arguments"  # of run.json
 
 _PAIR = re.compile(r"(?<!\\)((?:\\\\)*)(\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})")
@@ -44,7 +46,10 @@ def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[Conf
     if path.suffix == ".toml":
         _refuse_toml(path, known)
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as opened:
+            text = opened.read(MOST_CHARACTERS + 1)
+        if len(text) > MOST_CHARACTERS:
+            raise UserError(f"--config {file}: is longer than {MOST_CHARACTERS:,} characters: give a file of flags")
         if path.suffix == ".json":
             # YAML takes all of JSON but its tabs and its characters in two escapes
             text = _PAIR.sub(lambda pair: pair[1] + json.loads(f'"{pair[2]}"'), text.replace("\t", " "))
@@ -60,12 +65,27 @@ def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[Conf
         raise UserError(f"--config {file}: is nested too deeply to be read") from error
     if root is None:
         return []
+    if (size := _expanded(root, {})) > MOST_NODES:
+        what = (
+            "one of its aliases holds itself" if size == inf else f"its aliases come to {MOST_NODES:,} values and more"
+        )
+        raise UserError(f"--config {file}: {what}: write the values out")
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"--config {file}: give flags and their values, as `max_steps: 100`")
     arguments = next((value for key, value in root.value if key.value == ARGUMENTS), None)
     if isinstance(arguments, yaml.MappingNode):
         return list(_flags(file, arguments, known, of_run=True))
     return list(_flags(file, root, known))
+
+
+def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
+    """Return how many values a node holds once its aliases are written out; infinite for one that holds itself."""
+    if id(node) not in known:
+        known[id(node)] = inf
+        inner = [] if isinstance(node.value, str) else node.value
+        parts = [part for each in inner for part in (each if isinstance(each, tuple) else (each,))]
+        known[id(node)] = 1 + sum(_expanded(part, known) for part in parts)
+    return known[id(node)]
 
 
 def _refuse_toml(path: Path, known: Mapping[str, Field[object]]) -> NoReturn:

@@ -5,13 +5,16 @@ Nothing is built and no model family is named: the usual names of each size are 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.model.hub import cached
 from harness.config.model.plans import MODELS, families_of_matrix, plan_refusal
+from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
 from harness.config.values.pointers import whole
 from harness.errors import UserError
@@ -31,6 +34,11 @@ _INTERMEDIATE = (
     "ffn_hidden_size",
     "n_inner",
 )
+
+
+MOST_LAYERS, MOST_EXPERTS = 10_000, 100_000  # ten times more than anybody has trained
+_MANY_LAYERS = re.compile(r"(\w+_)?(n_?layers?|(num_)?(\w+_)?(layers|blocks)|depth)", re.IGNORECASE)
+_MANY_EXPERTS = re.compile(r"(\w+_)?experts", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +67,35 @@ def read_model_config(source: str) -> JsonObject:
     path = preset if preset.is_file() else (cached(source) or Path(source))
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = {"model_type": source} if is_model_type(source) else json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
+        config = {"model_type": source} if is_model_type(source) else read_json(path)
+    except (OSError, ValueError):
         names = ", ".join(sorted(p.parent.name for p in PRESETS.glob("*/config.json"))) or "none"
         hint = f"name a directory with config.json, a model type, a preset ({names}), or an id of the hub after "
         hint += "`hf download ID config.json`"
         raise UserError(f"--model {source}: no readable config.json; {hint}") from None
     if not isinstance(config, dict):
         raise UserError(f"--model {source}: config.json is not an object")
+    require_countable(config, f"--model {source}: config.json")
     return config
+
+
+def require_countable(config: Mapping[str, object], where: str) -> None:
+    """Raise UserError for a model config whose layers or experts nobody could build: to try would take for ever."""
+    layers = [*_counts(config, _MANY_LAYERS)]
+    experts = [*_counts(config, _MANY_EXPERTS)]
+    for name, count, most in (*((*each, MOST_LAYERS) for each in layers), *((*each, MOST_EXPERTS) for each in experts)):
+        if count > most:
+            raise UserError(f"{where}: {name} is {count:g}: must be at most {most:,}")
+
+
+def _counts(config: object, names: re.Pattern[str]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a config, and of the configs in it, whose names match."""
+    if not isinstance(config, Mapping):
+        return
+    for name, value in config.items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and names.fullmatch(str(name)):
+            yield str(name), value if value < sys.float_info.max else math.inf
+        yield from _counts(value, names)
 
 
 def is_model_type(source: str) -> bool:

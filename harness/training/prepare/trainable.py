@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.arguments import TrainingArguments
+from harness.config.model.shape import require_countable
 from harness.config.values.json_object import JsonObject
 from harness.data.batches.collate import MicroBatch
 from harness.deepspeed.pipeline import Layer
@@ -137,6 +138,7 @@ def model_source(model: Model) -> ModelSource | None:
     if isinstance(model, str):
         return read_source(model)
     if isinstance(model, PretrainedConfig):
+        require_countable(model.to_dict(), "the model's config")
         return ModelSource(name=model.model_type, config=model, weights=None)
     if isinstance(model, PreTrainedModel):
         return ModelSource.of_model(model)

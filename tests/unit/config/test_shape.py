@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 
 from harness.config.model.families import require_trainable_config
-from harness.config.model.shape import layer_drop, read_model_config, read_shape, require_every_layer
+from harness.config.model.shape import (
+    layer_drop,
+    read_model_config,
+    read_shape,
+    require_countable,
+    require_every_layer,
+)
 from harness.errors import UserError
+from harness.hf.locate import model_directory
 
 
 def written(folder: Path, config: object) -> str:
@@ -115,3 +122,27 @@ def test_a_family_that_cannot_be_trained_is_told_at_once(config: dict[str, Any],
         require_trainable_config(config, is_type_alone=False)
     assert str(refused.value).startswith(said)
     require_trainable_config(config, is_type_alone=True)  # of a type alone nothing is said that a config could change
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": 1e9},
+        {"n_layer": 10**90},
+        {"text_config": {"num_layers": 10_001}},
+        {"decoder_layers": 2, "num_decoder_layers": 10**6},
+        {"num_local_experts": 10**6},
+        {"n_routed_experts": 10**6},
+    ],
+)
+def test_a_model_that_nobody_could_build_is_refused_at_once(sizes, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    for read in (read_shape, model_directory):
+        with pytest.raises(UserError, match=r"config.json: \w+ is \S+: must be at most 10"):
+            read(str(tmp_path))
+
+
+def test_other_numbers_of_a_model_may_be_large():
+    require_countable({"num_hidden_layers": 126, "max_position_embeddings": 10**7, "max_window_layers": 80}, "x")
+    require_countable({"num_experts": 2048, "rope_theta": 1e30, "layer_norm_eps": 1e-5, "vocab_size": 10**6}, "x")

@@ -154,7 +154,7 @@ def test_words_of_a_list_stay_words(tmp_path: Path) -> None:
             id="two-names",
         ),
         pytest.param(
-            "a.yaml", "\ndeepspeed_config: &a {b: *a}\n", "a.yaml:2: deepspeed_config: has a value that", id="circle"
+            "a.yaml", "\ndeepspeed_config: &a {b: *a}\n", "a.yaml: one of its aliases holds itself", id="circle"
         ),
         pytest.param("a.yaml", "deepspeed_config: {b: !foo c}\n", "tag '!foo'", id="unknown-tag"),
         pytest.param("a.yaml", "deepspeed_config: {b: !!binary aGk=}\n", "has a value that JSON has not", id="bytes"),
@@ -229,3 +229,17 @@ def test_an_escape_that_is_escaped_is_none(tmp_path: Path) -> None:
     name = "\\ud83d\\ude00 🙂 \\"
     (tmp_path / "a.json").write_text(json.dumps({"run_name": name}))
     assert read(tmp_path / "a.json")[1].run_name == name
+
+
+def test_a_file_that_would_never_end_is_refused_at_once(tmp_path: Path) -> None:
+    laughs = "\n".join(
+        ["a0: &a0 [lol, lol, lol]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))]
+    )
+    (tmp_path / "laughs.yaml").write_text(f"{laughs}\nmax_steps: 1\n")
+    (tmp_path / "itself.yaml").write_text("run_name: &a [*a]\n")
+    told = {"laughs.yaml": "aliases come to 262,144 values and more", "itself.yaml": "one of its aliases holds itself"}
+    for name, words in told.items():
+        with pytest.raises(UserError, match=f"{words}: write the values out"):
+            parse([TrainingArguments], ["--config", str(tmp_path / name)], prog="t", description="", epilog="")
+    with pytest.raises(UserError, match="is longer than 8,388,608 characters: give a file of flags"):
+        parse([TrainingArguments], ["--config", "/dev/zero"], prog="t", description="", epilog="")
