@@ -56,7 +56,8 @@ def load_residue(reduction: CompressedReduction | None, checkpoint: Path, layout
 
 def describe(reduction: CompressedReduction, layout: str) -> str:
     """Return a text that is the same for reductions that can go on from each other's residue."""
-    placed = hashlib.sha256(str((list(reduction.sizes), list(reduction.kinds))).encode()).hexdigest()
+    parts = list(reduction.sizes), list(reduction.kinds), [bucket.size for bucket in reduction.buckets]
+    placed = hashlib.sha256(str(parts).encode()).hexdigest()
     return f"{layout}, rank {dist.get_rank()}, {reduction.bits} bits, {placed}"
 
 

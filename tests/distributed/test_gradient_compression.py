@@ -13,13 +13,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import harness.parallel.gradients.compressed
 from harness import Trainer
 from harness.dry_run.ledger import Ledger
 from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, CompressedReduction, wire_share
@@ -84,8 +87,38 @@ def reduce_alone() -> dict[str, Any]:
     plain.average(spoiled)
     found["not finite"] = [int((~value.isfinite()).sum()) for value in spoiled]
     found["residue"] = all(tensor.isfinite().all() for tensor in plain.state().values())
+    found["largest"], in_parts = of_small_buckets(gradients(0))
+    whole = gradients(0)
+    reduction(8).average(whole)
+    found["in parts"] = [torch.equal(a, b) for a, b in zip(in_parts, whole, strict=True)]
     found["choice"] = measure(dist.group.WORLD, torch.device("cpu")).bits
     return found
+
+
+class Largest(TorchDispatchMode):
+    """Notes the numbers in the largest tensor that is made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        held = {value.untyped_storage().data_ptr() for value in args if isinstance(value, Tensor)}
+        if isinstance(found, Tensor) and found.untyped_storage().data_ptr() not in held:
+            self.numbers = max(self.numbers, found.numel())
+        return found
+
+
+def of_small_buckets(values: list[Tensor]) -> tuple[int, list[Tensor]]:
+    """What is made of gradients that are larger than a bucket, and the numbers of the largest tensor meanwhile."""
+    with patch.object(harness.parallel.gradients.compressed, "BUCKET", 1024):
+        copied = [value.clone() for value in values]
+        tried = reduction(8)
+        with Largest() as largest:
+            tried.average(copied)
+        wide = torch.zeros(70, 101)
+        wide[:, :100] = values[3].view(70, 100)
+        reduction(8).average([*values[:3], wide[:, :100]])  # the last one is not contiguous
+    return largest.numbers, [*values[:3], wide[:, :100].reshape(-1)]
 
 
 def digest(value: Tensor) -> str:
@@ -183,6 +216,8 @@ def test_two_ranks_train_with_few_bits_and_resume_to_the_bit(tmp_path: Path) -> 
         assert alone[f"digest {bits}"] == other[f"digest {bits}"]
     assert alone["scaled"] and alone["residue"] and alone["not finite"] == other["not finite"] == [128, 0, 0, 128]
     assert alone["choice"] == other["choice"] == 0  # one host
+    # blocks that begin with a weight have the same mean wherever it is cut; nothing of a weight's size is made
+    assert alone["in parts"][2:] == [True, True] and alone["largest"] <= 1024 * 132 // 128
 
 
 def test_four_ranks_hold_the_same_weights_and_resume_to_the_bit(tmp_path: Path) -> None:

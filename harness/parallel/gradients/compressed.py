@@ -21,16 +21,25 @@ from torch import Tensor
 
 from harness.parallel.gradients.quantize import BLOCK, dequantize, quantize, row_bytes
 
-BUCKET = 1 << 25
-"""Numbers that are reduced together: what is held besides the gradients follows from it."""
+BUCKET = 1 << 22
+"""Numbers that are reduced together: 16 MiB in float32. What is held besides the gradients is a few times as much."""
 PACKED, ALIGNED, EXACT = "packed", "aligned", "exact"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A gradient of a bucket: its number among all gradients, and where it begins in the bucket."""
+    """A gradient of a bucket, or a part of one.
+
+    Attributes:
+        index: its number among all gradients.
+        start: its first number in the gradient.
+        length: of its numbers.
+        offset: where it begins in the bucket.
+    """
 
     index: int
+    start: int
+    length: int
     offset: int
 
 
@@ -43,15 +52,20 @@ class Bucket:
 
 
 def arrange(sizes: Sequence[int], order: Sequence[int], ranks: int, *, aligned: bool) -> Iterator[Bucket]:
-    """Yield buckets of the gradients `order`, of `sizes`; `aligned`: each begins a block."""
+    """Yield buckets of the gradients `order`, of `sizes`; `aligned`: each begins a block.
+
+    A gradient that is larger than a bucket is cut between two of its blocks.
+    """
     pieces: list[Piece] = []
     end = 0
     for index in order:
-        if pieces and end + sizes[index] > BUCKET:
-            yield Bucket(pieces=tuple(pieces), size=_up(end, BLOCK * ranks))
-            pieces, end = [], 0
-        pieces.append(Piece(index, end))
-        end += _up(sizes[index], BLOCK) if aligned else sizes[index]
+        for start in range(0, sizes[index], BUCKET):
+            length = min(BUCKET, sizes[index] - start)
+            if pieces and end + length > BUCKET:
+                yield Bucket(pieces=tuple(pieces), size=_up(end, BLOCK * ranks))
+                pieces, end = [], 0
+            pieces.append(Piece(index, start, length, end))
+            end += _up(length, BLOCK) if aligned else length
     if pieces:
         yield Bucket(pieces=tuple(pieces), size=_up(end, BLOCK * ranks))
 
@@ -83,12 +97,12 @@ class Residue:
 
 
 def compressed_mean(values: Tensor, residue: Residue, bits: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the mean of float32 `values` over the group, and keep what rounding takes away; all its ranks call it.
+    """Return the mean of float32 `values` (n) over the group, and keep what rounding takes away; all its ranks call it.
 
-    Where a rank has a number that is not finite, the mean's block is NaN on all ranks.
+    Adds the residue to `values`. Where a rank has a number that is not finite, the mean's block is NaN on all ranks.
     """
     ranks = dist.get_world_size(group)
-    sent, residue.sent = _rounded(values.add(residue.sent), bits)
+    sent, residue.sent = _rounded(values.add_(residue.sent), bits)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     mean = torch.zeros(len(values) // ranks, device=values.device)
@@ -139,19 +153,22 @@ class CompressedReduction:
         for residue in self.residues if scale != self.scale else ():
             residue.scale(scale / self.scale)
         self.scale = scale
+        flat = [gradient.reshape(-1) for gradient in gradients]  # a view, or a copy of what is not contiguous
         for bucket, residue in zip(self.buckets, self.residues, strict=True):
             values = torch.zeros(bucket.size, device=self.device)
-            of_bucket = [(gradients[piece.index], piece.offset) for piece in bucket.pieces]
-            for gradient, offset in of_bucket:
-                values[offset : offset + gradient.numel()] = gradient.reshape(-1)
+            for piece in bucket.pieces:
+                values[piece.offset : piece.offset + piece.length] = _part(flat, piece)
             mean = compressed_mean(values, residue, self.bits, self.group)
-            for gradient, offset in of_bucket:
-                gradient.copy_(mean[offset : offset + gradient.numel()].view_as(gradient))
-        for gradient, kind in zip(gradients, self.kinds, strict=True):
-            if kind == EXACT:
-                exact = gradient.float()
+            for piece in bucket.pieces:
+                _part(flat, piece).copy_(mean[piece.offset : piece.offset + piece.length])
+        for numbers, kind in zip(flat, self.kinds, strict=True):
+            for part in numbers.split(BUCKET) if kind == EXACT else ():
+                exact = part.float()
                 dist.all_reduce(exact, group=self.group)
-                gradient.copy_(exact.div_(dist.get_world_size(self.group)))
+                part.copy_(exact.div_(dist.get_world_size(self.group)))
+        for gradient, numbers in zip(gradients, flat, strict=True):
+            if not gradient.is_contiguous():
+                gradient.copy_(numbers.view_as(gradient))
 
     def state(self) -> dict[str, Tensor]:
         """Return what the next step depends on, by name."""
@@ -175,6 +192,10 @@ class CompressedReduction:
     def _arranged(self, kind: str) -> Iterator[Bucket]:
         order = [index for index, of_gradient in enumerate(self.kinds) if of_gradient == kind]
         return arrange(self.sizes, order, dist.get_world_size(self.group), aligned=kind == ALIGNED)
+
+
+def _part(flat: Sequence[Tensor], piece: Piece) -> Tensor:
+    return flat[piece.index][piece.start : piece.start + piece.length]
 
 
 def wire_share(bits: int) -> float:

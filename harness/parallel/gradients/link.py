@@ -15,7 +15,7 @@ from harness.parallel.gradients.compressed import Residue, compressed_mean
 from harness.parallel.gradients.quantize import BLOCK
 
 SAMPLE = 1 << 18
-"""Numbers of a trial: 1 MiB in float32."""
+"""Numbers of a trial: 1 MiB in float32. More than 2,048 ranks need more."""
 CLEARLY = 0.8
 """Fewer bits must take less than this part of the time: they cost accuracy, and a measurement is noisy."""
 
@@ -27,6 +27,7 @@ class Choice:
 
     bits: int
     seconds: dict[int, float]
+    numbers: int = SAMPLE
 
     def __str__(self) -> str:
         shown = ", ".join(
@@ -34,7 +35,7 @@ class Choice:
             for bits, seconds in self.seconds.items()
         )
         chosen = f"{self.bits} bits" if self.bits else "off"
-        return f"gradient compression: {chosen} (1 MiB of gradients: {shown})"
+        return f"gradient compression: {chosen} ({self.numbers * 4 / 2**20:.2g} MiB of gradients: {shown})"
 
 
 def measure(group: dist.ProcessGroup | None, device: torch.device) -> Choice:
@@ -43,7 +44,7 @@ def measure(group: dist.ProcessGroup | None, device: torch.device) -> Choice:
     if dist.get_world_size() > 1:
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
     seconds = dict(zip((0, 8, 4), times.tolist(), strict=True))
-    return Choice(choose(seconds), seconds)
+    return Choice(choose(seconds), seconds, trial_size(1 if group is None else dist.get_world_size(group)))
 
 
 def choose(seconds: dict[int, float]) -> int:
@@ -55,11 +56,16 @@ def choose(seconds: dict[int, float]) -> int:
     return bits
 
 
+def trial_size(ranks: int) -> int:
+    """Return how many numbers are tried: SAMPLE, in whole blocks for each rank, of which each has one at least."""
+    return max(1, SAMPLE // (BLOCK * ranks)) * BLOCK * ranks
+
+
 def _seconds(bits: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
     if group is None:
         return 0.0
     ranks = dist.get_world_size(group)
-    values = torch.ones(SAMPLE // (BLOCK * ranks) * BLOCK * ranks, device=device)
+    values = torch.ones(trial_size(ranks), device=device)
     residue = Residue.none(len(values), ranks, device)
 
     def once() -> Tensor:

@@ -13,8 +13,9 @@ from torch import nn
 from harness import TrainingArguments
 from harness.arguments.configure import read_run_config
 from harness.console import plain_console
-from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED
-from harness.parallel.gradients.link import Choice, choose
+from harness.parallel.gradients.compressed import ALIGNED, BUCKET, EXACT, PACKED, arrange
+from harness.parallel.gradients.link import Choice, choose, trial_size
+from harness.parallel.gradients.quantize import BLOCK
 from harness.parallel.tensor.shard import Shard, mark
 from harness.topology.groups import Groups
 from harness.topology.layout import Layout
@@ -86,6 +87,23 @@ def test_fewer_bits_must_be_clearly_faster(seconds: dict[int, float], bits: int)
     assert choose(seconds) == bits
     text = str(Choice(bits, seconds))
     assert text.startswith(f"gradient compression: {f'{bits} bits' if bits else 'off'} (1 MiB of gradients: float32 ")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 7, 2048, 2049, 16384])
+def test_a_trial_has_a_block_for_each_rank(ranks: int) -> None:
+    assert trial_size(ranks) >= BLOCK * ranks and trial_size(ranks) % (BLOCK * ranks) == 0
+
+
+def test_no_bucket_is_larger_than_a_bucket() -> None:
+    sizes = [5, 3 * BUCKET + 7, BUCKET, 200]
+    for aligned in (False, True):
+        buckets = list(arrange(sizes, range(4), 2, aligned=aligned))
+        assert all(bucket.size <= BUCKET for bucket in buckets)
+        pieces = [piece for bucket in buckets for piece in bucket.pieces]
+        assert all(piece.start % BLOCK == 0 and (piece.offset % BLOCK == 0 or not aligned) for piece in pieces)
+        for index, size in enumerate(sizes):
+            parts = [(piece.start, piece.start + piece.length) for piece in pieces if piece.index == index]
+            assert [0, *(end for _, end in parts)] == [*(start for start, _ in parts), size]
 
 
 def test_a_gradient_lies_where_ranks_with_the_same_weight_get_the_same_mean() -> None:
