@@ -28,6 +28,7 @@ from harness.topology.env import LaunchEnv
 from harness.training.prepare.preflight import check_before_start, limit_trial
 
 if TYPE_CHECKING:
+    from harness.data.inputs.datasets import Datasets
     from harness.training.trainer import Trainer
 
 DESCRIPTION = "Train a HuggingFace decoder in the layout of a DeepSpeed JSON config."
@@ -100,6 +101,9 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
     with watching_for_stopped_ranks(config.args.hang_seconds, console):
         source = read_source(script.model)
         data = script_datasets(script, source, config, env, console)
+    if script.preview_samples:
+        _preview(script.preview_samples, data, console)
+        return
     trainer = Trainer(
         source,
         config.args,
@@ -130,6 +134,20 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
     what = "model is" if trainer.run.adaptation is None else "adapters are"
     console.say(f"the {what} in {directory}, the metrics in {directory / 'metrics.jsonl'}")
     _shut_down(trainer)
+
+
+def _preview(count: int, data: Datasets, console: Console) -> None:
+    """Show the first samples, and end on all ranks together."""
+    import torch.distributed as dist
+
+    from harness.data.preview import shown
+
+    for number, text in enumerate(shown(data.train, data.tokenizer, count) if console.speaks else (), start=1):
+        console.say(f"sample {number}: {text}")
+    with activity.inside("ending"):
+        dist.barrier()
+    activity.ACTIVITY.stop_watching()
+    dist.destroy_process_group()
 
 
 def _guarded(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: LaunchEnv, console: Console) -> int:

@@ -55,7 +55,7 @@ class Conversations:
 
     def write(self, folder: Path, rows: tuple[int, int]) -> None:
         """Encode these rows, the first and the last + 1, into `folder`."""
-        ends, lost = array("q"), array("q")
+        ends, lost, learnt = array("q"), array("q"), 0
         with (folder / "ids").open("wb") as ids, (folder / "answers").open("wb") as answers:
             for start, stop in batches(self.lengths, *rows):
                 batch = self.documents[start:stop]
@@ -68,8 +68,10 @@ class Conversations:
                     kept.tofile(answers)
                     ends.append((ends[-1] if ends else 0) + len(kept))
                     lost.append(len(encoded.ids) - len(kept))
+                    learnt += int(np.count_nonzero(kept[1:]))
         np.asarray(ends, dtype=np.int64).tofile(folder / "ends")
         np.asarray(lost, dtype=np.int64).tofile(folder / "lost")
+        np.asarray([learnt], dtype=np.int64).tofile(folder / "learnt")
 
 
 class EncodedConversations:
@@ -81,6 +83,7 @@ class EncodedConversations:
         self._answers = [mapped(folder / "answers", np.bool_) for folder in folders]
         self._ends = [mapped(folder / "ends", np.int64) for folder in folders]
         self._lost = [mapped(folder / "lost", np.int64) for folder in folders]
+        self._learnt = sum(int(np.fromfile(folder / "learnt", dtype=np.int64)[0]) for folder in folders)
         self._last = np.cumsum([len(ends) for ends in self._ends], dtype=np.int64).tolist()
 
     def __len__(self) -> int:
@@ -109,6 +112,10 @@ class EncodedConversations:
     def tokens(self) -> int:
         """Return how many ids all conversations have."""
         return sum(map(len, self._ids))
+
+    def learnt(self) -> int:
+        """Return how many of them are learnt."""
+        return self._learnt
 
     def lost(self) -> tuple[int, int]:
         """Return how many conversations were cut, and how many ids they lost."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 # Part of the cache key: raise it when the same conversations give other samples.
-_FORMAT = 4
+_FORMAT = 5
 
 
 class Samples:

@@ -11,6 +11,7 @@ from pathlib import Path
 from harness.planner.hardware import Hardware
 from harness.report.charts import BarChart, Chart
 from harness.report.curves import curves, marks_of
+from harness.report.data_charts import data_charts
 from harness.report.facts import Fact, diagnostics, differences, facts, step_facts
 from harness.report.palette import of_run
 from harness.report.plotly_figures import figure
@@ -54,7 +55,9 @@ def charts_of(
 ) -> tuple[Sequence[Chart], Sequence[RunCharts]]:
     """Return the curves of all runs, and the charts of each; times are predicted on the given hardware."""
     predicted = [predict(run, hardware) for run in runs]
-    charts = [step_charts(run, one.memory_bytes) for run, one in zip(runs, predicted, strict=True)]
+    charts = [
+        [*data_charts(run), *step_charts(run, one.memory_bytes)] for run, one in zip(runs, predicted, strict=True)
+    ]
     return curves(runs), [RunCharts(*one) for one in zip(runs, predicted, charts, strict=True)]
 
 

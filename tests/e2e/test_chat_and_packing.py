@@ -55,12 +55,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         said = said or done.stdout
+    previewed = script_on_ranks(1, SCRIPT, *flags, "--preview_samples", 2, "--output_dir", folder / "previewed")
+    assert previewed.returncode == 0 and previewed.stdout.count("[[It is") >= 2, previewed.stdout + previewed.stderr
+    assert "step 1/" not in previewed.stdout and not (folder / "previewed" / "metrics.jsonl").exists()
     return folder / "pp2", folder / "pp1", said
 
 
 def test_two_stages_learn_what_one_process_learns(runs: tuple[Path, Path, str]) -> None:
     staged, alone, said = runs
     assert "training: 40 conversations of" in said and "packed into" in said
+    assert "tokens are learnt (" in said and "[[It is 0.<|end-of-document|>]]" in said
+    described = json.loads((staged / "run.json").read_text())["data"]
+    assert sum(described["lengths"]["counts"]) == 40 and described["sources"][0]["learnt"] > 0
     for mine, theirs in zip(metrics(staged), metrics(alone), strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-5)

@@ -46,6 +46,10 @@ class ScriptArguments(Flags):
         False, "evaluate, without a validation_file on a held-out part of train_file; alone: without training"
     )
 
+    preview_samples: int = flag(
+        0, "print so many samples of train_file, what is learnt of each between [[ and ]], and end without training"
+    )
+
     @property
     def trains(self) -> bool:
         """Whether the run trains, and does not only evaluate."""
@@ -66,6 +70,10 @@ class ScriptArguments(Flags):
                 f"--model_revision {self.model_revision}: only models of the hub have revisions, but "
                 f"--model_name_or_path is {self.model_name_or_path}"
             )
+        if self.preview_samples < 0:
+            raise UserError(f"--preview_samples {self.preview_samples}: must be 0 or more")
+        if self.preview_samples and not self.trains:
+            raise UserError("--preview_samples shows what is trained: remove --do_eval, or give --do_train")
         if not (self.trains or self.do_eval):
             raise UserError("--do_train false: nothing is to be done without --do_eval")
         percentage = self.validation_split_percentage

@@ -26,6 +26,7 @@ from harness.data.inputs.streams import stream_of_dataset, stream_of_files
 from harness.data.mixing.mixture import Source, described, joined
 from harness.data.on_disk.cache import Preparation, once_per_host
 from harness.data.on_disk.progress import Speaker
+from harness.data.preview import composition, summary
 from harness.data.samples import make_samples
 from harness.data.streaming.rows import is_iterable, read_all
 from harness.data.streaming.source import Streamed
@@ -210,4 +211,7 @@ def _on_each_host(build: Callable[[], Pair], tokenizer: Tokenizer, env: LaunchEn
     for name, data in {"training": train, **by_prefix(evaluation, "evaluation")}.items():
         for line in described(data):
             console.say(f"{name}: {line}")
+    if console.speaks:
+        for line in summary(composition(train)):
+            console.say(f"training: {line}")
     return Datasets(train=train, evaluation=evaluation, tokenizer=tokenizer)

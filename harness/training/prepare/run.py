@@ -78,6 +78,7 @@ def prepare_run(inputs: RunInputs) -> Run:
     collator = plan.data_collator if plan.source is None else TokenCollator(plan.data_collator, None, longest)
     data_check = DatasetCheck(source=plan.source, context=context, collator=collator)
     sample = _first_samples(data_check, plan)
+    startup_report.learnt(console, plan.data)
     expected = _expected(plan, context, sample, hosts.ranks_beside(context.groups.rank))
     trainable = _trainable(plan, context, sample)
     if trainable.causal is not None:  # the vocabulary is known now

@@ -14,6 +14,8 @@ from harness.config.schema.support import version_warning
 from harness.config.values.batch import bubble, idle, micro_batches_wanted
 from harness.config.values.layout_keys import DEEPSPEED_1F1B
 from harness.console import Console
+from harness.data.inputs.datasets import Datasets
+from harness.data.preview import BEGIN, END, shown
 from harness.hf.locate import presets
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
@@ -131,3 +133,9 @@ def padding(console: Console, share: float, *, packed: bool) -> None:
     """Point out packing where most of what the first batches compute is padding."""
     if share > 0.5 and not packed:
         console.say(f"{share:.0%} of the tokens of a batch are padding: --packing joins short conversations instead")
+
+
+def learnt(console: Console, data: Datasets) -> None:
+    """Show a sample of the training data, what is learnt of it between brackets: a wrong mask is seen there."""
+    for text in shown(data.train, data.tokenizer):
+        console.say(f"a sample, what is learnt of it between {BEGIN} and {END}: {text}")

@@ -14,6 +14,7 @@ from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import masked_by_name
 from harness.data.files.sources import find_files
 from harness.data.files.specs import TOKENS, find_tokens, source_groups
+from harness.data.preview import composition
 from harness.errors import UserError
 from harness.training.run import Run
 
@@ -29,7 +30,7 @@ def origin(run: Run, hosts: Sequence[str]) -> JsonObject:
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "git": git_state(Path.cwd()),
         "hosts": list(hosts),
-        "data": {**data_files(run.flags), "digest": run.digest},
+        "data": {**data_files(run.flags), "digest": run.digest, **composition(run.data.train)},
         "tokenizer": None
         if tokenizer is None
         else {

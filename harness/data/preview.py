@@ -1,0 +1,123 @@
+"""What a data set gives to learn, to be read by a person: samples with their learnt tokens marked, numbers, lengths.
+
+A mask that is wrong shows here, before a run has cost anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from harness.config.values.json_object import JsonObject
+from harness.data.batches.collate import IGNORED, AnyDataset
+from harness.data.blocks import Blocks
+from harness.data.mixing.mixture import Joined, Mixture
+from harness.data.samples import Samples
+from harness.data.tokenizer import ByteTokenizer, Tokenizer
+from harness.parallel.generators import own_generators, seed_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BEGIN, END = "[[", "]]"
+"""Around what is learnt."""
+_LONGEST_RUN = 240  # characters of a run of learnt or of other tokens; of a longer one its beginning and end are shown
+_MOST_RUNS = 12
+_COLUMNS = 20  # of a histogram
+
+
+def composition(data: AnyDataset | None) -> JsonObject:
+    """Return what data that was prepared here is made of: for each source its samples and tokens, and how long
+    conversations are; nothing of other data."""
+    if not isinstance(data, Joined | Blocks | Samples):
+        return {}
+    sources = data.sources if isinstance(data, Joined) else [data]
+    names: Sequence[str] = data.names if isinstance(data, Mixture) else [""] * len(sources)
+    shares: Sequence[float | None] = data.shares if isinstance(data, Mixture) else [None] * len(sources)
+    rows = [
+        {"name": name, "share": share, **_sizes(source)}
+        for name, share, source in zip(names, shares, sources, strict=True)
+    ]
+    lengths = [source.conversations.lengths() for source in sources if isinstance(source, Samples)]
+    return {"sources": rows, **({"lengths": _histogram(np.concatenate(lengths))} if lengths else {})}
+
+
+def summary(found: JsonObject) -> Iterator[str]:
+    """Give a line on how many tokens are learnt, and one on how long conversations are."""
+    tokens, learnt = (sum(row[name] for row in found.get("sources", ())) for name in ("tokens", "learnt"))
+    if tokens:
+        yield f"{learnt:,} of {tokens:,} tokens are learnt ({learnt / tokens:.1%})"
+    if "lengths" in found:
+        lengths = found["lengths"]
+        yield (
+            f"conversations have {lengths['least']:,} to {lengths['most']:,} tokens, half of them up to "
+            f"{lengths['median']:,}, 95% up to {lengths['p95']:,}"
+        )
+
+
+def shown(data: AnyDataset | None, tokenizer: Tokenizer | None, count: int = 1) -> Iterator[str]:
+    """Give some samples as text on one line each, what is learnt of it between brackets; nothing of samples that
+    have no ids, or where no tokenizer is known."""
+    if data is None or tokenizer is None or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        return
+    as_text = tokenizer.as_transformers() if isinstance(tokenizer, ByteTokenizer) else tokenizer
+    count = min(count, len(data))
+    rows = data.order(0, count, 0).tolist() if isinstance(data, Mixture) else range(count)  # of each source some
+    for index in rows:
+        with own_generators(seed_of("preview", index)):
+            sample = data[index]
+        if not isinstance(sample, Mapping) or "input_ids" not in sample:
+            return
+        yield _marked(sample, as_text)
+
+
+def _marked(sample: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
+    ids = torch.as_tensor(sample["input_ids"]).flatten().tolist()
+    labels = torch.as_tensor(sample.get("labels", sample["input_ids"])).flatten().tolist()
+    used = max((i for i, label in enumerate(labels) if label != IGNORED), default=-1) + 1
+    if "attention_mask" in sample:
+        used = max(used, int(torch.as_tensor(sample["attention_mask"]).sum()))
+    learnt = [label != IGNORED and place > 0 for place, label in enumerate(labels)]  # the first is never predicted
+    pairs = list(zip(ids, learnt, strict=True))[:used]
+    runs = [(is_learnt, [one for one, _ in run]) for is_learnt, run in groupby(pairs, key=lambda pair: pair[1])]
+    texts = []
+    for is_learnt, run in runs[:_MOST_RUNS]:
+        text = _cut(_on_one_line(str(tokenizer.decode(run, skip_special_tokens=False))))
+        texts.append(f"{BEGIN}{text}{END}" if is_learnt else text)
+    return "".join(texts) + (" ..." if len(runs) > _MOST_RUNS else "")
+
+
+def _on_one_line(text: str) -> str:
+    """Return a text with line breaks and whatever else would move a terminal's cursor written as escapes."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
+def _cut(text: str) -> str:
+    half = _LONGEST_RUN // 2
+    return text if len(text) <= _LONGEST_RUN else f"{text[:half]} ... {text[-half:]}"
+
+
+def _sizes(source: Blocks | Samples) -> JsonObject:
+    """Return samples, tokens and learnt tokens of a source."""
+    if isinstance(source, Samples):
+        tokens, learnt = source.conversations.tokens(), source.conversations.learnt()
+        return {"samples": len(source), "tokens": tokens, "learnt": learnt}
+    tokens = len(source) * source.block_size
+    return {"samples": len(source), "tokens": tokens, "learnt": tokens - len(source)}
+
+
+def _histogram(lengths: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> JsonObject:
+    """Return how many conversations have how many tokens; `edges` has one more than `counts`."""
+    edges = np.unique(np.linspace(lengths.min(), lengths.max() + 1, _COLUMNS + 1).astype(np.int64))
+    counts, _ = np.histogram(lengths, edges)
+    at = {
+        "median": np.median(lengths),
+        "p95": np.percentile(lengths, 95),
+        "least": lengths.min(),
+        "most": lengths.max(),
+    }
+    return {**{name: int(value) for name, value in at.items()}, "edges": edges.tolist(), "counts": counts.tolist()}
