@@ -91,6 +91,7 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
     """Read the data, train, evaluate, export."""
     from harness.data.inputs.datasets import script_datasets
     from harness.hf.skeleton import read_source
+    from harness.resilience.process.distributed import require_supported
     from harness.training.recording.metrics import note_wall_clock
     from harness.training.trainer import Trainer
 
@@ -98,6 +99,7 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
     console.say(f"preparing {script.model} and {' '.join(files)}")
     if script.trains and (note := limit_trial(script, config.args)):
         console.say(note)
+    require_supported(config.resolved)
     with watching_for_stopped_ranks(config.args.hang_seconds, console):
         source = read_source(script.model)
         data = script_datasets(script, source, config, env, console)

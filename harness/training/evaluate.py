@@ -15,6 +15,7 @@ from harness.data.batches.same_data import require_same_data
 from harness.data.batches.stream import data_digest, dataset_length
 from harness.data.inputs.datasets import later_dataset
 from harness.data.inputs.input_types import require_dataset
+from harness.data.inputs.tables import as_dataset
 from harness.data.streaming.rows import read_all
 from harness.errors import UserError
 from harness.resilience.process import signals
@@ -73,7 +74,7 @@ def _tokens(run: Run, dataset: AnyDataset, name: str) -> MapDataset:
     """Return the samples of a data set that the run did not begin with."""
     source = run.source if run.data_collator is collate else None
     require_dataset(name, dataset)
-    data = read_all(dataset, name)
+    data = read_all(as_dataset(dataset), name)
     return later_dataset(data, name, run.data.tokenizer, source, run.args, run.env, run.console)
 
 

@@ -98,12 +98,7 @@ class BatchStream:
         self._ahead = ReadAhead(self._read, self._following, workers) if workers else None
         self._tokens: int | None = None
         self._masked = 0
-        if self.n < self.global_batch:
-            raise UserError(
-                f"the data set has {counted(self.n, 'sample')}, fewer than one global batch of {self.global_batch} "
-                f"(micro-batch {micro_batch} x accumulation {accumulation} x data parallel {data_size}): "
-                "give more text, a smaller --block_size or a smaller train_batch_size"
-            )
+        require_samples(self.n, micro_batch, accumulation, data_size)
 
     @property
     def global_batch(self) -> int:
@@ -188,6 +183,17 @@ class BatchStream:
             seeds=[seed_of("samples", self.seed, place) for place in places[mine]],
             length=lengths[0] if self.one_length else None,
             tokens=None if found.lengths is None else found.tokens - found.padding,
+        )
+
+
+def require_samples(count: int, micro_batch: int, accumulation: int, data_size: int, *, at_most: bool = False) -> None:
+    """Raise UserError for fewer samples than one global batch; `at_most`: `count` is their largest possible number."""
+    if count < (batch := micro_batch * accumulation * data_size):
+        number = f"{'at most ' if at_most else ''}{counted(count, 'sample')}"
+        raise UserError(
+            f"the data set has {number}, fewer than one global batch of {batch} "
+            f"(micro-batch {micro_batch} x accumulation {accumulation} x data parallel {data_size}): "
+            "give more text, a smaller --block_size or a smaller train_batch_size"
         )
 
 

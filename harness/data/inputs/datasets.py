@@ -5,7 +5,7 @@ What is tokens already is left alone. On each host one rank prepares, the others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -16,6 +16,7 @@ from harness.arguments.themes.script import ScriptArguments
 from harness.console import Console
 from harness.data.batches.collate import AnyDataset, MapDataset
 from harness.data.batches.evaluation import EvaluationData, by_prefix
+from harness.data.batches.stream import require_samples
 from harness.data.blocks import make_blocks, token_blocks
 from harness.data.files.documents import as_documents, holds_tokens
 from harness.data.files.sources import hold_out, read_documents
@@ -23,6 +24,7 @@ from harness.data.files.specs import TOKENS, SourceGroup, find_tokens, source_gr
 from harness.data.inputs.sample_form import NEEDS_TOKENIZER, SampleForm
 from harness.data.inputs.stream_flags import refuse_buffer
 from harness.data.inputs.streams import stream_of_dataset, stream_of_files
+from harness.data.inputs.tables import as_dataset
 from harness.data.mixing.mixture import Source, described, joined
 from harness.data.on_disk.cache import Preparation, once_per_host
 from harness.data.on_disk.progress import Speaker
@@ -46,6 +48,7 @@ Pair: TypeAlias = tuple[MapDataset | None, EvaluationData]
 Documents: TypeAlias = "Dataset | list[Path]"
 """Documents to be tokenised, or files of tokens."""
 
+_COUNTED = 1000  # documents whose bytes are counted before they are tokenised
 _Data = TypeVar("_Data", bound=AnyDataset)
 
 
@@ -85,9 +88,23 @@ def script_datasets(
             return None, evaluation
         if script.streaming:
             return stream_of_files(groups, weights, tokenizer, form, args.shuffle_buffer_size), evaluation
+        _require_enough(documents, form, config)
         return joined([lay_out(each) for each in documents], weights, names), evaluation
 
     return _on_each_host(build, tokenizer, env, console)
+
+
+def _require_enough(documents: Sequence[Documents], form: SampleForm, config: RunConfig) -> None:
+    """Raise UserError, before anything is tokenised, for training data that cannot come to one global batch."""
+    most = 0.0
+    for each in documents:
+        if isinstance(each, list) or (len(each) > _COUNTED and "conversation" not in each.column_names):
+            return  # tokens are counted already; many documents come to more
+        most += len(each)
+        if "conversation" not in each.column_names:  # a token is seldom less than a byte
+            most += sum(2 * len(text.encode()) + 8 for text in each["text"]) / form.block_size
+    resolved = config.resolved
+    require_samples(int(most), resolved.micro_batch, resolved.accumulation, resolved.dp_size, at_most=True)
 
 
 def _read(group: SourceGroup, say: Callable[[str], None]) -> Documents:
@@ -112,8 +129,8 @@ def user_datasets(
     Raises UserError where there is something to prepare and no tokenizer, and for --packing and --block_size where they
     could not act.
     """
-    args = config.args
-    evaluation = _each(given_evaluation, lambda data: read_all(data, "eval_dataset"))
+    args, given_train = config.args, as_dataset(given_train)
+    evaluation = _each(given_evaluation, lambda data: read_all(as_dataset(data), "eval_dataset"))
     train = stream_of_dataset(given_train, tokenizer, source, args) if is_iterable(given_train) else given_train
     if not isinstance(train, Streamed):
         refuse_buffer(args)
@@ -127,10 +144,16 @@ def user_datasets(
         raise UserError(NEEDS_TOKENIZER)
     _require_cut(source, config)
     say = Speaker(console.say, console.out if console.speaks and console.is_terminal else None)
-    lay_out = _layer_out(tokenizer, SampleForm.of(tokenizer, source, args), say)
+    form = SampleForm.of(tokenizer, source, args)
+    lay_out = _layer_out(tokenizer, form, say)
 
     def prepared(data: MapDataset, name: str) -> MapDataset:
-        return data if holds_tokens(data) else lay_out(as_documents(data, name, say))
+        if holds_tokens(data):
+            return data
+        documents = as_documents(data, name, say)
+        if data is train:
+            _require_enough([documents], form, config)
+        return lay_out(documents)
 
     def build() -> Pair:
         trained = None if train is None else prepared(train, "train_dataset")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
-from harness.config import ConfigError
+from harness.config import ConfigError, Resolved
 from harness.config.check import unsupported_on_cpu
 from harness.config.values.json_object import JsonObject
 from harness.deepspeed.orthogonal import import_muon_without_compiler
@@ -120,6 +120,12 @@ def require_precision(precision: str) -> None:
         raise UserError(
             f"{precision} is not supported on this {accelerator.device_name()}: use {' or '.join([*others, 'fp32'])}"
         )
+
+
+def require_supported(resolved: Resolved) -> None:
+    """Raise UserError for a config that this machine's devices cannot run; no process group is needed."""
+    require_precision(resolved.precision)
+    require_device(resolved.config, torch.device(get_accelerator().device_name()))
 
 
 def require_device(config: JsonObject, device: torch.device) -> None:

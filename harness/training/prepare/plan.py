@@ -22,13 +22,14 @@ from harness.config.model.shape import layer_drop, require_every_layer
 from harness.console import Console
 from harness.data.batches.collate import AnyDataset, Collator, collate
 from harness.data.batches.evaluation import EvaluationData
-from harness.data.batches.stream import data_digest, dataset_length
+from harness.data.batches.stream import data_digest, dataset_length, require_samples
 from harness.data.inputs.datasets import Datasets, user_datasets
 from harness.data.inputs.input_types import require_types
 from harness.data.tokenizer import Tokenizer
 from harness.errors import UserError
 from harness.hf.lora import Adaptation, fingerprint
 from harness.hf.skeleton import ModelSource
+from harness.resilience.process.distributed import require_supported
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
@@ -107,6 +108,7 @@ def plan_run(inputs: RunInputs) -> RunPlan:
         _require_for_layers(inputs)
     model = inputs.model if isinstance(inputs.model, str) else None
     config = inputs.config or read_run_config(args, world_size=env.world_size, model=model)
+    require_supported(config.resolved)
     with watching_for_stopped_ranks(args.hang_seconds, inputs.console):
         data = user_datasets(
             inputs.train_dataset,
@@ -120,6 +122,8 @@ def plan_run(inputs: RunInputs) -> RunPlan:
     _require_evaluation(args, data)
     samples = None if data.train is None else dataset_length(data.train)
     resolved, max_steps, layout = resolve_for(source, config, samples, env.world_size)
+    if samples is not None:
+        require_samples(samples, resolved.micro_batch, resolved.accumulation, resolved.dp_size)
     if source is None:
         _require_config_for_layers(resolved)
     adapters = fingerprint(adaptation, args.seed if source and source.weights is None else None)

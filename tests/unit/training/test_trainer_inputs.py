@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from harness import Trainer, TrainingArguments, UserError
+from harness.data.inputs import datasets
+from harness.data.tokenizer import ByteTokenizer
 
 POINTS = [(torch.tensor([i / 8, 1.0]), torch.tensor([i / 4])) for i in range(8)]
 TOKENS = [{"input_ids": [(5 * i + k) % 250 for k in range(4)]} for i in range(8)]
@@ -23,7 +25,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
 
     def trainer(model: Any = None, data: Any = POINTS, evaluation: Any = None, **more: Any) -> Trainer:
         config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
-        names = ("max_steps", "save_steps", "eval_steps", "metric_for_best_model", "load_best_model_at_end")
+        names = ("max_steps", "save_steps", "eval_steps", "metric_for_best_model", "load_best_model_at_end", "fp16")
         settings = {"max_steps": 1, "save_steps": 0} | {name: more.pop(name) for name in names if name in more}
         arguments = TrainingArguments(str(tmp_path / "run"), deepspeed_config=config, **settings)
         given = {"loss_fn": MSE, **more}
@@ -208,3 +210,45 @@ def test_an_evaluation_is_the_mean_over_all_labels_whatever_the_number_of_sample
         found = ours.evaluate(rows)
         assert found["eval_loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, labels)), rel=1e-5)
         assert found["eval_samples"] == samples
+
+
+@pytest.mark.parametrize("kind", ["pandas", "pyarrow"])
+def test_a_table_is_a_data_set_of_its_rows(kind: str, make: Callable[..., Trainer]) -> None:
+    package = pytest.importorskip(kind)
+    columns = {"input_ids": [row["input_ids"] for row in TOKENS]}
+    table = package.DataFrame(columns, index=range(3, 11)) if kind == "pandas" else package.table(columns)
+    ours = make("tiny-llama", table, {"a": table}, loss_fn=None, eval_steps=1)
+    assert [ours.train_dataset[i] for i in range(8)] == TOKENS
+    assert ours.train().global_step == 1
+    assert ours.evaluate(table)["eval_samples"] == 8
+
+
+def test_too_few_samples_are_told_before_they_are_tokenised(
+    make: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tokenised(*_: object, **__: object) -> None:
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr(datasets, "make_samples", tokenised)
+    monkeypatch.setattr(datasets, "make_blocks", tokenised)
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    for data, most in (([{"messages": chat}] * 3, 3), ([{"text": "a" * 40}] * 2, 2)):
+        told = refused(lambda data=data: make("tiny-llama", data, loss_fn=None, processing_class=ByteTokenizer()))
+        assert told.startswith(
+            f"the data set has at most {most} samples, fewer than one global batch of 4 (micro-batch 2"
+        )
+
+
+def test_a_precision_that_the_device_has_not_is_told_before_the_data_is_read(
+    make: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda _: False)
+
+    class Unread(list[Any]):
+        def __getitem__(self, i: Any) -> Any:
+            raise AssertionError("read")
+
+    with pytest.raises(UserError, match="fp16 is not supported on this"):
+        make("tiny-llama", Unread(TOKENS), loss_fn=None, fp16=True)
