@@ -80,14 +80,17 @@ def _stored(state: EngineState, progress: Progress) -> tuple[list[tuple[str, lis
     )
 
 
-def require_savable(state: EngineState) -> None:
-    """Raise UserError if a checkpoint would lack values of the model or of the optimizer, or no file can hold them; all
-    ranks call it."""
+def require_savable(state: EngineState) -> list[str]:
+    """Return the names of what the optimizer keeps for each weight; all ranks call it.
+
+    Raises UserError if a checkpoint would lack values of the model or of the optimizer, or no file can hold them.
+    """
     with states_in_memory(state.engine.optimizer):
         held = state.held()
-        templates(state.engine.optimizer, held)
+        found = templates(state.engine.optimizer, held)
         require_each_value_once(held, state.groups)
         all_or_none(lambda: require_storable(map(entry_of, held)))
+    return kinds(found.values())
 
 
 def templates(optimizer: EngineOptimizer, held: Sequence[Held]) -> dict[tuple[int, int], Template]:

@@ -158,6 +158,7 @@ class OpenFiles:
     def __init__(self, *, several_hosts: bool) -> None:
         self._several_hosts = several_hosts
         self._descriptors: dict[Path, int] = {}
+        self._shared: set[int] = set()  # those of files on NFS
 
     def __enter__(self) -> OpenFiles:
         return self
@@ -175,8 +176,10 @@ class OpenFiles:
             return
         try:
             if place.path not in self._descriptors:
-                at_once = os.O_DSYNC if self._several_hosts and _is_on_nfs(place.path) else 0
-                self._descriptors[place.path] = os.open(place.path, os.O_WRONLY | os.O_CLOEXEC | at_once)
+                at_once = self._several_hosts and _is_on_nfs(place.path)
+                flags = os.O_WRONLY | os.O_CLOEXEC | (os.O_DSYNC if at_once else 0)
+                self._descriptors[place.path] = os.open(place.path, flags)
+                self._shared |= {self._descriptors[place.path]} if at_once else set()
             self._write(self._descriptors[place.path], place, tuple(start), values)
         except OSError as error:
             raise UserError(f"{place.path}: cannot be written: {error.strerror}") from error
@@ -186,6 +189,8 @@ class OpenFiles:
         for path, descriptor in self._descriptors.items():
             try:
                 os.fsync(descriptor)
+                if descriptor in self._shared:  # what is read from here on is what the server has, of all hosts
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             except OSError as error:
                 raise UserError(f"{path}: cannot be written: {error.strerror}") from error
 

@@ -7,16 +7,21 @@ about to do; only then a model is built.
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import cast
 
+import torch
 import torch.distributed as dist
 
 from harness.checkpoint import directories
 from harness.checkpoint.engine_state import require_savable
 from harness.checkpoint.integrity import run_id
+from harness.checkpoint.room import room
 from harness.checkpoint.run_lock import lock_directory, unlock_directory
+from harness.checkpoint.trial import try_saving
 from harness.data.batches.collate import MicroBatch
 from harness.data.batches.evaluation import by_prefix, evaluation_digest
 from harness.data.batches.stream import BatchStream
@@ -71,6 +76,8 @@ def prepare_run(inputs: RunInputs) -> Run:
     context, foreign_groups = _join(plan)
     hosts = Hosts(tuple(values_of_all(host_id())))
     plan.resolved = context.resolved
+    if plan.data.train is not None:
+        try_saving(plan.output_dir, several_hosts=len(hosts.names) > 1)
     plan.checkpoint = intact_checkpoint(plan, args)
     startup_report.placement(console, plan.layout, hosts)
     take_first_ranks(tensors_in_memory(plan.model, plan.source, plan.adaptation), context.device, console)
@@ -116,8 +123,19 @@ def prepare_run(inputs: RunInputs) -> Run:
     if run.resolved.zero_stage != 2:  # which would need up to half as much again
         keep_freed_memory(run.device)
     if args.saves:
-        require_savable(run.engine_state)
+        _tell_room(run, require_savable(run.engine_state))
     return run
+
+
+def _tell_room(run: Run, states: Sequence[str]) -> None:
+    """Warn if a checkpoint does not fit on the disk. `states`: what the optimizer keeps for each trained weight."""
+    stored = run.trainable.size(trained=run.adaptation is not None)
+    kept = 0 if run.args.save_only_model else len(states) * run.trainable.size(trained=True)
+    needed = (stored + kept) * torch.float32.itemsize
+    with suppress(OSError):
+        disk = shutil.disk_usage(run.output_dir)
+        if run.env.rank == 0 and disk.total and needed > disk.free:  # some file systems, as ramfs, know no size
+            run.console.warn(f"a checkpoint takes about {needed:,} bytes, {room(run.output_dir)}: saves will fail")
 
 
 def _join(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:

@@ -1,0 +1,81 @@
+"""Find out before the first step whether checkpoints can be written, by the calls that write them.
+
+A run that only finds out at its first save has trained for nothing until then. All ranks write into one file, side by
+side within the same pages, so that a file system on which hosts overwrite each other's bytes is found out, too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from harness.checkpoint.atomic import exchange, sync_file, sync_folder
+from harness.checkpoint.directories import partial_name, remove
+from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, Place, create, places_in
+from harness.errors import UserError
+from harness.topology.agreement import all_or_none, spell_ranks, values_of_all
+
+VALUES = 1000  # that a rank writes: no whole number of pages
+
+
+def try_saving(output_dir: Path, *, several_hosts: bool) -> None:
+    """Write a small file in the place of a checkpoint, read it back, and remove it; all ranks call it.
+
+    UserError, on all ranks alike, if that fails; nothing is left in either case.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    folder = output_dir / partial_name(0)
+    path = folder / "trial.safetensors"
+    header, (place,) = places_in(path, [Entry(name="w", shape=(ranks, VALUES), dtype=torch.float32, trained=True)])
+    try:
+        all_or_none(lambda: _create(path, header, place) if rank == 0 else None)
+        all_or_none(lambda: _write(place, rank, several_hosts=several_hosts))
+        lost = values_of_all(_lost(place, ranks) if rank == 0 else [])[0]
+        if lost:
+            raise UserError(
+                f"what {spell_ranks(lost)} wrote is not in the file: the file system loses what several ranks write to "
+                "one file: use another one"
+            )
+        all_or_none(lambda: _rename(folder) if rank == 0 else None)
+    except UserError as error:
+        raise UserError(f"--output_dir {output_dir}: checkpoints cannot be written there: {error}") from error
+    finally:
+        if rank == 0:
+            remove([folder, _other(folder)])
+
+
+def _create(path: Path, header: bytes, place: Place) -> None:
+    remove([path.parent, _other(path.parent)])  # of a run that was killed while it tried
+    path.parent.mkdir(parents=True)
+    create(path, header, [place])
+
+
+def _write(place: Place, rank: int, *, several_hosts: bool) -> None:
+    with OpenFiles(several_hosts=several_hosts) as opened:
+        opened.write(place, (rank, 0), torch.full((1, VALUES), rank + 1.0))
+        opened.sync()
+
+
+def _lost(place: Place, ranks: int) -> list[int]:
+    """Return the ranks whose values are not in the file."""
+    content = bytearray(place.path.read_bytes()[place.start :])
+    if len(content) != place.entry.nbytes:
+        return list(range(ranks))
+    rows = torch.frombuffer(content, dtype=torch.float32).view(ranks, VALUES)
+    return [rank for rank, row in enumerate(rows) if not bool((row == rank + 1).all())]
+
+
+def _rename(folder: Path) -> None:
+    """Rename a folder as a whole checkpoint is, and exchange it with another one where the file system can."""
+    sync_file(folder / "trial.safetensors")
+    sync_folder(folder)
+    other = folder.rename(_other(folder))
+    folder.mkdir()
+    exchange(folder, other)
+    sync_folder(folder.parent)
+
+
+def _other(folder: Path) -> Path:
+    return folder.with_name("writing-removed-0")

@@ -1,0 +1,53 @@
+"""Before the first step a run finds out whether checkpoints can be written, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from harness.checkpoint.tensors import tensor_writer
+from harness.checkpoint.tensors.tensor_writer import OpenFiles
+from harness.checkpoint.trial import try_saving
+from harness.errors import UserError
+from tests.unit.training.full_disk import full_disk
+
+pytestmark = pytest.mark.usefixtures("groups")
+
+
+def refused(folder: Path) -> str:
+    """What is said of a folder in which nothing is left."""
+    with pytest.raises(UserError, match=f"^--output_dir {folder}: checkpoints cannot be written there: ") as told:
+        try_saving(folder, several_hosts=False)
+    assert not list(folder.iterdir()) and "\n" not in str(told.value)
+    return str(told.value)
+
+
+def test_a_folder_that_can_be_written_to_is_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "writing-checkpoint-0").mkdir()  # of a run that was killed while it tried
+    for several_hosts in (False, True):
+        try_saving(tmp_path, several_hosts=several_hosts)
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "reserve"])
+def test_what_would_fail_at_a_save_fails_now(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(tensor_writer if call == "reserve" else os, call, fail)
+    assert "Disk quota exceeded" in refused(tmp_path)
+
+
+def test_a_file_that_may_not_grow_is_one_line(tmp_path: Path) -> None:
+    with full_disk(100):
+        assert "trial.safetensors: " in refused(tmp_path)
+
+
+def test_a_file_system_that_loses_what_a_rank_writes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OpenFiles, "write", lambda *_: None)
+    assert "what rank 0 wrote is not in the file" in refused(tmp_path)
