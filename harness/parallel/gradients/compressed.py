@@ -102,22 +102,23 @@ def compressed_mean(values: Tensor, residue: Residue, bits: int, group: dist.Pro
     Adds the residue to `values`. Where a rank has a number that is not finite, the mean's block is NaN on all ranks.
     """
     ranks = dist.get_world_size(group)
-    sent, residue.sent = _rounded(values.add_(residue.sent), bits)
+    sent = _rounded(values.add_(residue.sent), residue.sent, bits)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     mean = torch.zeros(len(values) // ranks, device=values.device)
     for part in received.chunk(ranks):  # in the order of the ranks, so that equal blocks have equal sums anywhere
         mean += dequantize(part, bits).view(-1)
-    owned, residue.owned = _rounded(mean.div_(ranks).add_(residue.owned), bits)
+    owned = _rounded(mean.div_(ranks).add_(residue.owned), residue.owned, bits)
     dist.all_gather_single(sent, owned, group=group)
     return dequantize(sent, bits).view(-1)
 
 
-def _rounded(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return quantised blocks, and what they lack of `values`: nothing where those are not finite."""
+def _rounded(values: Tensor, lost: Tensor, bits: int) -> Tensor:
+    """Return quantised blocks; `lost` becomes what they lack of `values`: nothing where those are not finite."""
     rows = quantize(values.view(-1, BLOCK), bits)
-    lost = values - dequantize(rows, bits).view(-1)
-    return rows, lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).bfloat16()
+    back = dequantize(rows, bits).view(-1)
+    lost.copy_(torch.sub(values, back, out=back).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+    return rows
 
 
 @dataclass(kw_only=True)
