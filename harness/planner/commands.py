@@ -16,6 +16,7 @@ from harness.planner.calibrate import calibrate
 from harness.planner.counted import counted_decoder
 from harness.planner.estimate import estimate as estimate_layout
 from harness.planner.estimate import of_config, require_precision
+from harness.planner.habits import HABITS
 from harness.planner.hardware import load_hardware, names
 from harness.planner.page.write import write_page
 from harness.planner.preset import write_preset
@@ -92,6 +93,12 @@ def plan(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 where it is faster than fp32"
     )
+    parser.add_argument(
+        "--like",
+        choices=tuple(HABITS),
+        default="deepspeed",
+        help="the program whose habits are predicted (default: deepspeed, as this harness runs it)",
+    )
     parser.add_argument("--top", type=positive, default=10, help="rows of the table (default: 10)")
     parser.add_argument("--row", type=positive, default=1, help="with --write: the row to write (default: 1, the best)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the DeepSpeed JSON of a row")
@@ -100,6 +107,9 @@ def plan(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     require_trainable_family(args.model)
+    for name in ("write", "page"):
+        if args.like != "deepspeed" and getattr(args, name) is not None:
+            raise UserError(f"--{name} is for --like deepspeed: {args.like} reads no DeepSpeed JSON")
     task = _task(args)
     found = search(task)
     if args.page is not None:
@@ -139,6 +149,7 @@ def _task(args: argparse.Namespace) -> Task:
         global_batch=args.global_batch_size,
         precision=args.precision,
         shape=shape,
+        habits=HABITS[args.like],
     )
 
 

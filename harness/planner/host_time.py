@@ -15,8 +15,6 @@ from harness.planner.workload import Strategy, Workload
 # Operations that a host issues for a layer's forward, counted on a decoder of transformers; backward issues twice as
 # many, one gradient for each input. A collective takes as long as a few of them.
 OPERATIONS, COLLECTIVE_OPERATIONS = 50, 3
-# What a softmax of scores takes beside its kernel where it is not fused: two casts, the scale and the mask.
-SOFTMAX_OPERATIONS = 4
 # On a host: what the harness and its engine do around a layer, both ways; of an all-reduce within a layer, with the
 # autograd function around it; of a layer's recomputation beside its forward; of ZeRO-3's hooks on a layer's modules,
 # both ways; of what a micro-batch takes beside its layers, both ways; and of a layer's part in an update.
@@ -27,8 +25,6 @@ def with_issue(
     hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, device: Seconds
 ) -> Seconds:
     """Return the seconds of a layer, of whose own work `device` has the seconds."""
-    if workload.replayed:
-        return device
     operations = _operations(workload, strategy, layer)
     if not hardware.is_host:
         issue = (operations + (2 * COLLECTIVE_OPERATIONS if strategy.tensor > 1 else 0)) * hardware.dispatch_seconds
@@ -46,17 +42,10 @@ def _operations(workload: Workload, strategy: Strategy, layer: LayerShape) -> in
     Routing takes as many again as a dense layer. Where experts are multiplied one by one, each takes two products, and
     in less than 16 bits two casts of their inputs.
     """
-    is_fused = workload.fused_attention or fuses_softmax(workload, strategy, layer)
-    dense = OPERATIONS + (0 if is_fused else SOFTMAX_OPERATIONS)
     if not layer.experts:
-        return dense
+        return OPERATIONS
     each = 4 if PRODUCT_BYTES[workload.precision] < 2 else 2
-    return dense + OPERATIONS + (0 if workload.grouped_experts else each * held_experts(strategy, layer))
-
-
-def fuses_softmax(workload: Workload, strategy: Strategy, layer: LayerShape) -> bool:
-    """Whether a rank's scores suit the fused softmax."""
-    return strategy.micro_batch * -(-layer.heads // strategy.tensor) % workload.softmax_heads == 0
+    return 2 * OPERATIONS + (0 if workload.habits.grouped_experts else each * held_experts(strategy, layer))
 
 
 def held_experts(strategy: Strategy, layer: LayerShape) -> int:

@@ -6,15 +6,15 @@ from functools import lru_cache
 
 from harness.planner.compute import PRODUCT_BYTES, Seconds, product
 from harness.planner.hardware import Hardware
-from harness.planner.host_time import fuses_softmax, held_experts, with_issue
+from harness.planner.host_time import held_experts, with_issue
 from harness.planner.shape import LayerShape, context
 from harness.planner.traffic import all_reduce, expert_exchange, half_ring, tensor_group
 from harness.planner.workload import Strategy, Workload, layer_parameters
 
 # Elements that one element of a value is moved to and from memory for, forward; one kernel each, or written out in
 # single operations as a model's Python code does. Backward moves twice as much: it reads inputs and gradients.
-FUSED = {"norm": 2, "residual": 3, "gate": 3, "activation": 2, "rotation": 2, "scores": 4.5}
-PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8, "scores": 10}
+FUSED = {"norm": 2, "residual": 3, "gate": 3, "activation": 2, "rotation": 2}
+PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8}
 # Of norms and rotations as harness/hf/fused.py has them; measured on a CPU alone, so not counted on a GPU.
 FEWER = {"norm": 5, "rotation": 5}
 # Rate of the backward kernel of attention beside the forward one (Dao 2023, section 4.1: 63% of the peak beside 73%).
@@ -30,19 +30,12 @@ LOGIT_BYTES_IN_CACHE = Seconds(16.0, 12.0)
 @lru_cache(maxsize=65536)
 def layer_seconds(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
     """Return the seconds of a layer's own work; the host's where it is slower to issue it."""
-    tokens = strategy.micro_batch * workload.sequence // strategy.context
+    tokens = strategy.micro_batch * workload.sequence
     attention = _attention(hardware, workload, strategy, layer)
     products = _projections(hardware, workload, strategy, layer, tokens)
     elementwise = _elementwise(hardware, workload, strategy, layer, tokens)
-    again = 0.0
-    if strategy.recompute == "selective":
-        again = attention.forward
-    elif strategy.recompute == "half":
-        again = products.forward / 2 + elementwise.forward
-    elif strategy.recompute == "up":
-        again = _up_projections(hardware, workload, strategy, layer, tokens)
     summed = _summed(hardware, workload, strategy, layer)
-    device = products.plus(attention).plus(elementwise).plus(summed).plus(Seconds(0.0, again))
+    device = products.plus(attention).plus(elementwise).plus(summed)
     return with_issue(hardware, workload, strategy, layer, device)
 
 
@@ -62,28 +55,17 @@ def _projections(hardware: Hardware, workload: Workload, strategy: Strategy, lay
     if layer.more > 0:
         total = total.plus(product(hardware, precision, tokens, layer.hidden, _share(layer.more // layer.hidden, tp)))
     for width, rows, copies in _feed_forward(strategy, layer, tokens):
-        kernels = 1 if workload.grouped_experts else copies
-        for _ in range(1 if workload.fused_elementwise else layer.into_ffn):
-            columns = width * (layer.into_ffn if workload.fused_elementwise else 1)
+        kernels = 1 if workload.habits.grouped_experts else copies
+        for _ in range(1 if workload.habits.fused_elementwise else layer.into_ffn):
+            columns = width * (layer.into_ffn if workload.habits.fused_elementwise else 1)
             total = total.plus(product(hardware, precision, rows, layer.hidden, columns, copies, kernels))
         total = total.plus(product(hardware, precision, rows, width, layer.hidden, copies, kernels))
     if PRODUCT_BYTES[precision] < 2:  # inputs, weights and gradients are narrowed before each product
         moved = _cast_bytes(workload) * tokens * (2 * layer.hidden + layer.output / tp + layer.dense_ffn / tp)
-        routed = layer.hidden + (0 if workload.fused_experts else layer.expert_ffn)
+        routed = layer.hidden + layer.expert_ffn
         moved += _cast_bytes(workload) * tokens * layer.top_k * routed
         cast = moved / hardware.memory_bytes_per_second
         total = total.plus(Seconds(cast, 2 * cast))
-    return total
-
-
-def _up_projections(
-    hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int
-) -> float:
-    """Return the seconds of the products of compressed queries, keys and values, forward."""
-    total = 0.0
-    for inner, columns in layer.attention_matrices:
-        if inner in (layer.q_rank, layer.kv_rank):
-            total += product(hardware, workload.precision, tokens, inner, _share(columns, strategy.tensor)).forward
     return total
 
 
@@ -102,7 +84,7 @@ def _summed(hardware: Hardware, workload: Workload, strategy: Strategy, layer: L
 
     With `fused_sums` they are never read.
     """
-    each = 2 * workload.gradient_bytes + (0 if strategy.fused_sums else workload.element_bytes)
+    each = 2 * workload.gradient_bytes + (0 if workload.habits.fused_sums else workload.element_bytes)
     moved = layer_parameters(strategy, layer) * each
     return Seconds(0.0, moved / hardware.memory_bytes_per_second)
 
@@ -121,66 +103,56 @@ def _feed_forward(strategy: Strategy, layer: LayerShape, tokens: int) -> list[tu
 
 
 def _attention(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
-    """Return the seconds of scores, softmax and the weighted sum.
+    """Return the seconds of scores, softmax and the weighted sum, which stay on the chip.
 
-    Fused: forward 2 x context x (query + output) operations a token, and 2.5 times that backward, where scores are
-    computed again (Dao 2023). Unfused: all scores, causal or not, written and read in memory.
+    Forward 2 x context x (query + output) operations a token, and 2.5 times that backward, where scores are computed
+    again (Dao 2023).
     """
     samples, length, tp = strategy.micro_batch, workload.sequence, strategy.tensor
     precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
-    tokens = samples * length / strategy.context
-    if workload.fused_attention:
-        work = 2.0 * tokens * context(layer, length) * (layer.query + layer.output) / tp
-        seconds = work / (hardware.flops[precision] * hardware.attention_efficiency)
-        forward = seconds / workload.attention_speed + hardware.kernel_seconds
-        backward = 2.5 * (seconds / workload.attention_backward_speed + hardware.kernel_seconds) / BACKWARD_RATE
-        return Seconds(forward, backward)
-    heads = _share(layer.heads, tp)
-    size = layer.query // layer.heads
-    scores = product(hardware, precision, length, size, length, samples * heads)
-    values = product(hardware, precision, length, length, size, samples * heads)
-    is_fused = workload.fused_elementwise and fuses_softmax(workload, strategy, layer)
-    passes = (FUSED if is_fused else PLAIN)["scores"]
-    moved = passes * samples * heads * float(length) ** 2 * workload.element_bytes / hardware.memory_bytes_per_second
-    return scores.plus(values).plus(Seconds(moved, 1.2 * moved))  # the softmax's backward reads its output besides
+    tokens = samples * length
+    work = 2.0 * tokens * context(layer, length) * (layer.query + layer.output) / tp
+    share = hardware.torch_attention_efficiency if workload.habits.torch_attention else hardware.attention_efficiency
+    seconds = work / (hardware.flops[precision] * share)
+    forward = seconds + hardware.kernel_seconds
+    return Seconds(forward, 2.5 * forward / BACKWARD_RATE)
 
 
 def _elementwise(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int) -> Seconds:
     """Return the seconds of norms, residuals, rotations and activations."""
-    passes = FUSED if workload.fused_elementwise else PLAIN
+    passes = FUSED if workload.habits.fused_elementwise else PLAIN
     tp = strategy.tensor
-    fewer = FEWER if workload.fewer_passes and not workload.fused_elementwise else passes
+    fewer = FEWER if workload.fewer_passes and not workload.habits.fused_elementwise else passes
     norm = (passes if layer.plain_norms else fewer)["norm"]
     outside = layer.hidden * (layer.norms * norm + 2 * passes["residual"])
     inside = (layer.query + layer.key) * fewer["rotation"]
-    routed_width = 0 if workload.fused_experts else layer.top_k * layer.expert_ffn
+    routed_width = layer.top_k * layer.expert_ffn
     widths = layer.dense_ffn / tp + routed_width / (tp if strategy.expert <= 1 else 1)
     active = widths * passes["gate" if layer.gated else "activation"]
     routed = 4.0 * layer.top_k * layer.hidden  # tokens are put in the order of experts and back
     moved = outside / (tp if strategy.sequence_parallel else 1) + inside / tp + active + routed
     forward = tokens * moved * workload.element_bytes / hardware.memory_bytes_per_second
-    kernels = (8 if workload.fused_elementwise else 30) * hardware.kernel_seconds
+    kernels = (8 if workload.habits.fused_elementwise else 30) * hardware.kernel_seconds
     return Seconds(forward + kernels, 2 * forward + kernels)
 
 
 @lru_cache(maxsize=65536)
 def head_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> Seconds:
     """Return the seconds of logits and loss."""
-    tokens = strategy.micro_batch * workload.sequence // strategy.context
+    tokens = strategy.micro_batch * workload.sequence
     columns = _share(workload.shape.vocab, strategy.tensor)
     precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
     logits = tokens * columns / hardware.memory_bytes_per_second
     summed = columns * workload.shape.hidden * 2 * workload.gradient_bytes / hardware.memory_bytes_per_second
     each = LOGIT_BYTES_IN_CACHE if workload.on_cpu else LOGIT_BYTES
     moved = Seconds(each.forward * logits, each.backward * logits + summed)
-    once = product(hardware, precision, tokens, workload.shape.hidden, columns).plus(moved)
-    return Seconds(workload.shape.predictions * once.forward, workload.shape.predictions * once.backward)
+    return product(hardware, precision, tokens, workload.shape.hidden, columns).plus(moved)
 
 
 @lru_cache(maxsize=65536)
 def embedding_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> Seconds:
     """Return the seconds of the look-up, and of adding up the dense gradient of the table."""
-    tokens = strategy.micro_batch * workload.sequence // strategy.context
+    tokens = strategy.micro_batch * workload.sequence
     moved = 3.0 * tokens * workload.shape.hidden * workload.element_bytes
     table = 2.0 * workload.shape.vocab * workload.shape.hidden * workload.element_bytes / strategy.tensor
     rate = hardware.memory_bytes_per_second
@@ -189,34 +161,32 @@ def embedding_seconds(hardware: Hardware, workload: Workload, strategy: Strategy
 
 @lru_cache(maxsize=65536)
 def layer_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
-    """Return the seconds of a layer's tensor- and context-parallel traffic that nothing hides.
+    """Return the seconds of a layer's tensor-parallel traffic.
 
     Tensor parallel: an all-reduce of the hidden state behind attention and one behind the feed-forward part, as many
     backward (Shoeybi et al. 2019, section 3); with sequence parallelism an all-gather and a reduce-scatter each, and
     one more all-gather backward where inputs are gathered again (Korthikanti et al. 2022, section 4.2.2); with
-    `narrow_gathers` what is gathered has as many bytes as the products read (Transformer Engine's Linear). Context
-    parallel: keys and values go round, hidden but for the first hop.
+    `narrow_gathers` what is gathered has as many bytes as the products read (Transformer Engine's Linear).
     """
-    tokens = strategy.micro_batch * workload.sequence // strategy.context
+    tokens = strategy.micro_batch * workload.sequence
     state = float(tokens * layer.hidden * workload.element_bytes)
     group = tensor_group(hardware, strategy)
-    narrow = min(1.0, PRODUCT_BYTES[workload.precision] / workload.element_bytes) if strategy.narrow_gathers else 1.0
+    narrow = (
+        min(1.0, PRODUCT_BYTES[workload.precision] / workload.element_bytes) if workload.habits.narrow_gathers else 1.0
+    )
     gather = half_ring(group, narrow * state)
     forward = 2 * (all_reduce(group, state) - half_ring(group, state) + gather)
-    again = strategy.sequence_parallel and strategy.gathers_again
+    again = strategy.sequence_parallel and workload.habits.gathers_again
     backward = forward + (2 * gather if again else 0.0)
-    shown = 1 - strategy.overlap_tensor
-    return Seconds(shown * forward, shown * backward)
+    return Seconds(forward, backward)
 
 
 def expert_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
     """Return the seconds in which a layer's tokens travel to their experts and back, forward; a backward takes the
     same."""
-    if not layer.experts or strategy.expert == 1 or not strategy.tokens_travel:
+    if not layer.experts or strategy.expert == 1 or not workload.habits.tokens_travel:
         return 0.0
-    tokens = strategy.micro_batch * workload.sequence // strategy.context
+    tokens = strategy.micro_batch * workload.sequence
     state = float(tokens * layer.hidden * workload.element_bytes)
-    stride = 1 if strategy.expert <= strategy.tensor else strategy.tensor * strategy.context
-    return 2 * expert_exchange(
-        hardware, strategy.expert, stride, state / strategy.tensor, layer.top_k, strategy.sends_copies
-    )
+    stride = 1 if strategy.expert <= strategy.tensor else strategy.tensor
+    return 2 * expert_exchange(hardware, strategy.expert, stride, state / strategy.tensor, layer.top_k)

@@ -146,7 +146,7 @@ def _states(workload: Workload, strategy: Strategy, held: float, own: float) -> 
             optimizer += held * 4
     elif stage == 1:
         summed = workload.gradient_bytes if workload.precision != "fp16" else 0
-        each = 0 if workload.sums_in_place else width
+        each = 0 if workload.habits.sums_in_place else width
         gradients, optimizer = held * (each + (summed if width == 2 else 0)), own * 12
     else:
         gradients, optimizer = own * max(workload.gradient_bytes, width), own * 12
@@ -161,7 +161,7 @@ def _states(workload: Workload, strategy: Strategy, held: float, own: float) -> 
 
 def _state_bytes(workload: Workload, strategy: Strategy) -> float:
     """Return the bytes of a micro-batch's hidden state between two layers."""
-    tokens = strategy.micro_batch * workload.sequence / strategy.context
+    tokens = strategy.micro_batch * workload.sequence
     return tokens * workload.shape.hidden * workload.element_bytes
 
 
@@ -171,7 +171,7 @@ def in_flight(strategy: Strategy, index: int) -> float:
     1F1B: one for each stage from here on. Interleaved, in passes of a part: a group of micro-batches in each part but
     one, and two for each stage behind (Narayanan et al. 2021, section 2.2, as harness/parallel/pipeline/schedules runs
     it). GPipe, and looped BFS with several parts: all of them. ZB-V: as many as there are stages, on each of them (Qi
-    et al. 2024, section 6); ZB-2p: twice those of 1F1B.
+    et al. 2024, section 6).
     """
     stages, times, parts = strategy.pipeline, strategy.accumulation, strategy.virtual_stages
     if strategy.schedule == GPIPE:
@@ -182,7 +182,7 @@ def in_flight(strategy: Strategy, index: int) -> float:
         group = ceil(times / max(1, times // stages))
         ahead = 2 * (stages - 1 - index) + (parts - 1) * group + 1
         return min(ahead / parts, times)
-    return min(stages - index, times) * (2 if strategy.schedule == "zero-bubble-2p" else 1)
+    return min(stages - index, times)
 
 
 def stage_activations(workload: Workload, strategy: Strategy, stage: Stage, index: int) -> float:
@@ -212,15 +212,15 @@ def _at_once(strategy: Strategy, stage: Stage) -> int:
 def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
     """Return the bytes that autograd keeps of one layer for one micro-batch."""
     tp, width = strategy.tensor, workload.element_bytes
-    tokens = strategy.micro_batch * workload.sequence / strategy.context
+    tokens = strategy.micro_batch * workload.sequence
     shared = tp if strategy.sequence_parallel else 1
-    whole_input = width if shared > 1 and not strategy.gathers_again else 0  # gathered, it is kept by the next product
+    whole_input = (
+        width if shared > 1 and not workload.habits.gathers_again else 0
+    )  # gathered, it is kept by the next product
     outside = layer.hidden * layer.norms * ((_norm_bytes(workload, layer) - whole_input) / shared + whole_input)
     repeated = layer.heads // max(layer.kv_heads, 1)
-    keys = (layer.key + layer.value) * (1 if workload.fused_elementwise or repeated == 1 else repeated)
+    keys = (layer.key + layer.value) * (1 if workload.habits.fused_elementwise or repeated == 1 else repeated)
     attention = (layer.query + keys + 2 * layer.output) * width / tp
-    if not workload.fused_attention and strategy.recompute != "selective":
-        attention += (2 * width + 1) * layer.heads * workload.sequence / tp
     active = (layer.into_ffn + 2 if layer.gated else 2) * width  # into the activation, out of it, and their product
     inside = layer.dense_ffn * active / tp
     if layer.experts:
@@ -237,7 +237,7 @@ def _norm_bytes(workload: Workload, layer: LayerShape) -> float:
     float32 the harness has norms of its own (harness/hf/fused.py), measured on a CPU alone and so not counted on a GPU.
     """
     width = workload.element_bytes
-    fused = workload.fused_elementwise or (workload.fewer_passes and not layer.plain_norms)
+    fused = workload.habits.fused_elementwise or (workload.fewer_passes and not layer.plain_norms)
     return 2 * width if fused else 4 + 2 * width
 
 
@@ -247,10 +247,10 @@ def _logits(workload: Workload, strategy: Strategy) -> float:
     In place: the logits, over which their gradient is written, and what is exponentiated at a time, with its fp32 copy
     where they are narrower. Else the logits, their logarithms of probabilities in fp32, and the gradients of both.
     """
-    tokens = strategy.micro_batch * workload.sequence / strategy.context
+    tokens = strategy.micro_batch * workload.sequence
     elements = tokens * ceil(workload.shape.vocab / strategy.tensor)
     width = workload.element_bytes
-    if workload.loss_in_place:
+    if workload.habits.loss_in_place:
         chunk = LOSS_CHUNK_ON_CPU if workload.on_cpu else LOSS_CHUNK
         return elements * width + min(elements, chunk) * (4 if width == 4 else 8)
     return elements * (2 * width + 8 if width == 2 else 4 * width)

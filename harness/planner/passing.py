@@ -68,7 +68,7 @@ def _at_backward(workload: Workload, strategy: Strategy, stage: Stage, held: Hel
     width, zero = workload.element_bytes, strategy.zero_stage
     again = strategy.accumulation > held.in_flight
     largest = largest_matrix(workload, strategy, stage) * width
-    if workload.sums_in_place:
+    if workload.habits.sums_in_place:
         return held.made + _buckets(workload, strategy, held)
     if zero == 3:
         whole = held.made + _gathered(workload, strategy, stage, held) + largest
@@ -90,7 +90,7 @@ def _at_last_layer(workload: Workload, strategy: Strategy, held: Held) -> float:
 
     In the step's first backward the gradients of that layer, and of what lies before it, are not there yet.
     """
-    again = strategy.accumulation > held.in_flight or strategy.whole_gradients or workload.sums_in_place
+    again = strategy.accumulation > held.in_flight or strategy.whole_gradients or workload.habits.sums_in_place
     if strategy.zero_stage >= 2:
         return 0.0  # gradients go to their part as they are made, so that the begin of the backward is fuller
     return held.layer - (0.0 if again else held.below * workload.element_bytes)
@@ -104,13 +104,13 @@ def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, held: He
     matrices that exceed a bucket one by one. ZeRO-3's parameters stay gathered between the micro-batches of a step.
     """
     width, zero = workload.element_bytes, strategy.zero_stage
-    if workload.sums_in_place:
+    if workload.habits.sums_in_place:
         return 0.0
     if zero == 3:
         stay = strategy.accumulation > 1 and strategy.gathers_once and held.parameters <= GATHERED
         return _buckets(workload, strategy, held) + (_gathered(workload, strategy, stage, held) if stay else 0.0)
     if zero == 0 or strategy.whole_gradients:
-        alone = strategy.data * strategy.context == 1 and zero == 0 and width == 4
+        alone = strategy.data == 1 and zero == 0 and width == 4
         return 0.0 if alone else min(held.parameters, FLAT_BUCKET) * max(width, workload.gradient_bytes)
     moved = largest_matrix(workload, strategy, stage) * width + _buckets(workload, strategy, held)
     if zero == 1:  # a CPU's bucket takes memory as it is filled, and each gradient in it leaves as much
@@ -127,7 +127,7 @@ def _at_update(workload: Workload, strategy: Strategy, held: Held) -> float:
     flat copy is there twice for a moment, as it was and in fp32.
     """
     width, zero = workload.element_bytes, strategy.zero_stage
-    if workload.sums_in_place or strategy.offload != "none" or zero == 0 or strategy.whole_gradients:
+    if workload.habits.sums_in_place or strategy.offload != "none" or zero == 0 or strategy.whole_gradients:
         return 0.0
     part = held.own
     if zero == 3:
@@ -152,11 +152,11 @@ def _buckets(workload: Workload, strategy: Strategy, held: Held) -> float:
     makes the second of what is in it. A CPU's take memory as they are filled. There ZeRO-3 has none, but gradients
     stand until as many are there, and beside them their means.
     """
-    ranks = strategy.data * strategy.context
+    ranks = strategy.data
     if strategy.zero_stage == 0 or strategy.whole_gradients:
         return 0.0
     filled = min(strategy.bucket, held.parameters)
-    if workload.on_cpu or workload.sums_in_place:
+    if workload.on_cpu or workload.habits.sums_in_place:
         if strategy.data == 1:
             return 0.0
         return (1 + 1 / ranks if workload.on_cpu and strategy.zero_stage == 3 else 2) * filled * workload.element_bytes

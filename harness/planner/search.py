@@ -92,6 +92,8 @@ def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
     """Yield the ways to run a layout: ZeRO stage, offload, checkpointing, micro-batch and schedule."""
     samples = task.global_batch // base.data
     recompute: tuple[Recompute, ...] = ("none", "full")
+    habits = task.workload.habits
+    is_ours = habits.zero_stage is None
     for stage, offload in _zero(task, base):
         for again in recompute:
             for micro in divisors(samples) if samples <= LARGEST_MICRO_BATCH else _small_divisors(samples):
@@ -102,12 +104,13 @@ def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
                     zero_stage=stage,
                     offload=offload,
                     recompute=again,
-                    overlap_data=stage >= 2,
-                    gathers_once=stage == 3 and offload != "optimizer+parameters",
-                    whole_gradients=sums_whole(task.workload.precision, stage),
+                    overlap_data=stage >= 2 or habits.overlap_data,
+                    gathers_once=is_ours and stage == 3 and offload != "optimizer+parameters",
+                    whole_gradients=is_ours and sums_whole(task.workload.precision, stage),
                     bucket=float(bucket_elements(task.workload.shape.hidden)),
                 )
-                yield from _orders(task, one)
+                if not habits.shares_sequence or base.tensor == 1:
+                    yield from _orders(task, one)
                 if base.tensor > 1 and base.expert == 1 and task.workload.sequence % base.tensor == 0:
                     yield from _orders(task, replace(one, sequence_parallel=True))
 
@@ -132,6 +135,10 @@ def _small_divisors(samples: int) -> list[int]:
 
 def _zero(task: Task, base: Strategy) -> list[tuple[int, Offload]]:
     """Return ZeRO stages with what each may offload: 16 bits begin at stage 1, and pipelines end there."""
+    habits = task.workload.habits
+    fixed = habits.zero_stage_of_pipeline if base.pipeline > 1 else habits.zero_stage
+    if fixed is not None:
+        return [(fixed, "none")]
     least = 0 if task.workload.precision == "fp32" else 1
     plain: list[tuple[int, Offload]] = [(least, "none")]
     if base.data > 1 and least == 0:

@@ -101,8 +101,6 @@ class DecoderShape:
         position_rows: rows of a learned table of positions, 0 without.
         tied: whether the head is the embedding table.
         outer_vectors: elements of the norms and biases around the layers.
-        predictions: tokens that each position predicts, every one with the head (DeepSeek-AI 2024, multi-token
-            prediction); their own layers are among `layers`.
         guessed: whether the sizes were read from a config of a family, or with keys, that nobody has held against a
             model.
     """
@@ -112,7 +110,6 @@ class DecoderShape:
     position_rows: int = 0
     tied: bool = False
     outer_vectors: int = 0
-    predictions: int = 1
     guessed: bool = False
 
     @property
@@ -145,7 +142,7 @@ class DecoderShape:
         attention, where each token attends to half of the sequence on average (causal).
         """
         matrices = sum(layer.active_parameters for layer in self.layers)
-        matrices += self.predictions * self.vocab * self.hidden
+        matrices += self.vocab * self.hidden
         attention = sum(context(layer, sequence) * (layer.query + layer.output) for layer in self.layers)
         return 6.0 * (matrices + attention)
 

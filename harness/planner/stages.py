@@ -88,8 +88,8 @@ def _costs(shape: DecoderShape, sequence: int, checkpointed: bool) -> list[Layer
             for layer in shape.layers
         ),
         LayerCost(
-            matmul_parameters=shape.predictions * shape.vocab * shape.hidden,
+            matmul_parameters=shape.vocab * shape.hidden,
             vector_parameters=shape.outer_vectors,
-            logits=shape.predictions * shape.vocab,
+            logits=shape.vocab,
         ),
     ]

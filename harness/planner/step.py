@@ -16,9 +16,8 @@ from harness.planner.host_time import COLLECTIVE_OPERATIONS, micro_batch_issue, 
 from harness.planner.layer_time import embedding_seconds, expert_traffic, head_seconds, layer_seconds, layer_traffic
 from harness.planner.memory import local_experts, local_parameters, owned_parameters
 from harness.planner.passing import GATHERED
-from harness.planner.shape import LayerShape
 from harness.planner.stages import Stage, stages_of
-from harness.planner.traffic import all_reduce, data_group, expert_group, half_ring, message, tensor_group
+from harness.planner.traffic import all_reduce, data_group, expert_group, half_ring, message
 from harness.planner.workload import Strategy, Workload
 
 ADAM_BYTES = 28.0  # a parameter's master copy, two moments and gradient, read; the first three written
@@ -92,9 +91,7 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
 
 
 def _left_bubble(strategy: Strategy) -> float:
-    """Return the share of 1F1B's waits that the schedule leaves; ZB-2p leaves none (Qi et al. 2024)."""
-    if strategy.schedule == "zero-bubble-2p":
-        return 0.0
+    """Return the share of 1F1B's waits that the schedule leaves."""
     return left_waits(strategy.pipeline, strategy.accumulation, strategy.schedule_name, strategy.virtual_stages)
 
 
@@ -119,38 +116,27 @@ def _stage_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, s
     for layer, count in stage.layers:
         seconds = layer_traffic(hardware, workload, strategy, layer)
         again = seconds.forward if strategy.recompute == "full" else 0.0
-        experts = _shown_experts(hardware, workload, strategy, layer) if layer.experts else 0.0
+        passes = 3 if strategy.recompute == "full" else 2
+        experts = passes * expert_traffic(hardware, workload, strategy, layer) if layer.experts else 0.0
         total += count * (seconds.forward + seconds.backward + again + experts)
     return total
-
-
-def _shown_experts(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
-    """Return the seconds of a layer's expert-parallel traffic, forward, backward and recomputed, that nothing hides."""
-    traffic = (3 if strategy.recompute == "full" else 2) * expert_traffic(hardware, workload, strategy, layer)
-    if not traffic or not strategy.overlap_experts:
-        return traffic
-    own = layer_seconds(hardware, workload, strategy, layer)
-    hidden = min(traffic, own.forward + own.backward)
-    return traffic - hidden + CONTENTION * hidden
 
 
 def _pipeline(hardware: Hardware, workload: Workload, strategy: Strategy) -> float:
     """Return the seconds in which stages send and receive: the cut's traffic, 2 x the hidden state of a micro-batch.
 
     Each micro-batch is sent on once forward and once backward, for each part of the model that a stage has. Where that
-    overlaps with the passes of other micro-batches, only what fills and empties the pipeline waits for it. With
-    `split_sends` a tensor-parallel rank sends its part of what all hold, and they gather it again (Narayanan et al.
-    2021, section 4.1).
+    overlaps with the passes of other micro-batches, only what fills and empties the pipeline waits for it.
     """
     if strategy.pipeline == 1:
         return 0.0
-    tokens = strategy.micro_batch * workload.sequence / strategy.context
-    state = tokens * workload.shape.hidden * workload.element_bytes
-    gather = half_ring(tensor_group(hardware, strategy), state) if strategy.split_sends else 0.0
-    state /= strategy.tensor if strategy.sequence_parallel or strategy.split_sends else 1
-    stride = strategy.tensor * strategy.data * strategy.context
-    once = gather + message(hardware, stride, state) + COLLECTIVE_OPERATIONS * hardware.dispatch_seconds
-    steady = strategy.accumulation * strategy.parts_per_stage * (CONTENTION if strategy.overlap_pipeline else 1.0)
+    tokens = strategy.micro_batch * workload.sequence
+    state = float(tokens * workload.shape.hidden * workload.element_bytes)
+    state /= strategy.tensor if strategy.sequence_parallel else 1
+    stride = strategy.tensor * strategy.data
+    once = message(hardware, stride, state) + COLLECTIVE_OPERATIONS * hardware.dispatch_seconds
+    is_hidden = workload.habits.overlap_interleaved and strategy.virtual_stages > 1
+    steady = strategy.accumulation * strategy.parts_per_stage * (CONTENTION if is_hidden else 1.0)
     return 2 * once * (steady + strategy.pipeline - 1)
 
 
@@ -186,7 +172,7 @@ def _data(
     reduce *= times if stage == 2 else 1
     hidden = (compute * 2 / 3 if stage == 2 else window) if strategy.overlap_data else 0.0
     gather = _half_rings(hardware, strategy, held, experts, width, 1) if stage else 0.0
-    shown = max(0.0, gather - window / 2) if strategy.overlap_parameters else gather
+    shown = max(0.0, gather - window / 2) if workload.habits.overlap_parameters else gather
     return (
         max(0.0, reduce - hidden) + contention * min(reduce, hidden) + shown + _copied(hardware, strategy, held * each)
     )
@@ -200,7 +186,7 @@ def _copied(hardware: Hardware, strategy: Strategy, gradients: float) -> float:
     """
     if not hardware.is_host:
         return 0.0
-    part = 1 / (strategy.data * strategy.context)
+    part = 1 / strategy.data
     if strategy.zero_stage == 2:
         copies = strategy.accumulation * (2 + part)
     else:
@@ -222,7 +208,8 @@ def _all_reduces(hardware: Hardware, strategy: Strategy, held: float, experts: f
 
 def _reduced_bytes(workload: Workload, strategy: Strategy) -> float:
     """Return the bytes of one gradient as it travels: the sums at stage 1, what a micro-batch makes above it."""
-    return workload.gradient_bytes if strategy.zero_stage <= 1 else workload.element_bytes
+    is_wide = strategy.zero_stage <= 1 or workload.habits.reduces_wide
+    return workload.gradient_bytes if is_wide else workload.element_bytes
 
 
 def _optimizer(hardware: Hardware, workload: Workload, strategy: Strategy, held: float, own: float) -> float:

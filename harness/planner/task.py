@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness.config.model.plans import plan_refusal, spreads_experts
+from harness.planner.habits import DEEPSPEED, Habits
 from harness.planner.hardware import Hardware
 from harness.planner.model_config import text_decoder
 from harness.planner.shape import DecoderShape
@@ -42,6 +43,7 @@ def task_of(
     global_batch: int | None = None,
     precision: str | None = None,
     shape: DecoderShape | None = None,
+    habits: Habits = DEEPSPEED,
 ) -> Task:
     """Return the task for the model of a config.json, which the user calls `source`.
 
@@ -55,6 +57,7 @@ def task_of(
         precision=chosen,
         gradient_bytes=2 if chosen == "fp16" else 4,
         on_cpu=hardware.is_host,
+        habits=habits,
     )
     return Task(
         hardware=hardware,

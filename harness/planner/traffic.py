@@ -59,8 +59,8 @@ def tensor_group(hardware: Hardware, strategy: Strategy) -> Group:
 
 
 def data_ranks(strategy: Strategy) -> int:
-    """Return how many ranks hold copies of one part of the model, context-parallel ranks among them."""
-    return strategy.data * strategy.context
+    """Return how many ranks hold copies of one part of the model."""
+    return strategy.data
 
 
 def expert_ranks(strategy: Strategy) -> int:
@@ -94,19 +94,16 @@ def all_reduce(group: Group, size_bytes: float) -> float:
     return moved + 2 * min(group.ring_seconds, group.tree_seconds) + group.start_seconds
 
 
-def expert_exchange(
-    hardware: Hardware, size: int, stride: int, token_bytes: float, copies: int, sends_copies: bool = False
-) -> float:
+def expert_exchange(hardware: Hardware, size: int, stride: int, token_bytes: float, copies: int) -> float:
     """Return the seconds in which each of `size` ranks sends every token to the ranks of its `copies` experts.
 
-    A token goes once to each node that holds one of them, and is copied on inside it (DeepEP); with `sends_copies` each
-    copy goes all the way by itself (NCCL's all-to-all).
+    A token goes once to each node that holds one of them, and is copied on inside it (DeepEP).
     """
     if size == 1:
         return 0.0
     in_node = max(1, min(size, hardware.node_size // stride))
     nodes = -(-size // in_node)
-    reached = copies if sends_copies else nodes * (1 - (1 - 1 / nodes) ** copies)
+    reached = nodes * (1 - (1 - 1 / nodes) ** copies)
     rate = hardware.node.exchange_bytes_per_second or hardware.node.bytes_per_second
     inside = token_bytes * copies * (in_node - 1) / in_node / rate
     outside = token_bytes * reached * (nodes - 1) / nodes / hardware.network.bytes_per_second

@@ -1,8 +1,4 @@
-"""What is trained, and how it is laid out: all that a prediction depends on besides the hardware.
-
-Some fields describe what other programs do and this one does not (interleaved stages, sequence parallelism, context
-parallelism, fp8): published measurements of them test the model, and nobody can choose them in a plan.
-"""
+"""What is trained, and how it is laid out: all that a prediction depends on besides the hardware."""
 
 from __future__ import annotations
 
@@ -10,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from harness.config.values.layout_keys import GPIPE, INTERLEAVED, INTERLEAVED_ZERO_BUBBLE, LOOPED_BFS, ZERO_BUBBLE
+from harness.planner.habits import DEEPSPEED, Habits
 from harness.planner.shape import DecoderShape, LayerShape
 
-Recompute = Literal["none", "selective", "up", "half", "full"]
-Schedule = Literal["1f1b", "gpipe", "zero-bubble", "zero-bubble-2p", "zero-bubble-v"]
+Recompute = Literal["none", "full"]
+Schedule = Literal["1f1b", "gpipe", "zero-bubble", "zero-bubble-v"]
 Offload = Literal["none", "optimizer", "optimizer+parameters"]
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}  # of what is stored; products may use fewer
 
@@ -25,18 +22,7 @@ class Workload:
     Attributes:
         precision: of the matrix products: fp32, bf16, fp16, fp8 or fp4.
         gradient_bytes: of one summed gradient.
-        sums_in_place: whether a gradient is added to its sum as it is made, without one of its own (Megatron).
-        fused_attention: whether scores stay on the chip (Dao et al. 2022, FlashAttention).
-        softmax_heads: where scores do not stay on the chip, their softmax is fused if a rank's heads x samples are a
-            multiple of this, and else single operations (Megatron's kernel: 4).
-        attention_speed, attention_backward_speed: rates of the attention kernels beside the best ones for the device.
-        fused_elementwise: whether norms, rotations and activations are one kernel each.
-        grouped_experts: whether the products of a rank's experts are one kernel (grouped_mm of torch), or one each,
-            which a host issues one by one (GroupedLinear of Transformer Engine, which calls cuBLAS for each).
-        fused_experts: whether the activation of experts, and narrowing it, are part of their products (NVIDIA's cuDNN
-            Frontend: grouped GEMM with SwiGLU and quantization in its epilogue).
-        replayed: whether a step is captured as one CUDA graph, which a host starts as a single operation.
-        loss_in_place: whether the loss writes its gradient over the logits and makes no copy of them.
+        habits: of the program that trains.
         on_cpu: whether ranks are processes of a host's processor: they exchange tensors through memory that they share.
     """
 
@@ -44,16 +30,7 @@ class Workload:
     sequence: int
     precision: str = "bf16"
     gradient_bytes: int = 4
-    sums_in_place: bool = False
-    fused_attention: bool = True
-    softmax_heads: int = 1
-    attention_speed: float = 1.0
-    attention_backward_speed: float = 1.0
-    fused_elementwise: bool = False
-    grouped_experts: bool = True
-    fused_experts: bool = False
-    replayed: bool = False
-    loss_in_place: bool = True
+    habits: Habits = DEEPSPEED
     on_cpu: bool = False
 
     @property
@@ -72,13 +49,11 @@ class Strategy:
     """How it is laid out.
 
     Attributes:
-        pipeline, tensor, data, context, expert: ranks along each axis; expert ranks are data ranks (or tensor ranks
-            where `expert` is equal to `tensor`).
-        tokens_travel: whether tokens are sent to the ranks of their experts; else these ranks see the same tokens.
+        pipeline, tensor, data, expert: ranks along each axis; expert ranks are data ranks (or tensor ranks where
+            `expert` is equal to `tensor`).
         micro_batch: samples; accumulation: micro-batches of a data-parallel rank in a step.
         zero_stage: what data-parallel ranks share out: 1 optimizer states, 2 gradients too, 3 parameters too.
-        recompute: what the backward computes again: nothing, the core of attention, the products of compressed queries,
-            keys and values, all but the core and every second product, or whole layers.
+        recompute: what the backward computes again: nothing, or whole layers.
         recompute_every: layers that are recomputed at once, from the input of their first.
         schedule: of the pipeline; under gpipe, and its kind with several parts, all forward passes come first.
         virtual_stages: parts of the model that go round the stages (Narayanan et al. 2021, interleaved schedule).
@@ -86,30 +61,18 @@ class Strategy:
             2022).
         split_table: whether tensor-parallel ranks share an embedding that is not tied to the head, as in Megatron-LM
             and in the plans of transformers.
-        gathers_again: whether these gather the input of a block again for its backward, instead of keeping it whole.
-        sends_copies: whether each copy of a token goes to its expert's node by itself, instead of one for all of them.
-        overlap_data, overlap_parameters: whether gradients and parameters travel while layers compute.
+        overlap_data: whether gradients and ZeRO-3's parameters travel while layers compute.
         gathers_once: whether ZeRO-3 gathers parameters once a step where there is room for all (`GATHERED`), else for
             each forward and each backward of a micro-batch.
         whole_gradients: whether each data-parallel rank gets all summed gradients, though it needs only its part.
         bucket: gradients that are reduced at once.
-        overlap_tensor: share of the tensor-parallel traffic that travels while layers compute.
-        overlap_experts: whether tokens travel to experts and back while layers compute on another micro-batch, forward
-            beside backward (DeepSeek-AI 2024, DualPipe; Megatron's overlap_moe_expert_parallel_comm).
-        split_sends: whether tensor-parallel ranks send a part each of the hidden state that all of them hold.
-        overlap_pipeline: whether stages send and receive while they compute, but for the first and the last passes.
-        narrow_gathers: whether a layer's inputs are gathered in the precision of its products.
-        fused_sums: whether the product that makes a weight's gradient adds it to the sum (Megatron's
-            gradient_accumulation_fusion), in place of an addition of its own.
         boundaries: of the parts of the model in a run that has chosen them; else `partition` does.
     """
 
     pipeline: int = 1
     tensor: int = 1
     data: int = 1
-    context: int = 1
     expert: int = 1
-    tokens_travel: bool = False
     micro_batch: int = 1
     accumulation: int = 1
     zero_stage: int = 0
@@ -120,26 +83,17 @@ class Strategy:
     virtual_stages: int = 1
     sequence_parallel: bool = False
     split_table: bool = False
-    gathers_again: bool = False
-    sends_copies: bool = False
     overlap_data: bool = False
-    overlap_parameters: bool = False
     gathers_once: bool = False
     whole_gradients: bool = False
     bucket: float = 5e8
-    overlap_tensor: float = 0.0
-    overlap_experts: bool = False
-    split_sends: bool = False
-    overlap_pipeline: bool = False
-    narrow_gathers: bool = False
-    fused_sums: bool = False
     partition: str = "balanced"
     boundaries: tuple[int, ...] | None = None
 
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.pipeline * self.tensor * self.data * self.context
+        return self.pipeline * self.tensor * self.data
 
     @property
     def is_folded(self) -> bool:

@@ -4,8 +4,8 @@
     python scripts/bench/predictions.py published.csv --markdown docs/predictions.md
 
 The CSV has a row for each measurement: the shape of the model, device, layout, batch, precision, and what was measured.
-What a row leaves open (kernels, overlap) is what the program that was measured does by default:
-`published_systems.py` holds those defaults, the device files the constants of the hardware.
+A row is predicted as `ds-harness plan --like PROGRAM` predicts its layout: by nothing that a user of the planner does
+not give (`published_systems.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from harness.planner.estimate import memory_of
 from harness.planner.hardware import GIB
 from harness.planner.step import step_seconds
 
+LEAST_RANKED = 4  # layouts of a set whose order is compared
 PAGE_TABLES = Path(__file__).resolve().parents[2] / "harness/planner/page/parts/predictions.md"
 
 
@@ -88,10 +89,12 @@ def by(found: Sequence[Compared], key: Callable[[Compared], object]) -> list[tup
 def summary(found: Sequence[Compared]) -> Iterator[tuple[str, Sequence[Compared]]]:
     """Yield all rows, and those of one node and of several."""
     yield "all", found
+    largest = max({one.case.system for one in found}, key=lambda name: sum(one.case.system == name for one in found))
     for words, several in (("one node", False), ("several nodes", True)):
         part = [one for one in found if one.case.is_multi_node == several]
         if part:
             yield words, part
+            yield f"{words}, without {largest}", [one for one in part if one.case.system != largest]
 
 
 def table(title: str, groups: Iterable[tuple[str, Sequence[Compared]]]) -> Iterator[str]:
@@ -105,6 +108,66 @@ def table(title: str, groups: Iterable[tuple[str, Sequence[Compared]]]) -> Itera
             f"| {name} | {len(part):,} | {statistics.fmean(sizes):.1%} | {statistics.median(sizes):.1%} | "
             f"{max(sizes):.1%} | {signed:+.1%} |"
         )
+
+
+def rankings(found: Sequence[Compared]) -> Iterator[tuple[str, float]]:
+    """Yield the source of each set of layouts that compete, and how alike predicted and measured order are (Spearman).
+
+    They compete where model, device, ranks, batch, length and precision are the same; sets of less than four tell
+    nothing.
+    """
+    sets: dict[tuple[object, ...], list[Compared]] = defaultdict(list)
+    for one in found:
+        case, work, layout = one.case, one.case.workload, one.case.strategy
+        sets[
+            (
+                case.system,
+                case.model,
+                case.device,
+                layout.world_size,
+                layout.global_batch,
+                work.sequence,
+                work.precision,
+            )
+        ].append(one)
+    for key, part in sets.items():
+        if len(part) >= LEAST_RANKED:
+            orders = _ranks([one.predicted for one in part]), _ranks([one.case.seconds for one in part])
+            if all(len(set(order)) > 1 for order in orders):  # equal ones have no order
+                yield str(key[0]), statistics.correlation(*orders)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Return the place of each value in their order; equal ones share the mean of theirs."""
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
+
+
+def ranking_table(found: Sequence[Compared]) -> Iterator[str]:
+    """Yield a Markdown table of the rank correlations, of all sets and of all but those of the largest source."""
+    ranked = list(rankings(found))
+    largest = max({one.case.system for one in found}, key=lambda name: sum(x.case.system == name for x in found))
+    yield "\n| order of competing layouts | sets | mean Spearman |"
+    yield "|---|---|---|"
+    for words, part in (
+        ("all sets", [value for _, value in ranked]),
+        (f"without {largest}", [value for name, value in ranked if name != largest]),
+    ):
+        if part:
+            yield f"| {words} | {len(part)} | {statistics.fmean(part):.2f} |"
+
+
+def source_table(found: Sequence[Compared]) -> Iterator[str]:
+    """Yield a Markdown table with a line for each source: what it is predicted like, on one node and on several."""
+    yield "\n| source | `--like` | rows on one node | mean error | signed | rows on several | mean error | signed |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, part in by(found, lambda one: one.case.system):
+        cells = []
+        for several in (False, True):
+            errors = [one.error for one in part if one.case.is_multi_node == several]
+            size = f"{statistics.fmean(map(abs, errors)):.1%}" if errors else "-"
+            cells += [f"{len(errors):,}", size, f"{statistics.fmean(errors):+.1%}" if errors else "-"]
+        yield f"| {name} | {part[0].case.like} | {' | '.join(cells)} |"
 
 
 def rows_table(found: Sequence[Compared], count: int) -> Iterator[str]:
@@ -127,15 +190,16 @@ def main() -> None:
     parser.add_argument(
         "--markdown", type=Path, help="write the page of the documentation, and the planner page's tables"
     )
-    parser.add_argument("--worst", type=int, default=40, help="single rows to list")
+    parser.add_argument("--worst", type=int, default=20, help="single rows to list")
     args = parser.parse_args()
     with args.csv.open(encoding="utf-8", newline="") as file:
         found, left_out = compare(csv.DictReader(file))
     lines = [
         *table("nodes", summary(found)),
-        *table("system", by(found, lambda one: one.case.system)),
+        *ranking_table(found),
+        *source_table(found),
+        *table("`--like`", by(found, lambda one: one.case.like)),
         *table("device", by(found, lambda one: one.case.device)),
-        *table("model", by(found, lambda one: one.case.model)),
         *table("layout", by(found, lambda one: one.case.kind)),
         *memory_table(found),
         "\nThe worst rows:",

@@ -6,8 +6,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from published_recipes import predicts_two
-
 from harness.planner.shape import DecoderShape, LayerShape
 
 # routed experts, experts of a token, shared experts, dense layers ahead: from the models' own configs
@@ -46,13 +44,7 @@ def shape_of(row: dict[str, str]) -> DecoderShape:
     shape = _shape(padded, *(row[key] for key in ("model", "layers", "hidden", "ffn", "heads", "kv_heads")))
     if shape is None:
         raise Unusable("the shape of the model is not published")
-    return _predicting_two(shape) if predicts_two(row) else shape
-
-
-@cache
-def _predicting_two(shape: DecoderShape) -> DecoderShape:
-    """Return a decoder with one more layer, behind which the head is used again."""
-    return replace(shape, layers=(*shape.layers, shape.layers[-1]), predictions=2)
+    return shape
 
 
 @cache

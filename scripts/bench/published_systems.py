@@ -1,26 +1,20 @@
-"""What the programs of published measurements do where a row does not say it."""
+"""Published measurements as `ds-harness plan --like PROGRAM` is asked for them: model, device, layout and batch alone.
+
+What a row leaves open is what a user of the planner leaves open: the habits of its program, one word for each, and the
+device as its file describes it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
 
-from published_recipes import (
-    checkpoints,
-    hides_experts,
-    predicts_two,
-    recomputes_up,
-    reduces_narrow,
-    replays_layers,
-    replays_step,
-    sends_copies,
-)
 from published_shapes import Unusable, first_of, number, shape_of
 
-from harness.planner.estimate import memory_of
+from harness.planner.habits import HABITS
 from harness.planner.hardware import Hardware, Link, load_hardware
 from harness.planner.shape import DecoderShape
-from harness.planner.workload import Recompute, Schedule, Strategy, Workload, layer_parameters
+from harness.planner.workload import Schedule, Strategy, Workload, layer_parameters
 
 DEVICES = {
     "A100-40GB": "a100-40gb",
@@ -41,6 +35,7 @@ class Case:
     """One measurement: what ran, where, the seconds of a step, and the peak memory if that was measured too."""
 
     system: str
+    like: str
     model: str
     device: str
     hardware: Hardware
@@ -60,7 +55,6 @@ class Case:
         sizes = {
             "pp": self.strategy.pipeline,
             "tp": self.strategy.tensor,
-            "cp": self.strategy.context,
             "ep": self.strategy.expert,
             "dp": self.strategy.data,
         }
@@ -69,41 +63,51 @@ class Case:
 
 
 def case_of(row: dict[str, str]) -> Case:
-    """Return the measurement of a row."""
+    """Return the measurement of a row. Unusable where it says too little, or has what no plan has."""
     if not row["layers"] or not row["hidden"]:
         raise Unusable("the shape of the model is not published")
     if "LoRA" in row["notes"]:
         raise Unusable("only adapters are trained")
     if "treat as suspect" in row["notes"]:
         raise Unusable("erratic steps")
-    if not row["seq"] or not row["micro_batch"] or not row["global_batch"]:
-        raise Unusable("batch or sequence length is not published")
-    shape = shape_of(row)
-    hardware = device_of(row)
-    workload, strategy = workload_of(row, shape), strategy_of(row)
-    if strategy.zero_stage == 3:  # FSDP reduces the gradients of a layer at once, without buckets
+    if not row["seq"]:
+        raise Unusable("the length of the sequence is not published")
+    if number(row, "cp") > 1:
+        raise Unusable("context parallelism, which no plan has")
+    if "ZB-2p" in row["system"]:
+        raise Unusable("a schedule that no plan has")
+    like, shape, hardware = program_of(row), shape_of(row), device_of(row)
+    workload, strategy = workload_of(row, shape, like), strategy_of(row, like)
+    if like == "torchtitan":  # FSDP reduces the gradients of a layer at once, without buckets
         strategy = replace(strategy, bucket=max(layer_parameters(strategy, layer) for layer in shape.layers))
-    if not row["recompute"] and strategy.zero_stage == 3:
-        said = checkpoints(row)
-        if said or (said is None and not _fits(hardware, workload, strategy)):
-            strategy = replace(strategy, recompute="full")
-    if not row["step_seconds"]:
-        raise Unusable("no step time")
     return Case(
         system=row["system"],
+        like=like,
         model=row["model"],
         device=row["gpu"],
         hardware=hardware,
         workload=workload,
         strategy=strategy,
-        seconds=float(row["step_seconds"]),
+        seconds=_seconds(row, workload, strategy),
         peak_gib=float(row["peak_mem_gib"]) if row["peak_mem_gib"] else None,
     )
 
 
-def _fits(hardware: Hardware, workload: Workload, strategy: Strategy) -> bool:
-    """Whether a run that does not say if it recomputes can do without."""
-    return max(stage.total for stage in memory_of(workload, strategy)) <= hardware.limit_bytes
+def _seconds(row: dict[str, str], workload: Workload, strategy: Strategy) -> float:
+    """Return the seconds of a step: as published, or by the tokens or operations a second that are.
+
+    Operations are counted as Narayanan et al. 2021 (section 5.1) do: attention whole, and recomputation with the rest.
+    """
+    if row["step_seconds"]:
+        return float(row["step_seconds"])
+    tokens = strategy.global_batch * workload.sequence / strategy.world_size
+    if row["tokens_per_s_per_gpu"]:
+        return tokens / float(row["tokens_per_s_per_gpu"])
+    if not row["tflops_per_gpu"]:
+        raise Unusable("no speed")
+    whole = 2 * workload.sequence  # causal attention over a sequence of twice the length meets as many tokens
+    operations = workload.shape.flops_per_token(whole) * (4 / 3 if strategy.recompute == "full" else 1)
+    return tokens * operations / (float(row["tflops_per_gpu"]) * 1e12)
 
 
 @cache
@@ -129,102 +133,44 @@ def _at_500_watts(hardware: Hardware) -> Hardware:
     scale = (500 / 700) ** 0.5
     efficiency = {key: value * scale for key, value in hardware.matmul_efficiency.items()}
     rate = hardware.memory_bytes_per_second * 2400 / 3350
-    attention = hardware.attention_efficiency * scale
-    return replace(hardware, matmul_efficiency=efficiency, attention_efficiency=attention, memory_bytes_per_second=rate)
-
-
-def _attention_speeds(row: dict[str, str]) -> tuple[float, float]:
-    """Return the rates of the program's attention beside the device's best kernels, forward and backward.
-
-    On an A100 the second FlashAttention is 1.3 to 1.5 times as fast forward as the first in Triton, by which all of
-    llm-foundry's benchmarks ran but the large ones, and twice as fast backward; it is twice as fast as the first in
-    CUDA (Dao 2023, section 4.1). It reaches 35% of an H100, where the third reaches 55% (Shah et al. 2024).
-    """
-    second = 0.35 / 0.55 if row["gpu"].startswith("H100") else 1.0
-    if "llm-foundry" in row["system"]:
-        return (0.5 if "Large Scale" in row["notes"] else 1 / 1.4) * second, 0.5 * second
-    return (second, second) if row["system"] in ("torchtitan", "nanotron") else (1.0, 1.0)
-
-
-@dataclass(frozen=True)
-class Program:
-    """What a program does, by its name and its own words for it.
-
-    Attributes:
-        is_megatron: of that family, whose layers, optimizer and overlap the others do not have.
-        is_early: before FlashAttention and overlap, or not using them.
-    """
-
-    is_fsdp: bool
-    is_megatron: bool
-    is_early: bool
-
-    @classmethod
-    def of(cls, row: dict[str, str]) -> Program:
-        """Return the program of a row."""
-        system, sharded = row["system"], row["zero_or_distopt"]
-        is_fsdp = any(word in sharded for word in ("FSDP", "ZeRO-3")) and "FSDP=0" not in sharded
-        is_early = "DeepSpeed" in system or "PTD" in system or row["recompute"].startswith("selective (attention")
-        is_early = is_early or (system == "Megatron-LM" and row["recompute"] == "full")
-        return cls(is_fsdp, not is_fsdp and "DeepSpeed" not in system, is_early)
-
-
-def workload_of(row: dict[str, str], shape: DecoderShape) -> Workload:
-    """Return what a row trains."""
-    system, precision, program = row["system"], row["precision"].lower(), Program.of(row)
-    is_eager = system in ("torchtitan", "nanotron") and "compile" not in row["notes"]
-    return Workload(
-        shape=shape,
-        sequence=number(row, "seq"),
-        precision="fp4" if "fp4" in precision else "fp8" if "fp8" in precision or "float8" in precision else "bf16",
-        gradient_bytes=4 if program.is_megatron and not reduces_narrow(row) else 2,
-        sums_in_place=program.is_megatron,
-        fused_attention=not program.is_early and "ZB" not in system and "1F1B" not in system,
-        softmax_heads=4 if program.is_early else 1,
-        attention_speed=_attention_speeds(row)[0],
-        attention_backward_speed=_attention_speeds(row)[1],
-        fused_elementwise=not is_eager,
-        grouped_experts=replays_step(row),  # the others multiply experts with Transformer Engine's GroupedLinear
-        fused_experts=replays_step(row),
-        replayed=replays_step(row) or replays_layers(row),
-        loss_in_place=system == "nanotron",  # its cross entropy writes exponentials and gradient over the fp32 logits
+    return replace(
+        hardware,
+        matmul_efficiency=efficiency,
+        attention_efficiency=hardware.attention_efficiency * scale,
+        torch_attention_efficiency=hardware.torch_attention_efficiency * scale,
+        memory_bytes_per_second=rate,
     )
 
 
-def _cannot_recompute(row: dict[str, str]) -> bool:
-    """Whether a row's recomputation is only inferred, and its speed excludes it.
-
-    That of vTrain's runs is taken from defaults of another program. On one node, a sample of 1,024 tokens more in a
-    micro-batch costs a layer of width 2,048 another 1.88 ms. With recomputation that were 0.45 TFLOP of products beside
-    0.85 GB that other operations move: some 320 TFLOP/s, above the device's peak of 312.
-    """
-    return "not in the CSV" in row["notes"] and number(row, "gpus") <= 8
+def program_of(row: dict[str, str]) -> str:
+    """Return the word for a row's program, or for the one that is most like it."""
+    if "DeepSpeed" in row["system"]:
+        return "deepspeed"
+    sharded = "FSDP" in row["zero_or_distopt"] and "FSDP=0" not in row["zero_or_distopt"]
+    return "torchtitan" if sharded or "FSDP" in row["system"] else "megatron"
 
 
-def _recompute(row: dict[str, str]) -> Recompute:
-    """Return what a row's backward computes again, but for what memory does not allow to keep."""
-    if row["recompute"].startswith("selective"):  # torchtitan saves attention and every second matrix product
-        return "half" if row["system"] == "torchtitan" else "selective"
-    if row["recompute"].startswith("full") and not _cannot_recompute(row):
-        return "full"
-    return "up" if recomputes_up(row) else "none"
+def workload_of(row: dict[str, str], shape: DecoderShape, like: str) -> Workload:
+    """Return what a row trains."""
+    precision = row["precision"].lower()
+    is_fp8 = "fp8" in precision or "float8" in precision
+    precision = "fp4" if "fp4" in precision else "fp8" if is_fp8 else "bf16"
+    return Workload(shape=shape, sequence=number(row, "seq"), precision=precision, habits=HABITS[like])
 
 
-def strategy_of(row: dict[str, str]) -> Strategy:
-    """Return how a row is laid out."""
-    system, program = row["system"], Program.of(row)
-    tp, pp, cp = number(row, "tp"), number(row, "pp"), number(row, "cp")
-    dp = number(row, "gpus") // (tp * pp * cp)
-    micro, batch = number(row, "micro_batch"), number(row, "global_batch")
-    expert = number(row, "ep", dp if "DeepEP" in row["notes"] else 1)  # DeepEP sends tokens to expert-parallel ranks
+def strategy_of(row: dict[str, str], like: str) -> Strategy:
+    """Return how a row is laid out; a micro-batch of one sample, and one a step, where it does not say."""
+    habits, system = HABITS[like], row["system"]
+    tp, pp = number(row, "tp"), number(row, "pp")
+    dp = number(row, "gpus") // (tp * pp)
+    micro = number(row, "micro_batch")
+    batch = number(row, "global_batch", micro * dp)
     if dp < 1 or batch % (dp * micro):
         raise Unusable("sizes that do not multiply")
-    is_modern = program.is_megatron and not program.is_early
-    overlaps = is_modern and not system.startswith("Megatron-LM")  # by default, as the recipes of the others ask for it
-    shares_states = "distributed" in row["zero_or_distopt"] or any(n in system for n in ("NeMo", "Bridge", "nanotron"))
-    shares_sequence = row["seq_parallel"].startswith("yes") or (is_modern and tp > 1)
-    schedules: dict[str, Schedule] = {"ZB-1p": "zero-bubble", "ZB-2p": "zero-bubble-2p", "ZB-V": "zero-bubble-v"}
-    schedule = next((value for name, value in schedules.items() if name in system), "1f1b")
+    said = next((stage for stage in (3, 2, 1) if f"ZeRO-{stage}" in row["zero_or_distopt"]), 1)
+    fixed = habits.zero_stage_of_pipeline if pp > 1 else habits.zero_stage
+    zero = said if fixed is None else fixed
+    schedules: dict[str, Schedule] = {"ZB-1p": "zero-bubble", "ZB-V": "zero-bubble-v"}
     parts = number(row, "vpp")
     if system.endswith("1F1B-I"):  # parts of one layer, as the published memory says; two layers less at the ends
         parts = (number(row, "layers") + 2) // pp
@@ -232,27 +178,17 @@ def strategy_of(row: dict[str, str]) -> Strategy:
         pipeline=pp,
         tensor=tp,
         data=dp,
-        context=cp,
-        expert=expert,
-        tokens_travel=True,
+        expert=number(row, "ep", dp if "DeepEP" in row["notes"] else 1),  # which sends tokens to expert-parallel ranks
         micro_batch=micro,
         accumulation=batch // (dp * micro),
-        zero_stage=3 if program.is_fsdp else int(shares_states),
-        recompute=_recompute(row),
-        schedule=schedule,
+        zero_stage=zero,
+        recompute="full" if row["recompute"].startswith("full") else "none",
+        schedule=next((value for name, value in schedules.items() if name in system), "1f1b"),
         virtual_stages=parts,
-        sequence_parallel=shares_sequence,
-        split_table=shares_sequence,
-        gathers_again=program.is_megatron and system != "nanotron",
-        overlap_data=overlaps,
-        overlap_parameters=overlaps and system != "nanotron",  # which gathers them behind its update
-        overlap_tensor=0.5 if program.is_megatron and ("NeMo" in system or "Bridge" in system) else 0.0,
-        overlap_experts=hides_experts(row),
-        sends_copies=sends_copies(row),
-        split_sends="Megatron" in system and not shares_sequence,  # by default, in its own pipeline and in DeepSpeed's
-        overlap_pipeline=is_modern and parts > 1,  # Megatron does so by default, in its interleaved schedule
-        narrow_gathers=is_modern and system != "nanotron",
-        fused_sums=is_modern and system != "nanotron",  # by default, as its container has APEX
-        # nanotron weighs blocks, the head among them, and so do the layouts that recipes write out for DeepSeek
-        partition="balanced" if system == "nanotron" or predicts_two(row) else "type:DecoderLayer",
+        sequence_parallel=tp > 1 and habits.shares_sequence,
+        split_table=True,
+        overlap_data=zero >= 2 or habits.overlap_data,
+        gathers_once=like == "deepspeed" and zero == 3,
+        whole_gradients=like == "deepspeed" and zero <= 1,
+        partition="balanced" if like == "deepspeed" else "type:DecoderLayer",
     )

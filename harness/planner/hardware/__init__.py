@@ -43,7 +43,8 @@ class Hardware:
         flops: peak operations a second by precision.
         matmul_efficiency: the share of that peak which the largest matrix products reach.
         compute_units: processors that share out the tiles of a matrix product.
-        attention_efficiency: the share of the peak that a fused attention kernel reaches, forward.
+        attention_efficiency: the share of the peak that the best fused attention kernel reaches, forward;
+            torch_attention_efficiency: that torch's own kernels reach.
         kernel_seconds: what starting and ending one kernel costs on the device.
         dispatch_seconds: what a host needs to issue one operation.
         node_size: devices that `node` joins; `network` joins the nodes.
@@ -62,6 +63,7 @@ class Hardware:
     matmul_efficiency: Mapping[str, float]
     compute_units: int
     attention_efficiency: float
+    torch_attention_efficiency: float
     kernel_seconds: float
     dispatch_seconds: float
     node_size: int
@@ -202,7 +204,7 @@ def _read(content: object, path: str) -> Hardware:
     if not isinstance(precisions, Mapping) or any(key not in precisions for key in ("fp32", "bf16")):
         raise UserError(f"{path}: no tflops of fp32 and bf16: write them as the packaged files of `--hardware` do")
     assert isinstance(content, Mapping)
-    measured = "crowded" in content
+    measured, own_attention = "crowded" in content, "torch_attention_efficiency" in content
     return Hardware(
         name=str(content.get("name", path)),
         memory_bytes=value("memory_gib") * GIB,
@@ -212,6 +214,7 @@ def _read(content: object, path: str) -> Hardware:
         matmul_efficiency={key: value("matmul_efficiency", key) for key in precisions},
         compute_units=_count(content, path, "compute_units"),
         attention_efficiency=value("attention_efficiency"),
+        torch_attention_efficiency=value("torch_attention_efficiency" if own_attention else "attention_efficiency"),
         kernel_seconds=value("kernel_seconds"),
         dispatch_seconds=value("host", "dispatch_seconds"),
         node_size=_count(content, path, "node", "devices"),

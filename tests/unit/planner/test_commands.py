@@ -69,6 +69,16 @@ def test_an_estimate_is_what_the_config_runs(capsys):
     assert rows[0]["activation_checkpointing"] is True
 
 
+def test_a_plan_is_like_a_program_by_one_word(capsys, tmp_path):
+    ours = rows_of(capsys, *PLAN, "--global_batch_size", "64")
+    assert rows_of(capsys, *PLAN, "--global_batch_size", "64", "--like", "deepspeed") == ours
+    theirs = rows_of(capsys, *PLAN, "--global_batch_size", "64", "--like", "megatron")
+    assert {row["zero_stage"] for row in theirs} == {1} and theirs[0] not in ours
+    for name in ("--write", "--page"):
+        assert main([*PLAN, "--like", "torchtitan", name, str(tmp_path / "file")]) == 1
+        assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_the_same_layout_has_the_same_numbers_in_both_verbs(capsys, tmp_path):
     file = tmp_path / "best.json"
     best = rows_of(capsys, *PLAN, "--global_batch_size", "64", "--write", str(file))[0]

@@ -6,13 +6,14 @@ import pytest
 
 from harness.config.values.batch import bubble
 from harness.planner.estimate import Estimate, estimate
+from harness.planner.habits import Habits
 from harness.planner.hardware import Link, load_hardware, names
-from harness.planner.layer_time import expert_traffic, head_seconds, layer_seconds
+from harness.planner.layer_time import expert_traffic
 from harness.planner.memory import local_parameters
 from harness.planner.model_config import decoder_of, read_decoder
 from harness.planner.shape import DecoderShape, LayerShape
 from harness.planner.step import CONTENTION, step_seconds, strategy_stages
-from harness.planner.traffic import Group, all_reduce, half_ring, tensor_group
+from harness.planner.traffic import Group, all_reduce, half_ring
 from harness.planner.workload import Strategy, Workload
 
 H100 = load_hardware("h100")
@@ -45,41 +46,18 @@ def test_each_part_of_a_stage_sends_every_micro_batch(schedule, virtual):
 
 def test_stages_that_send_while_they_compute_wait_where_the_pipeline_fills_and_empties():
     one = Strategy(pipeline=4, accumulation=8, virtual_stages=2)
-    seconds = [of(x).seconds.pipeline for x in (one, replace(one, overlap_pipeline=True))]
+    hidden = replace(WORKLOAD, habits=Habits(overlap_interleaved=True))
+    seconds = [of(one, work).seconds.pipeline for work in (WORKLOAD, hidden)]
     assert seconds[1] / seconds[0] == pytest.approx((CONTENTION * 2 * 8 + 3) / (2 * 8 + 3))
 
 
-def test_a_head_that_predicts_two_tokens_is_used_twice():
-    once, strategy = Workload(shape=SHAPE, sequence=2048), Strategy(pipeline=4, accumulation=8)
-    two = replace(once, shape=replace(SHAPE, predictions=2))
-    one, both = head_seconds(H100, once, strategy), head_seconds(H100, two, strategy)
-    assert (both.forward, both.backward) == pytest.approx((2 * one.forward, 2 * one.backward))
-    head = 6 * SHAPE.vocab * SHAPE.hidden
-    assert two.shape.flops_per_token(2048) - once.shape.flops_per_token(2048) == pytest.approx(head)
-    assert strategy_stages(two, strategy)[-1].depth < strategy_stages(once, strategy)[-1].depth
-
-
-@pytest.mark.parametrize("rate", [1e12, 1e6], ids=["computation is longer", "traffic is longer"])
-def test_tokens_travel_behind_computation_as_far_as_it_lasts(rate):
+def test_tokens_travel_to_the_ranks_of_their_experts_where_the_program_sends_them():
     layer = LayerShape(**WIDTHS, experts=8, top_k=2, expert_ffn=256)
     work = Workload(shape=DecoderShape(layers=(layer,), vocab=8), sequence=1024)
-    wires = replace(H100, node=Link(bytes_per_second=rate, hop_seconds=0.0))
-    apart = Strategy(data=8, expert=8, tokens_travel=True)
-    traffic = 2 * expert_traffic(wires, work, apart, layer)
-    assert step_seconds(wires, work, apart).tensor == pytest.approx(traffic)
-    seconds = layer_seconds(wires, work, apart, layer)
-    hidden = min(traffic, seconds.forward + seconds.backward)
-    shown = step_seconds(wires, work, replace(apart, overlap_experts=True)).tensor
-    assert shown == pytest.approx(traffic - (1 - CONTENTION) * hidden) and (hidden == traffic) == (rate == 1e12)
-
-
-def test_ranks_that_send_a_part_each_gather_it_inside_the_node():
-    whole = Strategy(pipeline=2, tensor=8, accumulation=8)  # a stage fills a node
-    both = [of(x).seconds.pipeline for x in (whole, replace(whole, split_sends=True))]
-    state = 2048 * SHAPE.hidden * 2
-    group = tensor_group(H100, whole)
-    less = state * 7 / 8 / H100.network.bytes_per_second - half_ring(group, state)
-    assert both[0] - both[1] == pytest.approx(2 * (8 + 1) * less)
+    sent, apart = replace(work, habits=Habits(tokens_travel=True)), Strategy(data=8, expert=8)
+    traffic = 2 * expert_traffic(H100, sent, apart, layer)
+    assert step_seconds(H100, sent, apart).tensor == pytest.approx(traffic) and traffic > 0
+    assert step_seconds(H100, work, apart).tensor == 0
 
 
 def test_a_ring_moves_each_byte_through_each_rank_almost_twice():
@@ -118,7 +96,7 @@ def test_states_are_shared_out_among_the_ranks_that_hold_copies_of_an_expert(exp
         hidden=64, heads=4, kv_heads=4, query=64, key=64, value=64, output=64, experts=8, top_k=2, expert_ffn=4096
     )
     shape = DecoderShape(layers=(layer,), vocab=64)
-    strategy = Strategy(data=8, expert=expert, zero_stage=1, tokens_travel=True)
+    strategy = Strategy(data=8, expert=expert, zero_stage=1)
     one = of(strategy, Workload(shape=shape, sequence=16)).stages[0]
     dense = shape.parameters - layer.expert_parameters
     assert one.optimizer == pytest.approx(12 * (dense / 8 + layer.expert_parameters / expert / copies))

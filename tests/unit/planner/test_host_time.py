@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from harness.planner.habits import Habits
 from harness.planner.hardware import load_hardware
 from harness.planner.host_time import (
     COLLECTIVE_OPERATIONS,
@@ -14,7 +15,6 @@ from harness.planner.host_time import (
     HOST_UPDATE,
     HOST_ZERO_3,
     OPERATIONS,
-    SOFTMAX_OPERATIONS,
     micro_batch_issue,
     update_issue,
 )
@@ -46,20 +46,8 @@ def test_a_host_issues_two_collectives_with_a_cut_layer():
 def test_experts_that_are_multiplied_one_by_one_are_issued_one_by_one(precision, each, ranks, held):
     strategy = Strategy(data=ranks, expert=ranks)
     assert issued(SPARSE, strategy, precision=precision) == 2 * OPERATIONS
-    one_by_one = issued(SPARSE, strategy, precision=precision, grouped_experts=False)
+    one_by_one = issued(SPARSE, strategy, precision=precision, habits=Habits(grouped_experts=False))
     assert one_by_one == 2 * OPERATIONS + each * held
-
-
-@pytest.mark.parametrize(("samples", "ranks", "more"), [(1, 1, 0), (1, 2, SOFTMAX_OPERATIONS), (2, 2, 0)])
-def test_a_softmax_of_too_few_heads_is_issued_in_single_operations(samples, ranks, more):
-    apart = issued(DENSE, Strategy(tensor=ranks, micro_batch=samples), fused_attention=False, softmax_heads=4)
-    assert apart == issued(DENSE, Strategy(tensor=ranks, micro_batch=samples), fused_attention=False) + more
-
-
-def test_a_host_starts_a_replayed_step_at_once():
-    assert issued(SPARSE, Strategy()) > 1
-    work = Workload(shape=DecoderShape(layers=(SPARSE,), vocab=64), sequence=16, replayed=True)
-    assert layer_seconds(SLOW_HOST, work, Strategy(), SPARSE).forward < 1
 
 
 @pytest.mark.parametrize(

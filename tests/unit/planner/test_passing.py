@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from harness.parallel.collectives import host_memory
+from harness.planner.habits import MEGATRON
 from harness.planner.memory import stage_memory
 from harness.planner.passing import FLAT_BUCKET, GATHERED, SHARED_PIECE, SUB_GROUP, Held, passing_bytes, shared_bytes
 from harness.planner.shape import DecoderShape, LayerShape
@@ -24,7 +25,7 @@ def passing(
 ) -> float:
     """Bytes for a stage that holds so many parameters, of which 300 belong to its first layer."""
     work = Workload(shape=SHAPE, sequence=1, **{"precision": "fp32", **changes})  # type: ignore[arg-type]
-    own = held / (strategy.data * strategy.context)
+    own = held / strategy.data
     step = Held(parameters=held, own=own, gradients=gradients, made=made, layer=layer, below=300, in_flight=1)
     return passing_bytes(work, strategy, STAGE, step)
 
@@ -95,7 +96,7 @@ def test_sums_of_16_bit_gradients_are_copied_as_their_dtypes_ask() -> None:
     whole = Strategy(data=2, zero_stage=1, whole_gradients=True)
     assert passing(whole, 6e6, precision="bf16", gradient_bytes=4) == 4e6
     assert passing(Strategy(zero_stage=1, whole_gradients=True), 6e6, precision="bf16", gradient_bytes=4) == 4e6
-    assert passing(Strategy(data=2, bucket=7), 4e6, 1e6, sums_in_place=True) == 1e6
+    assert passing(Strategy(data=2, bucket=7), 4e6, 1e6, habits=MEGATRON) == 1e6
 
 
 def test_what_the_host_holds_is_not_stepped_on_here() -> None:

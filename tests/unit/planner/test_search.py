@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import UserError
+from harness.planner.habits import MEGATRON, TORCHTITAN
 from harness.planner.hardware import GIB, Hardware, load_hardware
 from harness.planner.search import NO_HOST_MEMORY, NO_MEMORY, candidates, require_fit, search
 from harness.planner.sensitivity import more_devices, more_memory
@@ -165,6 +166,16 @@ def test_the_fastest_comes_first_and_of_equals_the_smallest() -> None:
     fitting = search(task(4, global_batch=8)).fitting
     keys = [(-one.tokens_per_second, one.peak_bytes) for one in fitting]
     assert keys == sorted(keys) and len(keys) > 20
+
+
+def test_a_plan_like_another_program_has_its_layouts_and_its_habits() -> None:
+    asked = task(4, global_batch=8, habits=MEGATRON)
+    for one in strategies(asked):
+        assert one.zero_stage == 1 and not one.whole_gradients and one.overlap_data
+        assert one.sequence_parallel == (one.tensor > 1) and one.offload == "none"
+    sharded = strategies(task(4, global_batch=8, habits=TORCHTITAN))
+    assert {one.zero_stage for one in sharded if one.pipeline == 1} == {3}
+    assert {one.zero_stage for one in sharded if one.pipeline > 1} == {1}  # gathered once, not for each micro-batch
 
 
 def test_what_is_recommended_leaves_room_for_what_the_prediction_lacks() -> None:
