@@ -67,7 +67,10 @@ def _searched(question: str) -> tuple[Task, str, Found]:
     except UserError as error:
         raise UserError(_with_family(str(error), config)) from None
     task = _spread(task, config)
-    return task, _note(config), search(task)
+    note = _note(config)
+    if task.workload.shape.guessed and not note:  # the page has no transformers to build the model
+        note = "the number of parameters is a guess: `ds-harness plan` counts them on the model itself"
+    return task, note, search(task)
 
 
 def _shown(task: Task, note: str, found: Found, row: str, most: int) -> JsonObject:

@@ -98,6 +98,8 @@ def test_an_unknown_family_is_planned_from_its_sizes_and_said() -> None:
     config = '{"model_type": "x", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 9, "limit": [0, -Infinity]}'
     found = asked(config=config, gpus="1,6")
     assert found["message"].startswith("model type 'x' is unknown") and found["fit"] > 0
+    config = '{"model_type": "opt", "hidden_size": 64, "num_attention_heads": 4, "word_embed_proj_dim": 32}'
+    assert asked(config=config)["message"].startswith("the number of parameters is a guess")
 
 
 def test_the_page_carries_all_that_its_python_needs(tmp_path: Path) -> None:
