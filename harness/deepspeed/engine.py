@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial, wraps
+from functools import wraps
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -116,40 +116,6 @@ def forget_outputs(engine: PipelineEngine) -> None:
     place."""
     outputs: list[object] = engine.pipe_buffers["outputs"]
     outputs[:] = [None] * len(outputs)
-
-
-def announce_instructions(
-    engine: PipelineEngine, announce: Callable[[str], None], finished: Callable[[], None] = lambda: None
-) -> Callable[[], None]:
-    """Have `announce` called with each instruction of the pipeline, as `RecvGrad(0)`, before it is executed, and
-    `finished` after it; return what undoes this."""
-
-    def begin(name: str, place: Mapping[str, int]) -> None:
-        announce(f"{name}({place['buffer_id']})" if "buffer_id" in place else name)
-
-    return watch_instructions(engine, begin, finished)
-
-
-def watch_instructions(
-    engine: PipelineEngine, begin: Callable[[str, Mapping[str, int]], None], finished: Callable[[], None] = lambda: None
-) -> Callable[[], None]:
-    """Have `begin` called with the name of each instruction of the pipeline and its place, and `finished` after it;
-    return what undoes this.
-
-    The place is a `buffer_id`, and in a schedule that is not DeepSpeed's own a `micro_batch` and a `part` of the model.
-    """
-
-    def announced(name: str, execute: Callable[..., None]) -> Callable[..., None]:
-        def run(self: PipelineEngine, **place: int) -> None:
-            begin(name, place)
-            execute(self, **place)
-            finished()
-
-        return run
-
-    before = engine._INSTRUCTION_MAP
-    engine._INSTRUCTION_MAP = {kind: announced(kind.__name__, execute) for kind, execute in before.items()}
-    return partial(setattr, engine, "_INSTRUCTION_MAP", before)
 
 
 def scales_loss_dynamically(optimizer: EngineOptimizer) -> bool:

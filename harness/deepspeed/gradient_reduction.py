@@ -8,6 +8,7 @@ put anywhere else is lost without a word.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from deepspeed import comm
@@ -18,6 +19,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from harness.deepspeed.flat_tensors import EngineOptimizer
+from harness.deepspeed.instructions import execute_by, executing, run_before
 
 
 class StepGradients:
@@ -81,19 +83,12 @@ def sum_tied_gradients(
         for weight, group in self.module.get_tied_weights_and_groups():
             comm.all_reduce(gradients.of(weight), group=group)
 
-    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceTiedGrads: run}
+    execute_by(engine, {ReduceTiedGrads: run})
 
 
 def before_reduction(engine: PipelineEngine, act: Callable[[StepGradients], object]) -> None:
     """Have `act` called once a step, when all gradients of the step are accumulated and none is reduced yet."""
-    gradients = StepGradients(engine.optimizer)
-    execute: Callable[[PipelineEngine], None] = engine._INSTRUCTION_MAP[ReduceTiedGrads]
-
-    def run(self: PipelineEngine) -> None:
-        act(gradients)
-        execute(self)
-
-    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceTiedGrads: run}
+    run_before(engine, ReduceTiedGrads, partial(act, StepGradients(engine.optimizer)))
 
 
 def trained_parameters(engine: PipelineEngine) -> list[nn.Parameter]:
@@ -108,7 +103,7 @@ def average_with(engine: PipelineEngine, average: Callable[[Sequence[Tensor], fl
         average: called with the gradients of the trained parameters, and the scale of the loss.
     """
     parameters, optimizer = trained_parameters(engine), engine.optimizer
-    of_deepspeed: Callable[[PipelineEngine], None] = engine._INSTRUCTION_MAP[ReduceGrads]
+    of_deepspeed = executing(engine, ReduceGrads)
     divided, gradients = isinstance(optimizer, DeepSpeedZeroOptimizer), StepGradients(optimizer)
     if divided:  # it takes the means apart as it would its own, and sends nothing
         optimizer.reduce_scatter = False
@@ -119,7 +114,7 @@ def average_with(engine: PipelineEngine, average: Callable[[Sequence[Tensor], fl
         if divided:
             of_deepspeed(self)
 
-    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceGrads: run}
+    execute_by(engine, {ReduceGrads: run})
 
 
 def give_every_gradient(engine: PipelineEngine) -> None:
@@ -145,7 +140,7 @@ def keep_own_gradients(engine: PipelineEngine) -> None:
         for parameter in parameters:
             gradients.of(parameter)
 
-    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceGrads: run}
+    execute_by(engine, {ReduceGrads: run})
 
 
 def reduce_in_place(optimizer: EngineOptimizer) -> None:

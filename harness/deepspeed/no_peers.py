@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from harness.deepspeed.engine import GRADIENTS
+from harness.deepspeed.instructions import execute_by, executing
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,14 +61,14 @@ def expect_from_peers(engine: PipelineEngine, received: Mapping[int, Received]) 
     From the next part it gets gradients of what it sends. The numbers by which partitioned tensors are put together
     again are known here, and not received.
     """
-    execute: Callable[..., None] = engine._INSTRUCTION_MAP[RecvGrad]
+    execute = executing(engine, RecvGrad)
 
     def receive_gradients(self: PipelineEngine, buffer_id: int, **place: int) -> None:
         execute(self, buffer_id=buffer_id, **place)
         if self.is_grad_partitioned:
             self.grad_partition_grad_layer_meta_cache = self.pipe_buffers["outputs"][buffer_id][0]
 
-    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, RecvGrad: receive_gradients}
+    execute_by(engine, {RecvGrad: receive_gradients})
 
     def buffers(sender: int) -> Received:
         p2p.recv(torch.empty(TENSOR_META_SIZE, dtype=torch.int32, device=engine.device), sender)  # its form: known

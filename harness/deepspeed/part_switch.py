@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from harness.config.values.stage_parts import StageParts
-from harness.deepspeed.transfers import Execute
+from harness.deepspeed.instructions import Execute
 
 OF_A_PART = (
     *("pipe_buffers", "num_pipe_buffers", "pipe_recv_buf", "grad_layer", "_grad_layer_buf", "meta_buffer"),

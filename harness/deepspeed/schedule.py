@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from harness.config.values.stage_parts import StageParts
+from harness.deepspeed.instructions import Execute, Kind, execute_by, executing
 from harness.deepspeed.part_switch import PartSwitch
-from harness.deepspeed.transfers import Execute, Transfers, open_transfers
+from harness.deepspeed.transfers import Transfers, open_transfers
 
 
 class InputGradients(of_deepspeed.BufferOpInstruction):  # type: ignore[misc]  # DeepSpeed has no types
@@ -67,9 +68,7 @@ class StageProgram:
 class OwnSchedule(of_deepspeed.PipeSchedule):  # type: ignore[misc]  # DeepSpeed has no types
     """A program as the engine takes it, and what comes after its last instruction."""
 
-    def __init__(
-        self, engine: PipelineEngine, program: StageProgram, last: Sequence[type[of_deepspeed.PipeInstruction]]
-    ) -> None:
+    def __init__(self, engine: PipelineEngine, program: StageProgram, last: Sequence[Kind]) -> None:
         super().__init__(program.micro_batches, engine.num_stages, engine.stage_id)
         self._program, self._last = program, last
 
@@ -114,9 +113,9 @@ def run_schedule(
     parts of the model; else it keeps DeepSpeed's schedule."""
     switch = PartSwitch(engine, parts)
     transfers = open_transfers(engine, parts)
-    engine._INSTRUCTION_MAP = _instructions(engine, switch, transfers, deferral)
+    execute_by(engine, _executors(engine, switch, transfers, deferral))
 
-    def begin(program: StageProgram, last: Sequence[type[of_deepspeed.PipeInstruction]]) -> OwnSchedule:
+    def begin(program: StageProgram, last: Sequence[Kind]) -> OwnSchedule:
         for each in transfers:
             each.clear()
         switch.begin(program.buffers)
@@ -131,18 +130,22 @@ def run_schedule(
         engine._inference_schedule = lambda micro_batches: begin(evaluation(micro_batches), (AwaitSends,))
 
 
-def _instructions(
+def _executors(
     engine: PipelineEngine, switch: PartSwitch, transfers: tuple[Transfers, Transfers], deferral: Deferral
-) -> dict[type[of_deepspeed.PipeInstruction], Execute]:
-    """Return what executes each instruction."""
+) -> dict[Kind, Execute]:
+    """Return what executes each instruction of a schedule that is not DeepSpeed's own."""
     activations, gradients = transfers
-    own: dict[type[of_deepspeed.PipeInstruction], Execute] = dict(engine._INSTRUCTION_MAP)
+    own: dict[Kind, Execute] = {}
     for kind in (of_deepspeed.SendActivation, of_deepspeed.RecvActivation):
-        own[kind] = activations.carry(own[kind])
+        own[kind] = activations.carry(executing(engine, kind))
     for kind in (of_deepspeed.SendGrad, of_deepspeed.RecvGrad):
-        own[kind] = gradients.carry(own[kind])
-    own[of_deepspeed.ForwardPass] = switch.keep_loss(own[of_deepspeed.ForwardPass])
-    own[of_deepspeed.BackwardPass] = backward = switch.give_loss(own[of_deepspeed.BackwardPass])
+        own[kind] = gradients.carry(executing(engine, kind))
+    backward = switch.give_loss(executing(engine, of_deepspeed.BackwardPass))
+    own |= {
+        of_deepspeed.LoadMicroBatch: executing(engine, of_deepspeed.LoadMicroBatch),
+        of_deepspeed.ForwardPass: switch.keep_loss(executing(engine, of_deepspeed.ForwardPass)),
+        of_deepspeed.BackwardPass: backward,
+    }
 
     def input_gradients(engine: PipelineEngine, buffer_id: int) -> None:
         received = engine.grad_layer

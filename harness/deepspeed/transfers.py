@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,9 +13,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from harness.config.values.stage_parts import StageParts
+from harness.deepspeed.instructions import Execute
 from harness.topology.env import run_timeout
-
-Execute = Callable[..., None]
 
 
 @dataclass

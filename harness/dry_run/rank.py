@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from harness.arguments import TrainingArguments
 from harness.config import Resolved
-from harness.deepspeed.engine import announce_instructions, watch_instructions
+from harness.deepspeed.instructions import announce_instructions, watch_instructions
 from harness.deepspeed.no_peers import Received, announce_halves, cut_step, expect_from_peers, replaced
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.dry_run.ledger import Ledger, Message, Traffic
@@ -39,7 +39,8 @@ from harness.topology.env import LaunchEnv
 from harness.topology.groups import Groups, build_groups
 from harness.topology.layout import Layout
 from harness.training.engine import clipping
-from harness.training.engine.build import EngineContext, build_engine
+from harness.training.engine.build import build_engine
+from harness.training.engine.context import EngineContext
 from harness.training.engine.engine import Engine, PipelineStages
 from harness.training.prepare.compilation import require_compilable
 from harness.training.prepare.stages import choose_boundaries

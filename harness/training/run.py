@@ -16,7 +16,7 @@ from harness.checkpoint.engine_state import EngineState
 from harness.config.values.json_object import JsonObject
 from harness.hf.lora import saved_name
 from harness.topology.hosts import Hosts
-from harness.training.engine.build import EngineContext
+from harness.training.engine.context import EngineContext
 from harness.training.engine.engine import Engine
 from harness.training.prepare.dataset_check import DatasetCheck
 from harness.training.prepare.forecast import Forecast

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from harness import Trainer
 from harness.cli import main
-from harness.deepspeed.engine import announce_instructions
+from harness.deepspeed.instructions import announce_instructions
 from harness.deepspeed.no_peers import announce_halves
 from harness.dry_run.ledger import Ledger
 from harness.dry_run.memory import Step

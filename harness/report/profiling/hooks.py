@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from harness.deepspeed.engine import watch_instructions
+from harness.deepspeed.instructions import watch_instructions
 from harness.deepspeed.pipeline import GivenStages
 from harness.parallel.pipeline.staged_module import LayerSequence
 from harness.report.profiling.span_log import SpanLog

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
-from harness.arguments import TrainingArguments
 from harness.arguments.themes.reporting import MONITORS, within
-from harness.config import Resolved
 from harness.config.values.idle_keys import without_idle
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import Secrets
-from harness.deepspeed.engine import (
-    announce_instructions,
-    check_every_gradient,
-    forget_outputs,
-)
-from harness.deepspeed.gradient_reduction import (
-    give_every_gradient,
-    keep_own_gradients,
-    reduce_in_place,
-    sum_tied_gradients,
-)
-from harness.deepspeed.kept_in_fp32 import keeping_fp32, reduce_fp32_gradients
+from harness.deepspeed.kept_in_fp32 import keeping_fp32
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_groups import MpuAdapter
 from harness.deepspeed.zero3_parameters import restore_linear
@@ -43,63 +28,15 @@ from harness.hf.layers.zero3_leaves import leaves_of_sequence
 from harness.parallel.comm import TensorParallel
 from harness.parallel.compiling import compile_modules
 from harness.parallel.draws import DrawKeys
-from harness.parallel.gradients.compressed import CompressedReduction
-from harness.parallel.pipeline.schedules.following import follow_schedule
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, deepspeed_topology, first_names
-from harness.parallel.tensor.layers import overlap_sums
-from harness.parallel.tensor.summed_gradients import put_off_sums, sum_once
 from harness.parallel.values import Value
-from harness.parallel.zero.in_place_inputs import copy_hooked_inputs
 from harness.resilience.process.distributed import give_timeout, open_groups
-from harness.resilience.watch.activity import beat
-from harness.resilience.watch.layers import announce_layers
-from harness.topology.groups import Groups
-from harness.training.engine.clipping import correct_clipping
-from harness.training.engine.compression import compress_gradients
+from harness.training.engine.context import EngineContext, LayerTraits
 from harness.training.engine.engine import Engine, PipelineStages, WholeModel
 from harness.training.engine.evidence import GuardedLoss
 from harness.training.engine.losses import Loss
-from harness.training.engine.muon import find_matrices
 from harness.training.engine.optimizer import own_optimizer, parameter_groups, schedule
-from harness.training.engine.unused import UnusedParameters
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(kw_only=True)
-class EngineContext:
-    """Where an engine is built: the run's arguments and config, and this rank's place and device."""
-
-    args: TrainingArguments
-    resolved: Resolved
-    groups: Groups
-    device: torch.device
-    max_steps: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters."""
-        return DTYPES[self.resolved.precision]
-
-    @property
-    def is_pipeline(self) -> bool:
-        """Whether DeepSpeed's pipeline engine drives the run; ZeRO-2 and ZeRO-3 exclude it."""
-        return self.resolved.zero_stage < 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerTraits:
-    """What an engine must know of its layers.
-
-    Attributes:
-        local_states: whether they hand on tensors that are not the same on all tensor-parallel ranks.
-        draws: whether they may draw random numbers in training.
-        example: inputs of a micro-batch, for layers of a user's own where there is training data.
-    """
-
-    local_states: bool = False
-    draws: bool = True
-    example: Value | None = None
+from harness.training.engine.patches import NewEngine, apply_patches
 
 
 def build_engine(
@@ -107,21 +44,48 @@ def build_engine(
 ) -> Engine:
     """Build this rank's layers and the DeepSpeed engine around them; all ranks call it together."""
     config = deepspeed_config(context)
-    groups_before = open_groups()
-    if context.resolved.zero_stage != 3:
-        restore_linear()
-    acts = context.args.nonfinite != "warn"
-    guarded = GuardedLoss(loss, spoils=acts)
     if traits.local_states and context.groups.tp_group is not None:
         config = _nothing_shared_out(config)
-    index = context.device.index  # where a rank sees its own device alone, not its local rank
+    guarded = GuardedLoss(loss, spoils=context.args.nonfinite != "warn")
     keys = draw_keys(context) if traits.draws else None
+    if context.resolved.zero_stage != 3:
+        restore_linear()  # an earlier ZeRO-3 engine of this process has replaced torch's
+    groups_before = open_groups()
     module, grid = _build_module(context, layers, boundaries, guarded, keys, traits.example)
     _compile(module, context)
     _configure_checkpointing(context)
+    new = NewEngine(
+        deepspeed=_initialize(context, config, module, grid, first_names(layers)),
+        module=module,
+        context=context,
+        loss=guarded,
+        traits=traits,
+    )
+    give_timeout(open_groups() - groups_before)  # DeepSpeed gives its own groups a limit of half an hour
+    # the layers are built alike everywhere; what is drawn from here on may differ between ranks
+    place = context.groups.coordinate
+    torch.manual_seed(context.args.seed + place.dp_rank + 1000 * place.stage)
+    apply_patches(new)
+    kind = PipelineStages if context.is_pipeline else WholeModel
+    engine = kind(new.deepspeed, context.groups, guarded, context.device, context.dtype, context.args.seed, keys)
+    engine.compression = new.compression
+    return engine
+
+
+def _initialize(
+    context: EngineContext,
+    config: JsonObject,
+    module: nn.Module,
+    grid: PipelineParallelGrid | None,
+    names: Mapping[str, str],
+) -> DeepSpeedEngine:
+    """Return DeepSpeed's engine around the layers, with the optimizer and the schedule of the run.
+
+    `names`: see `first_names`; which optimizer a tied weight goes to must be the same on every stage.
+    """
     stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", context.args.weight_decay)
-    names = first_names(layers)
     groups = parameter_groups(module, stated, names)
+    index = context.device.index  # where a rank sees its own device alone, this is not its local rank
     with keeping_fp32():
         engine, *_ = deepspeed.initialize(
             args=SimpleNamespace() if index is None else SimpleNamespace(device_rank=index),
@@ -133,44 +97,7 @@ def build_engine(
             config=config,
             dist_init_required=False,
         )
-    give_timeout(open_groups() - groups_before)
-    reduce_fp32_gradients(engine.optimizer)
-    find_matrices(engine, context.groups)
-    correct_clipping(engine, context.groups, skip_nonfinite=acts)
-    reduce_in_place(engine.optimizer)
-    if acts:
-        check_every_gradient(engine.optimizer)
-    torch.manual_seed(context.args.seed + context.groups.coordinate.dp_rank + 1000 * context.groups.coordinate.stage)
-    if context.resolved.zero_stage == 3 and traits.draws:
-        copy_hooked_inputs(module)
-    compression = None
-    if isinstance(module, LayerSequence):
-        announce_layers(module.calls)
-    else:
-        compression = _change_steps(engine, context)
-        guarded.release = partial(forget_outputs, engine)
-    kind = PipelineStages if context.is_pipeline else WholeModel
-    built = kind(engine, context.groups, guarded, context.device, context.dtype, context.args.seed, keys)
-    built.compression = compression
-    UnusedParameters(engine)
-    return built
-
-
-def _change_steps(engine: PipelineEngine, context: EngineContext) -> CompressedReduction | None:
-    """Have a pipeline's engine sum partial gradients, average gradients and follow a schedule as the run asks; return
-    what averages, if DeepSpeed does not."""
-    resolved, parameters = context.resolved, list(engine.module.parameters())
-    compression = compress_gradients(engine, context.groups, resolved.gradient_bits, context.device)
-    if context.groups.dp_group is None:
-        keep_own_gradients(engine)
-    put_off_sums(parameters)
-    if context.device.type != "cpu":  # there the cores that sum are those that compute: a step took 1.04 times as long
-        overlap_sums(engine.module)
-    sum_tied_gradients(engine, partial(sum_once, parameters))
-    give_every_gradient(engine)
-    follow_schedule(engine, resolved.schedule, resolved.parts)
-    announce_instructions(engine, beat)
-    return compression
+    return engine
 
 
 def _build_module(

@@ -18,7 +18,8 @@ from harness.deepspeed.zero3_parameters import PartitionInPlace
 from harness.parallel.memory import malloc_trim
 from harness.parallel.zero.zero3_partition import Zero3Partition
 from harness.topology.env import run_timeout
-from harness.training.engine.build import EngineContext, deepspeed_config, mark_leaves
+from harness.training.engine.build import deepspeed_config, mark_leaves
+from harness.training.engine.context import EngineContext
 
 
 def zero3_partition(context: EngineContext) -> Zero3Partition | None:

@@ -13,7 +13,7 @@ from harness.hf.attention import require_available, with_attention
 from harness.hf.forward.payload import Tokens
 from harness.hf.skeleton import ModelSource, position_limit
 from harness.hf.verify.packing import require_documents_apart, require_flash_apart
-from harness.training.engine.build import EngineContext
+from harness.training.engine.context import EngineContext
 
 USUAL_LENGTH = 1024
 

@@ -24,7 +24,7 @@ from harness.parallel.pipeline.partition import stage_boundaries
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.values import Value
 from harness.topology.agreement import values_of_all
-from harness.training.engine.build import EngineContext
+from harness.training.engine.context import EngineContext
 from harness.training.engine.losses import Loss, targets
 from harness.training.prepare.trainable import TrainableModel
 from harness.wording import counted

@@ -22,7 +22,7 @@ from harness.hf.verify.comparison import NOT_CAUSAL, Difference, find_difference
 from harness.hf.verify.tiny_copy import shrink
 from harness.parallel.comm import TensorParallel
 from harness.topology.agreement import values_of_all
-from harness.training.engine.build import EngineContext
+from harness.training.engine.context import EngineContext
 
 
 def verify_plan(causal: CausalModel, context: EngineContext, console: Console) -> None:

@@ -15,7 +15,7 @@ from statistics import median
 
 from torch import nn
 
-from harness.deepspeed.engine import watch_instructions
+from harness.deepspeed.instructions import watch_instructions
 from harness.parallel.pipeline.partition import balanced
 from harness.report.profile.timeline import pipeline_seconds
 from harness.topology.agreement import values_of_all

@@ -14,7 +14,7 @@ from harness.config import check
 from harness.config.text.document import from_values
 from harness.config.view import Target
 from harness.parallel.compiling import compile_modules, eager
-from harness.training.engine.build import LayerTraits
+from harness.training.engine.context import LayerTraits
 from harness.training.prepare.compilation import require_compilable
 
 

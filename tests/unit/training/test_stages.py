@@ -23,7 +23,7 @@ from harness.resilience.process.distributed import start
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
-from harness.training.engine.build import EngineContext
+from harness.training.engine.context import EngineContext
 from harness.training.prepare.stages import StageLine, choose_boundaries, measured_costs, stage_costs, stage_lines
 from harness.training.prepare.trainable import TrainableModel, trainable_layers
 

@@ -1,0 +1,76 @@
+"""What executes each instruction of a pipeline's engine: the one place where DeepSpeed's instruction map is changed.
+
+An engine executes a list of instructions (`ForwardPass`, `SendActivation`, `ReduceGrads`, ...) and looks up the
+function of each in a map of its class. Every change makes a new map for that one engine, so that another engine of the
+process keeps DeepSpeed's. A later change wraps what an earlier one has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeAlias
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import PipeInstruction
+
+Kind: TypeAlias = type[PipeInstruction]
+Execute: TypeAlias = Callable[..., None]
+"""Called with the engine and the instruction's `buffer_id`, `micro_batch` and the like by name."""
+
+
+def executing(engine: PipelineEngine, kind: Kind) -> Execute:
+    """Return what executes an instruction now."""
+    execute: Execute = engine._INSTRUCTION_MAP[kind]
+    return execute
+
+
+def execute_by(engine: PipelineEngine, changed: Mapping[Kind, Execute]) -> Callable[[], None]:
+    """Have these functions execute their instructions; return what undoes the change."""
+    before = engine._INSTRUCTION_MAP
+    engine._INSTRUCTION_MAP = {**before, **changed}
+    return partial(setattr, engine, "_INSTRUCTION_MAP", before)
+
+
+def run_before(engine: PipelineEngine, kind: Kind, act: Callable[[], object]) -> None:
+    """Have `act` called before each instruction of a kind."""
+    execute = executing(engine, kind)
+
+    def run(self: PipelineEngine, **place: int) -> None:
+        act()
+        execute(self, **place)
+
+    execute_by(engine, {kind: run})
+
+
+def watch_instructions(
+    engine: PipelineEngine, begin: Callable[[str, Mapping[str, int]], None], finished: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
+    """Have `begin` called with the name of each instruction and its place, and `finished` after it; return what undoes
+    this.
+
+    The place is a `buffer_id`, and in a schedule that is not DeepSpeed's own a `micro_batch` and a `part` of the model.
+    """
+
+    def announced(name: str, execute: Execute) -> Execute:
+        def run(self: PipelineEngine, **place: int) -> None:
+            begin(name, place)
+            execute(self, **place)
+            finished()
+
+        return run
+
+    kinds = dict(engine._INSTRUCTION_MAP)
+    return execute_by(engine, {kind: announced(kind.__name__, execute) for kind, execute in kinds.items()})
+
+
+def announce_instructions(
+    engine: PipelineEngine, announce: Callable[[str], None], finished: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
+    """Have `announce` called with each instruction, as `RecvGrad(0)`, before it is executed, and `finished` after it;
+    return what undoes this."""
+
+    def begin(name: str, place: Mapping[str, int]) -> None:
+        announce(f"{name}({place['buffer_id']})" if "buffer_id" in place else name)
+
+    return watch_instructions(engine, begin, finished)
