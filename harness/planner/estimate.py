@@ -136,6 +136,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
     zero = section if isinstance(section, Mapping) else {}
     interval = resolved.activation_checkpoint_interval
     overlap = zero.get("overlap_comm", resolved.zero_stage == 3)
+    whole_gradients = sums_whole(resolved.precision, resolved.zero_stage)
     strategy = Strategy(
         pipeline=resolved.pp_size,
         tensor=resolved.tp_size,
@@ -148,9 +149,9 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         recompute="full" if interval else "none",
         recompute_every=max(1, interval),
         offload=_offload(zero, resolved.zero_stage),
-        overlap_data=bool(overlap) and resolved.zero_stage >= 2,
+        overlap_data=bool(overlap) and resolved.zero_stage >= 1 and not whole_gradients,
         gathers_once=_gathers_once(zero, resolved.zero_stage),
-        whole_gradients=sums_whole(resolved.precision, resolved.zero_stage),
+        whole_gradients=whole_gradients,
         bucket=whole(zero.get("reduce_bucket_size")) or 5e8,
         partition=resolved.partition,
         split_table=True,

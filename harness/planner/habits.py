@@ -70,7 +70,6 @@ MEGATRON = Habits(
 TORCHTITAN = Habits(
     zero_stage=3,
     zero_stage_of_pipeline=1,  # reshard_after_forward is off there, and gradients are reduced once
-    fused_elementwise=True,
     tokens_travel=True,
     loss_in_place=False,
     reduces_wide=True,

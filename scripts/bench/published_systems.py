@@ -74,6 +74,8 @@ def case_of(row: dict[str, str]) -> Case:
         raise Unusable("the length of the sequence is not published")
     if number(row, "cp") > 1:
         raise Unusable("context parallelism, which no plan has")
+    if number(row, "pp") > 1 and not row["global_batch"]:
+        raise Unusable("the batch of a pipeline is not published")
     if "ZB-2p" in row["system"]:
         raise Unusable("a schedule that no plan has")
     like, shape, hardware = program_of(row), shape_of(row), device_of(row)
@@ -144,7 +146,7 @@ def _at_500_watts(hardware: Hardware) -> Hardware:
 
 def program_of(row: dict[str, str]) -> str:
     """Return the word for a row's program, or for the one that is most like it."""
-    if "DeepSpeed" in row["system"]:
+    if "DeepSpeed" in row["system"] or row["system"] == "nanotron":  # whose layers are plain operations of torch, too
         return "deepspeed"
     sharded = "FSDP" in row["zero_or_distopt"] and "FSDP=0" not in row["zero_or_distopt"]
     return "torchtitan" if sharded or "FSDP" in row["system"] else "megatron"
@@ -185,7 +187,7 @@ def strategy_of(row: dict[str, str], like: str) -> Strategy:
         recompute="full" if row["recompute"].startswith("full") else "none",
         schedule=next((value for name, value in schedules.items() if name in system), "1f1b"),
         virtual_stages=parts,
-        sequence_parallel=tp > 1 and habits.shares_sequence,
+        sequence_parallel=tp > 1 and (habits.shares_sequence or row["seq_parallel"].startswith("yes")),
         split_table=True,
         overlap_data=zero >= 2 or habits.overlap_data,
         gathers_once=like == "deepspeed" and zero == 3,

@@ -88,6 +88,13 @@ def test_what_is_offloaded_is_read(zero: dict[str, Any], offload: str) -> None:
         pytest.param({"zero_optimization": {"stage": 3}}, True, False, id="stage 3 overlaps unless told"),
         pytest.param({"zero_optimization": {"stage": 3, "overlap_comm": False}}, False, False, id="told"),
         pytest.param({"bf16": {"enabled": False}}, False, False, id="fp32"),
+        pytest.param(
+            {"zero_optimization": {"stage": 1, "overlap_comm": True}, "bf16": {"enabled": False}},
+            True,
+            False,
+            id="stage 1 of fp32, told",
+        ),
+        pytest.param({"zero_optimization": {"stage": 1, "overlap_comm": True}}, False, True, id="bf16 has no buckets"),
     ],
 )
 def test_what_travels_meanwhile_is_deepspeeds_default(changes: dict[str, Any], overlap: bool, whole: bool) -> None:
