@@ -8,6 +8,7 @@ long file are counted once, and the plan is kept.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
@@ -16,7 +17,7 @@ from typing import BinaryIO
 
 from harness.data.files.json_rows import is_whole
 from harness.data.files.parquet import parquet_schema
-from harness.data.on_disk.shards import make_shards, shard_bytes
+from harness.data.on_disk.shards import SHARD_BYTES, make_shards, shard_bytes
 from harness.data.pieces import PIECE_CHARACTERS
 from harness.errors import UserError
 
@@ -96,6 +97,28 @@ def _extents(file: Path, size: int) -> Iterator[Extent]:
     for start, lines in zip(starts, before, strict=True):
         stop = min(start + starts.step, total)
         yield Extent(str(file), start, stop, lines, stop - start)
+
+
+def in_order(file: Path, start: int = 0, before: int = 0) -> Iterator[Extent]:
+    """Give the parts of a file from one on, one after the other: nothing behind them is read beforehand.
+
+    Args:
+        start, before: where the first part begins, and the lines or rows of the file before it.
+    """
+    if file.suffix == ".parquet":
+        yield from itertools.islice(_row_groups(file), start, None)
+        return
+    total, has_lines = file.stat().st_size, file.suffix in (".jsonl", ".json")
+    if file.suffix == ".csv" or (file.suffix == ".json" and is_whole(file)):
+        yield Extent(str(file), 0, total, 0, total)
+        return
+    for begin in range(start, max(total, start + 1), SHARD_BYTES):  # a text, though it be empty
+        stop = min(begin + SHARD_BYTES, total)
+        yield Extent(str(file), begin, stop, before, stop - begin)
+        if has_lines and stop < total:
+            with file.open("rb") as stream:
+                stream.seek(max(begin - 1, 0))
+                before += stream.read(stop - 1 - stream.tell()).count(b"\n") + (begin == 0)
 
 
 def _row_groups(file: Path) -> Iterator[Extent]:

@@ -87,7 +87,7 @@ def script_datasets(
         if not script.trains:
             return None, evaluation
         if script.streaming:
-            return stream_of_files(groups, weights, tokenizer, form, args.shuffle_buffer_size), evaluation
+            return stream_of_files(groups, weights, tokenizer, form, args.shuffle_buffer_size, say), evaluation
         _require_enough(documents, form, config)
         return joined([lay_out(each) for each in documents], weights, names), evaluation
 
@@ -131,7 +131,8 @@ def user_datasets(
     """
     args, given_train = config.args, as_dataset(given_train)
     evaluation = _each(given_evaluation, lambda data: read_all(as_dataset(data), "eval_dataset"))
-    train = stream_of_dataset(given_train, tokenizer, source, args) if is_iterable(given_train) else given_train
+    say = Speaker(console.say, console.out if console.speaks and console.is_terminal else None)
+    train = stream_of_dataset(given_train, tokenizer, source, args, say) if is_iterable(given_train) else given_train
     if not isinstance(train, Streamed):
         refuse_buffer(args)
     if source is None and args.block_size is not None:
@@ -143,7 +144,6 @@ def user_datasets(
     if tokenizer is None:
         raise UserError(NEEDS_TOKENIZER)
     _require_cut(source, config)
-    say = Speaker(console.say, console.out if console.speaks and console.is_terminal else None)
     form = SampleForm.of(tokenizer, source, args)
     lay_out = _layer_out(tokenizer, form, say)
 

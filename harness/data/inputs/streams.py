@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from harness.arguments import TrainingArguments
 from harness.data.files.sources import find_files
@@ -17,21 +18,32 @@ from harness.data.tokenizer import Tokenizer
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource
 
+Say: TypeAlias = Callable[[str], None]
+
 
 def stream_of_files(
-    groups: Sequence[SourceGroup], weights: Sequence[float], tokenizer: Tokenizer, form: SampleForm, buffer: int
+    groups: Sequence[SourceGroup],
+    weights: Sequence[float],
+    tokenizer: Tokenizer,
+    form: SampleForm,
+    buffer: int,
+    say: Say,
 ) -> Streamed:
     """Return the samples of files, by weights if there are any."""
-    rows = [FileRows([file for path in group.paths for file in find_files(path)], group.kind) for group in groups]
+    rows = [FileRows([file for path in group.paths for file in find_files(path)], group.kind, say) for group in groups]
     return Streamed([_source(each, tokenizer, form) for each in rows], weights, buffer)
 
 
 def stream_of_dataset(
-    dataset: Iterable[object], tokenizer: Tokenizer | None, source: ModelSource | None, args: TrainingArguments
+    dataset: Iterable[object],
+    tokenizer: Tokenizer | None,
+    source: ModelSource | None,
+    args: TrainingArguments,
+    say: Say,
 ) -> Streamed:
     """Return the samples of an IterableDataset; without a `source`, the model's, as they are."""
     require_streamable(args, "an IterableDataset")
-    rows = IterableRows(dataset, "train_dataset", as_they_are=source is None)
+    rows = IterableRows(dataset, "train_dataset", as_they_are=source is None, say=say)
     if rows.kind is None or source is None:
         return Streamed([StreamedSource(rows, AsTheyAre())], buffer=args.shuffle_buffer_size)
     if tokenizer is None:

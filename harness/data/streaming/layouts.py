@@ -14,18 +14,21 @@ import torch
 from harness.data.blocks import positions_of
 from harness.data.chat import ConversationEncoder, Encoded
 from harness.data.files.rows import TEXT
+from harness.data.on_disk.progress import Progress
 from harness.data.packing import best_fit_decreasing
 from harness.data.pieces import PieceEncoder
 from harness.data.samples import laid_out
-from harness.data.streaming.rows import Row, Rows
+from harness.data.streaming.rows import Mark, Row, Rows
 from harness.data.tokenizer import Tokenizer
 from harness.errors import UserError
+from harness.resilience.watch.activity import beat
 
 PACKED_TOGETHER = 256
 """Conversations of a stream of which each packed sample is made."""
 
 Ids = npt.NDArray[np.int64]
 _MOST_UNUSED = 10_000
+_ROWS_BETWEEN_SIGNS = 64  # of life, while rows are passed over
 
 
 def _none() -> Ids:
@@ -38,6 +41,7 @@ class Place:
 
     Attributes:
         starts: of the documents that begin in `rest`.
+        mark: from where `row` can be reached, as `Rows.mark` gives it.
     """
 
     sample: int = 0
@@ -45,6 +49,7 @@ class Place:
     row: int = 0
     rest: Ids = field(default_factory=_none)
     starts: Ids = field(default_factory=_none)
+    mark: Mark = field(default_factory=dict)
 
 
 Sample: TypeAlias = object
@@ -156,10 +161,22 @@ def layout_of(kind: str | None, tokenizer: Tokenizer, block_size: int, *, packin
 
 
 def _neighbours(rows: Rows, origin: Place) -> Iterator[tuple[Row, Row, tuple[int, int], Row]]:
-    """Give each row from a place on, with the row before (None: it is the first), the next one's place, and that."""
-    before, reached = None, False
-    for (section, row, found), (*following, after) in itertools.pairwise(rows.since(origin.section)):
-        reached = reached or (section, row) == (origin.section, origin.row)
-        if reached:
+    """Give each row from a place on, with the row before (None: it is the first), the next one's place, and that.
+
+    A place that there is no more, as a file has become shorter, is the beginning of the next section.
+    """
+    before, first = None, origin.mark.get("row", 0)
+    passed = Progress(max(origin.row - first, 1), "passing over rows", rows.say)
+    is_there, last = False, first - 1
+    for (section, row, found), (*following, after) in itertools.pairwise(rows.since(origin.section, origin.mark)):
+        if not is_there and section == origin.section and last < row < origin.row:
+            last = row
+            if row % _ROWS_BETWEEN_SIGNS == 0:
+                beat("passing over rows")
+                passed.show(row - first)
+        else:
+            if not is_there:
+                passed.close()
+            is_there = True
             yield before, found, (following[0], following[1]), after
         before = found

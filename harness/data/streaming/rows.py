@@ -5,16 +5,23 @@ Each row comes with its section, a file or a pass, and its number in it, so that
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+import os
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.utils.data import IterableDataset
 
+from harness.config.values.json_object import JsonObject
 from harness.data.batches.collate import AnyDataset, MapDataset
 from harness.data.batches.same_data import digest
-from harness.data.files.extents import whole
+from harness.data.files.extents import in_order
 from harness.data.files.readers import read_documents_of
 from harness.data.files.rows import COLUMNS, document, kind_of_row, plain_row
 from harness.data.on_disk.cache import fingerprint
@@ -29,49 +36,80 @@ if TYPE_CHECKING:
 Row: TypeAlias = Any
 """A document of a file, or what a program's data set gives."""
 _END = object()
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
-class Rows(Protocol):
+Mark = JsonObject
+"""From where rows of a section can be read without those before: the number of the first (`row`), and what finds it."""
+_MARKS = 64  # kept: a stream reads a little ahead of where it stands
+_ROWS_PER_STATE = 256
+
+
+class Rows(ABC):
     """Rows that are read over and over.
 
     Attributes:
         key: what they are.
+        kind: that of the rows, as in `files/rows.py`; None for samples as a program made them.
+        say: gets a line now and then while rows are passed over.
     """
 
     key: str
+    kind: str | None
+    say: Callable[[str], None]
 
-    @property
-    def kind(self) -> str | None:
-        """The kind of the rows, as in `files/rows.py`; None for samples as a program made them."""
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self._marks: deque[tuple[int, Mark]] = deque(maxlen=_MARKS)
 
-    def since(self, section: int) -> Iterator[tuple[int, int, Row]]:
-        """Give section, number and content of each row from the first one of a section on, without end."""
+    @abstractmethod
+    def since(self, section: int, mark: Mark) -> Iterator[tuple[int, int, Row]]:
+        """Give section, number and content of each row from a section's mark on, without end; {}: its first row."""
+
+    def mark(self, section: int, row: int) -> Mark:
+        """Return the last mark from which the row before this one is read too; {} if that is the first row."""
+        found = [mark for number, mark in self._marks if number == section and mark["row"] < row]
+        return max(found, key=lambda mark: mark["row"], default={})
+
+    def _note(self, section: int, mark: Mark) -> None:
+        self._marks.append((section, mark))
 
 
-class FileRows:
-    """The documents of files; after the last file comes the first."""
+class FileRows(Rows):
+    """The documents of files; after the last file comes the first.
 
-    def __init__(self, files: Sequence[Path], kind: str) -> None:
+    They are known by their sizes and by samples of their content, wherever they lie and whenever they were written.
+    """
+
+    kind: str
+
+    def __init__(self, files: Sequence[Path], kind: str, say: Callable[[str], None] = lambda _: None) -> None:
+        super().__init__(say)
         self.files, self.kind = list(files), kind
-        stamps = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        self.key = fingerprint("stream", kind, *stamps)
+        self.key = fingerprint("stream", kind, *map(_sampled, files))
 
-    def since(self, section: int) -> Iterator[tuple[int, int, Row]]:
+    def since(self, section: int, mark: Mark) -> Iterator[tuple[int, int, Row]]:
         """Give the rows of all files; a section is a file."""
         count = len(self.files)
-        for number in itertools.chain(range(section, count), itertools.cycle(range(count))):
-            path = self.files[number]
+        mark = mark if section < count else {}
+        for number in itertools.chain(range(section % count, count), itertools.cycle(range(count))):
+            path, row = self.files[number], mark.get("row", 0)
             try:
-                for row, found in enumerate(read_documents_of(whole(path), self.kind)):
-                    yield number, row, found
+                for extent in in_order(path, mark.get("start", 0), mark.get("before", 0)):
+                    self._note(number, {"row": row, "start": extent.start, "before": extent.before})
+                    for found in read_documents_of(extent, self.kind):
+                        yield number, row, found
+                        row += 1
             except OSError as error:
                 raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+            mark = {}
 
 
-class IterableRows:
+class IterableRows(Rows):
     """The rows of an IterableDataset; its `set_epoch`, if there is one, gets the number of each pass.
 
-    What it draws from the global generators depends on pass and row alone, so every rank reads the same.
+    What it draws from the global generators depends on pass and row alone, so every rank reads the same. Where it has
+    `state_dict` and `load_state_dict`, it is asked to go on from a row; else the rows before are passed over.
 
     Args:
         dataset: iterated anew for each pass.
@@ -79,50 +117,100 @@ class IterableRows:
         as_they_are: leave rows of text and of conversations as they are.
     """
 
-    def __init__(self, dataset: Iterable[Row], name: str, *, as_they_are: bool) -> None:
-        self._dataset, self._name = dataset, name
+    def __init__(
+        self, dataset: Iterable[Row], name: str, *, as_they_are: bool, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        super().__init__(say)
+        self._dataset: Any = dataset
+        self._name = name
+        self._fresh: JsonObject | None = _state_of(dataset)
         first = next(self._pass(0), None)
         if first is None:
             raise UserError(f"{name} is empty: it must give at least one sample")
         is_document = isinstance(first, Mapping) and any(set(need) <= set(first) for need in COLUMNS.values())
-        self.kind: str | None = None
+        self.kind = None
         if is_document and not as_they_are and "input_ids" not in first:
             self.kind = kind_of_row(first, f"{name}, row 1")
         self.key = fingerprint("iterable", type(dataset).__name__, digest(first))
 
-    def since(self, section: int) -> Iterator[tuple[int, int, Row]]:
+    def since(self, section: int, mark: Mark) -> Iterator[tuple[int, int, Row]]:
         """Give the rows of all passes; a section is a pass."""
         for number in itertools.count(section):
-            row = -1
-            for row, found in enumerate(self._documents(number)):
-                yield number, row, found
-            if row < 0:
+            row, item = mark.get("row", 0), mark.get("item", 0)
+            for found in self._pass(number, mark):
+                item += 1
+                for each in self._documents(found, item):
+                    yield number, row, each
+                    row += 1
+                if item % _ROWS_PER_STATE == 0 and (state := self._state()) is not None:
+                    self._note(number, {"row": row, "item": item, "state": state})
+            if item == 0:
                 raise UserError(
                     f"{self._name} gives no sample in pass {number + 1}: its __iter__ must begin anew each time"
                 )
+            mark = {}
 
-    def _documents(self, number: int) -> Iterator[Row]:
-        """Give the rows of a pass; a text in pieces, a conversation with its place."""
-        for count, row in enumerate(self._pass(number), start=1):
-            place = f"{self._name}, row {count}"
-            if self.kind is None:
-                yield row
-            elif isinstance(row, Mapping):
-                yield from in_pieces(document(plain_row(row), self.kind, place))
-            else:
-                raise UserError(f"{place} is {type(row).__name__}, unlike earlier rows: give dicts alone")
+    def _documents(self, row: Row, count: int) -> Iterator[Row]:
+        """Give the documents of a row, the `count`-th; a text in pieces, a conversation with its place."""
+        place = f"{self._name}, row {count}"
+        if self.kind is None:
+            yield row
+        elif isinstance(row, Mapping):
+            yield from in_pieces(document(plain_row(row), self.kind, place))
+        else:
+            raise UserError(f"{place} is {type(row).__name__}, unlike earlier rows: give dicts alone")
 
-    def _pass(self, number: int) -> Iterator[Row]:
+    def _state(self) -> JsonObject | None:
+        return None if self._fresh is None else _state_of(self._dataset)
+
+    def _pass(self, number: int, mark: Mark | None = None) -> Iterator[Row]:
+        """Give the rows of a pass, or those from a mark on."""
+        mark = mark or {}
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(number)
         with own_generators(seed_of("pass", number)):
+            if self._fresh is not None:
+                self._dataset.load_state_dict(copy.deepcopy(mark.get("state", self._fresh)))
             items = iter(self._dataset)
-        for row in itertools.count():
+        for row in itertools.count(mark.get("item", 0)):
             with own_generators(seed_of("row", number, row)):
                 found = next(items, _END)
             if found is _END:
                 return
             yield found
+
+
+def _state_of(dataset: object) -> JsonObject | None:
+    """Return where a data set stands; None if it cannot say, or not so that it is written down or leads back there."""
+    if not (callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))):
+        return None
+    held: list[object] = [getattr(dataset, "_ex_iterable", None)]
+    while held:  # the package `datasets` leaves out what a shuffle buffer holds
+        one = held.pop()
+        if type(one).__name__ == "BufferShuffledExamplesIterable":
+            return None
+        held += [found for name in ("ex_iterable", "ex_iterables") for found in _listed(getattr(one, name, None))]
+    state = dataset.state_dict()  # type: ignore[attr-defined]  # it was looked for above
+    try:
+        written = json.loads(json.dumps(state))
+        return written if isinstance(written, dict) and bool(written == state) else None
+    except (TypeError, ValueError, RecursionError, RuntimeError):
+        return None
+
+
+def _listed(value: object) -> Sequence[object]:
+    return value if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
+def _sampled(file: Path) -> str:
+    """Return a digest of a file's size and of pieces of its content, from its beginning to its end."""
+    with file.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        found = hashlib.sha256(str(size).encode())
+        for number in range(_SAMPLES):
+            stream.seek(max(size - _SAMPLE_BYTES, 0) * number // (_SAMPLES - 1))
+            found.update(stream.read(_SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def is_iterable(dataset: object) -> TypeIs[IterableDataset[Row]]:

@@ -34,7 +34,8 @@ class StreamedSource:
 
     def __init__(self, rows: Rows, layout: Layout, made_with: str = "") -> None:
         self._rows, self._layout = rows, layout
-        self.key = fingerprint(rows.key, made_with, *layout.key)
+        self._made = fingerprint(made_with, *layout.key)
+        self.key = fingerprint(rows.key, self._made)
         self.seek({})
 
     def __getitem__(self, index: int) -> Sample:
@@ -42,16 +43,23 @@ class StreamedSource:
         return self._next()
 
     def seek(self, position: JsonObject) -> None:
-        """Go on from a position that was kept; from the beginning where it is empty."""
+        """Go on from a position that was kept; from the beginning where it is empty.
+
+        What was left over of a row is of use only to the tokenizer and the sample length that made it.
+        """
         numbers = {name: position.get(name, 0) for name in ("sample", "section", "row")}
-        rest, starts = (np.array(position.get(name, ()), dtype=np.int64) for name in ("rest", "starts"))
-        self._start(Place(**numbers, rest=rest, starts=starts))
+        is_alike = position.get("made") == self._made
+        rest, starts = (np.array(position[name] if is_alike else (), dtype=np.int64) for name in ("rest", "starts"))
+        self._start(Place(**numbers, rest=rest, starts=starts, mark=position.get("mark", {})))
 
     def position(self, sample: int) -> JsonObject:
-        """Return where the stream can go on to give this sample."""
+        """Return where the stream can go on to give this sample: there, or a few samples before."""
         self._go_to(sample)
         place = self._place
-        return {**vars(place), "rest": place.rest.tolist(), "starts": place.starts.tolist()}
+        origin = self._origin
+        mark = self._rows.mark(place.section, place.row) or (origin.mark if origin.section == place.section else {})
+        left_over = {"rest": place.rest.tolist(), "starts": place.starts.tolist(), "made": self._made}
+        return {**vars(place), **left_over, "mark": mark, "at": sample}
 
     def _go_to(self, sample: int) -> None:
         if sample < self._count:  # as after a rollback
@@ -122,11 +130,19 @@ class Streamed(OwnOrder):
         before = self._shares.before(number * self._buffer)
         return {"sources": [source.position(count) for source, count in zip(self.sources, before, strict=True)]}
 
-    def seek(self, position: JsonObject) -> None:
-        """Go on from a position that was kept."""
+    def seek(self, position: JsonObject, consumed: int) -> None:
+        """Give the samples behind `consumed` ones from a position on that was kept.
+
+        Where there are other sources than then, each begins anew.
+        """
         self._number = -1
-        for source, place in zip(self.sources, position["sources"], strict=True):
-            source.seek(place)
+        number = consumed // self._buffer
+        places = position.get("sources", [])
+        if len(places) != len(self.sources):
+            places = [{"sample": 0, "at": 0}] * len(self.sources)
+        counts = self._shares.before(number * self._buffer)
+        for source, place, count in zip(self.sources, places, counts, strict=True):
+            source.seek({**place, "sample": place["sample"] + count - place["at"]})
 
     def _read(self, index: int) -> Sample:
         (number,), (place,) = self._shares.places(index, 1)

@@ -46,8 +46,8 @@ def load(run: Run, checkpoint: Path, state: TrainerState, stream: BatchStream | 
         run.console.warn(lost)
     if stream is not None:
         stream.consumed = progress.consumed_samples
-        if isinstance(stream.dataset, Streamed) and progress.data == run.digest:
-            stream.dataset.seek(progress.stream)
+        if isinstance(stream.dataset, Streamed):
+            stream.dataset.seek(progress.stream, progress.consumed_samples)
         state.epoch = stream.epoch
     return progress
 

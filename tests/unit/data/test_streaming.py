@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 
 import numpy as np
@@ -13,13 +14,17 @@ from torch.utils.data import IterableDataset
 
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.script import ScriptArguments
+from harness.data import pieces
 from harness.data.batches.stream import data_digest
 from harness.data.blocks import make_blocks
+from harness.data.files import extents, readers
 from harness.data.files.sources import find_files, read_documents
+from harness.data.on_disk import progress
 from harness.data.on_disk.cache import Preparation
-from harness.data.pieces import PIECE_CHARACTERS
+from harness.data.pieces import PIECE_CHARACTERS, PieceEncoder
 from harness.data.samples import make_samples
 from harness.data.streaming import layouts
+from harness.data.streaming import rows as rows_module
 from harness.data.streaming.layouts import AsTheyAre, layout_of
 from harness.data.streaming.rows import FileRows, IterableRows, read_all
 from harness.data.streaming.source import Streamed, StreamedSource
@@ -115,7 +120,7 @@ def steps_and_a_resume(make, samples=None):
     def resumed():
         data = make()
         data[0]  # what is looked at before the run goes on
-        data.seek(kept)
+        data.seek(kept, 48)
         return data
 
     assert drawn(resumed, 3, consumed=48)[0] == wanted[24:]
@@ -184,14 +189,14 @@ class Empty(IterableDataset):
 class Counting(IterableDataset):
     """Rows of text, some of them long; a pass draws from the global generators."""
 
-    def __init__(self, make):
-        self.make, self.passes = make, []
+    def __init__(self, make, rows=7):
+        self.make, self.passes, self.rows = make, [], rows
 
     def set_epoch(self, number):
         self.passes.append(number)
 
     def __iter__(self):
-        for i in range(7):
+        for i in range(self.rows):
             yield self.make(i)
 
 
@@ -225,6 +230,176 @@ def test_an_iterable_of_the_package_datasets_is_shuffled_anew_in_each_pass():
     assert sorted(row["input_ids"][0] for row in read_all(dataset, "eval_dataset")) == list(range(8))
 
 
+LONG = 3000
+
+
+def written(file):
+    """A file of many rows, in several parts."""
+    rows = [{"text": f"row {i} {'é' * (i % 40)}\n"} for i in range(LONG)]
+    if file.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=50)
+    elif file.suffix == ".txt":
+        file.write_text("".join(row["text"] for row in rows))
+    elif file.suffix == ".csv":
+        file.write_text("text\n" + "".join(f'"{row["text"]}"\n' for row in rows))
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" * (1 + i % 3) for i, row in enumerate(rows)))
+    return file
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.txt", "a.csv"])
+def test_a_stream_goes_on_in_a_file_without_reading_what_is_before(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(extents, "SHARD_BYTES", 4096)
+    for module in (pieces, extents, readers):
+        monkeypatch.setattr(module, "PIECE_CHARACTERS", 512)
+    file, read, is_read = written(tmp_path / name), [], rows_module.read_documents_of
+
+    def noted(extent, kind):
+        for found in is_read(extent, kind):
+            read.append(found)
+            yield found
+
+    monkeypatch.setattr(rows_module, "read_documents_of", noted)
+    whole, kept, step = streamed(file, "text", ByteTokenizer(), BLOCK, packing=True), {}, 97
+    for k in range(0, 900, step):
+        source = streamed(file, "text", ByteTokenizer(), BLOCK, packing=True)
+        source.seek(kept)
+        wanted = plain(whole[k])
+        read.clear()
+        assert plain(source[k]) == wanted
+        assert len(read) < 130 or name == "a.csv"
+        kept = json.loads(json.dumps(source.position(k + step)))
+    if name in ("a.jsonl", "a.json", "a.parquet"):  # lines are still counted from the beginning
+        broken(file)
+        source.seek(kept)
+        with pytest.raises(UserError, match=rf"{name}(:6001 is not JSON|, row 3001: `text` is missing)"):
+            source[2500]
+
+
+def broken(file):
+    """Put a row that is none behind the last one."""
+    if file.suffix == ".parquet":
+        rows = [pq.read_table(file), pa.table({"text": pa.array([None], pa.string())})]
+        pq.write_table(pa.concat_tables(rows), file, row_group_size=50)
+    else:
+        with file.open("a") as stream:
+            stream.write("{\n")
+
+
+def test_a_file_that_was_touched_or_moved_is_the_same_and_another_is_not(text, chats, tmp_path):
+    data = mixed(text, chats)
+    wanted, kept = plain(data[60]), None
+    kept = json.loads(json.dumps(data.position(60)))
+    os.utime(text / "b.jsonl", ns=(1, 1))
+    text.rename(tmp_path / "elsewhere")
+    again = mixed(tmp_path / "elsewhere", chats)
+    assert again.key == data.key
+    again.seek(kept, 60)
+    assert plain(again[60]) == wanted
+    other = tmp_path / "elsewhere" / "b.jsonl"
+    other.write_text(other.read_text().replace("row", "rwo"))
+    assert mixed(tmp_path / "elsewhere", chats).key != data.key
+
+
+def test_other_data_goes_on_where_the_earlier_stood_and_tokenises_nothing_before(tmp_path, monkeypatch):
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": "x" * 100}) + "\n" for _ in range(400)))
+
+    def data(weights=()):
+        sources = [streamed(file, "text", ByteTokenizer(), BLOCK) for _ in weights or [1]]
+        return Streamed(sources, weights)
+
+    first = data()
+    first[300]
+    kept = json.loads(json.dumps(first.position(301)))
+    made, encode = [], PieceEncoder.__call__
+    monkeypatch.setattr(PieceEncoder, "__call__", lambda *args: made.append(1) or encode(*args))
+    with file.open("a") as stream:
+        stream.write('{"text": "y"}\n')
+    for again in (data(), data([1, 1])):  # another file, and other sources
+        made.clear()
+        again.seek(kept, 301)
+        again[301], again[302]
+        assert len(made) < 8
+    file.write_text('{"text": "%s"}\n' % ("z" * 100))  # the place is there no more
+    again = data()
+    again.seek(kept, 301)
+    assert again[301]["input_ids"].tolist()[-10:] == [ord("z")] * 10
+
+
+def test_passing_over_rows_shows_that_it_goes_on(monkeypatch):
+    said, beats = [], []
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0)
+    monkeypatch.setattr(layouts, "beat", beats.append)
+    rows = IterableRows(Counting(ITERABLES[2], 2000), "train_dataset", as_they_are=True, say=said.append)
+    source = StreamedSource(rows, AsTheyAre())
+    source.seek({"sample": 1500, "row": 1500})
+    assert source[1500]["input_ids"][0] == 1500
+    assert len(beats) > 20 and set(beats) == {"passing over rows"}
+    assert len(said) > 20 and said[3].startswith("passing over rows: 1")
+
+
+class Stateful(Counting):
+    """A data set that can say where it stands."""
+
+    def __init__(self, make, rows):
+        super().__init__(make, rows)
+        self.at, self.read = 0, 0
+
+    def __iter__(self):
+        begin, self.at = self.at, 0
+        for i in range(begin, self.rows):
+            self.at, self.read = i + 1, self.read + 1
+            yield self.make(i)
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("make", ITERABLES)
+def test_a_data_set_that_knows_where_it_stands_is_asked_for_it(make):
+    def stream(buffer=5):
+        rows = IterableRows(Stateful(lambda i: make(i % 40), 700), "train_dataset", as_they_are=False)
+        layout = AsTheyAre() if rows.kind is None else layout_of(rows.kind, ByteTokenizer(), BLOCK, packing=False)
+        return Streamed([StreamedSource(rows, layout)], buffer=buffer), rows._dataset
+
+    whole, _ = stream()
+    for consumed in (600, 1605):  # in the first pass, and in a later one
+        kept = json.loads(json.dumps(whole.position(consumed)))
+        again, dataset = stream()
+        again.seek(kept, consumed)
+        before = dataset.read
+        for k in range(consumed, consumed + 9):
+            assert plain_values(again[k]) == plain_values(whole[k])
+        assert dataset.read - before < 400
+        assert plain_values(again[consumed]) == plain_values(whole[consumed])  # as after a rollback
+
+
+def plain_values(sample):
+    return {name: torch.as_tensor(values).tolist() for name, values in sample.items()}
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_an_iterable_of_datasets_goes_on_from_its_state_where_that_is_exact(shuffled):
+    from datasets import Dataset
+
+    def stream():
+        dataset = Dataset.from_list([{"input_ids": [i]} for i in range(900)]).to_iterable_dataset(num_shards=4)
+        dataset = dataset.shuffle(1, buffer_size=50) if shuffled else dataset
+        return StreamedSource(IterableRows(dataset, "train_dataset", as_they_are=False), AsTheyAre())
+
+    whole = stream()
+    for at in (700, 1400):
+        kept, again = json.loads(json.dumps(whole.position(at))), stream()
+        assert bool(kept["mark"]) is not shuffled
+        again.seek(kept)
+        assert [again[at + k] for k in range(500)] == [whole[at + k] for k in range(500)]
+
+
 def test_an_iterable_that_gives_nothing_is_refused():
     class Once(IterableDataset):
         def __init__(self):
@@ -255,14 +430,14 @@ def test_files_of_every_form_are_streamed_over_and_over(name, tmp_path):
     else:
         file.write_text(json.dumps(rows) if name == "a.json" else "\n".join(map(json.dumps, rows)))
     (tmp_path / "b.txt").write_text("last")
-    found = FileRows([file, tmp_path / "b.txt"], "text").since(1)
+    found = FileRows([file, tmp_path / "b.txt"], "text").since(1, {})
     wanted = [(1, 0, "last"), *((0, number, row["text"]) for number, row in enumerate(rows)), (1, 0, "last")]
     assert [(section, number, row["text"]) for section, number, row in itertools.islice(found, len(wanted))] == wanted
 
 
 def test_a_stream_of_a_file_that_is_gone_is_told(tmp_path):
     (tmp_path / "a.txt").write_text("one")
-    rows = FileRows([tmp_path / "a.txt"], "text").since(0)
+    rows = FileRows([tmp_path / "a.txt"], "text").since(0, {})
     (tmp_path / "a.txt").unlink()
     with pytest.raises(UserError, match=r"cannot read .*a\.txt: No such file or directory"):
         next(rows)
