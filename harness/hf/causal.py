@@ -22,7 +22,7 @@ from harness.hf.embedding_noise import EmbeddingNoise, embedding_noise
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.router_loss import RouterCapture, router_capture
 from harness.hf.forward.shared_sequence import SharedSequence
-from harness.hf.kept_in_fp32 import kept_in_fp32
+from harness.hf.kept_in_fp32 import buffer_dtypes, kept_in_fp32
 from harness.hf.locate import PLANS
 from harness.hf.lora import Adaptation, AdaptedWeights, inject
 from harness.hf.skeleton import ModelSource, build_skeleton
@@ -145,6 +145,7 @@ def assemble(
     plan = _plan(source, model, whole_experts) if tensor.size > 1 else None
     (weights, form), vocab_size = _weight_source(source, model, seed, part), _vocab_size(model)
     weights, in_fp32 = _adapt(model, weights, adaptation, source, seed), kept_in_fp32(model, dtype)
+    buffers = buffer_dtypes(model, dtype)
     outer, router, noise = _run_outside(source, model, device, router_loss, noise_alpha)
     _require_all_held(outer, form, adapted=adaptation is not None)
     local_logits = not whole_logits and _logits_may_be_local(outer, plan, vocab_size, tensor.size)
@@ -152,6 +153,7 @@ def assemble(
     kept, filling = in_fp32 if keep_fp32 else frozenset(), weights if source.has_values else NoValues()
     sequence = _shared_sequence(outer, tensor) if sequence_parallel else None
     options: Any = dict(dtype=dtype, finish=finish, capture=router, noise=noise, kept=kept, sequence=sequence)
+    options |= {"buffers": buffers}
     return CausalModel(
         layers=decoder_layers(Blueprint(outer=outer, cut=cut_layer, source=filling, device=device, **options)),
         source=source,

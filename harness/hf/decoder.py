@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -45,6 +45,7 @@ class Blueprint:
         finish: called with each layer once its weights are in place (ZeRO-3 partitions them there).
         capture: what is taken out of the layers for the loss; the epilogue then gives (logits, what is made of it).
         kept: names of the parameters that stay in float32 whatever `dtype`.
+        buffers: dtypes of floating buffers.
         noise: what is added to the token embeddings in training.
         sequence: how tensor-parallel ranks share the hidden state between the layers; None: each has all of it.
     """
@@ -57,6 +58,7 @@ class Blueprint:
     finish: Callable[[nn.Module], None]
     capture: LayerCapture | None = None
     kept: frozenset[str] = frozenset()
+    buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
     noise: EmbeddingNoise | None = None
     sequence: SharedSequence | None = None
 
@@ -90,7 +92,7 @@ class ModelLayer(nn.Module):
             _nest(self, name, module)
         whole = copy.deepcopy(self)
         blueprint.cut(self)
-        materialise(self, blueprint.device, blueprint.dtype, blueprint.kept)
+        materialise(self, blueprint.device, blueprint.dtype, blueprint.kept, blueprint.buffers)
         blueprint.source.fill(self, whole)
         # after the copy, which would copy the whole model with this
         self.leaves = leaves

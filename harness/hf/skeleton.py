@@ -165,7 +165,7 @@ def _causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     return known if isinstance(known, type) and issubclass(known, PreTrainedModel) else None
 
 
-def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
+def build_skeleton(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the causal language model of `config` on the meta device, in training mode; UserError if it has none.
 
     Also where it has not the implementation of attention that the config asks for.
@@ -176,7 +176,7 @@ def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
         config.output_router_logits = False  # asked for where it can be had: at the end of the forward (`routing.py`)
     try:
         with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            built = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # a family may make of its config what it likes
         reason = _reason(error)
         if (wanted := attention_of(config)) and "attention implementation" in reason:

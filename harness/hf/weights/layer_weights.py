@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -34,11 +35,17 @@ class WeightSource(Protocol):
         """Fill the materialised `layer`; `whole` is the same layer uncut, on the meta device."""
 
 
-def materialise(layer: nn.Module, device: torch.device, dtype: torch.dtype, kept: Set[str] = frozenset()) -> None:
+def materialise(
+    layer: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    kept: Set[str] = frozenset(),
+    buffers: Mapping[str, torch.dtype] = MappingProxyType({}),
+) -> None:
     """Give every meta parameter and buffer of `layer` memory on `device`; floating parameters get `dtype`.
 
     A parameter's attributes (`shard` among them) are kept, and so are ties inside the layer. Those in `kept` are
-    float32, and their attribute `kept_in_fp32` says so.
+    float32, and their attribute `kept_in_fp32` says so. `buffers`: dtypes of those that get another one than they have.
     """
     real: dict[int, nn.Parameter] = {}
     for path, module in layer.named_modules():
@@ -54,7 +61,8 @@ def materialise(layer: nn.Module, device: torch.device, dtype: torch.dtype, kept
                     real[id(parameter)].kept_in_fp32 = True  # type: ignore[attr-defined]  # it takes any
             module.register_parameter(name, real[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device=device))
+            kind = buffers.get(f"{path}.{name}" if path else name, buffer.dtype)
+            setattr(module, name, torch.empty_like(buffer, dtype=kind, device=device))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,36 @@
+"""In 16 bits a layer's buffers have the dtypes that `from_pretrained` gives them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from harness.hf.causal import assemble
+from harness.hf.skeleton import ModelSource
+from harness.hf.verify.tiny_copy import tiny_config, tiny_model
+from harness.parallel.comm import TensorParallel
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "gemma4_text", "deepseek_v3", "falcon_h1", "ernie4_5_moe", "llama"])
+def test_buffers_have_the_dtypes_of_from_pretrained(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family)
+    tiny_model(config).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    expected = {name: buffer for name, buffer in loaded.named_buffers() if buffer.is_floating_point()}
+    causal = assemble(
+        ModelSource(name=family, config=loaded.config, weights=tmp_path),
+        tensor=TensorParallel(),
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        seed=0,
+        finish=lambda _: None,
+        keep_fp32=True,
+    )
+    found = {name: buffer for spec in causal.layers for name, buffer in spec.build().named_buffers()}
+    held = found.keys() & expected.keys()
+    assert {name: found[name].dtype for name in held} == {name: expected[name].dtype for name in held}
+    for name in held:
+        assert torch.equal(found[name], expected[name]), name
