@@ -16,6 +16,8 @@ from harness.planner.model_config import decoder_of
 from harness.planner.workload import Strategy
 from harness.report.run_files import RunFiles
 
+MOST_OFF = 0.03  # share of a run's parameters by which the planner may miscount its model
+
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
@@ -39,9 +41,10 @@ def predict(run: RunFiles, hardware: Hardware | None) -> Predicted:
         return Predicted()
     try:
         resolved = resolve(from_values(run.config), AutoValues(world_size=int(run.layout.get("world_size", 1))))
-        workload, strategy = of_config(
-            resolved, decoder_of(model, run.name), block, on_cpu=hardware is not None and hardware.is_host
-        )
+        shape, counted = decoder_of(model, run.name), run.about.get("parameters")
+        if isinstance(counted, int) and abs(shape.parameters / max(counted, 1) - 1) > MOST_OFF:
+            return Predicted()  # the planner reads another model from the config than the one that ran
+        workload, strategy = of_config(resolved, shape, block, on_cpu=hardware is not None and hardware.is_host)
         strategy = replace(strategy, boundaries=_boundaries(run, len(workload.shape.layers) + 2, strategy))
         if hardware is None:
             return Predicted(memory_bytes=[_parts(stage) for stage in memory_of(workload, strategy)])

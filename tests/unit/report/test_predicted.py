@@ -57,3 +57,11 @@ def test_a_stage_has_all_its_parts() -> None:
 def test_memory_is_of_the_cut_that_was_profiled() -> None:
     shown = replace(run([0, 5, 6]), profiles=[replace(profile(), stage_boundaries=[0, 1, 6])])
     assert parameters(shown) == [OUTER, HEAD + 4 * LAYER]
+
+
+def test_a_model_that_the_planner_reads_otherwise_than_it_ran_has_no_prediction() -> None:
+    shown = run([0, 3, 6])
+    own = (OUTER + HEAD + 4 * LAYER) // 4
+    for counted, stages in ((own, 2), (int(1.02 * own), 2), (2 * own, 0)):
+        shown = replace(shown, about={**shown.about, "parameters": counted})
+        assert len(predict(shown, None).memory_bytes) == stages
