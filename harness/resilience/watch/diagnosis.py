@@ -117,11 +117,14 @@ class Verdict:
         return cls(**json.loads(text))
 
 
-def diagnose(sights: Sequence[Sight]) -> Verdict | None:
-    """Return why the run cannot go on; None while it can."""
+def diagnose(sights: Sequence[Sight], *, is_whole: bool = True) -> Verdict | None:
+    """Return why the run cannot go on; None while it can.
+
+    `is_whole`: whether these are all ranks. Those of a part may all wait for others that make progress.
+    """
     if not any(each.phase in (*INSIDE, Phase.LOST) for each in sights if not each.is_gone):
         return None
-    return _dead(sights) or _silent(sights) or _hang(sights)
+    return _dead(sights) or _silent(sights) or _hang(sights, is_whole)
 
 
 def _dead(sights: Sequence[Sight]) -> Verdict | None:
@@ -153,10 +156,10 @@ def _silent(sights: Sequence[Sight]) -> Verdict | None:
     return _verdict("Silent", first, f"{text}; is it down, or the network between the hosts?")
 
 
-def _hang(sights: Sequence[Sight]) -> Verdict | None:
+def _hang(sights: Sequence[Sight], is_whole: bool) -> Verdict | None:
     """Find ranks that have stopped making progress, and who is at fault."""
     stopped = [each for each in sights if each.state == "T" and each.is_still]
-    if not stopped and not (_waits_for_another(sights) and all(each.is_still for each in sights)):
+    if not stopped and not (is_whole and _waits_for_another(sights) and all(each.is_still for each in sights)):
         return None
     stuck = stopped or [each for each in sights if each.is_stuck]
     if len(stuck) == len(sights) > 1 and not stopped:

@@ -51,9 +51,13 @@ class Stragglers:
         self._slowest, self._times = -1, 0
         self._quiet_until = 0.0
 
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to compare the ranks again."""
+        return now - self._looked_at >= EVERY_S
+
     def look(self, sights: Sequence[Sight], now: float) -> None:
         """Compare the ranks, now and then."""
-        if now - self._looked_at < EVERY_S or len(sights) < 2:
+        if not self.is_due(now) or len(sights) < 2:
             return
         self._looked_at = now
         if any(each.phase is not Phase.STEP or each.work < 0 for each in sights):

@@ -216,11 +216,19 @@ class Watcher:
         judge = next((row for row, each in enumerate(sights) if not each.is_gone and each.unwatched < FRESH_S), self.me)
         if judge != self.me:
             return None
-        if self.others is not None:
-            self.others.show(sights)
-            sights = sorted([*sights, *self.others.sights(now)], key=lambda each: each.rank)
+        others, is_whole = self.others, True
+        if others is not None:
+            others.show(sights)
+            if (told := others.verdict()) is not None:
+                self._sights = sights
+                return told
+            is_whole = others.is_whole
+            compares = HERE.rank == 0 and self.stragglers.is_due(now)
+            if is_whole and others.is_well(sights, now) and not compares:
+                return None
+            sights = sorted([*sights, *others.sights(now)], key=lambda each: each.rank)
         self._sights = sights
-        verdict = diagnose(sights) or (self.others.verdict() if self.others is not None else None)
+        verdict = diagnose(sights, is_whole=is_whole)
         if verdict is None and HERE.rank == 0:
             self.stragglers.look(sights, now)
         return verdict

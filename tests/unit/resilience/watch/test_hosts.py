@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from harness.resilience.watch import hosts
 from harness.resilience.watch.activity import Phase
-from harness.resilience.watch.diagnosis import Sight, Verdict
+from harness.resilience.watch.diagnosis import Sight, Verdict, diagnose
 from harness.resilience.watch.hosts import OtherHosts
 from tests.unit.resilience.watch.test_diagnosis import sight
 
@@ -55,19 +56,54 @@ def shown(*sights: Sight) -> list[tuple[int, Phase, str]]:
     return [(each.rank, each.phase, each.doing) for each in sights]
 
 
-def test_each_host_sees_the_rows_of_all_others_and_never_its_own(made: Callable[..., OtherHosts]) -> None:
+def test_the_first_host_sees_the_rows_of_all_others_and_these_see_its_own(made: Callable[..., OtherHosts]) -> None:
     first, second, third = (made(number, 3) for number in range(3))
     assert first.sights(time.monotonic()) == [] and first.verdict() is None
+    assert not any(each.is_whole for each in (first, second, third))
     first.show([sight(0, doing="übermäßig 🙂"), sight(1, phase=Phase.LOST)])
     second.show([sight(2)])
-    third.show([])  # none of its ranks has shown itself
-    until(lambda: len(third.sights(0.0)) == 3 and len(first.sights(0.0)) == 1)
-    assert shown(*third.sights(0.0)) == [
-        (0, Phase.STEP, "übermäßig 🙂"),
-        (1, Phase.LOST, "RecvGrad(1)"),
-        (2, Phase.STEP, "RecvGrad(2)"),
-    ]
-    assert shown(*first.sights(0.0)) == [(2, Phase.STEP, "RecvGrad(2)")]
+    third.show([sight(3)])
+    until(lambda: len(third.sights(0.0)) == 2 and len(first.sights(0.0)) == 2)
+    of_first = [(0, Phase.STEP, "übermäßig 🙂"), (1, Phase.LOST, "RecvGrad(1)")]
+    assert shown(*third.sights(0.0)) == of_first
+    assert sorted(shown(*first.sights(0.0))) == [(2, Phase.STEP, "RecvGrad(2)"), (3, Phase.STEP, "RecvGrad(3)")]
+    assert first.is_whole and not second.is_whole and not third.is_whole  # one host judges for the run
+
+
+WELL: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
+    ({}, {}, True),
+    ({"still": 31.0}, {}, True),  # it waits for one that makes progress
+    ({"still": 31.0}, {"still": 31.0}, False),
+    ({"still": 31.0}, {"still": 599.0, "limit": 600.0, "phase": Phase.SLOW}, True),
+    ({"still": 31.0}, {"still": 9999.0, "limit": 0.0}, True),  # hangs are not looked for
+    ({"state": ""}, {}, False),
+    ({}, {"state": "Z"}, False),
+    ({}, {"state": "T"}, False),
+    ({}, {"phase": Phase.LOST}, False),
+    ({}, {"phase": Phase.OUTSIDE}, False),
+]
+
+
+def test_rows_are_looked_at_where_something_may_be_wrong(made: Callable[..., OtherHosts]) -> None:
+    first, second = made(0), made(1)
+    for step, (here, there, well) in enumerate(WELL):
+        first.show([sight(0)])
+        second.show([sight(1, **there, step=step)])
+        until(lambda step=step: [each.step for each in first.sights(0.0)] == [step])
+        own = [sight(0, **here)]
+        assert first.is_well(own, time.monotonic()) == well, (here, there)
+        assert not well or diagnose([*own, *first.sights(time.monotonic())]) is None  # it hides no verdict
+        assert not first.is_well(own, time.monotonic() + 7)  # the other has fallen silent
+
+
+def test_a_host_that_does_not_hear_of_all_others_blames_nobody_for_a_hang(made: Callable[..., OtherHosts]) -> None:
+    second = made(1)
+    made(0).show([sight(0, still=31.0)])
+    second.show([sight(1, still=31.0)])
+    until(lambda: second.sights(0.0))
+    rows = [sight(1, still=31.0), *second.sights(time.monotonic())]
+    assert diagnose(rows, is_whole=second.is_whole) is None and diagnose(rows) is not None
+    assert diagnose([sight(1, still=31.0, state="T"), *rows[1:]], is_whole=False) is not None  # this needs no other
 
 
 def test_a_host_that_falls_silent_grows_still_until_it_is_heard_of_again(made: Callable[..., OtherHosts]) -> None:
@@ -116,7 +152,8 @@ def test_rows_that_are_too_old_are_not_sent_on(
     monkeypatch.setattr(hosts, "FRESH_S", 3.0)
     first.show([sight(0)])
     until(lambda: store.get("watch/run/0") != b"[]")
-    assert json.loads(store.get("watch/run/0"))[1]["rank"] == 0
+    digest, rows = store.get("watch/run/0").splitlines()
+    assert json.loads(digest)[1:] == [pytest.approx(29.9), False] and json.loads(rows)[0][0] == 0
 
 
 def test_a_claim_on_a_store_that_is_gone_is_this_hosts_own() -> None:
