@@ -16,6 +16,7 @@ from harness.data.batches.stream import data_digest, dataset_length
 from harness.data.inputs.datasets import later_dataset
 from harness.data.inputs.input_types import require_dataset
 from harness.data.inputs.tables import as_dataset
+from harness.data.mixing.mixture import parts_of
 from harness.data.streaming.rows import read_all
 from harness.errors import UserError
 from harness.resilience.process import signals
@@ -87,16 +88,35 @@ def _evaluated(
         run.data_check.first_batch(dataset, micro_batch)
     start_time = time.perf_counter()
     with kept or nullcontext():
-        loss = mean_loss(run.engine, dataset, micro_batch, run.data_check.collator, kept)
+        loss, of_parts = _losses(run, dataset, micro_batch, kept)
     found = {} if kept is None else own.of(*kept.joined(), prefix)
     perplexity = "perplexity" if prefix == "eval" else f"{prefix}_perplexity"
     return {
         f"{prefix}_loss": loss,
+        **{f"{prefix}_{name}_loss": value for name, value in of_parts.items()},
         **({perplexity: math.exp(min(loss, 700.0))} if run.trainable.reads_tokens else {}),
         **found,
         f"{prefix}_samples": dataset_length(dataset),
         f"{prefix}_seconds": time.perf_counter() - start_time,
     }
+
+
+def _losses(
+    run: Run, dataset: MapDataset, micro_batch: int, kept: KeptOutputs | None
+) -> tuple[float, dict[str, float]]:
+    """Return the mean loss, and that of each source where the data has several; each sample is seen once."""
+    engine, collator = run.engine, run.data_check.collator
+    # a router loss depends on which samples are together, and kept outputs on their order
+    parts = {} if engine.has_router_loss or kept is not None else parts_of(dataset)
+    if not parts:
+        return mean_loss(engine, dataset, micro_batch, collator, kept), {}
+    sums = {name: _totals(engine, part, micro_batch, collator, None) for name, part in parts.items()}
+    total, counted = (sum(pair[i] for pair in sums.values()) for i in (0, 1))
+    return _mean(total, counted), {name: _mean(*pair) for name, pair in sums.items()}
+
+
+def _mean(total: float, counted: float) -> float:
+    return total / counted if counted else float("nan")
 
 
 def mean_loss(
@@ -109,6 +129,13 @@ def mean_loss(
     Every rank runs the same number of micro-batches of one shape, so no rank waits for another. Raises
     `signals.Interrupted`, on all ranks alike, when a signal to any of them asks for the end of the training.
     """
+    return _mean(*_totals(engine, dataset, micro_batch, collator, kept))
+
+
+def _totals(
+    engine: Engine, dataset: MapDataset, micro_batch: int, collator: Collator, kept: KeptOutputs | None
+) -> tuple[float, float]:
+    """Return the sum of the losses of all samples, and the number of what counts."""
     n = dataset_length(dataset)
     if not n:
         raise UserError("the data set to evaluate is empty: give at least one sample")
@@ -121,7 +148,7 @@ def mean_loss(
         if rows:
             losses, valid = _sums(engine, dataset, rows, size, collator, kept)
             total, counted = total + losses, counted + valid
-    return total / counted if counted else float("nan")
+    return total, counted
 
 
 def _sums(

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from harness import Trainer, TrainingArguments, UserError
 from harness.data.batches.order import batch_indices
 from harness.data.files.documents import as_documents
+from harness.data.mixing.mixture import Joined
 from harness.data.on_disk.cache import Preparation
 from harness.data.samples import make_samples
 from harness.data.tokenizer import ByteTokenizer
@@ -117,6 +118,14 @@ def conversations_in_memory(model: str, folder: str) -> tuple[dict[str, float], 
             )
             key = f"{name} {'packed' if packing else 'padded'}"
             losses[key] = trainer.evaluate()["eval_loss"]
+            if not packing:  # as a run evaluates what it holds out of several sources
+                halves = [
+                    as_documents([{"messages": chat} for chat in part], "chats") for part in (CHATS[:25], CHATS[25:])
+                ]
+                prepared = [make_samples(half, ByteTokenizer(), 128, Preparation(folder)) for half in halves]
+                found = trainer.evaluate(Joined(prepared, ["x/a.jsonl", "y/a.jsonl"]))
+                assert min(found["eval_a_loss"], found["eval_a2_loss"]) < found["eval_loss"]
+                losses[f"{key}, in parts"] = found["eval_loss"]
             records = [trainer.training_step() for _ in range(1 if packing else 3)]
             curves[key] = [(r.loss, r.grad_norm or 0.0, r.tokens_per_second * r.step_seconds) for r in records]
             trainer.close()
@@ -164,7 +173,7 @@ def test_padded_and_packed_conversations_have_one_loss_in_other_layouts(tmp_path
     assert said[0] == "sample 0: position_ids reach 503, but the model has 128 positions: shorten its documents"
     assert "'bloom' does not separate packed documents" in said[1]
     first = next(iter(losses.values()))
-    assert len(losses) == 6
+    assert len(losses) == 9
     assert {name: loss for name, loss in losses.items() if loss != pytest.approx(first, rel=5e-6)} == {}
     wanted = padded_to_the_block(model, tmp_path)
     for name, curve in curves.items():

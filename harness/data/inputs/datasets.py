@@ -77,13 +77,15 @@ def script_datasets(
         groups = source_groups(script.train_file) if script.trains or holds_out else []
         weights, names = [g.weight for g in groups if g.weight is not None], [g.paths[0] for g in groups]
         held_out: list[Documents] = []
+        of_held: list[str] = []  # their names
         documents = [] if script.streaming else [_read(group, say) for group in groups]
         if script.validation_file is not None:
             held_out = [_read(validation_group(script.validation_file), say)]
         elif holds_out:
-            split = [hold_out(each, script.held_out) for each in documents if not isinstance(each, list)]
+            named = [pair for pair in zip(names, documents, strict=True) if not isinstance(pair[1], list)]
+            split, of_held = [hold_out(each, script.held_out) for _, each in named], [name for name, _ in named]
             documents, held_out = [kept for kept, _ in split], [held for _, held in split]
-        evaluation = joined([lay_out(each) for each in held_out]) if held_out else None
+        evaluation = joined([lay_out(each) for each in held_out], names=of_held) if held_out else None
         if not script.trains:
             return None, evaluation
         if script.streaming:

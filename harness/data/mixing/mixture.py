@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +27,15 @@ Source = Blocks | Samples
 
 
 class Joined:
-    """The samples of several sources, one source behind the other; of text the labels are its ids."""
+    """The samples of several sources, one source behind the other; of text the labels are its ids.
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    Attributes:
+        names: of the sources, for the user; empty where they have none.
+    """
+
+    def __init__(self, sources: Sequence[Source], names: Sequence[str] = ()) -> None:
         self.sources = list(sources)
+        self.names = names
         self.block_size = max(source.block_size for source in sources)
         self.packing = sources[0].packing
         self._ends = np.cumsum([len(source) for source in sources], dtype=np.int64).tolist()
@@ -57,7 +64,7 @@ class Joined:
 
     def padded_to(self, length: int) -> Joined:
         """Return these samples at another length, to read those that are not longer."""
-        joined = Joined([source.padded_to(length) for source in self.sources])
+        joined = Joined([source.padded_to(length) for source in self.sources], self.names)
         joined.block_size = length
         return joined
 
@@ -67,12 +74,10 @@ class Mixture(Joined, OwnOrder):
 
     Attributes:
         shares: of the sources; their sum is 1.
-        names: of the sources, for the user.
     """
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float], names: Sequence[str]) -> None:
-        super().__init__(sources)
-        self.names = names
+        super().__init__(sources, names)
         self._mixed = Shares(weights)
         self.shares = self._mixed.shares
         self.key = str(self.shares)
@@ -94,7 +99,7 @@ def joined(sources: Sequence[Source], weights: Sequence[float] = (), names: Sequ
     """Return several sources as one data set, by weights if there are any."""
     if weights:
         return Mixture(sources, weights, names)
-    return sources[0] if len(sources) == 1 else Joined(sources)
+    return sources[0] if len(sources) == 1 else Joined(sources, names)
 
 
 def described(data: MapDataset | None) -> Iterator[str]:
@@ -106,3 +111,15 @@ def described(data: MapDataset | None) -> Iterator[str]:
             yield f"{share}: {summary}" if summary else share
         elif summary:
             yield summary
+
+
+def parts_of(data: MapDataset) -> dict[str, MapDataset]:
+    """Return the sources of a data set by short names, the ends of their paths; nothing where it has not several."""
+    if not isinstance(data, Joined) or len(data.names) < 2:
+        return {}
+    parts: dict[str, MapDataset] = {}
+    for name, source in zip(data.names, data.sources, strict=True):
+        short = Path(name).stem or "source"
+        free = (f"{short}{number}" for number in count(2))
+        parts[short if short not in parts else next(each for each in free if each not in parts)] = Joined([source])
+    return parts
