@@ -55,6 +55,17 @@ def unlisted(checkpoint: Path) -> list[str]:
     return sorted(name for name in others if name not in listed and name != MANIFEST)
 
 
+def require_listed_weights(directory: Path) -> None:
+    """Raise UserError if a model's directory is a checkpoint with weights that it was not saved with.
+
+    They might be read in the place of its own, as the names of files decide which are.
+    """
+    if (directory / MANIFEST).is_file() and (directory / STATE).is_file():
+        kinds = (".safetensors", ".bin", ".index.json")
+        if others := [name for name in unlisted(directory) if name.endswith(kinds)]:
+            raise UserError(f"{directory} contains {others[0]}, which it was not saved with: move it elsewhere")
+
+
 def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:
     """Return the first file of this rank's share whose content is not what was saved, in words; None if there is
     none. It raises nothing, as other ranks wait for the answer."""

@@ -13,7 +13,8 @@ def room(folder: Path) -> str:
     there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     if _lacks_inodes(there):
         return f"no inodes are free in {there}, so no file can be created: remove files"
-    return f"{shutil.disk_usage(there).free:,} are free in {there}"
+    disk = shutil.disk_usage(there)
+    return f"{disk.free:,} are free in {there}" if disk.total else f"{there} does not say how many are free"
 
 
 def reason(error: OSError, folder: Path) -> str:

@@ -64,6 +64,7 @@ def export_weights(
         export = _Export(local=local, mine=mine, places=places, groups=groups, opened=opened)
         export.write_patches()
         export.write_computed()
+        export.sync()
     all_or_none(export.require_written)
     all_or_none(lambda: replace_model(directory, list(files), index_content(files)) if groups.rank == 0 else None)
 
@@ -128,6 +129,13 @@ class _Export:
         """Raise UserError if this rank could not write all."""
         if self.failed:
             raise self.failed[0]
+
+    def sync(self) -> None:
+        """Wait for the disk: where a file system reserves no room, a full one may be found out only now."""
+        try:
+            self.opened.sync()
+        except UserError as error:
+            self.failed.append(error)
 
     def _write(self, place: Place, start: Sequence[int], values: Tensor) -> None:
         try:

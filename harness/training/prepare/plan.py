@@ -16,7 +16,7 @@ from harness.checkpoint.directories import (
     set_aside_foreign,
     set_aside_newer,
 )
-from harness.checkpoint.integrity import damaged, find_resume, foreign, unlisted
+from harness.checkpoint.integrity import damaged, find_resume, foreign, require_listed_weights, unlisted
 from harness.config import Resolved
 from harness.config.model.shape import layer_drop, require_every_layer
 from harness.console import Console
@@ -106,6 +106,8 @@ def plan_run(inputs: RunInputs) -> RunPlan:
     source, adaptation = adapted(inputs.model, inputs.peft_config)
     if source is None:
         _require_for_layers(inputs)
+    elif isinstance(source.weights, Path):
+        require_listed_weights(source.weights)
     model = inputs.model if isinstance(inputs.model, str) else None
     config = inputs.config or read_run_config(args, world_size=env.world_size, model=model)
     require_supported(config.resolved)

@@ -19,6 +19,7 @@ from harness.checkpoint.directories import RUN
 from harness.config.values.json_file import parse_json, read_json
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import Secrets
+from harness.errors import UserError
 from harness.resilience.process.wall_clock import CLOCK
 from harness.training.callbacks import StepRecord
 
@@ -60,6 +61,8 @@ class MetricsFile:
 
         The file is cut where the first of them begins, which a full disk allows; what is to stay after it waits.
         """
+        if self._path.exists() and not self._path.is_file():  # a pipe would be waited for
+            raise UserError(f"{self._path}: it is not a file: move it elsewhere")
         there = self._path.read_bytes() if self._path.is_file() else b""
         lines = (there + self._waiting).splitlines(keepends=True)
         stays = [_is_before(line, first_step) for line in lines]

@@ -6,10 +6,9 @@ seed, or in memory, is written beside them, so that peft and `from_pretrained` f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch.distributed as dist
 
 from harness.checkpoint.background_save import BackgroundSave, Target, Writer
 from harness.checkpoint.directories import Progress, finished_name, optimizer_name
@@ -19,6 +18,7 @@ from harness.config.values.json_object import JsonObject
 from harness.data.streaming.source import Streamed
 from harness.errors import UserError
 from harness.hf.lora import plain_name, saved_name, sorted_config
+from harness.topology.agreement import all_or_none
 from harness.training.best_model import best_as_saved
 from harness.training.callbacks import TrainerState
 from harness.training.run import Run
@@ -104,9 +104,13 @@ def write_model(run: Run, directory: Path) -> None:
         _write_whole(run, directory)
     else:
         _write_adapters(run, run.adaptation.config, directory)
-    if run.groups.rank == 0 and run.data.tokenizer is not None:
-        run.data.tokenizer.save_pretrained(directory)
-    dist.barrier()
+    tokenizer = run.data.tokenizer
+    _on_first_rank(run, lambda: tokenizer.save_pretrained(directory) if tokenizer is not None else None)
+
+
+def _on_first_rank(run: Run, write: Callable[[], object]) -> None:
+    """Let rank 0 write; all ranks call it, and get a UserError if that fails, as on a full disk."""
+    all_or_none(lambda: write() if run.groups.rank == 0 else None)
 
 
 def _write_adapters(run: Run, config: LoraConfig, directory: Path) -> None:
@@ -120,8 +124,7 @@ def _write_adapters(run: Run, config: LoraConfig, directory: Path) -> None:
         _write_whole(run, base)
     module = run.module
     export_adapters(module, run.groups, directory, rename=lambda key: saved_name(name(key)))
-    if run.groups.rank == 0:
-        export_adapter_config(sorted_config(config), str(base.resolve()), directory)
+    _on_first_rank(run, lambda: export_adapter_config(sorted_config(config), str(base.resolve()), directory))
 
 
 def _write_whole(run: Run, directory: Path) -> None:
@@ -135,5 +138,6 @@ def _write_whole(run: Run, directory: Path) -> None:
         rename=lambda key: plain_name(name(key)),
         form=causal.form if causal else None,
     )
-    if run.groups.rank == 0 and causal is not None:
-        export_config(causal.source, next(module.parameters()).dtype, directory)
+    if causal is not None:
+        source, dtype = causal.source, next(module.parameters()).dtype
+        _on_first_rank(run, lambda: export_config(source, dtype, directory))

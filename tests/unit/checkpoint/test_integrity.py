@@ -13,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.checkpoint.directories import METRICS, RUN, STATE, numbered
-from harness.checkpoint.integrity import changed_file, damage, find_resume, foreign, newest, newest_whole, run_id
+from harness.checkpoint.integrity import (
+    changed_file,
+    damage,
+    find_resume,
+    foreign,
+    newest,
+    newest_whole,
+    require_listed_weights,
+    run_id,
+)
 from harness.checkpoint.manifest import MANIFEST
 from harness.errors import UserError
 from tests.unit.checkpoint.saved import change, save
@@ -259,6 +268,17 @@ def test_a_list_without_checksums_is_damage_not_a_match(tmp_path: Path) -> None:
     change(saved / MANIFEST, files={name: [size, ""] for name, (size, _) in files.items()})
     assert damage(saved) is None
     assert changed_file(saved, 0, 1) == "deep/other.json differs from what was saved"
+
+
+def test_a_checkpoint_is_no_model_with_weights_that_it_was_not_saved_with(tmp_path: Path) -> None:
+    saved = save(tmp_path, 2)
+    (saved / "notes.txt").write_text("mine")
+    require_listed_weights(saved)
+    (saved / "model.safetensors").write_text("planted")
+    with pytest.raises(UserError, match=r"contains model\.safetensors, which it was not saved with: move it"):
+        require_listed_weights(saved)
+    (saved / MANIFEST).unlink()  # some other directory
+    require_listed_weights(saved)
 
 
 def test_a_pipe_among_checkpoints_is_not_waited_for(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,30 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(make: Callable[..., Traine
         ours.train()
     ours.train()  # there is room now
     assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_pipe_in_the_place_of_metrics_is_one_line(make: Callable[..., Trainer], tmp_path: Path) -> None:
+    ours = make()
+    os.mkfifo(tmp_path / "run" / "evaluations.jsonl")
+    with pytest.raises(UserError, match=r"evaluations\.jsonl: it is not a file: move it elsewhere"):
+        ours.train()
+
+
+def test_a_disk_that_is_full_at_the_end_is_one_line(make: Callable[..., Trainer], tmp_path: Path) -> None:
+    ours = make("tiny-llama")
+    ours.train()
+    with full_disk(100), pytest.raises(UserError, match="File too large"):
+        ours.save_model()
+    config = type(ours.run.trainable.causal.source.config)  # type: ignore[union-attr]
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(UserError, match="No space left on device"):
+        patched.setattr(config, "save_pretrained", no_space)
+        ours.save_model()
+    ours.save_model()
+    assert (tmp_path / "run" / "config.json").is_file()
+
+
+def no_space(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_what_comes_after_a_step_is_dropped_when_a_run_goes_back(make: Callable[..., Trainer], tmp_path: Path) -> None:
