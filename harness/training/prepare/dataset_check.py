@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from harness.data.batches.collate import Collator, MapDataset, MicroBatch
+from harness.data.batches.collate import IGNORED, Collator, MapDataset, MicroBatch
 from harness.data.batches.stream import dataset_length, read_micro_batch
 from harness.data.inputs.sample_lengths import require_short
+from harness.errors import UserError
 from harness.hf.attention import require_available, with_attention
 from harness.hf.forward.payload import Tokens
 from harness.hf.skeleton import ModelSource, position_limit
@@ -16,21 +18,27 @@ from harness.hf.verify.packing import require_documents_apart, require_flash_apa
 from harness.training.engine.context import EngineContext
 
 USUAL_LENGTH = 1024
+TOKENS, SHIFTED, OTHERS = "tokens", "shifted", "others"
+ENOUGH = 4  # labels that are the next tokens: fewer may be so by chance
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetCheck:
-    """What looks at data sets for one model; without a `source` it is a list of layers, which may take anything."""
+    """What looks at data sets for one model; without a `source` it is a list of layers, which may take anything.
+
+    `own_loss`: whether the loss is the user's, which is given labels as they are.
+    """
 
     source: ModelSource | None
     context: EngineContext
     collator: Collator
+    own_loss: bool = False
 
     def first_batch(self, dataset: MapDataset | None, size: int) -> MicroBatch | None:
         """Return a micro-batch of the first samples, None without any; all ranks call it.
 
         Raises UserError if a sample cannot be collated or is known to be longer than the model has positions, or if the
-        samples are packed documents and the model does not keep them apart.
+        samples are packed documents and the model does not keep them apart, or if labels would be shifted twice.
         """
         if dataset is None or not dataset_length(dataset):
             return None
@@ -38,6 +46,11 @@ class DatasetCheck:
         if self.source is not None:
             if (limit := position_limit(self.source.config)) is not None:
                 require_short(dataset, limit)
+            if not self.own_loss and meaning_of(batch) == SHIFTED:
+                raise UserError(
+                    "the labels of a data set are shifted already: label i is token i + 1. The loss shifts them: "
+                    "give the tokens as labels, with -100 for those that are not learnt, or no labels"
+                )
             if (tokens := Tokens.of(batch[0])).positions is not None:
                 self._require_apart(self.source, tokens.ids)
         return batch
@@ -48,6 +61,18 @@ class DatasetCheck:
         require_available(config, device, dtype)
         require_documents_apart(config)
         require_flash_apart(config, len(ids), device, dtype)
+
+
+def meaning_of(batch: MicroBatch) -> str:
+    """Return what the valid labels of a decoder's micro-batch are: the tokens of their places, the next tokens
+    (SHIFTED), or OTHERS."""
+    ids, labels = Tokens.of(batch[0]).ids, batch[1]
+    if not isinstance(labels, Tensor) or labels.shape != ids.shape:
+        return OTHERS
+    valid = labels[:, :-1] != IGNORED
+    if torch.equal(labels[:, :-1][valid], ids[:, :-1][valid]):
+        return TOKENS
+    return SHIFTED if valid.sum() >= ENOUGH and torch.equal(labels[:, :-1][valid], ids[:, 1:][valid]) else OTHERS
 
 
 def sample_length(batch: MicroBatch | None) -> int:

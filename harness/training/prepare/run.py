@@ -55,7 +55,7 @@ from harness.training.engine.engine import Engine
 from harness.training.engine.losses import logits_loss
 from harness.training.prepare import startup_report
 from harness.training.prepare.compilation import require_compilable
-from harness.training.prepare.dataset_check import DatasetCheck, sample_length
+from harness.training.prepare.dataset_check import OTHERS, DatasetCheck, meaning_of, sample_length
 from harness.training.prepare.forecast import Forecast, forecast, require_memory
 from harness.training.prepare.hyperparameters import hyperparameters
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
@@ -84,14 +84,18 @@ def prepare_run(inputs: RunInputs) -> Run:
     take_first_ranks(tensors_in_memory(plan.model, plan.source, plan.adaptation), context.device, console)
     longest = None if plan.source is None else position_limit(plan.source.config)
     collator = plan.data_collator if plan.source is None else TokenCollator(plan.data_collator, None, longest)
-    data_check = DatasetCheck(source=plan.source, context=context, collator=collator)
+    own_loss = plan.loss_fn is not None or plan.compute_loss_func is not None
+    data_check = DatasetCheck(source=plan.source, context=context, collator=collator, own_loss=own_loss)
     sample = _first_samples(data_check, plan)
+    if plan.source is not None and sample is not None and not own_loss and meaning_of(sample) == OTHERS:
+        console.say(
+            "labels: neither the tokens nor the next tokens; the loss shifts them: position i learns label i + 1"
+        )
     startup_report.learnt(console, plan.data)
     expected = _expected(plan, context, sample, hosts.ranks_beside(context.groups.rank))
     trainable = _trainable(plan, context, sample)
     if trainable.causal is not None:  # the vocabulary is known now
-        own_labels = plan.loss_fn is not None or plan.compute_loss_func is not None
-        collator = TokenCollator(plan.data_collator, trainable.causal.vocab_size, longest, not own_labels)
+        collator = TokenCollator(plan.data_collator, trainable.causal.vocab_size, longest, not own_loss)
         data_check = replace(data_check, collator=collator)
         _first_samples(data_check, plan)
     base = all_or_none(lambda: _base(plan))

@@ -44,6 +44,28 @@ def refused(action: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+IDS = [[(5 * i + k * k) % 250 for k in range(8)] for i in range(8)]
+NEXT = [{"input_ids": ids, "labels": [*ids[1:], 7]} for ids in IDS]
+
+
+def test_labels_that_are_shifted_already_are_not_shifted_again(
+    make: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    learnt = [{"input_ids": ids, "labels": [-100] * 3 + ids[3:]} for ids in IDS]
+    masked = [{"input_ids": ids, "labels": [-100] * 3 + [*ids[4:], -100]} for ids in IDS]
+    for data, evaluation in ((NEXT, None), (masked, None), (learnt, NEXT)):
+        assert "are shifted already: label i is token i + 1" in refused(
+            lambda: make("tiny-llama", data, evaluation, loss_fn=None)  # noqa: B023
+        )
+    capsys.readouterr()
+    make("tiny-llama", learnt, loss_fn=None)
+    assert "labels:" not in capsys.readouterr().out
+    others = [{"input_ids": ids, "labels": ids[::-1]} for ids in IDS]
+    make("tiny-llama", others, loss_fn=None)
+    assert "labels: neither the tokens nor the next tokens" in capsys.readouterr().out
+    make("tiny-llama", NEXT, loss_fn=lambda logits, labels: nn.functional.cross_entropy(logits.mT, labels))
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
