@@ -11,7 +11,7 @@ from enum import IntEnum
 from harness.resilience.process.records import HERE, is_lost_peer
 from harness.resilience.process.wall_clock import CLOCK
 
-NAMING_S = 8.0  # for the watch to end this process with the name of the rank that was lost
+NAMING_S = 10.0  # for the watch to end this process with the name of what was lost, which another host may find out
 
 BEATS_OF_STEP = 1 << 20  # beats of a step count from a multiple of it, whatever callbacks a rank had before
 
