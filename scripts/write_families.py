@@ -148,7 +148,19 @@ def entry_of(model: PreTrainedModel, config: PretrainedConfig) -> dict[str, Any]
         entry["output_follows_bias"] = layer_traits(last, config)["output_bias"]
     switches = {key: getattr(config, key, None) for key in model_config.DEFAULTS}
     switches = {key: value for key, value in switches.items() if isinstance(value, int)}  # a bool is one too
+    period = window_period(config)
+    if period and not any("pattern" in key for key in switches):
+        switches["sliding_window_pattern"] = period
     return entry | {"sizes": sizes} | ({"defaults": switches} if switches else {})
+
+
+def window_period(config: PretrainedConfig) -> int | None:
+    """Return the n of a family in which each nth layer has no window; None where its layers are not made so."""
+    kinds = getattr(config, "layer_types", None) or []
+    whole = [kind != "sliding_attention" for kind in kinds]
+    period = whole.index(True) + 1 if any(whole) else 0
+    fits = period > 1 and whole == [(index + 1) % period == 0 for index in range(len(whole))]
+    return period if fits else None
 
 
 def own_sizes(config: PretrainedConfig) -> dict[str, int]:

@@ -44,7 +44,7 @@ NONE_BELOW_0 = ("window", "positions")  # where some configs write -1 for no lim
 MOST, MOST_LAYERS = 2**40, 10_000
 DEFAULTS = (
     *("multi_query", "new_decoder_architecture", "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq"),
-    *("use_sliding_window", "sliding_window_pattern", "_sliding_window_pattern"),
+    *("use_sliding_window", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"),
 )
 """Switches that decide how layers are made, whose values a family's config class sets where a config.json does not."""
 
@@ -185,6 +185,9 @@ def _has_window(config: Mapping[str, object], sizes: Mapping[str, int], index: i
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and len(kinds) == sizes["layers"]:
         return bool(kinds[index] == "sliding_attention")
+    first = config.get("max_window_layers")
+    if config.get("use_sliding_window") is True and isinstance(first, int):
+        return index >= first
     for key in ("sliding_window_pattern", "_sliding_window_pattern"):
         every = config.get(key)
         if isinstance(every, int) and every > 1:

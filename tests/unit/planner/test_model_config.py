@@ -77,6 +77,8 @@ def test_experts_are_in_the_layers_that_the_config_names(changes: dict[str, Any]
         pytest.param({"use_sliding_window": False}, [0, 0, 0], id="switched off"),
         pytest.param({"layer_types": ["sliding_attention", "full_attention", "x"]}, [8, 0, 0], id="by name"),
         pytest.param({"sliding_window_pattern": 3}, [8, 8, 0], id="but in each third layer"),
+        pytest.param({"use_sliding_window": True, "max_window_layers": 2}, [0, 0, 8], id="from a layer on"),
+        pytest.param({"model_type": "gemma2"}, [8, 0, 8], id="by the family"),
     ],
 )
 def test_a_window_is_in_the_layers_that_the_config_names(changes: dict[str, Any], windows: list[int]) -> None:
