@@ -35,6 +35,8 @@ def curves(jobs: list[Job], folder: str) -> list[Curve]:
         arguments = arguments_of(job, f"{folder}/{job.layout}")
         data = rows(job.masked)
         loss: Any = {"compute_loss_func": summed} if job.masked else {"loss_fn": smoothed}
+        if job.arguments:
+            loss = {}
         trainer = Trainer(job.model, arguments, train_dataset=data, eval_dataset=data[:5], **loss)
         found.append([*steps_of(trainer), (trainer.evaluate()["eval_loss"], 1.0)])
         trainer.close()
@@ -63,6 +65,8 @@ def test_a_loss_of_the_logits_is_that_of_plain_torch_in_every_layout(tmp_path: P
     model = tiny_model(tmp_path / "m", "llama", True)
     jobs = [Job(model, layout) for layout in ("tp2z1", "pp2z0", "dp2z2", "dp2z3")]
     jobs += [Job(model, layout, masked=True) for layout in ("tp2z0", "dp2z3")]
+    flag = {"label_smoothing_factor": 0.3}
+    jobs += [Job(model, layout, masked=True, arguments=flag) for layout in ("tp2z1", "pp2z0", "dp2z2")]
     wanted = {masked: reference(model, masked) for masked in (False, True)}
     for job, curve in zip(jobs, run_ranks(2, curves, jobs, str(tmp_path))[0], strict=True):
         loss, norm = worst(curve, wanted[job.masked])

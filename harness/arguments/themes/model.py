@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from harness.arguments.flags import Flags, flag
+from harness.errors import UserError
 
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
 
@@ -40,9 +41,21 @@ class ModelArguments(Flags):
         least=0,
         hf_only=True,
     )
+    label_smoothing_factor: float = flag(
+        0.0,
+        "share of the loss that is spread evenly over the vocabulary, from 0 to below 1; each rank then holds the "
+        "logits of the whole vocabulary",
+        least=0,
+        hf_only=True,
+    )
     output_router_logits: bool | None = flag(
         None, "add the model's router loss (mixture of experts) to the loss; default: as its config says", hf_only=True
     )
     router_aux_loss_coef: float | None = flag(
         None, "factor of the router loss (default: the model's own)", hf_only=True
     )
+
+    def check(self) -> None:
+        """Refuse to spread all of the loss, or more."""
+        if self.label_smoothing_factor >= 1:
+            raise UserError(f"--label_smoothing_factor {self.label_smoothing_factor}: must be below 1")

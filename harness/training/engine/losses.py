@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
@@ -212,11 +212,17 @@ class LogitsLoss:
         return {}
 
 
-def logits_loss(loss_fn: LossFunction | None, compute_loss_func: LossFunction | None) -> LogitsLoss | None:
-    """Return the loss that a user gives for a HuggingFace model, by one name or by HuggingFace's; None for the model's
-    own."""
+def logits_loss(
+    loss_fn: LossFunction | None, compute_loss_func: LossFunction | None, smoothing: float = 0.0
+) -> LogitsLoss | None:
+    """Return the loss that a user gives for a HuggingFace model, by one name or by HuggingFace's, or that of smoothed
+    labels; None for the model's own."""
     if loss_fn is not None and compute_loss_func is not None:
         raise UserError("loss_fn and compute_loss_func are both given: give only one")
+    if smoothing:
+        if loss_fn is not None or compute_loss_func is not None:
+            raise UserError("--label_smoothing_factor has no effect on a loss of your own: smooth the labels in it")
+        return LogitsLoss(partial(_smoothed, smoothing=smoothing))
     if compute_loss_func is None:
         return None if loss_fn is None else LogitsLoss(loss_fn)
 
@@ -225,6 +231,16 @@ def logits_loss(loss_fn: LossFunction | None, compute_loss_func: LossFunction | 
         return loss
 
     return LogitsLoss(of_logits)
+
+
+def _smoothed(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor, smoothing: float) -> Tensor:
+    """Return the cross entropy with smoothed labels, as HuggingFace's; logits [batch, sequence, vocabulary] and labels
+    [batch, sequence], not shifted."""
+    predicted, wanted = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+    total = functional.cross_entropy(
+        predicted, wanted, label_smoothing=smoothing, reduction="sum", ignore_index=IGNORED
+    )
+    return total / num_items_in_batch
 
 
 def _scalar(loss: object) -> Tensor:

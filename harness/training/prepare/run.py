@@ -216,7 +216,7 @@ def _trainable(plan: RunPlan, context: EngineContext, sample: MicroBatch | None)
         trainable = trainable_layers(cast("Sequence[Layer]", plan.model), plan.loss_fn, sample)
     else:
         startup_report.origin(plan.console, plan.source, plan.args.seed)
-        own_loss = logits_loss(plan.loss_fn, plan.compute_loss_func)
+        own_loss = logits_loss(plan.loss_fn, plan.compute_loss_func, plan.args.label_smoothing_factor)
         trainable = trainable_decoder(plan.source, context, sample_length(sample), plan.adaptation, own_loss)
     if context.resolved.compile_backend is not None:
         require_compilable(trainable, context.resolved.compile_backend)

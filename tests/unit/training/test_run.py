@@ -80,6 +80,7 @@ HF_ONLY = {
     "attn_implementation": "eager",
     "block_size": 4,
     "expert_parallel_size": 1,
+    "label_smoothing_factor": 0.1,
     "neftune_noise_alpha": 5.0,
     "output_router_logits": True,
     "packing": True,

@@ -135,3 +135,21 @@ def test_a_loss_that_is_not_one_number_is_refused(value: Any, kind: str) -> None
     logits, labels = batch()
     with pytest.raises(UserError, match=f"loss_fn returned {kind}"):
         LogitsLoss(lambda logits, labels, num_items_in_batch: value)(logits, targets(labels, 1.0, 6))
+
+
+def test_smoothed_labels_are_those_of_huggingface() -> None:
+    smoother = pytest.importorskip("transformers.trainer_pt_utils").LabelSmoother(epsilon=0.3)
+    logits = torch.randn(3, 5, 11, generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(15).reshape(3, 5) % 11
+    labels[0, 3:] = -100
+    loss = logits_loss(None, None, 0.3)
+    assert loss is not None
+    count = loss.count(labels, 3)
+    targets = (torch.tensor(1 / count), torch.tensor(3), torch.tensor(1.0), labels)
+    assert count == 10
+    assert float(loss(logits, targets)) == pytest.approx(float(smoother({"logits": logits}, labels, shift_labels=True)))
+
+
+def test_a_loss_of_ones_own_is_not_smoothed_in_silence() -> None:
+    with pytest.raises(UserError, match="--label_smoothing_factor has no effect on a loss of your own"):
+        logits_loss(mse_loss, None, 0.1)
