@@ -116,6 +116,8 @@ def cut_segments(owner: nn.Module, name: str, segments: Sequence[Segment], dim: 
 
     def used(module: Any) -> Tensor:
         whole: Tensor = module._parameters[name]  # noqa: SLF001  # this property hides the name
+        if not whole.numel():  # ZeRO-3 holds its values elsewhere: no forward asks now, but a module's `repr` may
+            return whole
         return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim=dim)
 
     kind = type(owner)

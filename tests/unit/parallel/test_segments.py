@@ -58,6 +58,15 @@ def test_a_parameter_is_cut_or_where_ranks_share_a_unit_seen_in_part() -> None:
         assert (shard_of(conv._parameters["weight"]) is None) == (size == 4)  # type: ignore[arg-type]
 
 
+def test_a_module_whose_parameters_zero_3_has_taken_away_is_still_printed() -> None:
+    conv = nn.Conv1d(12, 12, 3)
+    segments = [Segment(start=0, units=4, width=2), Segment(start=8, units=1, width=4)]
+    for name in ("weight", "bias"):
+        cut_segments(conv, name, segments, 0, ranks(2)[1])
+        conv._parameters[name].data = torch.empty(0)
+    assert repr(conv).startswith("Conv1d(12, 12") and conv.bias is conv._parameters["bias"]
+
+
 @pytest.mark.parametrize(
     ("words", "width", "size", "told"),
     [
