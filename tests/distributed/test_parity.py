@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from harness import UserError
+from harness.hf.verify.tiny_copy import tiny_config
+from harness.hf.verify.tiny_copy import tiny_model as tiny_copy
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, reference, tiny_model, train, train_all, worst
 
@@ -88,6 +91,16 @@ def test_the_other_layouts_on_two_ranks(models: dict[tuple[str, bool], str], tmp
             },
         ),
     ]
+    # the last two layers take the keys and values of this rank's heads that the first two have left in a mapping
+    shared = tiny_config("gemma4_text").to_dict()
+    del shared["per_layer_config"]
+    shared |= {
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    tiny_copy(CONFIG_MAPPING["gemma4_text"](**shared)).save_pretrained(tmp_path / "shared")
+    jobs += [Job(str(tmp_path / "shared"), layout, arguments={"verify_plan": "off"}) for layout in ("tp2z0", "tp2z3")]
     check(jobs, 2, tmp_path)
 
 

@@ -9,12 +9,13 @@ to the group leads out of it. Whatever is reached inside is partial; if that is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from harness.errors import UserError
 from harness.parallel.comm import (
@@ -26,6 +27,7 @@ from harness.parallel.comm import (
 )
 from harness.parallel.tensor.shard import shard_of
 from harness.parallel.tensor.summed_gradients import GradientSum, sum_gradient, sums_gradient
+from harness.parallel.values import Keyword, Positional
 
 SHARE_REMEDY = "remove tensor_parallel.sequence_parallel, which this layer may not allow"
 
@@ -50,9 +52,42 @@ class ReachedParameters:
     input_is_partial: bool = False
 
 
-def walk(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = (), *, kind: Values = Values.WHOLE) -> ReachedParameters:
+@dataclass(frozen=True)
+class GivenTensors:
+    """The tensors that a module is given.
+
+    Attributes:
+        direct: its arguments, which are whole, or a share of the tokens where the layer works on one.
+        left: what an earlier layer has left for this one, in a mapping or behind the hidden state: it may be keys and
+            values of this rank's heads, and is taken for what it is used as.
+    """
+
+    direct: Sequence[Tensor] = ()
+    left: Sequence[Tensor] = ()
+
+    @classmethod
+    def of(cls, args: Positional, kwargs: Keyword) -> GivenTensors:
+        """Return what a call passes on; to be asked before it, as a layer may add to a mapping."""
+        direct: list[Tensor] = []
+        left: list[Tensor] = []
+        for value in (*args, *kwargs.values()):
+            tensors = list(_tensors(value))
+            known = 0 if isinstance(value, Mapping) else 1 if isinstance(value, tuple) else len(tensors)
+            direct += tensors[:known]
+            left += tensors[known:]
+        return cls(direct, left)
+
+
+NOTHING_GIVEN = GivenTensors()
+
+
+def walk(
+    outputs: Iterable[Tensor], inputs: GivenTensors = NOTHING_GIVEN, *, kind: Values = Values.WHOLE
+) -> ReachedParameters:
     """Walk the graph from `outputs`, which hold values of this kind, back to `inputs` and to all leaves."""
-    stops = {x.grad_fn for x in inputs if x.grad_fn is not None}
+    stops = {x.grad_fn for x in inputs.direct if x.grad_fn is not None}
+    left = {x.grad_fn for x in inputs.left if x.grad_fn is not None} - stops
+    of_any_kind = {id(x) for x in inputs.left}
     reached, seen = ReachedParameters(), set()
     ahead = [(x.grad_fn, x.output_nr, kind) for x in outputs]
     while ahead:
@@ -61,6 +96,8 @@ def walk(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = (), *, kind: Valu
             continue
         seen.add((node, place, here))
         leaf: Tensor | None = getattr(node, "variable", None)
+        if node in left or id(leaf) in of_any_kind:
+            continue
         if node in stops or (leaf is not None and not isinstance(leaf, nn.Parameter)):
             reached.input_is_partial |= here is Values.SPLIT or (kind is Values.SHARE and here is not kind)
             continue
@@ -98,12 +135,19 @@ def sum_partial_gradients(
     in the graph, and not looked at; a checkpoint around it is none of its concern.
     """
 
-    def after_forward(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+    given = [NOTHING_GIVEN]
+
+    def before_forward(_module: nn.Module, args: Positional, kwargs: Keyword) -> None:
+        given[0] = GivenTensors.of(args, kwargs)
+
+    def after_forward(_module: nn.Module, _args: Positional, output: object) -> None:
+        inputs, given[0] = given[0], NOTHING_GIVEN
         if not torch.is_grad_enabled():
             return
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         kind = Values.SHARE if getattr(module, "works_on_share", False) else output_kind
-        reached = walk(_tensors(_first(output)), _tensors((args, kwargs)), kind=kind)
+        reached = walk(_tensors(_first(output)), inputs, kind=kind)
         names = {id(param): own for own, param in module.named_parameters()}
         misused = (reached.partial & reached.whole) | reached.bare
         mixed = sorted(names.get(id(param), "a parameter") for param in misused)
@@ -118,7 +162,10 @@ def sum_partial_gradients(
             if not sums_gradient(param):
                 sum_gradient(param, GradientSum(tensor.group))
 
-    handle = module.register_forward_hook(after_forward, with_kwargs=True)
+    handles: tuple[RemovableHandle, ...] = (
+        module.register_forward_pre_hook(before_forward, with_kwargs=True),
+        module.register_forward_hook(after_forward),
+    )
 
 
 def _first(output: object) -> object:
