@@ -142,7 +142,8 @@ class Streamed(OwnOrder):
             places = [{"sample": 0, "at": 0}] * len(self.sources)
         counts = self._shares.before(number * self._buffer)
         for source, place, count in zip(self.sources, places, counts, strict=True):
-            source.seek({**place, "sample": place["sample"] + count - place["at"]})
+            at = place.get("at", count)  # older versions did not keep for which sample a position was asked
+            source.seek({**place, "sample": min(place["sample"] + count - at, count)})
 
     def _read(self, index: int) -> Sample:
         (number,), (place,) = self._shares.places(index, 1)
