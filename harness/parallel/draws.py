@@ -108,7 +108,7 @@ class DrawKey:
 class DrawKeys:
     """The keys of the micro-batches that this rank trains on, in the order of their forward passes.
 
-    The k-th micro-batch of a global batch belongs to data-parallel rank k % data_size (see `BatchStream`).
+    The k-th micro-batch of a global batch belongs to data-parallel rank k % dp_size (see `BatchStream`).
     """
 
     def __init__(
@@ -116,27 +116,27 @@ class DrawKeys:
         *,
         seed: int,
         micro_batch: int,
-        data_rank: int,
-        data_size: int,
+        dp_rank: int,
+        dp_size: int,
         tensor: TensorParallel,
         device: torch.device,
     ) -> None:
         self.seed = seed
         self.micro_batch = micro_batch
-        self.data_rank = data_rank
-        self.data_size = data_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
         self.tensor = tensor
         self.device = device
         self.begin_step(0)
 
     def begin_step(self, consumed_samples: int) -> None:
         """Begin a step; `consumed_samples`: by all ranks in the steps before."""
-        self._first = consumed_samples + self.data_rank * self.micro_batch
+        self._first = consumed_samples + self.dp_rank * self.micro_batch
         self._passed: Counter[int] = Counter()
 
     def next(self, part: int = 0) -> DrawKey:
         """Return the key of this rank's next micro-batch of the step in a part of the model."""
-        first = self._first + self._passed[part] * self.data_size * self.micro_batch
+        first = self._first + self._passed[part] * self.dp_size * self.micro_batch
         self._passed[part] += 1
         return DrawKey(
             seed=self.seed, first_sample=first, samples=self.micro_batch, tensor=self.tensor, device=self.device

@@ -56,16 +56,16 @@ class EvaluationBatch:
     rows: int
 
 
-def evaluation_steps(n: int, micro_batch: int, data_size: int = 1) -> int:
+def evaluation_steps(n: int, micro_batch: int, dp_size: int = 1) -> int:
     """Micro-batches on each data rank for `n` samples: enough for all."""
-    return -(-n // (micro_batch * data_size))
+    return -(-n // (micro_batch * dp_size))
 
 
 def evaluation_batches(
     dataset: MapDataset,
     micro_batch: int,
-    data_rank: int = 0,
-    data_size: int = 1,
+    dp_rank: int = 0,
+    dp_size: int = 1,
     *,
     rows: range | None = None,
     alike: int = 1,
@@ -73,7 +73,7 @@ def evaluation_batches(
 ) -> Iterator[EvaluationBatch]:
     """Each sample once over all data ranks, in the order of the data set; `evaluation_steps` batches a rank.
 
-    Micro-batch k goes to data rank k % data_size. Each call starts anew and leaves nothing behind, so it can
+    Micro-batch k goes to data rank k % dp_size. Each call starts anew and leaves nothing behind, so it can
     be abandoned and repeated. Raises UserError if there are no samples.
 
     Args:
@@ -84,20 +84,20 @@ def evaluation_batches(
     rows = range(dataset_length(dataset)) if rows is None else rows
     if not rows:
         raise UserError("the evaluation data set is empty")
-    return _batches(dataset, rows, micro_batch, data_rank, data_size, alike, data_collator)
+    return _batches(dataset, rows, micro_batch, dp_rank, dp_size, alike, data_collator)
 
 
 def _batches(
     dataset: MapDataset,
     rows: range,
     micro_batch: int,
-    data_rank: int,
-    data_size: int,
+    dp_rank: int,
+    dp_size: int,
     alike: int,
     collator: Collator,
 ) -> Iterator[EvaluationBatch]:
-    n, stride = len(rows), micro_batch * data_size
-    starts = range(data_rank * micro_batch, evaluation_steps(n, micro_batch, data_size) * stride, stride)
+    n, stride = len(rows), micro_batch * dp_size
+    starts = range(dp_rank * micro_batch, evaluation_steps(n, micro_batch, dp_size) * stride, stride)
     # Filled from the front of the data set: rows that exist, and the same ones on every rank.
     batches = [[rows[k if k < n else (k - start) % n] for k in range(start, start + micro_batch)] for start in starts]
     for first in range(0, len(batches), max(alike, 1)):

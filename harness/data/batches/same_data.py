@@ -29,8 +29,8 @@ def require_same_data(micro_batches: Sequence[object], groups: Groups) -> None:
         return
     own = groups.coordinate.dp_rank, digest(micro_batches) if micro_batches else None
     found = values_of_all(own)
-    for data_rank in range(groups.layout.dp_size):
-        ranks = {rank: read for rank, (place, read) in enumerate(found) if place == data_rank and read is not None}
+    for dp_rank in range(groups.layout.dp_size):
+        ranks = {rank: read for rank, (place, read) in enumerate(found) if place == dp_rank and read is not None}
         first = min(ranks)
         others = [rank for rank, read in ranks.items() if read != ranks[first]]
         if others:

@@ -1,7 +1,7 @@
 """The training samples of one data-parallel coordinate, step after step.
 
 A global batch is a run of samples in the order of `order.py`. It is dealt out in micro-batches: the k-th goes
-to data rank k % data_size, so that another data-parallel size computes the very same micro-batches elsewhere.
+to data rank k % dp_size, so that another data-parallel size computes the very same micro-batches elsewhere.
 The only state is the number of samples consumed by all ranks together.
 """
 
@@ -59,7 +59,7 @@ class StepPlan:
 class BatchStream:
     """Micro-batches without end: when the data is through, the next epoch begins in a new order.
 
-    `dataset` is map-style (`len`, `[i]`); only rows of this `data_rank` are read. `consumed`: samples used up
+    `dataset` is map-style (`len`, `[i]`); only rows of this `dp_rank` are read. `consumed`: samples used up
     by the run so far, to go on from. Raises UserError if the data set is smaller than one global batch.
 
     Attributes:
@@ -76,8 +76,8 @@ class BatchStream:
         seed: int,
         micro_batch: int,
         accumulation: int,
-        data_rank: int = 0,
-        data_size: int = 1,
+        dp_rank: int = 0,
+        dp_size: int = 1,
         consumed: int = 0,
         data_collator: Collator = collate,
         one_length: bool = False,
@@ -88,8 +88,8 @@ class BatchStream:
         self.seed = seed
         self.micro_batch = micro_batch
         self.accumulation = accumulation
-        self.data_rank = data_rank
-        self.data_size = data_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
         self.consumed = self.before = consumed
         self.skipped: list[list[int]] = []
         self.collator = data_collator
@@ -98,12 +98,12 @@ class BatchStream:
         self._ahead = ReadAhead(self._read, self._following, workers) if workers else None
         self._tokens: int | None = None
         self._masked = 0
-        require_samples(self.n, micro_batch, accumulation, data_size)
+        require_samples(self.n, micro_batch, accumulation, dp_size)
 
     @property
     def global_batch(self) -> int:
         """Samples that all data ranks together consume in a step."""
-        return self.micro_batch * self.accumulation * self.data_size
+        return self.micro_batch * self.accumulation * self.dp_size
 
     @property
     def epoch(self) -> float:
@@ -132,7 +132,7 @@ class BatchStream:
         if self._tokens is not None:
             return self._tokens
         counts_samples = units <= self.micro_batch * self.accumulation
-        return (units if counts_samples else units - self._masked) * self.data_size
+        return (units if counts_samples else units - self._masked) * self.dp_size
 
     def padding_share(self) -> float:
         """Return which part of the tokens of the first steps is padding."""
@@ -172,7 +172,7 @@ class BatchStream:
             if first < consumed + self.global_batch and consumed < stop:
                 consumed = stop
         batches = self._order(consumed, self.global_batch).reshape(-1, self.micro_batch)
-        mine = slice(self.data_rank, None, self.data_size)
+        mine = slice(self.dp_rank, None, self.dp_size)
         found = padding_of(self.dataset, batches, one_length=self.one_length)
         lengths = [None] * len(batches) if found.lengths is None else found.lengths.tolist()
         places = range(consumed, consumed + self.global_batch, self.micro_batch)
@@ -186,13 +186,13 @@ class BatchStream:
         )
 
 
-def require_samples(count: int, micro_batch: int, accumulation: int, data_size: int, *, at_most: bool = False) -> None:
+def require_samples(count: int, micro_batch: int, accumulation: int, dp_size: int, *, at_most: bool = False) -> None:
     """Raise UserError for fewer samples than one global batch; `at_most`: `count` is their largest possible number."""
-    if count < (batch := micro_batch * accumulation * data_size):
+    if count < (batch := micro_batch * accumulation * dp_size):
         number = f"{'at most ' if at_most else ''}{counted(count, 'sample')}"
         raise UserError(
             f"the data set has {number}, fewer than one global batch of {batch} "
-            f"(micro-batch {micro_batch} x accumulation {accumulation} x data parallel {data_size}): "
+            f"(micro-batch {micro_batch} x accumulation {accumulation} x data parallel {dp_size}): "
             "give more text, a smaller --block_size or a smaller train_batch_size"
         )
 

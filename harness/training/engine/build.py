@@ -148,8 +148,8 @@ def draw_keys(context: EngineContext) -> DrawKeys:
     return DrawKeys(
         seed=context.args.seed,
         micro_batch=context.resolved.micro_batch,
-        data_rank=groups.coordinate.dp_rank,
-        data_size=groups.layout.dp_size,
+        dp_rank=groups.coordinate.dp_rank,
+        dp_size=groups.layout.dp_size,
         tensor=TensorParallel.of(groups.tp_group),
         device=context.device,
     )

@@ -3,17 +3,17 @@
 from harness.data.batches.stream import BatchStream
 
 
-def ranks_of(dataset, seed, data_size, consumed):
+def ranks_of(dataset, seed, dp_size, consumed):
     """A stream for each data rank, of steps of eight samples in micro-batches of two; `dataset()` makes its data."""
     return [
         BatchStream(
             dataset(),
             seed=seed,
             micro_batch=2,
-            accumulation=4 // data_size,
-            data_rank=rank,
-            data_size=data_size,
+            accumulation=4 // dp_size,
+            dp_rank=rank,
+            dp_size=dp_size,
             consumed=consumed,
         )
-        for rank in range(data_size)
+        for rank in range(dp_size)
     ]
