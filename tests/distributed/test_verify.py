@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.distributed.training import Job, rows
 pytestmark = pytest.mark.ranks
 
 MLP = "layers.*.mlp"
+NO_SHARES = "no shares of the sequence"  # which its layers would join with all of it
 WRONG_STYLES: dict[str, dict[str, str | None]] = {
     "columns in another order": {f"{MLP}.gate_proj": "packed_colwise"},
     "summed twice": {MLP: "all_reduce"},
@@ -45,7 +47,11 @@ def cases(folder: str) -> dict[str, Any]:
     parts["styles"]["transformer.h.*.attn.c_attn"]["parts"] = 1
     (Path(folder) / "gpt2.json").write_text(json.dumps(parts))
     wrong = {name: with_plan(changes) for name, changes in WRONG_STYLES.items()}
-    return {"as declared": with_plan({}), **wrong, "wrong parts": tiny_config("gpt2"), "no decoder": encoder()}
+    shutil.copy(PLANS / "bert.json", folder)
+    shared = tiny_config("bert")
+    shared.is_decoder = True
+    right = {"as declared": with_plan({}), NO_SHARES: shared}
+    return {**right, **wrong, "wrong parts": tiny_config("gpt2"), "no decoder": encoder()}
 
 
 def encoder() -> PretrainedConfig:
@@ -63,9 +69,9 @@ def start_all(folder: str) -> dict[str, str]:
 def start(config: PretrainedConfig, folder: str, name: str) -> str:
     said = io.StringIO()
     layout = "tp1dp2z0" if name == "no decoder" else "tp2z0"
-    arguments = TrainingArguments(
-        deepspeed_config=Job("", layout).deepspeed_config(), output_dir=f"{folder}/{name}", verify_plan="on"
-    )
+    config_of_run = Job("", layout).deepspeed_config()
+    config_of_run["tensor_parallel"]["sequence_parallel"] = name == NO_SHARES
+    arguments = TrainingArguments(deepspeed_config=config_of_run, output_dir=f"{folder}/{name}", verify_plan="on")
     try:
         trainer = Trainer(config, arguments, train_dataset=rows(), console=Console(out=said, error=said, speaks=True))
     except UserError as error:
@@ -78,6 +84,7 @@ def test_a_wrong_cut_is_refused_on_all_ranks_alike(tmp_path):
     told, other = run_ranks(2, start_all, str(tmp_path), timeout_s=240)
     assert told == other
     assert told.pop("as declared") == "verified: the sharded model matches the whole one"
+    assert "cannot have its sequence split over 2" in (refused := told.pop(NO_SHARES)) and "Error" not in refused
     assert "its logits depend on later tokens" in told.pop("no decoder")
     for name, text in told.items():
         assert "split over 2 tensor-parallel ranks, does not match the whole one" in text, name

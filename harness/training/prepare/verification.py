@@ -92,6 +92,12 @@ def _told(source: ModelSource, context: EngineContext, difference: Difference) -
     name = source.config.model_type
     if difference.tensor_parallel:
         size = context.groups.layout.tp_size
+        if context.resolved.sequence_parallel and difference.off == float("inf"):
+            return (
+                f"model type {name!r} cannot have its sequence split over {size} tensor-parallel ranks: its layers "
+                "join a share of the tokens with all of them (seen on a tiny copy): remove "
+                "tensor_parallel.sequence_parallel"
+            )
         if context.resolved.sequence_parallel:
             return (
                 f"model type {name!r}, with its sequence split over {size} tensor-parallel ranks, does not match the "
