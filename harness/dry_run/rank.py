@@ -38,7 +38,7 @@ from harness.resilience.process.distributed import start
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import Groups, build_groups
 from harness.topology.layout import Layout
-from harness.training.engine import clipping
+from harness.training.engine import gradients
 from harness.training.engine.build import build_engine
 from harness.training.engine.context import EngineContext
 from harness.training.engine.engine import Engine, PipelineStages
@@ -111,7 +111,7 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
             require_compilable(trainable, plan.resolved.compile_backend)
         boundaries = choose_boundaries(trainable, context, None)
         with (
-            replaced(clipping, "BLOCK", 2**62),
+            replaced(gradients, "BLOCK", 2**62),
             fake_tensors(),
             Ledger(plan.layout, env.rank) as ledger,
         ):

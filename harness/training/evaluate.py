@@ -24,8 +24,8 @@ from harness.resilience.process.distributed import any_rank
 from harness.resilience.watch.activity import Phase, beat, inside
 from harness.topology.agreement import require_alike
 from harness.training.engine.engine import Engine
-from harness.training.engine.kept_outputs import KeptOutputs
 from harness.training.engine.losses import Loss, RouterLoss
+from harness.training.engine.outputs import KeptOutputs
 from harness.training.metrics import OwnMetrics
 from harness.training.run import Run
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.resilience.watch.activity import inside
-from harness.training.engine.kept_outputs import Preprocess
 from harness.training.engine.losses import Labels, Outputs
+from harness.training.engine.outputs import Preprocess
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import EvalPrediction

@@ -49,8 +49,8 @@ from harness.training.callbacks import (
 )
 from harness.training.due import due_after
 from harness.training.engine.engine import Engine
-from harness.training.engine.kept_outputs import Preprocess
 from harness.training.engine.losses import AUX_LOSS, LossFunction
+from harness.training.engine.outputs import Preprocess
 from harness.training.engine.profiling import communication_summary
 from harness.training.evaluate import evaluation_metrics, predict
 from harness.training.hf_methods import HuggingFaceMethods
@@ -61,7 +61,7 @@ from harness.training.prepare import startup_report
 from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.run import prepare_run, release, training_stream
 from harness.training.prepare.trainable import Model
-from harness.training.rebalancing.rebalancer import Rebalancer
+from harness.training.rebalancing import Rebalancer
 from harness.training.recording.profiler import profiler
 from harness.training.recording.progress import ProgressCallback
 from harness.training.recording.recorder import Recorder

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import deepspeed
 import torch
@@ -20,17 +21,20 @@ from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import Secrets
 from harness.deepspeed.kept_in_fp32 import keeping_fp32
 from harness.deepspeed.pipeline import Layer
-from harness.deepspeed.process_groups import MpuAdapter
-from harness.deepspeed.zero3_parameters import restore_linear
+from harness.deepspeed.process_groups import MpuAdapter, set_secondary_group
+from harness.deepspeed.zero3_parameters import PartitionInPlace, restore_linear
 from harness.errors import UserError
 from harness.hf.decoder import ModelLayer
 from harness.hf.layers.zero3_leaves import leaves_of_sequence
 from harness.parallel.comm import TensorParallel
 from harness.parallel.compiling import compile_modules
 from harness.parallel.draws import DrawKeys
+from harness.parallel.memory import malloc_trim
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, deepspeed_topology, first_names
 from harness.parallel.values import Value
+from harness.parallel.zero.zero3_partition import Zero3Partition
 from harness.resilience.process.distributed import give_timeout, open_groups
+from harness.topology.env import run_timeout
 from harness.training.engine.context import EngineContext, LayerTraits
 from harness.training.engine.engine import Engine, PipelineStages, WholeModel
 from harness.training.engine.evidence import GuardedLoss
@@ -212,3 +216,66 @@ def deepspeed_config(context: EngineContext) -> JsonObject:
         file = within(context.args.output_dir, file, "flops_profiler.output_file")
         config["flops_profiler"] = {**config["flops_profiler"], "output_file": file}
     return config
+
+
+def zero3_partition(context: EngineContext) -> Zero3Partition | None:
+    """Return what this rank keeps of every parameter under ZeRO-3; None otherwise, or where it keeps more (hpZ)."""
+    if context.resolved.zero_stage < 3 or secondary_size(context) > 1:
+        return None
+    return Zero3Partition(index=context.groups.coordinate.dp_rank, count=context.groups.layout.dp_size)
+
+
+def layer_finisher(context: EngineContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
+    """Return what is done with each layer once it has its weights: under ZeRO-3 they are spread over the data group.
+
+    With `part` each rank has its own in place; else the group's first rank sends whole parameters to the others.
+    """
+    if context.resolved.zero_stage < 3:
+        return lambda _: None
+    # without the batch sizes, which zero.Init would hold against the world's size instead of the data group's
+    kept = ("zero_optimization", "bf16", "fp16", "aio")
+    config = {name: value for name, value in deepspeed_config(context).items() if name in kept}
+    config["train_micro_batch_size_per_gpu"] = 1
+    # without a group of its own each zero.Init would make one, which DeepSpeed refuses the second time
+    config["zero_optimization"] = {**config["zero_optimization"], "zero_hpz_partition_size": secondary_size(context)}
+    alone = [dist.get_rank()]
+    data_group = context.groups.dp_group or dist.new_group(alone, timeout=run_timeout(), use_local_synchronization=True)
+
+    secondary = open_secondary_group(context)
+
+    def partition(layer: Any) -> None:
+        mark_leaves(layer, layer.leaves())
+        spread = deepspeed.zero.Init if part is None else PartitionInPlace
+        spread(
+            module=layer,
+            data_parallel_group=data_group,
+            config_dict_or_path=config,
+            dtype=context.dtype,
+            zero_param_parallel_group=secondary,
+        )
+        malloc_trim()
+
+    return partition
+
+
+def secondary_size(context: EngineContext) -> int:
+    """Return how many data-parallel ranks share a second copy of the parameters; 1 where there is none."""
+    size = context.resolved.config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    return min(int(size), context.groups.layout.dp_size)
+
+
+def open_secondary_group(context: EngineContext) -> dist.ProcessGroup | None:
+    """Make the group of this rank that shares a second copy; all ranks call this. None where there is none.
+
+    Its ranks are neighbours in a data-parallel group, not in the world as DeepSpeed's own are, and each run has its
+    own.
+    """
+    size, mine = secondary_size(context), None
+    if size > 1:
+        for replicas in context.groups.layout.groups("data"):
+            for start in range(0, len(replicas), size):
+                ranks = list(replicas[start : start + size])
+                group = dist.new_group(ranks, timeout=run_timeout())
+                mine = group if context.groups.rank in ranks else mine
+    set_secondary_group(mine)
+    return mine

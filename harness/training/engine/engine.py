@@ -33,8 +33,8 @@ from harness.resilience.watch.activity import beat, begin_step
 from harness.topology.groups import Groups
 from harness.training.engine.evidence import Evidence, GuardedLoss
 from harness.training.engine.losses import RouterLoss, Targets, targets
+from harness.training.engine.optimizer import SchedulePosition
 from harness.training.engine.profiling import flops_profile
-from harness.training.engine.schedule_position import SchedulePosition
 
 Batch: TypeAlias = tuple[Value, Targets]
 

@@ -31,12 +31,10 @@ from harness.parallel.tensor.summed_gradients import put_off_sums, sum_once
 from harness.parallel.zero.in_place_inputs import copy_hooked_inputs
 from harness.resilience.watch.activity import beat
 from harness.resilience.watch.layers import announce_layers
-from harness.training.engine.clipping import correct_clipping
-from harness.training.engine.compression import compress_gradients
 from harness.training.engine.context import EngineContext, LayerTraits
 from harness.training.engine.evidence import GuardedLoss
+from harness.training.engine.gradients import UnusedParameters, compress_gradients, correct_clipping
 from harness.training.engine.muon import find_matrices
-from harness.training.engine.unused import UnusedParameters
 
 
 @dataclass(kw_only=True)

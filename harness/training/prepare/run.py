@@ -49,9 +49,9 @@ from harness.topology.agreement import all_or_none, check_agreement, values_of_a
 from harness.topology.groups import build_groups
 from harness.topology.hosts import Hosts, host_id
 from harness.training.engine.build import build_engine
-from harness.training.engine.compression import settle_compression
 from harness.training.engine.context import EngineContext
 from harness.training.engine.engine import Engine
+from harness.training.engine.gradients import settle_compression
 from harness.training.engine.losses import logits_loss
 from harness.training.prepare import startup_report
 from harness.training.prepare.compilation import require_compilable

@@ -32,10 +32,9 @@ from harness.parallel.pipeline.costs import LayerCost
 from harness.parallel.pipeline.staged_module import first_names
 from harness.parallel.values import Value
 from harness.parallel.zero.zero3_partition import Zero3Partition
-from harness.training.engine.context import EngineContext, LayerTraits
+from harness.training.engine.build import layer_finisher, zero3_partition
+from harness.training.engine.context import EngineContext, LayerTraits, can_keep_fp32, keeps_wanted, obstacle
 from harness.training.engine.losses import CausalLoss, LogitsLoss, Loss, LossFunction, MeanLoss, RouterLoss
-from harness.training.engine.precision import can_keep_fp32, keeps_wanted, obstacle
-from harness.training.engine.zero3_layers import layer_finisher, zero3_partition
 from harness.wording import counted
 
 if TYPE_CHECKING:

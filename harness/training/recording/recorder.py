@@ -23,7 +23,7 @@ from harness.resilience.watch.activity import inside
 from harness.topology.agreement import all_or_none, values_of_all
 from harness.topology.layout import AXES
 from harness.training.callbacks import StepRecord, TrainerState
-from harness.training.engine.continuation import continued
+from harness.training.engine.outputs import continued
 from harness.training.prepare.sample_prompts import SamplePrompts
 from harness.training.recording.metrics import MetricsFile, note_wall_clock, write_run
 from harness.training.recording.monitors import Monitors

@@ -14,8 +14,8 @@ import torch
 from harness import Trainer, TrainingArguments, UserError
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.due import Due, due_after
-from harness.training.engine.kept_outputs import KeptOutputs
 from harness.training.engine.losses import targets
+from harness.training.engine.outputs import KeptOutputs
 from harness.training.metrics import OwnMetrics
 
 POINTS = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(20)]

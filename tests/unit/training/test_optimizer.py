@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, Trainer
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource, build_skeleton
 from harness.hf.verify.tiny_copy import tiny_config
-from harness.training.engine.clipping import square_sum
+from harness.training.engine.gradients import square_sum
 from harness.training.engine.optimizer import LateAdagrad, parameter_groups
 from tests.unit.hf.test_decoder import build, prepare
 

@@ -9,7 +9,7 @@ import pytest
 
 from harness.config import AutoValues, resolve
 from harness.config.text.document import from_text
-from harness.training.engine.precision import can_keep_fp32, obstacle
+from harness.training.engine.context import can_keep_fp32, obstacle
 
 CPU = {"device": "cpu"}
 

@@ -24,7 +24,7 @@ from harness.checkpoint.directories import (
     set_aside,
 )
 from harness.checkpoint.integrity import find_resume
-from harness.training.engine.schedule_position import advance_schedule
+from harness.training.engine.optimizer import advance_schedule
 from harness.training.prepare.hyperparameters import changes, hyperparameters
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {

@@ -10,7 +10,7 @@ from harness.parallel.pipeline.staged_module import LayerSequence
 from harness.report.profiling.hooks import layers_of, log_layers
 from harness.report.profiling.span_log import Clock, SpanLog
 from harness.resilience.process import moments
-from harness.training.rebalancing.stage_clock import StageClock
+from harness.training.rebalancing import StageClock
 
 CPU = torch.device("cpu")
 NAMES = ("first", "function", "last")

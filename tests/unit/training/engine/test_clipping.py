@@ -13,7 +13,7 @@ from torch import nn
 from harness import Trainer, TrainingArguments
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
-from harness.training.engine.clipping import BLOCK, gradient_norm, square_sum
+from harness.training.engine.gradients import BLOCK, gradient_norm, square_sum
 
 CPU = torch.device("cpu")
 

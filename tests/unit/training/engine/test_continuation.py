@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness import Trainer, TrainingArguments
-from harness.training.engine.continuation import continued
+from harness.training.engine.outputs import continued
 
 PROMPTS = [[72, 101, 108], [5], [9, 9, 9, 9, 9, 9, 9]]
 

@@ -19,9 +19,9 @@ from harness.parallel.gradients.quantize import BLOCK
 from harness.parallel.tensor.shard import Shard, mark
 from harness.topology.groups import Groups
 from harness.topology.layout import Layout
-from harness.training.engine.compression import _kind, compress_gradients, settle_compression
+from harness.training.engine.build import layer_finisher, secondary_size, zero3_partition
 from harness.training.engine.context import EngineContext
-from harness.training.engine.zero3_layers import layer_finisher, secondary_size, zero3_partition
+from harness.training.engine.gradients import _kind, compress_gradients, settle_compression
 
 CPU = torch.device("cpu")
 

@@ -9,22 +9,86 @@ layers go back and stay.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
+import torch
 from torch import nn
 
+from harness.checkpoint.directories import Progress
+from harness.checkpoint.engine_state import stored
+from harness.checkpoint.tensors.exchange import exchange
+from harness.checkpoint.tensors.held import Held
+from harness.checkpoint.training_state import restore
 from harness.deepspeed.instructions import watch_instructions
 from harness.parallel.pipeline.partition import balanced
 from harness.report.profile.timeline import pipeline_seconds
+from harness.resilience.process.moments import Moment, moment, seconds_between
+from harness.resilience.watch.activity import expect_costs, inside
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import StepRecord, TrainerState
-from harness.training.prepare.stages import stage_costs
-from harness.training.rebalancing.move_layers import move_layers
-from harness.training.rebalancing.stage_clock import StageClock
+from harness.training.engine.build import build_engine
+from harness.training.prepare.run import release_engine
+from harness.training.prepare.stages import stage_costs, stage_lines
 from harness.training.run import Run
 from harness.training.saving.writing import progress_of
+
+COMPUTING = ("ForwardPass", "BackwardPass", "InputGradients", "WeightGradients")
+
+
+@dataclass
+class StageClock:
+    """Takes the time of the instructions of a pipeline that compute.
+
+    On an accelerator, which runs behind the program, its own events take the time.
+    """
+
+    device: torch.device
+    _spans: list[tuple[int, Moment, Moment]] = field(default_factory=list)
+    _open: tuple[int, Moment] | None = None
+
+    def begin(self, instruction: str, part: int) -> None:
+        """Note that an instruction begins in a part of the model, and that the one before has ended."""
+        if self._open is not None:
+            self._spans.append((*self._open, moment(self.device)))
+        self._open = (part, moment(self.device)) if instruction in COMPUTING else None
+
+    def take(self) -> dict[int, float]:
+        """Return the seconds of computing since the last call, by part; waits for the device."""
+        spans, self._spans = self._spans, []
+        found: dict[int, float] = {}
+        for part, start, stop in spans:
+            found[part] = found.get(part, 0.0) + seconds_between(start, stop)
+        return found
+
+
+@inside("rebalancing")
+def move_layers(run: Run, boundaries: list[int], progress: Progress) -> None:
+    """Give the run other stage boundaries and a new engine in the same state; all ranks call it.
+
+    What a rank held waits in the host's memory while the new engine is built, so that the device never holds both.
+    """
+    trainable = run.trainable
+    files, progress = stored(run.engine_state, progress)
+    kept = {stem: [_on_host(held) for held in tensors] for stem, tensors in files}
+    files.clear()
+    release_engine(run.engine)
+    run.engine = build_engine(run, trainable.layers, boundaries, trainable.loss, trainable.traits)
+    run.boundaries, run.stages = boundaries, stage_lines(trainable, boundaries, run.module, run)
+    expect_costs(stage_costs(trainable.costs, boundaries, run.resolved.parts))
+
+    def fill(stem: str, want: Sequence[Held]) -> None:
+        exchange(kept.pop(stem), want, run.groups.coordinate.stage, run.device)
+
+    restore(run.engine_state, progress, fill)
+    run.engine.schedule.go_to(progress.step - progress.skipped_steps)
+
+
+def _on_host(held: Held) -> Held:
+    """Return what is held with a copy of its values, which outlives the engine."""
+    return replace(held, values=held.values.to("cpu", copy=True), stepped=None)
+
 
 MIN_GAIN = 0.05  # of a step; less is within the noise of a measurement, and a move costs some steps' time
 

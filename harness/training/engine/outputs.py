@@ -1,12 +1,11 @@
-"""The outputs of an evaluation, whole and in the order of the data set, from the ranks that make them.
+"""What a model gives in an evaluation: kept for metrics, or continued token by token.
 
 An engine hands its outputs to nobody: the last stage turns them into a loss. So the loss is watched, and what it is
-given is kept there.
-"""
+given is kept there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeAlias
 
@@ -18,8 +17,10 @@ from torch.utils._pytree import tree_map
 
 from harness.config.model.shares import stretch
 from harness.data.batches.collate import IGNORED
+from harness.data.batches.evaluation import EvaluationBatch
 from harness.errors import UserError
 from harness.parallel.comm import gather_from_group, group_size
+from harness.resilience.process.distributed import any_rank
 from harness.resilience.watch.activity import inside
 from harness.topology.agreement import values_of_all
 from harness.training.engine.engine import Engine
@@ -123,3 +124,46 @@ def _join(arrays: tuple[Array, ...]) -> Array:
         whole[(slice(start, start + len(array)), *map(slice, array.shape[1:]))] = array
         start += len(array)
     return whole
+
+
+def continued(
+    engine: Engine, prompts: Sequence[Sequence[int]], most: int, length: int, ends: int | None
+) -> list[list[int]]:
+    """Return what follows each prompt: at most `most` tokens, each the most likely one, `length` with the prompt.
+
+    A continuation stops before the id `ends`. All ranks call it and get the same, but for data ranks that round
+    differently. Every token costs a forward of all prompts at their full length, as no rank keeps a cache of keys.
+    """
+    rows = [list(prompt) for prompt in prompts]
+    done = [False] * len(rows)
+    while any_rank(not all(done), engine.device):
+        new = _next_tokens(engine, rows, length)
+        for index, token in enumerate(new):
+            if not done[index] and token != ends:
+                rows[index].append(token)
+            done[index] = done[index] or token == ends or len(rows[index]) == min(length, len(prompts[index]) + most)
+    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+
+
+def _next_tokens(engine: Engine, rows: Sequence[list[int]], length: int) -> list[int]:
+    """Return the most likely token after each row; each is a micro-batch, filled up at the right."""
+    found: list[torch.Tensor] = []
+
+    def note(outputs: Outputs, _targets: Targets) -> None:
+        logits = whole_outputs(engine.loss.loss, outputs)
+        found.append(logits[0, len(rows[len(found)]) - 1].argmax())
+
+    batches = []
+    for row in rows:
+        ids = torch.tensor([row + [row[-1]] * (length - len(row))])
+        batches.append(EvaluationBatch(inputs=ids, labels=ids.clone(), rows=1))
+    engine.loss.observer = note
+    try:
+        engine.evaluate(batches if engine.reads_data else [], len(batches))
+    finally:
+        engine.loss.observer = None
+    tokens = torch.stack(found) if found else torch.zeros(len(rows), dtype=torch.long, device=engine.device)
+    if engine.groups.pp_group is not None:
+        source = dist.get_process_group_ranks(engine.groups.pp_group)[engine.groups.loss_stage]
+        dist.broadcast(tokens, source, group=engine.groups.pp_group)
+    return [int(token) for token in tokens.tolist()]

@@ -1,0 +1,221 @@
+"""Gradients between the last backward pass and the update: clipped, compressed, and decayed where they are used.
+
+Each function here changes an engine of DeepSpeed's that has just been built; `patches.py` says in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from harness.config import Resolved
+from harness.console import Console
+from harness.deepspeed.engine import (
+    clip_before_step,
+    has_bf16_optimizer,
+    inner_optimizers,
+    is_counted_elsewhere,
+    sum_norm_with,
+)
+from harness.deepspeed.flat_tensors import run_of_each
+from harness.deepspeed.gradient_reduction import StepGradients, average_with, before_reduction, trained_parameters
+from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, CompressedReduction, wire_share
+from harness.parallel.gradients.link import measure
+from harness.parallel.tensor.shard import shard_of
+from harness.topology.agreement import values_of_all
+from harness.topology.groups import Groups
+
+BLOCK = 2**20
+"""Elements that are summed at once: a CPU copies what it sums in float64."""
+
+
+def correct_clipping(engine: DeepSpeedEngine, groups: Groups, *, skip_nonfinite: bool) -> None:
+    """Let `engine` clip by the exact norm over all ranks' parameters, each counted once, and keep that norm.
+
+    `skip_nonfinite`: a plain torch optimizer makes no update where the norm is not finite, and its attribute
+    `overflow` says so, as DeepSpeed's own optimizers do. All ranks know the same norm, so all of them skip.
+    """
+    if has_bf16_optimizer(engine):
+        sum_norm_with(engine.optimizer, square_sum)
+    elif not engine.zero_optimization():
+        clip_before_step(engine, partial(_clip, engine, groups), skip_nonfinite=skip_nonfinite)
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter], groups: Groups, device: torch.device) -> Tensor:
+    """Euclidean norm of the gradients of the whole model, a float64 scalar on `device`; equal on all ranks."""
+    counted = (p.grad for p in parameters if p.grad is not None and _counts(p, groups.coordinate.tp_rank))
+    total = square_sum(counted, device)
+    for group in (groups.tp_group, groups.pp_group):
+        if group is not None:
+            dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Sum of the squares of all elements, a float64 scalar on `device`; 0 where there is no tensor."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for tensor in tensors:
+        for block in tensor.detach().reshape(-1).split(BLOCK):
+            total += torch.linalg.vector_norm(block, dtype=torch.float64).square()
+    return total
+
+
+def _clip(engine: DeepSpeedEngine, groups: Groups) -> Tensor:
+    """Scale all gradients so that their norm is at most the engine's limit; return the norm before."""
+    norm = gradient_norm(engine.module.parameters(), groups, engine.device)
+    limit = engine.gradient_clipping()
+    if limit:
+        scale = torch.clamp(limit / (norm + 1e-6), max=1.0).float()
+        for parameter in engine.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+    return norm
+
+
+def _counts(parameter: nn.Parameter, tp_rank: int) -> bool:
+    """Whether this rank counts the parameter: its own shard, or as the first of those that hold it whole."""
+    if is_counted_elsewhere(parameter):
+        return False
+    return tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False)
+
+
+def settle_compression(resolved: Resolved, groups: Groups, device: torch.device, console: Console) -> Resolved:
+    """Return the config with a number of bits, measured where it says "auto", and report it; all ranks call it."""
+    bits = resolved.gradient_bits
+    if groups.layout.dp_size == 1:
+        return replace(resolved, gradient_bits=0)
+    if bits is None:
+        found = measure(groups.dp_group, device)
+        console.say(str(found))
+        return replace(resolved, gradient_bits=found.bits)
+    if bits:
+        console.say(f"gradient compression: {bits} bits, {wire_share(bits):.3f} of the bytes of float32")
+    return resolved
+
+
+def compress_gradients(
+    engine: PipelineEngine, groups: Groups, bits: int | None, device: torch.device
+) -> CompressedReduction | None:
+    """Have a pipeline's engine average gradients in so many bits; None where there is nothing to do (0 bits)."""
+    if not bits or groups.dp_group is None:
+        return None
+    parameters = trained_parameters(engine)
+    tied = {id(p) for weights in engine.module.tied_modules.values() for p in weights.parameters()}
+    reduction = CompressedReduction(
+        bits=bits,
+        group=groups.dp_group,
+        device=device,
+        sizes=[p.numel() for p in parameters],
+        kinds=[_kind(p, is_tied=id(p) in tied) for p in parameters],
+    )
+    average_with(engine, reduction.average)
+    return reduction
+
+
+def _kind(parameter: nn.Parameter, *, is_tied: bool) -> str:
+    """Return how a gradient lies among the others, so that ranks with the same weight get the same mean.
+
+    Tensor-parallel neighbours that hold copies of a part of a weight, beside parts of their own, could not.
+    """
+    shard = shard_of(parameter)
+    if shard is not None and shard.copied:
+        return EXACT
+    return ALIGNED if is_tied or shard is not None else PACKED
+
+
+class UnusedParameters:
+    """Keeps the parameters of an engine that have had no gradient as they are; all ranks make one.
+
+    Attributes:
+        names: of the trained parameters on this rank, by their ids; a tied one has the same on all stages.
+        used: names of those that have had a gradient on this rank, before the first step.
+        pieces: for each tensor that the optimizer steps on, by its id, what belongs to unused parameters: where it
+            begins, its length, and whether it has had a gradient by now.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        """Watch which parameters are used in the first step."""
+        self.names = _names(engine.module)
+        self.used: set[str] = set()
+        self.pieces: dict[int, list[tuple[int, int, Tensor]]] = {}
+        self._engine = engine
+        self._agreed = False
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
+        if isinstance(engine, PipelineEngine):  # a stage puts weight gradients off, and calls hooks without any
+            before_reduction(engine, self._look)
+        else:
+            for parameter in engine.module.parameters():
+                if id(parameter) in self.names:
+                    self._note_first(parameter)
+        for optimizer in inner_optimizers(engine):
+            optimizer.register_step_pre_hook(self._keep)
+            optimizer.register_step_post_hook(self._put_back)
+
+    def _look(self, gradients: StepGradients) -> None:
+        """Agree, where all gradients of the first step are there and none is reduced; all ranks call it."""
+        if not self._agreed:
+            trained = (p for p in self._engine.module.parameters() if id(p) in self.names)
+            self.used |= {self.names[id(p)] for p in trained if gradients.found(p) is not None}
+            self._agree()
+
+    def _note_first(self, parameter: nn.Parameter) -> None:
+        def note(used: Tensor) -> None:
+            self.used.add(self.names[id(used)])
+            handle.remove()
+
+        handle = parameter.register_post_accumulate_grad_hook(note)
+
+    def _agree(self) -> None:
+        """Find the parameters that no rank has used; all ranks call it."""
+        self._agreed = True
+        somewhere = {name for row in values_of_all(sorted(set(self.names.values()) - self.used)) for name in row}
+        if not somewhere:  # known alike on all ranks
+            return
+        unused = somewhere - {name for row in values_of_all(sorted(somewhere & self.used)) for name in row}
+        for tensor, run in run_of_each(self._engine.optimizer):
+            if run.length and self.names.get(id(run.parameter)) in unused:
+                used = torch.zeros((), dtype=torch.bool, device=tensor.device)
+                self.pieces.setdefault(id(tensor), []).append((run.offset, run.length, used))
+
+    @torch.no_grad()
+    def _keep(self, optimizer: Optimizer, *_: object) -> None:
+        """Copy what is unused, before a step of the optimizer that would decay it."""
+        if not self._agreed:
+            self._agree()
+        for values, gradient, used in self._unused_in(optimizer):
+            used |= gradient.count_nonzero() > 0
+            self._before.append((values, values.clone(), used))
+
+    @torch.no_grad()
+    def _put_back(self, *_: object) -> None:
+        for values, before, used in self._before:
+            values.copy_(torch.where(used, values, before))
+        self._before.clear()
+
+    def _unused_in(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield values, gradient and use of each piece that the optimizer is about to decay."""
+        for group in optimizer.param_groups if self.pieces else ():
+            for tensor in group["params"] if group.get("weight_decay") else ():
+                for offset, length, used in self.pieces.get(id(tensor), ()):
+                    if tensor.grad is not None:
+                        yield _piece(tensor.data, offset, length), _piece(tensor.grad, offset, length), used
+
+
+def _piece(tensor: Tensor, offset: int, length: int) -> Tensor:
+    return tensor if length == tensor.numel() else tensor.view(-1)[offset : offset + length]
+
+
+def _names(module: nn.Module) -> dict[int, str]:
+    names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+    for key, weights in getattr(module, "__dict__", {}).get("tied_modules", {}).items():
+        for index, parameter in enumerate(weights.parameters()):
+            if id(parameter) in names:
+                names[id(parameter)] = f"{key}[{index}]"
+    return names
