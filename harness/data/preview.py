@@ -15,7 +15,7 @@ import torch
 from harness.config.values.json_object import JsonObject
 from harness.data.batches.collate import IGNORED, AnyDataset
 from harness.data.blocks import Blocks
-from harness.data.mixing.mixture import Joined, Mixture
+from harness.data.mixing import Joined, Mixture
 from harness.data.samples import Samples
 from harness.data.tokenizer import ByteTokenizer, Tokenizer
 from harness.parallel.generators import own_generators, seed_of

@@ -90,7 +90,7 @@ def _plan(script: ScriptArguments, config: RunConfig, lora: LoraArguments, world
     """Return what is to be run. UserError for what a run would refuse before its ranks meet."""
     import torch
 
-    from harness.data.inputs.sample_form import SampleForm
+    from harness.data.inputs.datasets import SampleForm
     from harness.data.tokenizer import load_tokenizer
     from harness.dry_run.rank import DryRun
     from harness.hf.locate import model_directory

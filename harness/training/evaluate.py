@@ -14,9 +14,8 @@ from harness.data.batches.padding import at_longest
 from harness.data.batches.same_data import require_same_data
 from harness.data.batches.stream import data_digest, dataset_length
 from harness.data.inputs.datasets import later_dataset
-from harness.data.inputs.input_types import require_dataset
-from harness.data.inputs.tables import as_dataset
-from harness.data.mixing.mixture import parts_of
+from harness.data.inputs.given import as_dataset, require_dataset
+from harness.data.mixing import parts_of
 from harness.data.streaming.rows import read_all
 from harness.errors import UserError
 from harness.resilience.process import signals

@@ -162,7 +162,7 @@ def megabytes(file: Path) -> float:
 def prepare_by_harness(text: Path, tokenizer: str, cache: Path) -> None:
     """Read and tokenise as a run does."""
     from harness.data.blocks import make_blocks
-    from harness.data.files.sources import read_documents
+    from harness.data.files.documents import read_documents
     from harness.data.on_disk.cache import Preparation
     from harness.data.tokenizer import load_tokenizer
 

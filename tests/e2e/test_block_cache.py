@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from harness.data.blocks import make_blocks
-from harness.data.files.sources import read_documents
+from harness.data.files.documents import read_documents
 from harness.data.on_disk.cache import Preparation
 from harness.data.tokenizer import ByteTokenizer
 
@@ -16,7 +16,7 @@ import sys
 from harness.data.blocks import make_blocks
 from harness.data.on_disk.cache import Preparation
 from harness.data.pieces import PieceEncoder
-from harness.data.files.sources import read_documents
+from harness.data.files.documents import (read_documents)
 from harness.data.tokenizer import ByteTokenizer
 PieceEncoder.__call__ = None
 print(len(make_blocks(read_documents(sys.argv[1], sys.argv[2]), ByteTokenizer(), 8, Preparation(sys.argv[2]))))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from harness import Trainer, TrainingArguments, UserError
 from harness.data.batches.order import batch_indices
 from harness.data.files.documents import as_documents
-from harness.data.mixing.mixture import Joined
+from harness.data.mixing import Joined
 from harness.data.on_disk.cache import Preparation
 from harness.data.samples import make_samples
 from harness.data.tokenizer import ByteTokenizer

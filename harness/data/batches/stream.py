@@ -19,6 +19,7 @@ from harness.data.batches.collate import (
     Collator,
     MapDataset,
     MicroBatch,
+    TokenCollator,
     as_micro_batch,
     collate,
     hidden_tokens,
@@ -26,7 +27,6 @@ from harness.data.batches.collate import (
 from harness.data.batches.order import Indices, OwnOrder, batch_indices
 from harness.data.batches.padding import at_length, padding_of
 from harness.data.batches.read_ahead import ReadAhead
-from harness.data.batches.tokens_only import TokenCollator
 from harness.errors import UserError
 from harness.parallel.generators import own_generators, seed_of
 from harness.resilience.watch.activity import inside

@@ -1,13 +1,25 @@
-"""A user's own data set of text or conversations as documents, checked row by row like a file's."""
+"""Rows of files, or of a user's own data set, as documents on disk: a `datasets.Dataset` that is mapped from Arrow
+files.
+
+Several processes write the rows in shards (`on_disk/shards.py`), so an interrupted copy goes on with the shards that
+are missing. Why this is not `datasets.load_dataset`: see "Prepared data and `datasets`" in docs/data.md.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
 
 from harness.data.batches.collate import MapDataset
-from harness.data.files.copies import copied
-from harness.data.files.rows import COLUMNS, document, kind_of_row, plain_row
+from harness.data.files.readers import Extent, planned, read_documents_of
+from harness.data.files.rows import COLUMNS, TEXT, document, kind_of_row, plain_row
+from harness.data.files.sources import find_files, preflight
 from harness.data.on_disk.cache import (
     cache_error,
     fingerprint,
@@ -15,12 +27,117 @@ from harness.data.on_disk.cache import (
     prepared_folder,
     set_fingerprint,
 )
-from harness.data.on_disk.shards import shard_bytes
-from harness.data.pieces import in_pieces
+from harness.data.on_disk.shards import make_shards, shard_bytes
+from harness.data.pieces import in_pieces, parts_of
 from harness.errors import UserError
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features
+
+Part = TypeVar("Part")
+
+_FILE = "rows.arrow"
+_CHARACTERS_AT_ONCE = 1 << 20  # of text, held in memory before it is written
+
+
+def copied(
+    folder: Path,
+    parts: Sequence[Part],
+    read: Callable[[Part], Iterable[Mapping[str, object]]],
+    features: Features,
+    *,
+    say: Callable[[str], None] = lambda _: None,
+    workers: int | None = None,
+) -> Dataset:
+    """Return the rows that `read` gives of all parts, in order, written to `folder` where they are not there yet.
+
+    The fingerprint of the data set is the folder's name. Raises what `read` raises, and OSError if it cannot write.
+    """
+    from datasets import Dataset, concatenate_datasets
+
+    def write(place: Path, part: Part) -> None:
+        _write(place / _FILE, read(part), features)
+
+    folders = make_shards(folder, parts, write, doing="reading", say=say, workers=workers)
+    rows = concatenate_datasets([Dataset.from_file(str(place / _FILE)) for place in folders])
+    set_fingerprint(rows, folder.name)
+    return rows
+
+
+def _write(file: Path, rows: Iterable[Mapping[str, object]], features: Features) -> None:
+    import pyarrow as pa
+
+    schema = features.arrow_schema
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        held: list[Mapping[str, object]] = []
+        characters = 0
+        for row in rows:
+            held.append(row)
+            characters += sum(len(value) for value in row.values() if isinstance(value, str))
+            if characters >= _CHARACTERS_AT_ONCE:
+                writer.write_table(pa.Table.from_pylist(held, schema))
+                held, characters = [], 0
+        writer.write_table(pa.Table.from_pylist(held, schema))
+
+
+# Part of the cache key: raise it when the documents made from the same files change.
+_FORMAT_OF_FILES = 5
+
+
+def read_documents(
+    source: str | os.PathLike[str] | Sequence[str],
+    cache_dir: str | os.PathLike[str] | None = None,
+    *,
+    say: Callable[[str], None] = lambda _: None,
+    workers: int | None = None,
+) -> Dataset:
+    """Return the documents of a source, or of several of one kind in order: a `datasets.Dataset` mapped from disk.
+
+    Its columns are `text` and `part`: a long text comes in several rows, its parts, numbered from 0. Of conversations
+    they are `conversation` and `place`. A .txt file's text is its bytes decoded as UTF-8 and nothing else: no newline
+    is added, dropped or translated. Memory is taken for a few rows at a time. The copy lies in
+    `cache_dir` (default HF_DATASETS_CACHE), made by processes as `make_shards` says, and is used again while paths,
+    sizes and modification times of the files stay as they are. Raises UserError as `preflight` does, and for text
+    that cannot be decoded, a line that is not JSON, a row that is not like the others.
+    """
+    from datasets import Features, Value
+
+    sources = [source] if isinstance(source, str | os.PathLike) else source
+    (kind,) = {preflight(source) for source in sources}
+    files = [file.absolute() for source in sources for file in find_files(source)]
+    stamps = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
+    text = Value("large_string")
+    features = {"text": text, "part": Value("int32")} if kind == TEXT else {"conversation": text, "place": text}
+    folder = prepared_folder(cache_dir) / fingerprint("sources", _FORMAT_OF_FILES, kind, *stamps)
+    try:
+        shards, read = planned(files, folder), partial(_of_extents, kind=kind)
+        return copied(folder, shards, read, Features(features), say=say, workers=workers)
+    except OSError as error:  # the reader raises its own as UserError: this is the writer's
+        raise cache_error(error, cache_dir) from error
+
+
+def hold_out(documents: Dataset, part: Fraction = Fraction(1, 20)) -> tuple[Dataset, Dataset]:
+    """Return documents for training and for evaluation: this part of them, evenly from the first on, is held out.
+
+    UserError if there are not two documents to share between them.
+    """
+    number = np.cumsum(parts_of(documents) == 0) - 1  # of the document that a row belongs to
+    total = int(number[-1]) + 1 if len(number) else 0
+    if total < 2:
+        raise UserError(f"{total} document cannot be split for evaluation: give a --validation_file")
+    part = part.limit_denominator(2**62 // total)  # so that the products below fit into 64 bits
+    held_out = number * part.numerator // part.denominator != (number - 1) * part.numerator // part.denominator
+    return documents.select(np.flatnonzero(~held_out)), documents.select(np.flatnonzero(held_out))
+
+
+def _of_extents(extents: Sequence[Extent], kind: str) -> Iterator[dict[str, str | int]]:
+    """Read one part of a file after the other."""
+    for extent in extents:
+        try:
+            yield from read_documents_of(extent, kind)
+        except OSError as error:
+            raise UserError(f"cannot read {extent.file}: {error.strerror or error}") from error
+
 
 # Part of the cache key: raise it when the documents made from the same rows change.
 _FORMAT = 4

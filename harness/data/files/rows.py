@@ -1,10 +1,10 @@
 """What one row of a data file or data set is: text, a conversation, or a prompt with its completion.
 
-The columns decide, in this order: `messages` (a list of {role, content}), `conversations` (ShareGPT's), `prompt` and
-`completion` (two texts, or two lists of messages), `instruction` and `output` (Alpaca's), `text`. Each row becomes a
-document: {"text": ...}, or {"conversation": ..., "place": ...} with the conversation as JSON, so that tool calls and
-whatever else a chat template reads travel as they are. Everything wrong with a row is a UserError that names its place.
-Importing this needs neither torch nor datasets.
+The columns decide, in this order: `messages` (a list of {role, content}), `conversations` (ShareGPT), `prompt` and
+`completion` (two texts, or two lists of messages), `instruction` and `output` (Alpaca), `text`. Each row becomes a
+document: {"text": ...}, or {"conversation": ..., "place": ...} with the conversation as JSON, which keeps tool calls
+and whatever else a chat template reads. A row that cannot be used is a UserError that names its place. Importing this
+needs neither torch nor datasets.
 """
 
 from __future__ import annotations
@@ -14,8 +14,56 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from harness.config.values.json_object import JsonObject
-from harness.data.files.forms import from_alpaca, from_sharegpt
 from harness.errors import UserError
+
+_ROLES = MappingProxyType(
+    {
+        "human": "user",
+        "gpt": "assistant",
+        "chatgpt": "assistant",
+        "bot": "assistant",
+        "model": "assistant",
+        "observation": "tool",
+        "function_response": "tool",
+        "function_call": "assistant",
+    }
+)
+"""ShareGPT's names -> those of chat templates; others are the same."""
+
+
+def from_sharegpt(turns: object, system: object = None) -> object:
+    """Return ShareGPT's turns, {from, value}, as messages, after a system prompt that stands in a column of its own."""
+    if not isinstance(turns, Sequence) or isinstance(turns, str):
+        return turns
+    opening = [{"role": "system", "content": system}] if system else []
+    return [*opening, *map(_message, turns)]
+
+
+def _message(turn: object) -> object:
+    if not isinstance(turn, Mapping) or "from" not in turn or turn.get("role") is not None:
+        return turn
+    rest = {name: value for name, value in turn.items() if name not in ("from", "value", "role")}
+    return {"role": _ROLES.get(str(turn["from"]), turn["from"]), "content": turn.get("value"), **rest}
+
+
+def from_alpaca(row: Mapping[str, object], place: str) -> list[dict[str, object]]:
+    """Return Alpaca's instruction, with its input below it where there is one, and the output as messages.
+
+    Before them come the turns of `history`, pairs of instruction and answer; UserError for another history.
+    """
+    asked, given = row["instruction"], row.get("input")
+    if isinstance(asked, str) and isinstance(given, str) and given.strip():
+        asked = f"{asked}\n\n{given}"
+    system, turns = row.get("system"), row.get("history") or []
+    messages: list[dict[str, object]] = [{"role": "system", "content": system}] if system else []
+    if not isinstance(turns, Sequence) or isinstance(turns, str):
+        raise UserError(f"{place}: `history` is {type(turns).__name__}, not a list of [instruction, answer]")
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, Sequence) or isinstance(turn, str) or len(turn) != 2:
+            raise UserError(f"{place}: `history`, turn {number} is not a pair [instruction, answer]")
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    return [*messages, {"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+
 
 TEXT, MESSAGES, COMPLETION, SHAREGPT, ALPACA = "text", "messages", "completion", "sharegpt", "alpaca"
 

@@ -1,10 +1,13 @@
-"""Where data lies and whether it can be read: the files behind `--train_file`, and documents out of them.
+"""What `--train_file` and `--validation_file` name: paths, with a weight behind a colon (`chat.jsonl:0.7
+books/:0.3`).
 
-A source is a .txt file (one document), a .jsonl, .json, .csv or .parquet file (one document a row: text or a
-conversation, see `rows.py`), a directory of such files, all of one kind (searched recursively, links followed, sorted
-by path, hidden ones left out), a glob of both, or "python-stdlib": the running Python's standard library. In a
-directory, .json and .csv files count only where nothing else does: beside data they describe it. `preflight` needs
-neither torch nor datasets, so a wrong path is reported before anything is built.
+A source is a .txt file (one document), a .jsonl, .json, .csv or .parquet file (one document a row, see `rows.py`), a
+directory of such files, all of one kind (searched recursively, links followed, sorted by path, hidden ones left out),
+a glob of both, token files (see `token_files.py`), or "python-stdlib": the running Python's standard library. In a
+directory .json and .csv files count only where there is nothing else, because beside data they describe it.
+
+Sources without weights are one: their files are read in the order given. With weights each gives its share of a run's
+samples, and each may be of another kind. Nothing here needs torch or datasets, so a wrong path is reported at once.
 """
 
 from __future__ import annotations
@@ -12,26 +15,103 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
-from functools import cache, partial
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import isfinite
 from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from harness.arguments.themes.script import PYTHON_STDLIB
-from harness.data.files.copies import copied
-from harness.data.files.extents import Extent, planned
-from harness.data.files.readers import SUFFIXES, decodes, kind_of_file, read_documents_of
+from harness.data.files.readers import SUFFIXES, decodes, kind_of_file
 from harness.data.files.rows import TEXT, columns_of
-from harness.data.on_disk.cache import cache_error, fingerprint, prepared_folder
-from harness.data.pieces import parts_of
+from harness.data.files.token_files import require_token_files, token_paths
 from harness.errors import UserError
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    pass
+
+TOKENS = "tokens"
+"""The kind of files that hold token ids; see `token_files.py`."""
+
+
+@dataclass(frozen=True)
+class SourceGroup:
+    """Sources of one kind that become one data set; `weight`: its share of the samples, in proportion to others'."""
+
+    paths: tuple[str, ...]
+    kind: str
+    weight: float | None
+
+
+def source_groups(words: Sequence[str], flag: str = "--train_file") -> list[SourceGroup]:
+    """Return what these words name, each source looked at. UserError for a source or weight that is unusable."""
+    split = [_split(word) for word in words]
+    weighted = [path for path, weight in split if weight is not None]
+    if not split:
+        raise UserError(f"{flag}: give a file or directory")
+    if weighted and len(weighted) < len(split):
+        plain = next(path for path, weight in split if weight is None)
+        raise UserError(f"{flag}: {weighted[0]} has a weight, {plain} has none: give each a weight, or none")
+    kinds = [_kind(path) for path, _ in split]
+    if weighted:
+        return [SourceGroup((path,), kind, weight) for (path, weight), kind in zip(split, kinds, strict=True)]
+    for (path, _), kind in zip(split, kinds, strict=True):
+        if kind != kinds[0]:
+            first = f"{split[0][0]} has {columns_of(kinds[0])}"
+            raise UserError(f"{first}, {path} has {columns_of(kind)}: give each a weight, or train on one kind")
+    return [SourceGroup(tuple(path for path, _ in split), kinds[0], None)]
+
+
+def validation_group(words: Sequence[str]) -> SourceGroup:
+    """Return what `--validation_file` names, looked at. UserError for weights: every sample counts once."""
+    groups = source_groups(words, "--validation_file")
+    if groups[0].weight is not None:
+        raise UserError(f"--validation_file {words[0]}: weights are for --train_file: every sample here counts once")
+    return groups[0]
+
+
+def _split(word: str) -> tuple[str, float | None]:
+    """Return a path and the weight behind it. A path that exists as it stands has none."""
+    path, colon, text = word.rpartition(":")
+    if not colon or Path(word).exists() or not _names_something(path):
+        return word, None
+    try:
+        weight = float(text)
+    except ValueError:
+        raise UserError(f"{word}: the weight {text!r} is not a number: write {path}:0.5") from None
+    if not (weight > 0 and isfinite(weight)):
+        raise UserError(f"{word}: the weight must be a number above 0")
+    return path, weight
+
+
+def _kind(path: str) -> str:
+    """Return what a source's rows are, or TOKENS; UserError if it cannot be used."""
+    if files := find_tokens(path):
+        require_token_files(files)
+        return TOKENS
+    return preflight(path)
+
+
+def find_tokens(path: str) -> list[Path]:
+    """Return the token files that a path names: a file, Megatron's prefix, or those in a directory or glob without
+    text. Hidden files, and the .json and .csv files that describe token files, do not count."""
+    if glob.has_magic(path) and not Path(path).exists():
+        matches = map(Path, sorted(glob.glob(path, recursive=True)))  # noqa: PTH207  # may be absolute
+        files = [file for match in matches for file in (visible_files(match) if match.is_dir() else [match])]
+    elif Path(path).is_dir():
+        files = visible_files(Path(path))
+    else:
+        return token_paths(path)
+    if any(file.suffix in SUFFIXES and file.suffix not in DESCRIBE_DATA for file in files):
+        return []
+    return [file for file in dict.fromkeys(files) if file.suffix in (".bin", ".ds")]
+
+
+def _names_something(path: str) -> bool:
+    return path == PYTHON_STDLIB or Path(path).exists() or glob.has_magic(path) or bool(token_paths(path))
+
 
 # Not the library itself: what is installed beside it, its tests (two thirds of the bytes) and its programs.
 _BESIDE_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
@@ -39,9 +119,6 @@ _BESIDE_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", 
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
 
 DESCRIBE_DATA = (".json", ".csv")
-
-# Part of the cache key: raise it when the documents made from the same files change.
-_FORMAT = 5
 
 
 def preflight(source: str | os.PathLike[str]) -> str:
@@ -109,61 +186,6 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
 def _in_directory(top: Path) -> list[Path]:
     files = [file for file in visible_files(top) if file.suffix in SUFFIXES]
     return [file for file in files if file.suffix not in DESCRIBE_DATA] or files
-
-
-def read_documents(
-    source: str | os.PathLike[str] | Sequence[str],
-    cache_dir: str | os.PathLike[str] | None = None,
-    *,
-    say: Callable[[str], None] = lambda _: None,
-    workers: int | None = None,
-) -> Dataset:
-    """Return the documents of a source, or of several of one kind in order: a `datasets.Dataset` mapped from disk.
-
-    Its columns are `text` and `part`: a long text comes in several rows, its parts, numbered from 0. Of conversations
-    they are `conversation` and `place`. A .txt file's text is its bytes decoded as UTF-8 and nothing else: no newline
-    is added, dropped or translated. Memory is taken for a few rows at a time. The copy lies in
-    `cache_dir` (default HF_DATASETS_CACHE), made by processes as `make_shards` says, and is used again while paths,
-    sizes and modification times of the files stay as they are. Raises UserError as `preflight` does, and for text
-    that cannot be decoded, a line that is not JSON, a row that is not like the others.
-    """
-    from datasets import Features, Value
-
-    sources = [source] if isinstance(source, str | os.PathLike) else source
-    (kind,) = {preflight(source) for source in sources}
-    files = [file.absolute() for source in sources for file in find_files(source)]
-    stamps = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
-    text = Value("large_string")
-    features = {"text": text, "part": Value("int32")} if kind == TEXT else {"conversation": text, "place": text}
-    folder = prepared_folder(cache_dir) / fingerprint("sources", _FORMAT, kind, *stamps)
-    try:
-        shards, read = planned(files, folder), partial(_documents, kind=kind)
-        return copied(folder, shards, read, Features(features), say=say, workers=workers)
-    except OSError as error:  # the reader raises its own as UserError: this is the writer's
-        raise cache_error(error, cache_dir) from error
-
-
-def hold_out(documents: Dataset, part: Fraction = Fraction(1, 20)) -> tuple[Dataset, Dataset]:
-    """Return documents for training and for evaluation: this part of them, evenly from the first on, is held out.
-
-    UserError if there are not two documents to share between them.
-    """
-    number = np.cumsum(parts_of(documents) == 0) - 1  # of the document that a row belongs to
-    total = int(number[-1]) + 1 if len(number) else 0
-    if total < 2:
-        raise UserError(f"{total} document cannot be split for evaluation: give a --validation_file")
-    part = part.limit_denominator(2**62 // total)  # so that the products below fit into 64 bits
-    held_out = number * part.numerator // part.denominator != (number - 1) * part.numerator // part.denominator
-    return documents.select(np.flatnonzero(~held_out)), documents.select(np.flatnonzero(held_out))
-
-
-def _documents(extents: Sequence[Extent], kind: str) -> Iterator[dict[str, str | int]]:
-    """Read one part of a file after the other."""
-    for extent in extents:
-        try:
-            yield from read_documents_of(extent, kind)
-        except OSError as error:
-            raise UserError(f"cannot read {extent.file}: {error.strerror or error}") from error
 
 
 def visible_files(top: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:

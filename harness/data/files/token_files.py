@@ -17,7 +17,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from harness.data.on_disk.mapping import mapped
+from harness.data.on_disk.shards import mapped
 from harness.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"

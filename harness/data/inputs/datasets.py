@@ -1,11 +1,11 @@
-"""Samples of tokens for training and evaluation: out of the script's files, or of a data set of text or conversations.
+"""Training and evaluation data as tokens: from the script's files, or from a data set of text or conversations.
 
-What is tokens already is left alone. On each host one rank prepares, the others read its cache.
+A data set that holds tokens is left alone. On each host one rank prepares the data, and the others read its cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -17,31 +17,109 @@ from harness.console import Console
 from harness.data.batches.collate import AnyDataset, MapDataset
 from harness.data.batches.evaluation import EvaluationData, by_prefix
 from harness.data.batches.stream import require_samples
-from harness.data.blocks import make_blocks, token_blocks
-from harness.data.files.documents import as_documents, holds_tokens
-from harness.data.files.sources import hold_out, read_documents
-from harness.data.files.specs import TOKENS, SourceGroup, find_tokens, source_groups, validation_group
-from harness.data.inputs.sample_form import NEEDS_TOKENIZER, SampleForm
-from harness.data.inputs.stream_flags import refuse_buffer
-from harness.data.inputs.streams import stream_of_dataset, stream_of_files
-from harness.data.inputs.tables import as_dataset
-from harness.data.mixing.mixture import Source, described, joined
-from harness.data.on_disk.cache import Preparation, once_per_host
+from harness.data.blocks import make_blocks, require_block_size, token_blocks
+from harness.data.files.documents import as_documents, hold_out, holds_tokens, read_documents
+from harness.data.files.sources import TOKENS, SourceGroup, find_files, find_tokens, source_groups, validation_group
+from harness.data.inputs.early_checks import refuse_buffer, require_streamable
+from harness.data.inputs.given import as_dataset
+from harness.data.mixing import Source, described, joined
+from harness.data.on_disk.cache import Preparation, identity, once_per_host
 from harness.data.on_disk.progress import Speaker
 from harness.data.preview import composition, summary
 from harness.data.samples import make_samples
-from harness.data.streaming.rows import is_iterable, read_all
-from harness.data.streaming.source import Streamed
-from harness.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from harness.data.streaming.rows import FileRows, IterableRows, Rows, is_iterable, read_all
+from harness.data.streaming.source import AsTheyAre, Streamed, StreamedSource, layout_of
+from harness.data.tokenizer import Tokenizer, check_vocabulary, has_tokenizer, load_tokenizer
 from harness.errors import UserError
+from harness.hf.attention import with_attention
 from harness.hf.causal import require_cut
 from harness.hf.locate import model_directory
-from harness.hf.skeleton import ModelSource
+from harness.hf.skeleton import ModelSource, build_skeleton, position_limit, vocabulary_size
+from harness.hf.verify.packing import require_documents_apart
 from harness.resilience.process.distributed import shared_store, start
 from harness.topology.env import LaunchEnv
+from harness.wording import counted
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+LONGEST_DEFAULT = 1024  # as run_clm.py
+NEEDS_TOKENIZER = "a data set of text or conversations needs processing_class, the tokenizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleForm:
+    """The form of samples.
+
+    Attributes:
+        block_size: tokens of a sample.
+        packing: whether documents share samples without seeing each other.
+        vocabulary: number of ids that the model knows.
+    """
+
+    block_size: int
+    packing: bool
+    vocabulary: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, source: ModelSource, args: TrainingArguments) -> SampleForm:
+        """Return the form that the arguments ask for; UserError if it, or the tokenizer, does not fit the model."""
+        vocabulary = vocabulary_size(build_skeleton(source.config))
+        check_vocabulary(tokenizer, vocabulary)
+        if args.packing:  # refused before anything is tokenised
+            require_documents_apart(with_attention(source.config, args.attn_implementation))
+        block_size = _block_size(args, position_limit(source.config))
+        require_block_size(block_size)
+        return cls(block_size=block_size, packing=args.packing, vocabulary=vocabulary)
+
+
+def _block_size(args: TrainingArguments, longest: int | None) -> int:
+    if args.block_size is None:
+        return min(LONGEST_DEFAULT, longest or LONGEST_DEFAULT)
+    if longest is not None and args.block_size > longest:
+        raise UserError(
+            f"--block_size {args.block_size}: the model has {counted(longest, 'position')}: use at most {longest}"
+        )
+    return args.block_size
+
+
+Say: TypeAlias = Callable[[str], None]
+
+
+def stream_of_files(
+    groups: Sequence[SourceGroup],
+    weights: Sequence[float],
+    tokenizer: Tokenizer,
+    form: SampleForm,
+    buffer: int,
+    say: Say,
+) -> Streamed:
+    """Return the samples of files, by weights if there are any."""
+    rows = [FileRows([file for path in group.paths for file in find_files(path)], group.kind, say) for group in groups]
+    return Streamed([_source(each, tokenizer, form) for each in rows], weights, buffer)
+
+
+def stream_of_dataset(
+    dataset: Iterable[object],
+    tokenizer: Tokenizer | None,
+    source: ModelSource | None,
+    args: TrainingArguments,
+    say: Say,
+) -> Streamed:
+    """Return the samples of an IterableDataset; without a `source`, the model's, as they are."""
+    require_streamable(args, "an IterableDataset")
+    rows = IterableRows(dataset, "train_dataset", as_they_are=source is None, say=say)
+    if rows.kind is None or source is None:
+        return Streamed([StreamedSource(rows, AsTheyAre())], buffer=args.shuffle_buffer_size)
+    if tokenizer is None:
+        raise UserError(NEEDS_TOKENIZER)
+    return Streamed([_source(rows, tokenizer, SampleForm.of(tokenizer, source, args))], buffer=args.shuffle_buffer_size)
+
+
+def _source(rows: Rows, tokenizer: Tokenizer, form: SampleForm) -> StreamedSource:
+    layout = layout_of(rows.kind, tokenizer, form.block_size, packing=form.packing)
+    return StreamedSource(rows, layout, identity(tokenizer))
+
 
 Pair: TypeAlias = tuple[MapDataset | None, EvaluationData]
 """Training and evaluation data."""

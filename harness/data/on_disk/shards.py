@@ -1,18 +1,26 @@
 """Prepared data on disk, in shards: made by several processes, each kept as soon as it is done.
 
-A shard is a folder that gets its name only when it is whole, so that a run that was interrupted goes on with the shards
-that are missing; one that was damaged since is made again. What a shard holds depends on its part of the data alone,
-never on who makes it or when.
+A shard is a folder that gets its name only when it is complete, so an interrupted run goes on with the shards that are
+missing. Size, time and digest of each file are noted in the folder; a shard that was cut or changed is made again.
+What a shard holds depends on its part of the data alone, never on who makes it or when. Processes of several hosts and
+containers that share the disk may make the same shard: each writes its own copy, and the first to finish gives it the
+name.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
 import os
+import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from contextvars import ContextVar
 from itertools import pairwise
 from multiprocessing import get_context
@@ -23,7 +31,6 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.data.on_disk.progress import Progress
-from harness.data.on_disk.whole import is_whole, write_whole
 from harness.errors import UserError
 from harness.topology.env import use_one_core_for_tokenizers
 
@@ -31,6 +38,125 @@ if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized
 
     from datasets import Dataset
+
+Number = TypeVar("Number", bound=np.generic)
+
+
+def mapped(
+    path: Path, dtype: type[Number] | np.dtype[Number], offset: int = 0, count: int | None = None
+) -> npt.NDArray[Number]:
+    """Map `count` numbers of a file from the byte `offset` on, by default all; the array cannot be written to.
+
+    numpy's own mapping keeps a file descriptor for each file, and a process may often have no more than 1,024.
+    """
+    import pyarrow as pa
+
+    size = path.stat().st_size
+    whole = np.dtype(dtype)
+    if count is None:
+        count = (size - offset) // whole.itemsize
+    if not count:
+        return np.empty(0, whole)
+    with pa.memory_map(str(path)) as file:
+        return np.frombuffer(file.read_buffer(), whole, count, offset)
+
+
+NOTE = "whole.json"
+"""In each folder: size, time of the last change and digest of every other file."""
+
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder holds what was written into it.
+
+    A file that has the size and the time of its last change that were noted is not read; any other is.
+    """
+    try:
+        if not (folder / NOTE).is_file():  # a pipe would be waited for
+            return False
+        noted = json.loads((folder / NOTE).read_bytes())
+        touched = {name for name, was in noted.items() if _stamp(folder / name) != was["stamp"]}
+        if any(_digest(folder / name) != noted[name]["digest"] for name in touched):
+            return False
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return False
+    if touched:  # a copy, for instance: the next start need not read it again
+        with suppress(OSError):
+            _note(folder, {name: was["digest"] for name, was in noted.items()})
+    return bool(noted)
+
+
+def write_whole(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a folder, which gets its name when all of it is on disk, unless another process was first."""
+    made = _beside(folder)
+    made.mkdir(parents=True)
+    try:
+        write(made)
+        for file in made.iterdir():
+            _flush(file)
+        _note(made, {file.name: _digest(file) for file in made.iterdir()})
+        _flush(made)
+        _take_name(made, folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _take_name(made: Path, folder: Path) -> None:
+    while not is_whole(folder):
+        try:
+            made.rename(folder)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            damaged = _beside(folder)
+            with suppress(FileNotFoundError):  # another process has moved it out of the way
+                folder.rename(damaged)
+            shutil.rmtree(damaged, ignore_errors=True)
+        else:
+            _flush(folder.parent)
+            return
+
+
+def _beside(folder: Path) -> Path:
+    """Return a name that no other process takes: processes of two containers may have the same number."""
+    return folder.with_name(f"{folder.name}.{secrets.token_hex(8)}")
+
+
+def _note(folder: Path, digests: dict[str, str]) -> None:
+    """Write down what is in a folder."""
+    noted = {name: {"stamp": _stamp(folder / name), "digest": digest} for name, digest in digests.items()}
+    unfinished = folder / f"{NOTE}.{secrets.token_hex(8)}"
+    try:
+        unfinished.write_text(json.dumps(noted), encoding="utf-8")
+        _flush(unfinished)
+        unfinished.replace(folder / NOTE)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _stamp(file: Path) -> list[int]:
+    """Return size and time of the last change."""
+    stat = file.stat()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Have the disk keep a file or folder; OSError if it cannot, but not where it has no such command."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)
+
 
 Part = TypeVar("Part")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harness.data.batches.collate import IGNORED, Collator, MapDataset, MicroBatch
 from harness.data.batches.stream import dataset_length, read_micro_batch
-from harness.data.inputs.sample_lengths import require_short
+from harness.data.inputs.given import require_short
 from harness.errors import UserError
 from harness.hf.attention import require_available, with_attention
 from harness.hf.forward.payload import Tokens

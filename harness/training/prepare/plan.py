@@ -24,7 +24,7 @@ from harness.data.batches.collate import AnyDataset, Collator, collate
 from harness.data.batches.evaluation import EvaluationData
 from harness.data.batches.stream import data_digest, dataset_length, require_samples
 from harness.data.inputs.datasets import Datasets, user_datasets
-from harness.data.inputs.input_types import require_types
+from harness.data.inputs.given import require_types
 from harness.data.tokenizer import Tokenizer
 from harness.errors import UserError
 from harness.hf.lora import Adaptation, fingerprint

@@ -13,9 +13,8 @@ from harness.checkpoint.directories import require_same_optimizer
 from harness.checkpoint.integrity import find_resume
 from harness.checkpoint.run_lock import lock_directory
 from harness.config.model.families import require_trainable_family
-from harness.data.files.specs import TOKENS, source_groups, validation_group
-from harness.data.inputs.prompt_file import read_prompts
-from harness.data.inputs.stream_flags import refuse_buffer, require_streamable
+from harness.data.files.sources import TOKENS, source_groups, validation_group
+from harness.data.inputs.early_checks import read_prompts, refuse_buffer, require_streamable
 from harness.data.tokenizer import BYTES, tokenizer_directory
 from harness.errors import UserError
 from harness.hf.locate import model_directory

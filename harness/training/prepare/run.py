@@ -22,10 +22,9 @@ from harness.checkpoint.integrity import run_id
 from harness.checkpoint.room import room
 from harness.checkpoint.run_lock import lock_directory, unlock_directory
 from harness.checkpoint.trial import try_saving
-from harness.data.batches.collate import MicroBatch
+from harness.data.batches.collate import MicroBatch, TokenCollator
 from harness.data.batches.evaluation import by_prefix, evaluation_digest
 from harness.data.batches.stream import BatchStream
-from harness.data.batches.tokens_only import TokenCollator
 from harness.deepspeed.collectives import carry_collectives
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.prints import silence_prints

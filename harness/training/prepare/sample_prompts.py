@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.data.inputs.prompt_file import read_prompts
+from harness.data.inputs.early_checks import read_prompts
 from harness.data.tokenizer import ByteTokenizer, Tokenizer, encode
 from harness.errors import UserError
 from harness.hf.skeleton import position_limit

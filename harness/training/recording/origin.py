@@ -12,8 +12,7 @@ from pathlib import Path
 from harness.arguments.themes.script import PYTHON_STDLIB
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import masked_by_name
-from harness.data.files.sources import find_files
-from harness.data.files.specs import TOKENS, find_tokens, source_groups
+from harness.data.files.sources import TOKENS, find_files, find_tokens, source_groups
 from harness.data.preview import composition
 from harness.errors import UserError
 from harness.training.run import Run

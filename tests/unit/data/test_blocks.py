@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from transformers import ByT5Tokenizer
 
 from harness.data.blocks import make_blocks
-from harness.data.files.sources import read_documents
+from harness.data.files.documents import read_documents
 from harness.data.on_disk import shards
 from harness.data.on_disk.cache import Preparation, once_per_host
 from harness.data.pieces import PieceEncoder

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from harness.data.batches.collate import IGNORED
 from harness.data.chat import ConversationEncoder
-from harness.data.files.documents import as_documents, holds_tokens
-from harness.data.files.sources import preflight, read_documents
+from harness.data.files.documents import as_documents, holds_tokens, read_documents
+from harness.data.files.sources import preflight
 from harness.data.on_disk.cache import Preparation
 from harness.data.packing import best_fit_decreasing
 from harness.data.samples import make_samples

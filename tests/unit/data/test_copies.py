@@ -10,9 +10,8 @@ import pytest
 from datasets import Dataset, load_from_disk
 
 from harness.data import pieces
-from harness.data.files import extents, readers
-from harness.data.files.documents import as_documents
-from harness.data.files.sources import read_documents
+from harness.data.files import readers
+from harness.data.files.documents import as_documents, read_documents
 from harness.data.on_disk import shards
 from harness.errors import UserError
 
@@ -22,7 +21,7 @@ PIECE = 64
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     """A directory of files of all kinds, long and empty, of characters of every width; pieces are small."""
-    for module in (pieces, extents, readers):
+    for module in (pieces, readers):
         monkeypatch.setattr(module, "PIECE_CHARACTERS", PIECE)
     choose = random.Random(0)
     folder = tmp_path / "source"

@@ -12,11 +12,9 @@ from harness.arguments.themes.script import ScriptArguments
 from harness.data.batches.order import OwnOrder
 from harness.data.batches.stream import BatchStream, data_digest
 from harness.data.blocks import make_blocks
-from harness.data.files.documents import as_documents
-from harness.data.files.sources import find_files, hold_out, preflight, read_documents
-from harness.data.files.specs import source_groups, validation_group
-from harness.data.mixing.mixture import Joined, Mixture, described
-from harness.data.mixing.shares import PERIOD, Shares
+from harness.data.files.documents import as_documents, hold_out, read_documents
+from harness.data.files.sources import find_files, preflight, source_groups, validation_group
+from harness.data.mixing import PERIOD, Joined, Mixture, Shares, described
 from harness.data.on_disk.cache import Preparation
 from harness.data.samples import make_samples
 from harness.data.tokenizer import ByteTokenizer

@@ -9,7 +9,7 @@ import torch
 from harness.data.batches.collate import IGNORED
 from harness.data.blocks import make_blocks
 from harness.data.files.documents import as_documents
-from harness.data.mixing.mixture import joined, parts_of
+from harness.data.mixing import joined, parts_of
 from harness.data.on_disk.cache import Preparation
 from harness.data.preview import composition, shown, summary
 from harness.data.samples import Samples, make_samples

@@ -15,9 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness.data.files import extents
-from harness.data.files.extents import Extent, planned, whole
-from harness.data.files.readers import decodes, kind_of_file, read_documents_of
+from harness.data.files import readers
+from harness.data.files.readers import Extent, decodes, kind_of_file, planned, read_documents_of, whole
 from harness.data.pieces import PIECE_CHARACTERS
 from harness.errors import UserError
 
@@ -79,7 +78,7 @@ def test_a_text_comes_back_from_every_form(name: str, tmp_path: Path, written: l
 def test_lines_are_read_in_parts_of_any_size_as_in_one(tmp_path: Path, written: list[str], size: int, end: str) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(end.join(json.dumps({"text": text}) for text in written).encode())
-    parts = list(extents._extents(file, size))
+    parts = list(readers._extents(file, size))
     assert [(part.start, part.stop) for part in parts[1:]] == [
         (before.stop, min(before.stop + size, file.stat().st_size)) for before in parts[:-1]
     ]
@@ -94,7 +93,7 @@ def test_a_wrong_row_is_known_by_its_line_in_whichever_part_it_stands(
     file = tmp_path / "a.jsonl"
     file.write_text("".join('{"text": "a"}' + "\n" * lines for lines in blank) + '{"text": 3}\n')
     with pytest.raises(UserError, match=rf"a\.jsonl:{sum(blank) + 1}: `text` is int"):
-        texts(file, list(extents._extents(file, size)))
+        texts(file, list(readers._extents(file, size)))
 
 
 @pytest.mark.parametrize("size", [1, PIECE_CHARACTERS - 1, PIECE_CHARACTERS, 3 * PIECE_CHARACTERS])
@@ -102,7 +101,7 @@ def test_a_wrong_row_is_known_by_its_line_in_whichever_part_it_stands(
 def test_a_text_is_read_in_parts_of_any_size_and_no_character_is_cut(size: int, shift: int, tmp_path: Path) -> None:
     content = "x" * shift + "🙂" * (PIECE_CHARACTERS // 2)
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
-    parts = list(extents._extents(tmp_path / "a.txt", size))
+    parts = list(readers._extents(tmp_path / "a.txt", size))
     found = [row for part in parts for row in read_documents_of(part, "text")]
     assert "".join(str(row["text"]) for row in found) == content
     assert [row["part"] for row in found] == list(range(len(found)))
@@ -111,18 +110,18 @@ def test_a_text_is_read_in_parts_of_any_size_and_no_character_is_cut(size: int, 
 def test_the_groups_of_a_parquet_file_are_its_parts(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     as_parquet(file, [{"text": text} for text in "abcde"])
-    parts = list(extents._extents(file, 1))
+    parts = list(readers._extents(file, 1))
     assert [(part.start, part.stop, part.before) for part in parts] == [(0, 1, 0), (1, 2, 2), (2, 3, 4)]
     assert texts(file, parts) == texts(file) == list("abcde")
     as_parquet(file, [{"text": text} for text in ("a", "b", "c", None)])
     with pytest.raises(UserError, match=r"a\.parquet, row 4: `text` is missing"):
-        texts(file, [list(extents._extents(file, 1))[1]])
+        texts(file, [list(readers._extents(file, 1))[1]])
 
 
 def test_a_plan_is_kept_and_its_parts_stand_in_the_order_of_the_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extents, "shard_bytes", lambda total: 30)
+    monkeypatch.setattr(readers, "shard_bytes", lambda total: 30)
     as_jsonl(tmp_path / "a.jsonl", [{"text": str(number)} for number in range(9)])
     as_csv(tmp_path / "b.csv", [{"text": "b" * 99}])
     (tmp_path / "c.txt").write_text("c")

@@ -17,17 +17,17 @@ from harness.arguments.themes.script import ScriptArguments
 from harness.data import pieces
 from harness.data.batches.stream import data_digest
 from harness.data.blocks import make_blocks
-from harness.data.files import extents, readers
-from harness.data.files.sources import find_files, read_documents
+from harness.data.files import readers
+from harness.data.files.documents import read_documents
+from harness.data.files.sources import find_files
 from harness.data.on_disk import progress
 from harness.data.on_disk.cache import Preparation
 from harness.data.pieces import PIECE_CHARACTERS, PieceEncoder
 from harness.data.samples import make_samples
-from harness.data.streaming import layouts
 from harness.data.streaming import rows as rows_module
-from harness.data.streaming.layouts import AsTheyAre, layout_of
+from harness.data.streaming import source as source_module
 from harness.data.streaming.rows import FileRows, IterableRows, read_all
-from harness.data.streaming.source import Streamed, StreamedSource
+from harness.data.streaming.source import AsTheyAre, Streamed, StreamedSource, layout_of
 from harness.data.tokenizer import ByteTokenizer, load_tokenizer
 from harness.errors import UserError
 from harness.training.prepare import preflight
@@ -81,7 +81,7 @@ def test_conversations_are_those_of_the_file_without_what_cannot_be_learnt(chats
         length = int(samples.lengths([k % len(samples)])[0])
         assert found.pop("attention_mask") == [1] * length + [0] * (BLOCK - length)
         assert found == plain(samples[k % len(samples)])
-    monkeypatch.setattr(layouts, "_MOST_UNUSED", 200)  # of 10,000
+    monkeypatch.setattr(source_module, "_MOST_UNUSED", 200)  # of 10,000
     with pytest.raises(UserError, match=r"201 conversations in a row have no answer within the first 8 tokens"):
         streamed(chats, "messages", ByteTokenizer(), 8)[0]
 
@@ -260,8 +260,8 @@ def written(file):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.txt", "a.csv"])
 def test_a_stream_goes_on_in_a_file_without_reading_what_is_before(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(extents, "SHARD_BYTES", 4096)
-    for module in (pieces, extents, readers):
+    monkeypatch.setattr(readers, "SHARD_BYTES", 4096)
+    for module in (pieces, readers):
         monkeypatch.setattr(module, "PIECE_CHARACTERS", 512)
     file, read, is_read = written(tmp_path / name), [], rows_module.read_documents_of
 
@@ -341,7 +341,7 @@ def test_other_data_goes_on_where_the_earlier_stood_and_tokenises_nothing_before
 def test_passing_over_rows_shows_that_it_goes_on(monkeypatch):
     said, beats = [], []
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0)
-    monkeypatch.setattr(layouts, "beat", beats.append)
+    monkeypatch.setattr(source_module, "beat", beats.append)
     rows = IterableRows(Counting(ITERABLES[2], 2000), "train_dataset", as_they_are=True, say=said.append)
     source = StreamedSource(rows, AsTheyAre())
     source.seek({"sample": 1500, "row": 1500})

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.data.blocks import token_blocks
-from harness.data.files.specs import TOKENS, find_tokens, source_groups
+from harness.data.files.sources import TOKENS, find_tokens, source_groups
 from harness.data.files.token_files import HEADER, open_tokens, token_paths
 from harness.errors import UserError
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.data.blocks import Blocks, positions_of
-from harness.data.tokens import TokenIds
+from harness.data.blocks import Blocks, TokenIds, positions_of
 
 documents = st.lists(st.lists(st.integers(1, 6), max_size=4), min_size=1, max_size=5)  # lengths, array by array
 

@@ -15,8 +15,7 @@ from harness import TrainingArguments, UserError
 from harness.arguments.configure import read_run_config
 from harness.arguments.themes.script import ScriptArguments
 from harness.console import plain_console
-from harness.data.inputs.datasets import Datasets, _require_cut, script_datasets, user_datasets
-from harness.data.inputs.sample_form import SampleForm
+from harness.data.inputs.datasets import Datasets, SampleForm, _require_cut, script_datasets, user_datasets
 from harness.data.tokenizer import ByteTokenizer
 from harness.hf.skeleton import ModelSource, read_source
 from harness.topology.env import LaunchEnv

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness import UserError
-from harness.data.inputs.prompt_file import read_prompts
+from harness.data.inputs.early_checks import read_prompts
 
 
 def test_prompts_are_lines_or_rows(tmp_path: Path) -> None:

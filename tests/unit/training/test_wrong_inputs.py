@@ -11,11 +11,9 @@ from datasets import Dataset
 import harness
 from harness import TrainerCallback, TrainingArguments, UserError
 from harness.cli import main
-from harness.data.batches.collate import collate
+from harness.data.batches.collate import TokenCollator, collate
 from harness.data.batches.stream import read_micro_batch
-from harness.data.batches.tokens_only import TokenCollator
-from harness.data.inputs.input_types import require_types
-from harness.data.inputs.sample_lengths import require_short
+from harness.data.inputs.given import require_short, require_types
 from harness.training.callbacks import instances, take_out
 from harness.training.evaluate import mean_loss
 

@@ -1,8 +1,8 @@
 """Several data sets of one block size as one: one behind the other, or mixed by shares.
 
-In a mixture the k-th sample of the run decides by arithmetic alone which source it comes from and which of its samples
-it is, whatever the layout and wherever the run was resumed. Any run of samples holds each source in its share, to
-within a sample or two. Each source is passed through in an order of its own, and again when it is through.
+In a mixture the number of a sample in the run decides by arithmetic alone which source it comes from and which of its
+samples it is, in every layout and after every resume. Any run of samples holds each source in its share, to within a
+sample or two. Each source is passed through in an order of its own, and again when it is through.
 """
 
 from __future__ import annotations
@@ -19,9 +19,56 @@ from torch import Tensor
 from harness.data.batches.collate import MapDataset
 from harness.data.batches.order import Indices, OwnOrder, sample_order
 from harness.data.blocks import Blocks
-from harness.data.mixing.shares import Shares
 from harness.data.samples import Samples
 from harness.parallel.generators import seed_of
+
+PERIOD = 1 << 16  # samples after which the sources follow each other as before; shares are multiples of its inverse
+
+
+class Shares:
+    """How sources follow each other. Any run of samples holds each source in its share, to within a sample or two.
+
+    Attributes:
+        shares: of the sources; their sum is 1.
+        slots: of each source, its samples in a period.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.shares = [weight / sum(weights) for weight in weights]
+        self.slots = np.array(_slots(self.shares))
+        # spread evenly over the period: the i-th of a source's c slots is due at (i + 1/2) / c of it
+        due = np.concatenate([(np.arange(count) + 0.5) / count for count in self.slots])
+        number = np.repeat(np.arange(len(weights)), self.slots)
+        self._pattern = number[np.lexsort((number, due))]
+        self._rank = np.empty(PERIOD, dtype=np.int64)
+        for source, slots in enumerate(self.slots):
+            self._rank[self._pattern == source] = np.arange(slots)
+
+    def places(self, consumed: int, count: int) -> tuple[Indices, Indices]:
+        """Return source and number in it of each of `count` samples after the first `consumed`."""
+        period, slot = np.divmod(np.arange(consumed, consumed + count, dtype=np.int64), PERIOD)
+        numbers = self._pattern[slot]
+        return numbers, period * self.slots[numbers] + self._rank[slot]
+
+    def before(self, consumed: int) -> list[int]:
+        """Return how many of the first `consumed` samples come from each source."""
+        periods, slot = divmod(consumed, PERIOD)
+        counts: list[int] = (
+            periods * self.slots + np.bincount(self._pattern[:slot], minlength=len(self.slots))
+        ).tolist()
+        return counts
+
+
+def _slots(shares: Sequence[float]) -> list[int]:
+    """Return how many samples of a period each source gives: at least one, by largest remainders."""
+    exact = [share * PERIOD for share in shares]
+    slots = [max(int(each), 1) for each in exact]
+    nearest = sorted(range(len(shares)), key=lambda i: (slots[i] - exact[i], i))
+    for i in nearest[: max(PERIOD - sum(slots), 0)]:
+        slots[i] += 1
+    slots[slots.index(max(slots))] += PERIOD - sum(slots)
+    return slots
+
 
 Source = Blocks | Samples
 

@@ -1,13 +1,21 @@
-"""What a program hands to the Trainer is of the right kind, or refused in one line before anything is read."""
+"""Check the data sets and functions that a program gives to the Trainer, before anything is read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from harness.arguments import TrainingArguments
+from harness.data.batches.collate import MapDataset, tokens_of, too_long
 from harness.data.batches.stream import dataset_length
 from harness.data.streaming.rows import is_iterable
 from harness.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 def require_types(
@@ -55,3 +63,52 @@ def require_dataset(name: str, dataset: object) -> None:
 
 def _kind(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+TABLES = frozenset([("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table")])
+"""Package and class of each."""
+
+
+def as_dataset(data: Any) -> Any:
+    """Return a table as a `datasets.Dataset` of its rows, anything else as it is."""
+    kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(data).__mro__} & TABLES
+    if not kinds:
+        return data
+    from datasets import Dataset
+
+    match min(kinds):
+        case ("pandas", _):
+            return Dataset.from_pandas(data, preserve_index=False)
+        case ("polars", _):
+            return Dataset.from_polars(data)
+    return Dataset(data)
+
+
+def require_short(dataset: MapDataset, limit: int) -> None:
+    """Raise UserError for a sample of more than `limit` tokens, where lengths are known without reading the samples."""
+    if isinstance(dataset, list | tuple):
+        lengths = np.array([0 if _is_packed(sample) else tokens_of(sample) or 0 for sample in dataset])
+    elif type(dataset).__module__ == "datasets.arrow_dataset":  # not imported for those who do not use it
+        lengths = _stored_lengths(cast("Dataset", dataset))
+    else:
+        return
+    for row in np.flatnonzero(lengths > limit)[:1].tolist():
+        # a row of a table that was shuffled or selected from may be another sample, or none
+        if row < len(dataset) and (tokens_of(dataset[row]) or 0) > limit:
+            raise too_long(row, int(lengths[row]), limit)
+
+
+def _is_packed(sample: object) -> bool:
+    return isinstance(sample, Mapping) and "position_ids" in sample
+
+
+def _stored_lengths(dataset: Dataset) -> npt.NDArray[np.integer]:
+    """Return the lengths of the rows of a table of input_ids; none where position_ids count."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = dataset.data.column("input_ids") if "input_ids" in dataset.data.column_names else None
+    is_list = column is not None and (pa.types.is_list(column.type) or pa.types.is_large_list(column.type))
+    if not is_list or "position_ids" in dataset.column_names:
+        return np.zeros(0, dtype=np.int64)
+    return np.asarray(pc.fill_null(pc.list_value_length(column), 0))

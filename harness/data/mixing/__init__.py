@@ -1,1 +1,0 @@
-"""Several sources in one run of samples, by their weights."""
