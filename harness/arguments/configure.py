@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.reporting import monitor_sections, require_inside, require_packages
 from harness.config import AutoValues, Document, Resolved, load, resolve
+from harness.config.resolving.resolve import fill
 from harness.config.text.document import from_values
 from harness.errors import UserError
 
@@ -29,7 +30,7 @@ class RunConfig:
     resolved: Resolved
 
     def for_data(self, samples: int | None, hidden_size: int | None = None) -> tuple[Resolved, int]:
-        """Return the resolved config and the number of steps.
+        """Fill in what depends on data and model, and return the config with the number of steps; runs no rules.
 
         Args:
             samples: length of the training data, None if there is none (the steps are then max_steps or 1).
@@ -38,7 +39,7 @@ class RunConfig:
         steps = max_steps(self.args, samples, self.resolved.train_batch)
         warmup_steps = self.args.warmup(steps)
         values = replace(self.values, max_steps=steps, warmup_steps=warmup_steps, hidden_size=hidden_size)
-        return resolve(self.document, values, allow_ignored_keys=self.args.allow_ignored_keys), steps
+        return fill(self.document, values), steps
 
 
 def read_run_config(args: TrainingArguments, *, world_size: int, model: str | None = None) -> RunConfig:

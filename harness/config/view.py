@@ -56,7 +56,7 @@ class RunView:
     tensor_override: int | None = None
     expert_override: int | None = None
     arguments: AutoValues | None = None  # of the run, where there is one
-    filled: Mapping[str, object] | None = None  # the config once the arguments have taken the place of "auto"
+    filled: Mapping[str, object] | None = None  # the file with the arguments in the place of "auto"
 
     @property
     def data(self) -> Mapping[str, object]:
@@ -76,6 +76,15 @@ class RunView:
         """The config as DeepSpeed has it: converted where it converts."""
         return as_read(self.data)
 
+    @cached_property
+    def file_as_read(self) -> JsonObject:
+        """The same of the file alone, before the arguments take the place of "auto"."""
+        return as_read(self.document.data)
+
+    def in_file(self, pointer: str) -> object:
+        """Return what the file says at a pointer, as DeepSpeed reads it; None if it is absent."""
+        return lookup(self.file_as_read, pointer)
+
     def has(self, pointer: str) -> bool:
         """Whether a key stands in the file, whatever its value."""
         section, name = pointer.rsplit("/", 1)
@@ -94,8 +103,8 @@ class RunView:
     @cached_property
     def visits(self) -> tuple[KeyOccurrence, ...]:
         """Every key of the file, parents first."""
-        visits = _walk(self.data, schema.root(), "")
-        shadowed = self.data.get("bf16") is not None  # then DeepSpeed does not look at the old name
+        visits = _walk(self.document.data, schema.root(), "")
+        shadowed = self.document.data.get("bf16") is not None  # then DeepSpeed does not look at the old name
         return tuple(visit for visit in visits if not (shadowed and visit.parent == "/bfloat16"))
 
     @cached_property

@@ -7,19 +7,19 @@ from harness.config.resolving.resolved import Filled
 from harness.config.values.arguments import OPTIMIZERS
 from harness.config.values.batch import ACCUMULATION, MICRO, TRAIN, bucket_elements, complete, stated_sizes
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import GRADIENT_BITS
-from harness.config.values.pointers import AUTO, bf16_section, put
+from harness.config.values.layout_keys import GRADIENT_BITS, size_fault
+from harness.config.values.pointers import AUTO, bf16_section, put, whole
 
 REDUCE_BUCKET = "/zero_optimization/reduce_bucket_size"
 _MEANINGFUL_AUTO = {"/data_types/keep_in_fp32_modules", "/tensor_parallel/autotp_size", GRADIENT_BITS}
 
 
 def fill_batch(run: Resolution, data_parallel: int) -> None:
-    """Write all three batch sizes; they are known to fit."""
+    """Write all three batch sizes; where they do not fit, a rule says so."""
     sizes = stated_sizes(run.config, run.values)
     batch = complete(sizes.train, sizes.micro, sizes.accumulation, data_parallel)
     if batch is None:
-        raise ValueError(f"{sizes} give no batch")
+        return
     for pointer, size in {MICRO: batch.micro, ACCUMULATION: batch.accumulation}.items():
         if run.get(pointer) != size:
             run.fill(pointer, size, sizes.sources.get(pointer, sizes.train_name))
@@ -66,9 +66,12 @@ def fill_optimizer(run: Resolution) -> None:
 
 def fill_checkpointing(run: Resolution) -> None:
     """Write what --gradient_checkpointing says; where it is on, an interval of the file stands."""
-    wanted, interval = run.values.gradient_checkpointing, run.get("/pipeline/activation_checkpoint_interval")
-    if wanted is not None and bool(interval) != wanted:
-        run.fill("/pipeline/activation_checkpoint_interval", int(wanted), "--gradient_checkpointing")
+    pointer, wanted = "/pipeline/activation_checkpoint_interval", run.values.gradient_checkpointing
+    interval = run.get(pointer)
+    if wanted is None or (interval is not None and size_fault(pointer, interval)):
+        return
+    if bool(whole(interval)) != wanted:
+        run.fill(pointer, int(wanted), "--gradient_checkpointing")
 
 
 def fill_from_model(run: Resolution) -> None:

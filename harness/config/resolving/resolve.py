@@ -2,7 +2,7 @@
 
 Pure: no process, and of the model its config.json at most. HuggingFace's meaning of "auto" holds where it has one
 (transformers' HfTrainerDeepSpeedConfig), with the data-parallel size in the place of the world size. Nothing is refused
-here: the rules of `check` are applied to the file beside the arguments, and again once the arguments are filled in.
+here but by the rules of `check`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from harness.config.check import findings, known_shape, refusals
 from harness.config.diagnostic import ConfigError
+from harness.config.model.shape import ModelShape
 from harness.config.resolving import filling
 from harness.config.resolving.resolution import Resolution
 from harness.config.resolving.resolved import Resolved
@@ -32,7 +33,9 @@ def resolve(
     model: str | None = None,
     allow_ignored_keys: bool = False,
 ) -> Resolved:
-    """Fill in every "auto" and derive the layout.
+    """Check a config beside the arguments of its run, and fill in every "auto".
+
+    The rules run once, over the file with the arguments in the place of "auto": they see both, and what follows.
 
     Args:
         config: a document, or the values that a program made.
@@ -43,46 +46,53 @@ def resolve(
     Raises:
         ConfigError: with every finding that keeps the run from starting.
     """
-    view = _view(config if isinstance(config, Document) else from_values(config), values, model)
-    _require(view, allow_ignored_keys)
-    run = Resolution(as_read(view.data), values)
+    document = config if isinstance(config, Document) else from_values(config)
+    run, view = _with_arguments(document, values, known_shape(model, "harness"))
+    refused = refusals(findings(view), allow_ignored_keys=allow_ignored_keys)
+    if refused:
+        raise ConfigError(refused)
+    return _resolved(run, view)
+
+
+def fill(document: Document, values: AutoValues) -> Resolved:
+    """Fill in every "auto" of a config that `resolve` has checked, now that more values are known; runs no rules."""
+    return _resolved(*_with_arguments(document, values, None))
+
+
+def _with_arguments(document: Document, values: AutoValues, model: ModelShape | None) -> tuple[Resolution, RunView]:
+    """Put the arguments in the place of "auto", and return what the rules are given of the run.
+
+    The config may still be wrong: a value that no section can take is left out here, and refused by the rules.
+    """
+    view = RunView(
+        document,
+        world_size=values.world_size,
+        model=model,
+        pipeline_override=values.pipeline_parallel_size,
+        tensor_override=values.tensor_parallel_size,
+        expert_override=values.expert_parallel_size,
+        arguments=values,
+    )
+    run = Resolution(as_read(document.data), values)
     filling.fill_batch(run, view.data_parallel or 1)
     filling.fill_precision(run)
     filling.fill_optimizer(run)
     filling.fill_checkpointing(run)
     filling.fill_from_arguments(run)
     filling.fill_from_model(run)
-    view = replace(view, filled=copy.deepcopy(run.config))
-    _require(view, allow_ignored_keys)
+    # the rules read values as they are written, so they get the file with what was filled, not what DeepSpeed reads
+    written = copy.deepcopy(dict(document.data))
+    for item in run.filled:
+        put(written, item.pointer, item.value)
+    return run, replace(view, filled=written)
+
+
+def _resolved(run: Resolution, view: RunView) -> Resolved:
+    """Return the config as DeepSpeed gets it, and what the harness reads from it."""
     filling.fill_pipeline(run, view.stages)
     stage = filling.fill_zero_stage(run, view.precision, view.zero_stage or 0)
     filling.fill_bucket(run, stage)
     filling.remove_autos(run, "", run.config)
-    return _resolved(run, view, stage)
-
-
-def _view(document: Document, values: AutoValues, model: str | None) -> RunView:
-    """Return what the rules are given of a run."""
-    return RunView(
-        document,
-        world_size=values.world_size,
-        model=known_shape(model, "harness"),
-        pipeline_override=values.pipeline_parallel_size,
-        tensor_override=values.tensor_parallel_size,
-        expert_override=values.expert_parallel_size,
-        arguments=values,
-    )
-
-
-def _require(view: RunView, allow_ignored_keys: bool) -> None:
-    """Raise ConfigError for what keeps a run from starting."""
-    refused = refusals(findings(view), allow_ignored_keys=allow_ignored_keys)
-    if refused:
-        raise ConfigError(refused)
-
-
-def _resolved(run: Resolution, view: RunView, stage: int) -> Resolved:
-    """Return what a filled config comes to."""
     run.config.pop("$schema", None)
     alone = _for_deepspeed_alone(run, view.stages, view.tensor)
     for section in ("tensor_parallel", "expert_parallel"):

@@ -27,10 +27,14 @@ def _steps(pointer: str) -> tuple[str, ...]:
 
 
 def put(config: JsonObject, pointer: str, value: object) -> None:
-    """Write a value at a JSON pointer, making the objects on the way."""
+    """Write a value at a JSON pointer, making the objects on the way; nothing where a value is in the way."""
     *steps, last = pointer.split("/")[1:]
     for step in steps:
-        config = config.setdefault(step, {})
+        if config.get(step) is None:
+            config[step] = {}
+        config = config[step]
+        if not isinstance(config, dict):
+            return
     config[last] = value
 
 

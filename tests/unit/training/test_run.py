@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from torch import nn
 
 from harness import Trainer, TrainingArguments, UserError
 from harness.checkpoint.run_lock import HELD
+from harness.config.rules.rule import Finding
 from harness.console import plain_console
 from harness.data.tokenizer import ByteTokenizer
 from harness.resilience.process.distributed import open_groups
@@ -30,7 +31,9 @@ CONFIG = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Trainer]:
     def trainer(name: str = "run", data: object = POINTS, **arguments: object) -> Trainer:
-        args = TrainingArguments(str(tmp_path / name), deepspeed_config=CONFIG, max_steps=1, save_steps=0, **arguments)
+        args = TrainingArguments(
+            str(tmp_path / name), deepspeed_config=CONFIG, **{"max_steps": 1, "save_steps": 0, **arguments}
+        )
         return Trainer([nn.Linear(2, 1)], args, data, loss_fn=nn.functional.mse_loss)
 
     return trainer
@@ -44,6 +47,21 @@ def test_a_run_leaves_the_groups_that_were_there_and_no_lock(make: Callable[...,
     assert trainer.run.output_dir in HELD
     trainer.close()
     assert open_groups() == before and trainer.run.output_dir not in HELD
+
+
+def test_the_rules_run_once_in_a_whole_run(make: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+
+    def count(view: object) -> Iterator[Finding]:
+        passes.append(view)
+        return iter(())
+
+    check = sys.modules["harness.config.check"]
+    monkeypatch.setattr(check, "RULES", (*check.RULES, replace(check.RULES[0], check=count)))
+    trainer = make(max_steps=-1, num_train_epochs=1, warmup_ratio=0.5)
+    trainer.train()
+    trainer.close()
+    assert len(passes) == 1
 
 
 def test_to_let_go_of_a_run_again_leaves_the_next_one_alone(make: Callable[..., Trainer]) -> None:

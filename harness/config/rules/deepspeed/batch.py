@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
 from harness.config.values.batch import ACCUMULATION, ARGUMENTS, MICRO, TRAIN, complete, misfit, stated_sizes
-from harness.config.values.pointers import AUTO
+from harness.config.values.pointers import AUTO, whole
 from harness.config.view import RunView
 
 
@@ -25,10 +25,10 @@ def no_batch_size(view: RunView) -> Iterator[Finding]:
     The number of accumulation steps alone says nothing about the batch. With the harness and the
     HuggingFace Trainer `"train_micro_batch_size_per_gpu": "auto"` takes the size from the arguments.
     """
-    if view.get(TRAIN) is None and view.get(MICRO) is None:
+    if view.in_file(TRAIN) is None and view.in_file(MICRO) is None:
         value = '"auto"' if view.target != "deepspeed" else "a number"
         yield Finding(
-            pointer=ACCUMULATION if view.has(ACCUMULATION) else "",
+            pointer=ACCUMULATION if ACCUMULATION[1:] in view.document.data else "",
             message="no batch size: neither train_batch_size nor train_micro_batch_size_per_gpu is given",
             hint=f"add train_micro_batch_size_per_gpu, as {value}",
             deepspeed="raises AssertionError",
@@ -50,9 +50,10 @@ def batch_sizes_disagree(view: RunView) -> Iterator[Finding]:
     ranks. Without `--world_size` this is reported where no number of ranks at all would fit. With the
     harness only the data-parallel ranks count: ranks / (pipeline stages x tensor-parallel ranks).
     """
-    if any(view.get(pointer) not in (None, AUTO) and (view.size(pointer) or 0) < 1 for pointer in ARGUMENTS):
+    in_file = [view.in_file(pointer) for pointer in ARGUMENTS]
+    if any(size not in (None, AUTO) and (whole(size) or 0) < 1 for size in in_file):
         return  # another rule reports a wrong value
-    sizes = stated_sizes(view.data_as_read, view.arguments)
+    sizes = stated_sizes(view.file_as_read, view.arguments)
     if sizes.train is None or (view.world_size is not None and view.data_parallel is None):
         return
     ranks = view.data_parallel or _some_ranks(sizes.train, sizes.micro, sizes.accumulation)

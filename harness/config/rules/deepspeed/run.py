@@ -36,13 +36,13 @@ def argument_in_conflict(view: RunView) -> Iterator[Finding]:
     stated = [(pointer, name, getattr(values, name)) for pointer, name in ARGUMENTS.items()]
     stated += [(f"/{view.bf16_section}/enabled", "bf16", values.bf16), ("/fp16/enabled", "fp16", values.fp16)]
     for pointer, name, wanted in (*stated, *values.by_pointer):
-        in_file = view.as_read(pointer)
+        in_file = view.in_file(pointer)
         if pointer == "/scheduler/params/warmup_num_steps":
             in_file = 1 if in_file == 0 else in_file  # which is the same
         if name in values.given and pointer != BETAS and in_file not in (None, AUTO, wanted):
             yield _conflict(pointer, name, wanted, in_file)
-    yield from _other_betas(view.as_read(BETAS), values)
-    kind, wanted = view.get("/optimizer/type"), OPTIMIZERS[values.optim][0]
+    yield from _other_betas(view.in_file(BETAS), values)
+    kind, wanted = view.in_file("/optimizer/type"), OPTIMIZERS[values.optim][0]
     if "optim" in values.given and isinstance(kind, str) and kind.lower() not in (AUTO, *_same_as(wanted)):
         yield _conflict("/optimizer/type", "optim", values.optim, kind)
     kind = view.get("/scheduler/type")

@@ -75,8 +75,7 @@ def no_gradient_norm(view: RunView) -> Iterator[Finding]:
         message = f"compute_grad_norm is false at ZeRO stage {view.zero_stage}"
         hint, deepspeed = "use stage 1 or 2, or remove it", "refuses the config"
     elif clips:
-        shown = "absent, which clips at 1.0" if "gradient_clipping" not in view.data else str(clipping)
-        message = f"compute_grad_norm is false and gradient_clipping is {shown}"
+        message = f"compute_grad_norm is false and gradients are clipped at {clipping}"
         hint, deepspeed = "set gradient_clipping to 0", "raises ValueError when the engine starts"
     else:
         return

@@ -119,7 +119,7 @@ def impossible_value(view: RunView) -> Iterator[Finding]:
             if name in known:
                 yield from _outside(f"{section}/{name}", value, known[name])
     for pointer, bounds in OTHERS.items():
-        yield from _outside(pointer, view.get(pointer), bounds)
+        yield from _outside(pointer, view.as_read(pointer), bounds)
     for visit, reading in unchecked_ranges(view):
         yield _finding(visit.pointer, f"is {show(visit.value)}", f"a value that is {reading.wanted}")
 
