@@ -22,7 +22,7 @@ VERBS = {
     "plan": ("harness.planner.commands", "rank every layout of a number of ranks by its predicted speed"),
     "estimate": ("harness.planner.commands", "predict memory and speed of one config"),
     "checkpoint": ("harness.checkpoint.commands", "show, verify or export a checkpoint"),
-    "generate": ("harness.hf.generation", "let a trained model continue a prompt"),
+    "generate": ("harness.checkpoint.generation", "let a trained model continue a prompt"),
     "report": ("harness.report.commands", "show runs in one HTML file"),
     "dry-run": ("harness.dry_run.command", "build one rank of a run without the others: memory, messages, errors"),
     "launch": ("harness.resilience.command", "start a run on its devices and hosts, and keep it going"),

@@ -6,13 +6,11 @@ Showing and verifying import neither torch nor transformers.
 from __future__ import annotations
 
 import logging
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from harness.checkpoint.directories import read_progress
-from harness.checkpoint.integrity import changed_file, damage, unlisted
+from harness.checkpoint.integrity import changed_file, damage, listed_files, unlisted
 from harness.checkpoint.manifest import read_manifest
 from harness.errors import UserError
 from harness.verb_parser import VerbParser
@@ -83,18 +81,6 @@ def require_as_saved(directory: Path) -> None:
     """Compare the checksums of all files with what was saved; UserError for the first that differs."""
     if reason := changed_file(directory, 0, 1):
         raise UserError(f"{directory} is damaged: {reason}")
-
-
-@contextmanager
-def listed_files(directory: Path) -> Iterator[Path]:
-    """Give a folder of links to the files that a checkpoint lists: transformers reads whatever else it finds."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name, directory.absolute().name)
-        folder.mkdir()
-        for file in read_manifest(directory).files:
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / file).symlink_to((directory / file).resolve())
-        yield folder
 
 
 def export(directory: Path, output_dir: Path, dtype: str) -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import itertools
 import stat
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -60,10 +63,30 @@ def require_listed_weights(directory: Path) -> None:
 
     They might be read in the place of its own, as the names of files decide which are.
     """
-    if (directory / MANIFEST).is_file() and (directory / STATE).is_file():
+    if is_checkpoint(directory):
         kinds = (".safetensors", ".bin", ".index.json")
         if others := [name for name in unlisted(directory) if name.endswith(kinds)]:
             raise UserError(f"{directory} contains {others[0]}, which it was not saved with: move it elsewhere")
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether a model's directory is a checkpoint of a run."""
+    return (directory / MANIFEST).is_file() and (directory / STATE).is_file()
+
+
+@contextmanager
+def listed_files(directory: Path) -> Iterator[Path]:
+    """Yield a temporary folder of links to the files that a checkpoint's manifest lists.
+
+    transformers chooses files by their names, so a planted one could be read in the place of a saved one.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, directory.absolute().name)
+        folder.mkdir()
+        for file in read_manifest(directory).files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).symlink_to((directory / file).resolve())
+        yield folder
 
 
 def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.checkpoint.integrity import is_checkpoint, listed_files, require_listed_weights
 from harness.errors import UserError
 from harness.hf.locate import ADAPTERS, model_directory
 from harness.verb_parser import VerbParser
@@ -45,20 +47,28 @@ def generate(argv: Sequence[str]) -> int:
 
 
 def load(name: str) -> tuple[PreTrainedTokenizerBase, Any]:
-    """Return tokenizer and model of a directory, or of what `model_directory` finds by its name; adapters with their
-    base model."""
+    """Load the tokenizer and the model of a directory, a preset or a hub id; adapters are loaded with their base model.
+
+    Of a checkpoint only the files that its manifest lists are read.
+
+    Raises:
+        UserError: nothing loads, or a checkpoint contains weights that it was not saved with.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     directory = Path(name) if (Path(name) / ADAPTERS).is_file() else model_directory(name)
+    require_listed_weights(directory)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"cannot load {directory}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+    with listed_files(directory) if is_checkpoint(directory) else nullcontext(directory) as folder:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, ImportError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0].replace(str(folder), str(directory))
+            raise UserError(f"cannot load {directory}: {reason}") from error
     return tokenizer, model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from harness.checkpoint.directories import finish, partial_name
+from harness.checkpoint.manifest import contents
 from harness.cli import main
 from harness.data.tokenizer import ByteTokenizer
-from harness.hf.generation import brings_template, prompt_ids
+from harness.checkpoint.generation import brings_template, prompt_ids
 from tests.models import model_of
+from tests.unit.checkpoint.saved import progress
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +42,23 @@ def test_the_template_is_used_where_a_tokenizer_brings_one(directory: Path) -> N
     tokenizer.init_kwargs.pop("harness_tokenizer")
     assert brings_template(tokenizer)
     assert tokenizer.decode(prompt_ids(tokenizer, "hi", chat=True)).startswith("<|user|>\nhi")
+
+
+def test_only_files_that_a_checkpoint_lists_are_read(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / partial_name(2)
+    AutoModelForCausalLM.from_pretrained(directory).save_pretrained(written, max_shard_size="20KB")
+    AutoTokenizer.from_pretrained(directory).save_pretrained(written)
+    saved = finish(tmp_path, progress(2), contents(written))
+    command = ["generate", str(saved), "--prompt", "def ", "--max_new_tokens", "8", "--temperature", "0"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    (saved / "adapter_config.json").write_text("not read")
+    assert main(command) == 0 and capsys.readouterr().out == text
+    (saved / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    assert main(command) == 1
+    assert "contains model.safetensors, which it was not saved with" in capsys.readouterr().err
 
 
 def test_what_is_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
