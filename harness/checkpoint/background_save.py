@@ -20,15 +20,15 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from harness.checkpoint.directories import Progress, finish, partial_name, prune, remove
+from harness.checkpoint.directories import TrainingProgress, finish, partial_name, prune, remove
 from harness.checkpoint.engine_state import EngineState, stored
 from harness.checkpoint.integrity import newest
 from harness.checkpoint.manifest import Files, contents
 from harness.checkpoint.residue import describe, write_residue
 from harness.checkpoint.room import room
 from harness.checkpoint.run_lock import lock_directory
-from harness.checkpoint.tensors.held import Held
 from harness.checkpoint.tensors.kept_buffer import KeptBuffer
+from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.checkpoint.tensors.tensor_writer import OpenFiles
 from harness.checkpoint.tensors.whole_tensors import PlannedFiles, plan_tensors
 from harness.errors import UserError
@@ -79,7 +79,7 @@ class Writer:
         """Wait until the thread has done all that it was given."""
         self.run(lambda: None).result()
 
-    def copied(self, files: Sequence[tuple[str, list[Held]]]) -> list[tuple[str, list[Held]]]:
+    def copied(self, files: Sequence[tuple[str, list[LocalShard]]]) -> list[tuple[str, list[LocalShard]]]:
         """Return what is held with copies of the values that this rank writes."""
         owned = [held for _, tensors in files for held in tensors if held.owned]
         copies = iter(self._buffer.copy([held.values for held in owned], self._thread))
@@ -99,7 +99,7 @@ class BackgroundSave:
     """
 
     def __init__(
-        self, state: EngineState, target: Target, progress: Progress, writer: Writer, *, copy: bool = True
+        self, state: EngineState, target: Target, progress: TrainingProgress, writer: Writer, *, copy: bool = True
     ) -> None:
         """Copy what this rank holds and begin to write it; raises NotSaved on all ranks if that fails.
 
@@ -158,7 +158,7 @@ class BackgroundSave:
             pass
         return self.path
 
-    def _write(self, target: Target, progress: Progress) -> Phases:
+    def _write(self, target: Target, progress: TrainingProgress) -> Phases:
         """Yield the phases of this rank, in the order in which all ranks go through them."""
         yield self._create_files
         with OpenFiles(several_hosts=not self._one_host) as opened:

@@ -36,7 +36,7 @@ RUN = "run.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class TrainingProgress:
     """Where a run stood when it was saved.
 
     Attributes:
@@ -104,22 +104,22 @@ def numbered(output_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(match.group(1)), path) for match, path in matches if match and path.is_dir())
 
 
-def read_progress(checkpoint: Path) -> Progress:
+def read_progress(checkpoint: Path) -> TrainingProgress:
     """Return what a checkpoint says of itself; UserError if it cannot be read."""
     path = checkpoint / STATE
     try:
         stated = read_json(path)
-        known = {item.name for item in fields(Progress)}  # a later version may say more
-        progress = Progress(**{name: value for name, value in stated.items() if name in known})
+        known = {item.name for item in fields(TrainingProgress)}  # a later version may say more
+        progress = TrainingProgress(**{name: value for name, value in stated.items() if name in known})
         _require_types(progress)
         return progress
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
-def _require_types(progress: Progress) -> None:
+def _require_types(progress: TrainingProgress) -> None:
     """Raise ValueError for a value of another type than its field's: somebody has edited the file."""
-    for name, kind in get_type_hints(Progress).items():
+    for name, kind in get_type_hints(TrainingProgress).items():
         value = getattr(progress, name)
         if not _is_of(value, kind):
             raise ValueError(f"{name} is {value!r}")
@@ -173,8 +173,10 @@ def require_same_adapters(checkpoint: Path, adapters: str) -> None:
 def require_same_base(checkpoint: Path, base: Mapping[str, str]) -> None:
     """Raise UserError if adapters in a checkpoint were trained on another base model than the run's.
 
-    `base`: as `Progress.base`. Only weights of the same name are compared: a model in memory may have others than its
-    files.
+    Only weights of the same name are compared: a model in memory may have others than its files.
+
+    Args:
+        base: as `TrainingProgress.base`.
     """
     saved = read_progress(checkpoint).base
     for name in sorted(saved.keys() & base.keys()):
@@ -202,7 +204,7 @@ def require_same_model(checkpoint: Path, model: str, model_config: JsonObject) -
             )
 
 
-def finish(output_dir: Path, progress: Progress, files: Mapping[str, tuple[int, str]]) -> Path:
+def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tuple[int, str]]) -> Path:
     """Give a checkpoint whose `files` are all written its state, its manifest and its name; one rank calls it."""
     partial = output_dir / partial_name(progress.step)
     final = output_dir / finished_name(progress.step)

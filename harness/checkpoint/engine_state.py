@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from harness.checkpoint.directories import Progress
+from harness.checkpoint.directories import TrainingProgress
 from harness.checkpoint.tensors.coverage import require_each_value_once
-from harness.checkpoint.tensors.held import Held, held_tensors
+from harness.checkpoint.tensors.local_shard import LocalShard, local_shards
 from harness.checkpoint.tensors.tensor_writer import require_storable
 from harness.checkpoint.tensors.whole_tensors import entry_of
 from harness.deepspeed.engine import loss_scaling
@@ -47,21 +47,25 @@ class EngineState:
         """The name of the file of weights, without its suffix."""
         return ADAPTERS if self.adapters else MODEL
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[LocalShard]:
         """Return what this rank holds of the model's tensors."""
-        return held_tensors(
+        return local_shards(
             self.engine.module, self.engine.optimizer, self.groups, rename=self.rename, trained_only=self.adapters
         )
 
 
-def stored(state: EngineState, progress: Progress) -> tuple[list[tuple[str, list[Held]]], Progress]:
+def stored(
+    state: EngineState, progress: TrainingProgress
+) -> tuple[list[tuple[str, list[LocalShard]]], TrainingProgress]:
     """Return what this rank holds of the tensors of each file, and the progress with what the engine counts; all ranks
     call it. What lies on NVMe is copied into memory."""
     with states_in_memory(state.engine.optimizer):
         return _stored(state, progress)
 
 
-def _stored(state: EngineState, progress: Progress) -> tuple[list[tuple[str, list[Held]]], Progress]:
+def _stored(
+    state: EngineState, progress: TrainingProgress
+) -> tuple[list[tuple[str, list[LocalShard]]], TrainingProgress]:
     optimizer, held = state.engine.optimizer, state.held()
     kept = templates(optimizer, held)
     counters: dict[str, float] = {}
@@ -93,7 +97,7 @@ def require_savable(state: EngineState) -> list[str]:
     return kinds(found.values())
 
 
-def templates(optimizer: EngineOptimizer, held: Sequence[Held]) -> dict[tuple[int, int], Template]:
+def templates(optimizer: EngineOptimizer, held: Sequence[LocalShard]) -> dict[tuple[int, int], Template]:
     """Return what the optimizer keeps, by parameter group and by the dimensions of what is stepped on."""
     found: dict[tuple[int, int], Template] = {}
     for each, _ in stepped(held):
@@ -108,13 +112,13 @@ def kinds(templates: Iterable[Template]) -> list[str]:
     return sorted({name for found in templates for name in found.elements})
 
 
-def of_state(optimizer: EngineOptimizer, held: Sequence[Held], name: str) -> list[Held]:
+def of_state(optimizer: EngineOptimizer, held: Sequence[LocalShard], name: str) -> list[LocalShard]:
     """Return what this rank holds of the values `name` of the optimizer."""
     state = torch_optimizer(optimizer).state
     found = ((each, state.get(each.stepped[0].tensor, {}).get(name)) for each in held if each.stepped is not None)
     return [each.of_state(values) for each, values in found if values is not None]
 
 
-def stepped(held: Sequence[Held]) -> list[tuple[SteppedOn, Run]]:
+def stepped(held: Sequence[LocalShard]) -> list[tuple[SteppedOn, Run]]:
     """Return the tensors that the optimizer steps on, with the run of each that a tensor of the model is."""
     return [each.stepped for each in held if each.stepped is not None]

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from harness.checkpoint.directories import Progress, read_progress
+from harness.checkpoint.directories import TrainingProgress, read_progress
 from harness.checkpoint.engine_state import EngineState, of_state, stepped, templates
 from harness.checkpoint.integrity import changed_file, newest_whole
 from harness.checkpoint.manifest import read_manifest
-from harness.checkpoint.tensors.held import Held
+from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.checkpoint.tensors.whole_tensors import open_whole_tensors, read_tensors, require_stored
 from harness.deepspeed.engine import set_counters, set_loss_scaling
 from harness.deepspeed.nvme_states import states_in_memory
@@ -26,7 +26,7 @@ from harness.errors import UserError
 from harness.topology.agreement import all_or_none, values_of_all
 
 
-def load(state: EngineState, checkpoint: Path) -> Progress:
+def load(state: EngineState, checkpoint: Path) -> TrainingProgress:
     """Load a checkpoint into the engine; all ranks call it.
 
     The groups of parameters and the schedule of the learning rate are left as they were built.
@@ -39,7 +39,7 @@ def load(state: EngineState, checkpoint: Path) -> Progress:
     return progress
 
 
-def restore(state: EngineState, progress: Progress, fill: Callable[[str, Sequence[Held]], None]) -> None:
+def restore(state: EngineState, progress: TrainingProgress, fill: Callable[[str, Sequence[LocalShard]], None]) -> None:
     """Bring an engine to where `progress` says that a run stood; all ranks call it.
 
     Args:
@@ -53,7 +53,9 @@ def restore(state: EngineState, progress: Progress, fill: Callable[[str, Sequenc
     set_loss_scaling(optimizer, progress.loss_scaling)
 
 
-def _restore_tensors(state: EngineState, progress: Progress, fill: Callable[[str, Sequence[Held]], None]) -> None:
+def _restore_tensors(
+    state: EngineState, progress: TrainingProgress, fill: Callable[[str, Sequence[LocalShard]], None]
+) -> None:
     optimizer, held = state.engine.optimizer, state.held()
     fill(state.stem, held)
     if progress.optimizer_states:
@@ -68,7 +70,7 @@ def _restore_tensors(state: EngineState, progress: Progress, fill: Callable[[str
     use_stepped_on(optimizer)
 
 
-def _read(checkpoint: Path, stem: str, listed: Iterable[str], held: Sequence[Held]) -> None:
+def _read(checkpoint: Path, stem: str, listed: Iterable[str], held: Sequence[LocalShard]) -> None:
     """Fill what this rank holds from the listed files `stem`; all ranks call it, and fail together."""
     stored = open_whole_tensors(checkpoint, stem, listed, {each.name for each in held})
     require_stored(checkpoint, stored, held)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from harness.checkpoint.atomic import exchange, sync_file, sync_folder
 from harness.checkpoint.directories import partial_name, remove
-from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, Place, create, places_in
+from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, OpenFiles, create, file_regions
 from harness.errors import UserError
 from harness.topology.agreement import all_or_none, spell_ranks, values_of_all
 
@@ -28,11 +28,11 @@ def try_saving(output_dir: Path, *, several_hosts: bool) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     folder = output_dir / partial_name(0)
     path = folder / "trial.safetensors"
-    header, (place,) = places_in(path, [Entry(name="w", shape=(ranks, VALUES), dtype=torch.float32, trained=True)])
+    header, (region,) = file_regions(path, [Entry(name="w", shape=(ranks, VALUES), dtype=torch.float32, trained=True)])
     try:
-        all_or_none(lambda: _create(path, header, place) if rank == 0 else None)
-        all_or_none(lambda: _write(place, rank, several_hosts=several_hosts))
-        lost = values_of_all(_lost(place, ranks) if rank == 0 else [])[0]
+        all_or_none(lambda: _create(path, header, region) if rank == 0 else None)
+        all_or_none(lambda: _write(region, rank, several_hosts=several_hosts))
+        lost = values_of_all(_lost(region, ranks) if rank == 0 else [])[0]
         if lost:
             raise UserError(
                 f"what {spell_ranks(lost)} wrote is not in the file: the file system loses what several ranks write to "
@@ -46,22 +46,22 @@ def try_saving(output_dir: Path, *, several_hosts: bool) -> None:
             remove([folder, _other(folder)])
 
 
-def _create(path: Path, header: bytes, place: Place) -> None:
+def _create(path: Path, header: bytes, region: FileRegion) -> None:
     remove([path.parent, _other(path.parent)])  # of a run that was killed while it tried
     path.parent.mkdir(parents=True)
-    create(path, header, [place])
+    create(path, header, [region])
 
 
-def _write(place: Place, rank: int, *, several_hosts: bool) -> None:
+def _write(region: FileRegion, rank: int, *, several_hosts: bool) -> None:
     with OpenFiles(several_hosts=several_hosts) as opened:
-        opened.write(place, (rank, 0), torch.full((1, VALUES), rank + 1.0))
+        opened.write(region, (rank, 0), torch.full((1, VALUES), rank + 1.0))
         opened.sync()
 
 
-def _lost(place: Place, ranks: int) -> list[int]:
+def _lost(region: FileRegion, ranks: int) -> list[int]:
     """Return the ranks whose values are not in the file."""
-    content = bytearray(place.path.read_bytes()[place.start :])
-    if len(content) != place.entry.nbytes:
+    content = bytearray(region.path.read_bytes()[region.start :])
+    if len(content) != region.entry.nbytes:
         return list(range(ranks))
     rows = torch.frombuffer(content, dtype=torch.float32).view(ranks, VALUES)
     return [rank for rank, row in enumerate(rows) if not bool((row == rank + 1).all())]

@@ -16,10 +16,10 @@ from statistics import median
 import torch
 from torch import nn
 
-from harness.checkpoint.directories import Progress
+from harness.checkpoint.directories import TrainingProgress
 from harness.checkpoint.engine_state import stored
 from harness.checkpoint.tensors.exchange import exchange
-from harness.checkpoint.tensors.held import Held
+from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.checkpoint.training_state import restore
 from harness.deepspeed.instructions import watch_instructions
 from harness.parallel.pipeline.partition import balanced
@@ -64,7 +64,7 @@ class StageClock:
 
 
 @inside("rebalancing")
-def move_layers(run: Run, boundaries: list[int], progress: Progress) -> None:
+def move_layers(run: Run, boundaries: list[int], progress: TrainingProgress) -> None:
     """Give the run other stage boundaries and a new engine in the same state; all ranks call it.
 
     What a rank held waits in the host's memory while the new engine is built, so that the device never holds both.
@@ -78,14 +78,14 @@ def move_layers(run: Run, boundaries: list[int], progress: Progress) -> None:
     run.boundaries, run.stages = boundaries, stage_lines(trainable, boundaries, run.module, run)
     expect_costs(stage_costs(trainable.costs, boundaries, run.resolved.parts))
 
-    def fill(stem: str, want: Sequence[Held]) -> None:
+    def fill(stem: str, want: Sequence[LocalShard]) -> None:
         exchange(kept.pop(stem), want, run.groups.coordinate.stage, run.device)
 
     restore(run.engine_state, progress, fill)
     run.engine.schedule.go_to(progress.step - progress.skipped_steps)
 
 
-def _on_host(held: Held) -> Held:
+def _on_host(held: LocalShard) -> LocalShard:
     """Return what is held with a copy of its values, which outlives the engine."""
     return replace(held, values=held.values.to("cpu", copy=True), stepped=None)
 

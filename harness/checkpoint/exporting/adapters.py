@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from harness.checkpoint.atomic import UNFINISHED, replaced_files, sync_file, sync_folder
-from harness.checkpoint.tensors.held import held_of
+from harness.checkpoint.tensors.local_shard import local_shard_of
 from harness.checkpoint.tensors.whole_tensors import write_tensors
 from harness.topology.agreement import all_or_none
 from harness.topology.groups import Groups
@@ -35,7 +35,9 @@ def export_adapters(module: nn.Module, groups: Groups, directory: Path, *, renam
     """
     trained = [each for each in module.named_parameters(remove_duplicate=False) if each[1].requires_grad]
     unfinished = UNFINISHED + STEM
-    write_tensors(directory, unfinished, [held_of(rename(n), p, groups) for n, p in trained], groups, one_file=True)
+    write_tensors(
+        directory, unfinished, [local_shard_of(rename(n), p, groups) for n, p in trained], groups, one_file=True
+    )
 
     def replace() -> None:
         written = directory / f"{unfinished}.safetensors"

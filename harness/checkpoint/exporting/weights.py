@@ -19,9 +19,9 @@ from transformers import GenerationConfig
 from harness.checkpoint.atomic import replaced_files
 from harness.checkpoint.exporting.gather import gather_tp, gather_zero3
 from harness.checkpoint.exporting.model_files import replace_model, settle_model, unfinished_name
-from harness.checkpoint.tensors.file_plan import Share, dealt_places, plan_files
-from harness.checkpoint.tensors.held import held_of, saved_tensors
-from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, Place, create, index_content, places_in
+from harness.checkpoint.tensors.file_plan import Share, dealt_regions, plan_files
+from harness.checkpoint.tensors.local_shard import local_shard_of, saved_tensors
+from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, OpenFiles, create, file_regions, index_content
 from harness.checkpoint.tensors.whole_tensors import several_hosts
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource
@@ -48,20 +48,20 @@ def export_weights(
     """
     local = {rename(name): tensor for name, tensor in saved_tensors(module, each_name=form is not None)}
     if form is None:
-        held = {name: held_of(name, tensor, groups) for name, tensor in local.items()}
+        held = {name: local_shard_of(name, tensor, groups) for name, tensor in local.items()}
         form = CheckpointFormat(
             tensors={n: LazyTensor.of(ParameterRef(n, h.full_shape, h.values.dtype)) for n, h in held.items()}
         )
     mine = {name: lazy for name, lazy in form.tensors.items() if _held(lazy) <= local.keys()}
     files: dict[str, list[Entry]] = {}  # on rank 0 alone
 
-    def plan(shares: list[Share]) -> dict[str, Place]:
+    def plan(shares: list[Share]) -> dict[str, FileRegion]:
         files.update(plan_files(shares, form))
         return _create_files(directory, files)
 
-    places = dealt_places(_entries(mine, local), groups, plan)
+    regions = dealt_regions(_entries(mine, local), groups, plan)
     with OpenFiles(several_hosts=several_hosts()) as opened:
-        export = _Export(local=local, mine=mine, places=places, groups=groups, opened=opened)
+        export = _Export(local=local, mine=mine, regions=regions, groups=groups, opened=opened)
         export.write_patches()
         export.write_computed()
         export.sync()
@@ -95,13 +95,13 @@ def _entries(mine: Mapping[str, LazyTensor], local: Mapping[str, Tensor]) -> lis
     return entries
 
 
-def _create_files(directory: Path, files: Mapping[str, list[Entry]]) -> dict[str, Place]:
+def _create_files(directory: Path, files: Mapping[str, list[Entry]]) -> dict[str, FileRegion]:
     """Make the files at their full size, under their unfinished names; return where each tensor goes."""
     settle_model(directory)
-    laid_out = {name: places_in(directory / unfinished_name(name), entries) for name, entries in files.items()}
-    for header, places in laid_out.values():
-        create(places[0].path, header, places)
-    return {place.entry.name: place for _, places in laid_out.values() for place in places}
+    laid_out = {name: file_regions(directory / unfinished_name(name), entries) for name, entries in files.items()}
+    for header, regions in laid_out.values():
+        create(regions[0].path, header, regions)
+    return {region.entry.name: region for _, regions in laid_out.values() for region in regions}
 
 
 # -- writing -------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class _Export:
 
     local: Mapping[str, Tensor]
     mine: Mapping[str, LazyTensor]
-    places: Mapping[str, Place]
+    regions: Mapping[str, FileRegion]
     groups: Groups
     opened: OpenFiles
     failed: list[UserError] = field(default_factory=list)
@@ -137,26 +137,26 @@ class _Export:
         except UserError as error:
             self.failed.append(error)
 
-    def _write(self, place: Place, start: Sequence[int], values: Tensor) -> None:
+    def _write(self, region: FileRegion, start: Sequence[int], values: Tensor) -> None:
         try:
-            self.opened.write(place, start, values)
+            self.opened.write(region, start, values)
         except UserError as error:
             self.failed.append(error)
 
     def write_patches(self) -> None:
         """Write what is but an arrangement of this rank's tensors, each rank what it holds of them."""
-        uses: dict[str, list[tuple[Place, TensorSlice]]] = {name: [] for name in self.local}
+        uses: dict[str, list[tuple[FileRegion, TensorSlice]]] = {name: [] for name in self.local}
         for name, lazy in self.mine.items():
             for patch in lazy.patches:
                 if isinstance(patch.leaf, ParameterRef):
-                    uses[patch.leaf.name].append((self.places[name], patch))
+                    uses[patch.leaf.name].append((self.regions[name], patch))
         for name, tensor in self.local.items():
-            held = held_of(name, tensor, self.groups)
+            held = local_shard_of(name, tensor, self.groups)
             for box, values in held.pieces() if held.owned and uses[name] else ():
-                for place, patch in uses[name]:
+                for region, patch in uses[name]:
                     part = _within(patch, box)
                     if part is not None:
-                        self._write(place, part.start, part.lazy_view(values[_index(part.box, box)]))
+                        self._write(region, part.start, part.lazy_view(values[_index(part.box, box)]))
 
     def write_computed(self) -> None:
         """Write what must be computed from whole tensors, which the first rank of the tensor group then holds."""
@@ -169,7 +169,7 @@ class _Export:
                 whole = {source: InMemory(gather_tp(self.local[source], self.groups).cpu()) for source in needed}
                 if self.groups.coordinate.dp_rank == 0 and self.groups.coordinate.tp_rank == 0:
                     values = realised(lazy.with_leaves(whole.__getitem__))
-                    self._write(self.places[name], (0,) * values.dim(), values.to(self.places[name].entry.dtype))
+                    self._write(self.regions[name], (0,) * values.dim(), values.to(self.regions[name].entry.dtype))
 
 
 def _within(patch: TensorSlice, box: Box) -> TensorSlice | None:

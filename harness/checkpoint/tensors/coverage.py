@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from harness.checkpoint.tensors.held import Held
+from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.errors import UserError
 from harness.topology.agreement import values_of_all
 from harness.topology.groups import Groups
 
 
-def require_each_value_once(tensors: Sequence[Held], groups: Groups) -> None:
+def require_each_value_once(tensors: Sequence[LocalShard], groups: Groups) -> None:
     """Raise UserError, on all ranks alike, unless the ranks of each stage hold each value of its tensors once.
 
     All ranks call it. `tensors` have the same names, in the same order, on all ranks of a stage.
@@ -36,5 +36,5 @@ def require_each_value_once(tensors: Sequence[Held], groups: Groups) -> None:
         raise UserError(f"no checkpoint can be saved in this layout: {found}; please report it")
 
 
-def _written(held: Held) -> int:
+def _written(held: LocalShard) -> int:
     return sum(values.numel() for _, values in held.pieces()) if held.owned else 0

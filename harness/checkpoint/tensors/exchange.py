@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.checkpoint.tensors.held import Held
+from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.hf.weights.slices import Box
 from harness.topology.agreement import values_of_all
 
@@ -25,7 +25,7 @@ class Transfer:
 
 
 @torch.no_grad()
-def exchange(have: Sequence[Held], want: Sequence[Held], stage: int, device: torch.device) -> None:
+def exchange(have: Sequence[LocalShard], want: Sequence[LocalShard], stage: int, device: torch.device) -> None:
     """Fill `want` with what all ranks together have of the same tensors; all ranks call it.
 
     Only what a rank owns is sent. One tensor travels at a time, so that no rank needs memory for more.
@@ -100,7 +100,7 @@ def _move(
         place.copy_(arriving)
 
 
-def _by_name(tensors: Sequence[Held] | Iterator[Held]) -> dict[str, list[tuple[Box, Tensor]]]:
+def _by_name(tensors: Sequence[LocalShard] | Iterator[LocalShard]) -> dict[str, list[tuple[Box, Tensor]]]:
     found: dict[str, list[tuple[Box, Tensor]]] = {}
     for held in tensors:
         found.setdefault(held.name, []).extend(held.pieces())

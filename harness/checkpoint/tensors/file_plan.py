@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from harness.checkpoint.tensors.tensor_writer import Entry, Place, split_by_size
+from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, split_by_size
 from harness.errors import UserError
 from harness.hf.weights.conversion import CheckpointFormat
 from harness.hf.weights.tensor_files import SINGLE
@@ -31,27 +31,27 @@ class Share:
     entries: list[Entry]
 
 
-def dealt_places(
-    entries: list[Entry], groups: Groups, plan: Callable[[list[Share]], Mapping[str, Place]]
-) -> dict[str, Place]:
+def dealt_regions(
+    entries: list[Entry], groups: Groups, plan: Callable[[list[Share]], Mapping[str, FileRegion]]
+) -> dict[str, FileRegion]:
     """Return the place of each of `entries`, those of this rank's stage; all ranks call it.
 
     `plan` is called on rank 0 with the shares of all stages, in order of stage. Raises UserError on every rank if it
     raises that or OSError.
     """
     shares = _shares(entries, groups)
-    dealt: list[list[Place]] | None = None
+    dealt: list[list[FileRegion]] | None = None
     failed: list[str | None] = [None]
     if shares is not None:
         try:
-            places = plan(shares)
-            dealt = [[places[entry.name] for entry in share.entries] for share in shares]
+            regions = plan(shares)
+            dealt = [[regions[entry.name] for entry in share.entries] for share in shares]
         except (UserError, OSError) as error:
             failed = [str(error)]
     dist.broadcast_object_list(failed, src=0)
     if failed[0] is not None:
         raise UserError(failed[0])
-    return {place.entry.name: place for place in _deal(dealt, groups)}
+    return {region.entry.name: region for region in _deal(dealt, groups)}
 
 
 def plan_files(shares: list[Share], form: CheckpointFormat) -> dict[str, list[Entry]]:
@@ -97,9 +97,9 @@ def _shares(entries: list[Entry], groups: Groups) -> list[Share] | None:
     return shares
 
 
-def _deal(dealt: list[list[Place]] | None, groups: Groups) -> list[Place]:
+def _deal(dealt: list[list[FileRegion]] | None, groups: Groups) -> list[FileRegion]:
     """From rank 0 the first rank of each stage gets what its stage needs, and passes it on."""
-    own: list[list[Place]] = [dealt[groups.coordinate.stage] if dealt is not None else []]
+    own: list[list[FileRegion]] = [dealt[groups.coordinate.stage] if dealt is not None else []]
     for axis in PASSED_ALONG:
         group = groups.along(axis)
         if group is None or not takes_part(groups.coordinate, axis):

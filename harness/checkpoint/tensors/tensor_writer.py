@@ -50,7 +50,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class FileRegion:
     """Where a tensor begins: a file and a byte in it."""
 
     path: Path
@@ -77,7 +77,7 @@ def require_storable(entries: Iterable[Entry]) -> None:
         raise UserError(f"{wrong.name} is of {wrong.dtype}, which cannot be saved: use another dtype")
 
 
-def places_in(path: Path, entries: Sequence[Entry]) -> tuple[bytes, list[Place]]:
+def file_regions(path: Path, entries: Sequence[Entry]) -> tuple[bytes, list[FileRegion]]:
     """Return the header of the file `path`, and the places of its tensors: wider ones first, so that each is aligned.
 
     UserError for a tensor of a dtype that no such file holds.
@@ -93,18 +93,18 @@ def places_in(path: Path, entries: Sequence[Entry]) -> tuple[bytes, list[Place]]
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     starts = {name: 8 + len(text) + item["data_offsets"][0] for name, item in header.items() if "shape" in item}
-    places = [Place(path=path, start=starts[entry.name], entry=entry) for entry in ordered]
-    return len(text).to_bytes(8, "little") + text, places
+    regions = [FileRegion(path=path, start=starts[entry.name], entry=entry) for entry in ordered]
+    return len(text).to_bytes(8, "little") + text, regions
 
 
-def file_size(header: bytes, places: Sequence[Place]) -> int:
+def file_size(header: bytes, regions: Sequence[FileRegion]) -> int:
     """Return the bytes of a file with this header and these tensors."""
-    return len(header) + sum(place.entry.nbytes for place in places)
+    return len(header) + sum(region.entry.nbytes for region in regions)
 
 
-def create(path: Path, header: bytes, places: Sequence[Place]) -> None:
+def create(path: Path, header: bytes, regions: Sequence[FileRegion]) -> None:
     """Make the file at its full size, with its header; UserError if there is no room for it."""
-    size = file_size(header, places)
+    size = file_size(header, regions)
     try:
         with path.open("wb") as file:
             file.write(header)
@@ -167,7 +167,7 @@ class OpenFiles:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
 
-    def write(self, place: Place, start: Sequence[int], values: Tensor) -> None:
+    def write(self, region: FileRegion, start: Sequence[int], values: Tensor) -> None:
         """Write `values` to the part of the tensor at `place` that begins at index `start`.
 
         UserError if that fails, as on a full disk.
@@ -175,14 +175,14 @@ class OpenFiles:
         if values.numel() == 0:
             return
         try:
-            if place.path not in self._descriptors:
-                at_once = self._several_hosts and _is_on_nfs(place.path)
+            if region.path not in self._descriptors:
+                at_once = self._several_hosts and _is_on_nfs(region.path)
                 flags = os.O_WRONLY | os.O_CLOEXEC | (os.O_DSYNC if at_once else 0)
-                self._descriptors[place.path] = os.open(place.path, flags)
-                self._shared |= {self._descriptors[place.path]} if at_once else set()
-            self._write(self._descriptors[place.path], place, tuple(start), values)
+                self._descriptors[region.path] = os.open(region.path, flags)
+                self._shared |= {self._descriptors[region.path]} if at_once else set()
+            self._write(self._descriptors[region.path], region, tuple(start), values)
         except OSError as error:
-            raise UserError(f"{place.path}: cannot be written: {error.strerror}") from error
+            raise UserError(f"{region.path}: cannot be written: {error.strerror}") from error
 
     def sync(self) -> None:
         """Wait until what was written is on the disk; UserError if that fails."""
@@ -194,21 +194,21 @@ class OpenFiles:
             except OSError as error:
                 raise UserError(f"{path}: cannot be written: {error.strerror}") from error
 
-    def _write(self, descriptor: int, place: Place, start: tuple[int, ...], values: Tensor) -> None:
+    def _write(self, descriptor: int, region: FileRegion, start: tuple[int, ...], values: Tensor) -> None:
         wide = next((dim for dim, size in enumerate(values.shape) if size > 1), None)
-        if wide is not None and values.numel() * place.entry.dtype.itemsize > BLOCK_BYTES:
+        if wide is not None and values.numel() * region.entry.dtype.itemsize > BLOCK_BYTES:
             half = values.shape[wide] // 2
             rest = (*start[:wide], start[wide] + half, *start[wide + 1 :])
-            self._write(descriptor, place, start, values.narrow(wide, 0, half))
-            self._write(descriptor, place, rest, values.narrow(wide, half, values.shape[wide] - half))
+            self._write(descriptor, region, start, values.narrow(wide, 0, half))
+            self._write(descriptor, region, rest, values.narrow(wide, half, values.shape[wide] - half))
             return
-        shape, size = place.entry.shape, place.entry.dtype.itemsize
-        block = values.detach().to("cpu", place.entry.dtype).contiguous()
+        shape, size = region.entry.shape, region.entry.dtype.itemsize
+        block = values.detach().to("cpu", region.entry.dtype).contiguous()
         # from dimension `inner` on, all of the tensor is written: these values lie one after the other in the file
         inner = next((dim for dim in reversed(range(len(shape))) if block.shape[dim] != shape[dim]), 0)
         runs = block.view(prod(block.shape[:inner]), -1)
         strides = [prod(shape[dim + 1 :]) * size for dim in range(len(shape))]
-        at = offset = place.start + sum(first * stride for first, stride in zip(start, strides, strict=True))
+        at = offset = region.start + sum(first * stride for first, stride in zip(start, strides, strict=True))
         for index, run in zip(product(*map(range, block.shape[:inner])), runs, strict=True):
             offset = at + sum(each * stride for each, stride in zip(index, strides, strict=False))
             _write_all(descriptor, memoryview(run.view(torch.uint8).numpy()), offset)

@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from harness.checkpoint.tensors.coverage import require_each_value_once
-from harness.checkpoint.tensors.file_plan import Share, dealt_places
-from harness.checkpoint.tensors.held import Held
+from harness.checkpoint.tensors.file_plan import Share, dealt_regions
+from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.checkpoint.tensors.tensor_writer import (
     Entry,
+    FileRegion,
     OpenFiles,
-    Place,
     create,
+    file_regions,
     file_size,
     index_content,
-    places_in,
     split_by_size,
 )
 from harness.errors import UserError
@@ -49,20 +49,20 @@ class PlannedFiles:
         index: path and content of the index, on rank 0, if there is one.
     """
 
-    tensors: Sequence[Held]
-    places: dict[str, Place]
-    created: dict[Path, tuple[bytes, list[Place]]]
+    tensors: Sequence[LocalShard]
+    regions: dict[str, FileRegion]
+    created: dict[Path, tuple[bytes, list[FileRegion]]]
     index: tuple[Path, str] | None
 
     @property
     def nbytes(self) -> int:
         """The size of the files that this rank creates."""
-        return sum(file_size(header, places) for header, places in self.created.values())
+        return sum(file_size(header, regions) for header, regions in self.created.values())
 
     def create(self) -> None:
         """Create the files of rank 0 at their full size; UserError if there is no room for one."""
-        for path, (header, places) in self.created.items():
-            create(path, header, places)
+        for path, (header, regions) in self.created.items():
+            create(path, header, regions)
         if self.index is not None:
             self.index[0].write_text(self.index[1], encoding="utf-8")
 
@@ -70,34 +70,36 @@ class PlannedFiles:
         """Write what this rank holds, without waiting for the disk; UserError if that fails."""
         for held in self.tensors:
             for box, values in held.pieces() if held.owned else ():
-                opened.write(self.places[held.name], [start for start, _ in box], values)
+                opened.write(self.regions[held.name], [start for start, _ in box], values)
 
 
 def plan_tensors(
-    folder: Path, stem: str, tensors: Sequence[Held], groups: Groups, *, one_file: bool = False
+    folder: Path, stem: str, tensors: Sequence[LocalShard], groups: Groups, *, one_file: bool = False
 ) -> PlannedFiles:
     """Return the files `STEM*` of `folder` for the tensors of all ranks, which call it together. Nothing is written.
 
     Raises UserError, on all ranks alike, if the files would not hold each value once.
     """
     require_each_value_once(tensors, groups)
-    created: dict[Path, tuple[bytes, list[Place]]] = {}
+    created: dict[Path, tuple[bytes, list[FileRegion]]] = {}
     index: list[tuple[Path, str]] = []
 
-    def plan(shares: list[Share]) -> dict[str, Place]:
+    def plan(shares: list[Share]) -> dict[str, FileRegion]:
         unique = {entry.name: entry for share in shares for entry in share.entries}
         files = _named(stem, split_by_size(unique.values(), 2**63 if one_file else FILE_BYTES))
-        created.update({folder / name: places_in(folder / name, entries) for name, entries in files.items()})
+        created.update({folder / name: file_regions(folder / name, entries) for name, entries in files.items()})
         if len(files) > 1:
             text = json.dumps(index_content(files), indent=2, sort_keys=True) + "\n"
             index.append((folder / f"{stem}.safetensors.index.json", text))
-        return {place.entry.name: place for _, places in created.values() for place in places}
+        return {region.entry.name: region for _, regions in created.values() for region in regions}
 
-    places = dealt_places([entry_of(held) for held in tensors], groups, plan)
-    return PlannedFiles(tensors=tensors, places=places, created=created, index=next(iter(index), None))
+    regions = dealt_regions([entry_of(held) for held in tensors], groups, plan)
+    return PlannedFiles(tensors=tensors, regions=regions, created=created, index=next(iter(index), None))
 
 
-def write_tensors(folder: Path, stem: str, tensors: Sequence[Held], groups: Groups, *, one_file: bool = False) -> None:
+def write_tensors(
+    folder: Path, stem: str, tensors: Sequence[LocalShard], groups: Groups, *, one_file: bool = False
+) -> None:
     """Write the files `STEM*`; all ranks call it. Raises UserError on all of them if that fails."""
     planned = plan_tensors(folder, stem, tensors, groups, one_file=one_file)
     all_or_none(planned.create)
@@ -159,7 +161,7 @@ def _wanted(folder: Path, file: _File, wanted: Container[str]) -> list[tuple[str
 
 
 @torch.no_grad()
-def read_tensors(stored: dict[str, Stored], tensors: Sequence[Held]) -> None:
+def read_tensors(stored: dict[str, Stored], tensors: Sequence[LocalShard]) -> None:
     """Fill what this rank holds with the stored values; `require_stored` must have found them all.
 
     They are read in the order of the files, and the disk is asked for the next ones meanwhile.
@@ -175,14 +177,14 @@ def read_tensors(stored: dict[str, Stored], tensors: Sequence[Held]) -> None:
         asked -= values.nbytes
 
 
-def require_stored(folder: Path, stored: dict[str, Stored], tensors: Sequence[Held]) -> None:
+def require_stored(folder: Path, stored: dict[str, Stored], tensors: Sequence[LocalShard]) -> None:
     """Raise UserError, on all ranks alike, for the first tensor that is not stored, or in another shape."""
     own = next(filter(None, (_problem(stored, held) for held in tensors)), None)
     if problem := next(filter(None, values_of_all(own)), None):
         raise UserError(f"{folder}: {problem}: resume with the model that was saved")
 
 
-def _problem(stored: dict[str, Stored], held: Held) -> str | None:
+def _problem(stored: dict[str, Stored], held: LocalShard) -> str | None:
     if held.name not in stored:
         return f"{held.name} is not in the checkpoint"
     shape = tuple(stored[held.name].shape)
@@ -191,7 +193,7 @@ def _problem(stored: dict[str, Stored], held: Held) -> str | None:
     return None
 
 
-def entry_of(held: Held) -> Entry:
+def entry_of(held: LocalShard) -> Entry:
     """Return the tensor of a file of which a rank holds a part: a trained one is in float32."""
     trained = held.stepped is not None
     dtype = torch.float32 if trained and held.values.is_floating_point() else held.values.dtype

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.checkpoint.exporting.gather import gather_tp, gather_zero3
-from harness.checkpoint.tensors.held import saved_tensors
+from harness.checkpoint.tensors.local_shard import saved_tensors
 from harness.errors import UserError
 from harness.hf.causal import CausalModel
 from harness.hf.weights.conversion import untie

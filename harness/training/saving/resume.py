@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import (
-    Progress,
+    TrainingProgress,
     require_same_adapters,
     require_same_base,
     require_same_model,
@@ -33,7 +33,7 @@ from harness.training.run import Run
 from harness.wording import counted
 
 
-def load(run: Run, checkpoint: Path, state: TrainerState, stream: BatchStream | None) -> Progress:
+def load(run: Run, checkpoint: Path, state: TrainerState, stream: BatchStream | None) -> TrainingProgress:
     """Bring engine, schedule, counters and the stream of samples to where a checkpoint was saved; all ranks call it."""
     progress = training_state.load(run.engine_state, checkpoint)
     listed = all_or_none(lambda: read_manifest(checkpoint).files)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.checkpoint.background_save import BackgroundSave, Target, Writer
-from harness.checkpoint.directories import Progress, finished_name, optimizer_name
+from harness.checkpoint.directories import TrainingProgress, finished_name, optimizer_name
 from harness.checkpoint.exporting.adapters import export_adapter_config, export_adapters
 from harness.checkpoint.exporting.weights import export_config, export_weights
 from harness.config.values.json_object import JsonObject
@@ -51,9 +51,9 @@ def _best(run: Run, state: TrainerState) -> Path | None:
     return None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
 
 
-def progress_of(run: Run, state: TrainerState) -> Progress:
+def progress_of(run: Run, state: TrainerState) -> TrainingProgress:
     """Return where a run stands, but for what its engine counts."""
-    return Progress(
+    return TrainingProgress(
         step=state.global_step,
         consumed_samples=state.consumed_samples,
         layout=str(run.layout),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from harness.checkpoint.directories import Progress, finish, partial_name
+from harness.checkpoint.directories import TrainingProgress, finish, partial_name
 from harness.checkpoint.manifest import contents
 
 
-def progress(step: int, **stated: object) -> Progress:
+def progress(step: int, **stated: object) -> TrainingProgress:
     """Where a run stood after `step` steps; what else a test wants stated."""
     given = dict(consumed_samples=step, layout="pp1", zero_stage=0, precision="fp32", seed=42, data="d")
-    return Progress(step=step, **{**given, **stated})  # type: ignore[arg-type]
+    return TrainingProgress(step=step, **{**given, **stated})  # type: ignore[arg-type]
 
 
 def save(folder: Path, step: int, run_id: str = "") -> Path:

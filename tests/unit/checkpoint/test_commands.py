@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.directories import Progress, finish, partial_name
+from harness.checkpoint.directories import TrainingProgress, finish, partial_name
 from harness.checkpoint.manifest import contents
 from harness.cli import main
 
@@ -17,7 +17,7 @@ def saved(tmp_path: Path) -> Path:
     partial.mkdir()
     (partial / "model.safetensors").write_bytes(b"weights")
     stated = dict(layout="pp2 x dp1 x tp1", zero_stage=1, precision="bf16", seed=1, data="", optimizer="AdamW")
-    progress = Progress(step=20, consumed_samples=1600, model="6 layers", counters={"step": 19.0}, **stated)
+    progress = TrainingProgress(step=20, consumed_samples=1600, model="6 layers", counters={"step": 19.0}, **stated)
     return finish(tmp_path, progress, contents(partial))
 
 

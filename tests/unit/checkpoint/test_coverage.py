@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from harness.checkpoint.tensors.coverage import require_each_value_once
-from harness.checkpoint.tensors.held import Held
+from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.errors import UserError
 from harness.parallel.tensor.shard import share_of
 from harness.resilience.process.distributed import start
@@ -29,8 +29,12 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def held(shape: tuple[int, ...], values: torch.Tensor, *, name: str = "w", owned: bool = True, **more: Any) -> Held:
-    return Held(name=name, shape=shape, shard=more.get("shard"), start=more.get("start", 0), values=values, owned=owned)
+def held(
+    shape: tuple[int, ...], values: torch.Tensor, *, name: str = "w", owned: bool = True, **more: Any
+) -> LocalShard:
+    return LocalShard(
+        name=name, shape=shape, shard=more.get("shard"), start=more.get("start", 0), values=values, owned=owned
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,7 +46,7 @@ def held(shape: tuple[int, ...], values: torch.Tensor, *, name: str = "w", owned
         pytest.param([held((0, 4), torch.zeros(0))], id="without values"),
     ],
 )
-def test_whole_tensors_pass(tensors: list[Held]) -> None:
+def test_whole_tensors_pass(tensors: list[LocalShard]) -> None:
     require_each_value_once(tensors, ALONE)
 
 
@@ -58,7 +62,7 @@ def test_whole_tensors_pass(tensors: list[Held]) -> None:
         ),
     ],
 )
-def test_what_lacks_values_is_named(wrong: Held, count: str, size: str) -> None:
+def test_what_lacks_values_is_named(wrong: LocalShard, count: str, size: str) -> None:
     whole = held((2,), torch.zeros(2), name="norm")
     words = f"no checkpoint can be saved in this layout: w: the ranks would save {count} of its {size} values"
     with pytest.raises(UserError, match=f"^{words}; please report it$"):

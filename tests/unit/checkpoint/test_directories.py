@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from harness.checkpoint import directories
 from harness.checkpoint.directories import (
     STATE,
-    Progress,
+    TrainingProgress,
     finish,
     finished_name,
     numbered,
@@ -44,7 +44,7 @@ JSON = st.recursive(st.none() | st.booleans() | NUMBERS | TEXTS, lambda each: st
 
 @given(
     st.builds(
-        Progress,
+        TrainingProgress,
         **dict.fromkeys(("step", "consumed_samples", "zero_stage", "seed", "skipped_steps"), NUMBERS),
         **dict.fromkeys(("layout", "precision", "data", "adapters", "model", "optimizer", "run_id"), TEXTS),
         **{name: st.dictionaries(TEXTS, JSON, max_size=2) for name in ("hyperparameters", "best", "stream")},
@@ -55,7 +55,7 @@ JSON = st.recursive(st.none() | st.booleans() | NUMBERS | TEXTS, lambda each: st
     )
 )
 def test_what_a_run_says_of_itself_is_what_the_next_one_reads(
-    tmp_path_factory: pytest.TempPathFactory, stated: Progress
+    tmp_path_factory: pytest.TempPathFactory, stated: TrainingProgress
 ) -> None:
     folder = tmp_path_factory.mktemp("checkpoint")
     (folder / STATE).write_text(json.dumps(asdict(stated)))
@@ -70,7 +70,7 @@ WRONG = {
         *([] if each.name == "skipped_samples" else [[[]]]),
         *([] if each.name in ANYTHING else [{"a": [None]}]),
     ]
-    for each in fields(Progress)
+    for each in fields(TrainingProgress)
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.checkpoint.tensors.file_plan import PASSED_ALONG, Share, plan_files, takes_part
-from harness.checkpoint.tensors.tensor_writer import Entry, Place, places_in
+from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, file_regions
 from harness.hf.weights.conversion import CheckpointFormat, ParameterRef
 from harness.hf.weights.lazy_tensor import LazyTensor
 from harness.topology.layout import Layout
@@ -30,7 +30,7 @@ def entries() -> list[list[Entry]]:
     ]
 
 
-def dealt(entries: list[list[Entry]], layout: Layout) -> list[list[Place]]:
+def dealt(entries: list[list[Entry]], layout: Layout) -> list[list[FileRegion]]:
     """The places of each stage's tensors, by the plan of files."""
     layers = LAYERS // layout.pp_size
     shares = [
@@ -43,9 +43,11 @@ def dealt(entries: list[list[Entry]], layout: Layout) -> list[list[Place]]:
         for entry in layer
     }
     files = plan_files(shares, CheckpointFormat(tensors=tensors))
-    places = {place.entry.name: place for name, content in files.items() for place in places_in(Path(name), content)[1]}
-    assert len(places) == sum(map(len, entries))
-    return [[places[entry.name] for entry in share.entries] for share in shares]
+    regions = {
+        region.entry.name: region for name, content in files.items() for region in file_regions(Path(name), content)[1]
+    }
+    assert len(regions) == sum(map(len, entries))
+    return [[regions[entry.name] for entry in share.entries] for share in shares]
 
 
 def passed_on(layout: Layout) -> tuple[dict[int, int], dict[int, int]]:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from harness.checkpoint.tensors import whole_tensors
-from harness.checkpoint.tensors.held import Held
-from harness.checkpoint.tensors.tensor_writer import NAMES, Entry, places_in, split_by_size
+from harness.checkpoint.tensors.local_shard import LocalShard
+from harness.checkpoint.tensors.tensor_writer import NAMES, Entry, file_regions, split_by_size
 from harness.checkpoint.tensors.whole_tensors import open_whole_tensors, read_tensors, require_stored, write_tensors
 from harness.errors import UserError
 from harness.hf.weights.stored_tensor import Stored
@@ -25,11 +25,11 @@ STEM = "model"
 DTYPES = sorted(NAMES, key=str)
 
 
-def held(name: str, values: torch.Tensor, *, owned: bool = True) -> Held:
-    return Held(name=name, shape=tuple(values.shape), shard=None, start=0, values=values, owned=owned)
+def held(name: str, values: torch.Tensor, *, owned: bool = True) -> LocalShard:
+    return LocalShard(name=name, shape=tuple(values.shape), shard=None, start=0, values=values, owned=owned)
 
 
-def blank(tensors: list[Held]) -> list[Held]:
+def blank(tensors: list[LocalShard]) -> list[LocalShard]:
     """The same tensors, with nothing in them yet."""
     return [held(each.name, torch.zeros_like(each.values)) for each in tensors]
 
@@ -39,7 +39,7 @@ def opened(folder: Path, wanted: list[str]) -> dict[str, Stored]:
     return open_whole_tensors(folder, STEM, [path.name for path in folder.iterdir()], wanted)
 
 
-def read(folder: Path, tensors: list[Held]) -> list[torch.Tensor]:
+def read(folder: Path, tensors: list[LocalShard]) -> list[torch.Tensor]:
     """What a run that has these tensors reads."""
     stored, into = opened(folder, [each.name for each in tensors]), blank(tensors)
     require_stored(folder, stored, into)
@@ -102,7 +102,7 @@ def test_no_tensors_are_an_empty_file(tmp_path: Path, groups: Groups) -> None:
 
 
 @pytest.fixture
-def several(tmp_path: Path, groups: Groups, monkeypatch: pytest.MonkeyPatch) -> list[Held]:
+def several(tmp_path: Path, groups: Groups, monkeypatch: pytest.MonkeyPatch) -> list[LocalShard]:
     """Tensors that were written to three files."""
     monkeypatch.setattr(whole_tensors, "FILE_BYTES", 100)
     tensors = [held(name, some(torch.float32, 5, 4)) for name in ("a", "b", "c")]
@@ -110,7 +110,7 @@ def several(tmp_path: Path, groups: Groups, monkeypatch: pytest.MonkeyPatch) -> 
     return tensors
 
 
-def test_a_large_model_lies_in_several_files_with_an_index(several: list[Held], tmp_path: Path) -> None:
+def test_a_large_model_lies_in_several_files_with_an_index(several: list[LocalShard], tmp_path: Path) -> None:
     files = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [*files, "model.safetensors.index.json"]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -128,7 +128,7 @@ def test_adapters_lie_in_one_file_whatever_their_size(
 
 
 def test_a_rank_opens_only_the_files_of_its_tensors_and_those_that_are_listed(
-    several: list[Held], tmp_path: Path
+    several: list[LocalShard], tmp_path: Path
 ) -> None:
     names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     found = open_whole_tensors(tmp_path, STEM, names, ["b"])
@@ -140,13 +140,13 @@ def test_a_rank_opens_only_the_files_of_its_tensors_and_those_that_are_listed(
 
 
 @pytest.mark.usefixtures("several")
-def test_a_file_that_is_gone_is_missed_by_its_tensors(several: list[Held], tmp_path: Path) -> None:
+def test_a_file_that_is_gone_is_missed_by_its_tensors(several: list[LocalShard], tmp_path: Path) -> None:
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(UserError, match="b is not in the checkpoint: resume with the model that was saved"):
         read(tmp_path, several)
 
 
-def test_the_files_of_another_kind_of_value_are_not_taken_for_these(several: list[Held], tmp_path: Path) -> None:
+def test_the_files_of_another_kind_of_value_are_not_taken_for_these(several: list[LocalShard], tmp_path: Path) -> None:
     for path in list(tmp_path.glob("model-*")):
         path.rename(tmp_path / path.name.replace("model", "model_ema"))
     with pytest.raises(UserError, match="a is not in the checkpoint"):
@@ -166,12 +166,12 @@ def test_files_hold_all_tensors_in_order_and_no_more_than_they_may(sizes: list[i
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)), max_size=9))
 def test_each_tensor_begins_where_its_dtype_may_and_none_overlap(tensors: list[tuple[torch.dtype, list[int]]]) -> None:
     entries = [Entry(name=str(n), shape=tuple(s), dtype=d, trained=False) for n, (d, s) in enumerate(tensors)]
-    header, places = places_in(Path("file"), entries)
+    header, regions = file_regions(Path("file"), entries)
     at = len(header)
     assert at % 8 == 0
-    for place in places:
-        assert place.start == at and place.start % place.entry.dtype.itemsize == 0
-        at += place.entry.nbytes
+    for region in regions:
+        assert region.start == at and region.start % region.entry.dtype.itemsize == 0
+        at += region.entry.nbytes
 
 
 # -- what cannot be written or read --------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from harness.checkpoint.tensors.file_plan import Share, plan_files
-from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, create, places_in, split_by_size
+from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, create, file_regions, split_by_size
 from harness.errors import UserError
 from harness.hf.weights.conversion import CheckpointFormat, ParameterRef
 from harness.hf.weights.lazy_tensor import LazyTensor
@@ -40,16 +40,16 @@ def test_a_file_written_in_pieces_is_the_one_that_safetensors_writes(
     }
     save_file(tensors, tmp_path / "wanted", metadata={"format": "pt"})
     entries = [entry(name, *tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()]
-    header, places = places_in(tmp_path / "file", entries)
-    create(tmp_path / "file", header, places)
+    header, regions = file_regions(tmp_path / "file", entries)
+    create(tmp_path / "file", header, regions)
     with OpenFiles(several_hosts=True) as opened:
-        for place in places:
-            tensor = tensors[place.entry.name]
+        for region in regions:
+            tensor = tensors[region.entry.name]
             if tensor.dim() < 2:
-                opened.write(place, (0,) * tensor.dim(), tensor)
+                opened.write(region, (0,) * tensor.dim(), tensor)
                 continue
             for start, stop in ((4, tensor.shape[1]), (0, 4)):  # columns: every row of the file in two strokes
-                opened.write(place, (0, start, *(0,) * (tensor.dim() - 2)), tensor[:, start:stop])
+                opened.write(region, (0, start, *(0,) * (tensor.dim() - 2)), tensor[:, start:stop])
     assert (tmp_path / "file").read_bytes() == (tmp_path / "wanted").read_bytes()
 
 
@@ -87,9 +87,9 @@ import sys, torch
 import subprocess
 import sys
 from pathlib import Path
-from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, create, places_in
+from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, create, file_regions
 path = Path(sys.argv[1], "file")
-header, places = places_in(path, [Entry(name="w", shape=(3,), dtype=torch.float32, trained=True)])
+header, places = file_regions(path, [Entry(name="w", shape=(3,), dtype=torch.float32, trained=True)])
 create(path, header, places)
 with OpenFiles(several_hosts=True) as opened:
     opened.write(places[0], (0,), torch.arange(3.0))
@@ -108,7 +108,7 @@ def test_a_file_system_that_reserves_no_room_is_written_to(tmp_path: Path) -> No
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
-    header, places = places_in(tmp_path / "file", [entry("a", 10**15)])
+    header, regions = file_regions(tmp_path / "file", [entry("a", 10**15)])
     with pytest.raises(UserError, match=r"4,000,000,000,000,\d+ bytes cannot be written"):
-        create(tmp_path / "file", header, places)
+        create(tmp_path / "file", header, regions)
     assert not (tmp_path / "file").exists()

@@ -14,7 +14,7 @@ import pytest
 
 from harness import UserError
 from harness.checkpoint.directories import (
-    Progress,
+    TrainingProgress,
     finish,
     numbered,
     partial_name,
@@ -32,8 +32,10 @@ from harness.training.recording.metrics import MetricsFile
 from tests.unit.training.full_disk import full_disk
 
 
-def progress(step: int, layout: str = "pp1 x dp1 x tp1") -> Progress:
-    return Progress(step=step, consumed_samples=step, layout=layout, zero_stage=0, precision="fp32", seed=42, data="d")
+def progress(step: int, layout: str = "pp1 x dp1 x tp1") -> TrainingProgress:
+    return TrainingProgress(
+        step=step, consumed_samples=step, layout=layout, zero_stage=0, precision="fp32", seed=42, data="d"
+    )
 
 
 def save(folder: Path, step: int) -> Path:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint.tensors.file_plan import Share, dealt_places
-from harness.checkpoint.tensors.tensor_writer import Entry, Place
+from harness.checkpoint.tensors.file_plan import Share, dealt_regions
+from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion
 from harness.errors import UserError
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
@@ -25,15 +25,15 @@ def entries(stage: int) -> list[Entry]:
     return [Entry(name=name, shape=(64, 32), dtype=torch.bfloat16, trained=True) for name in names]
 
 
-def plan(shares: list[Share]) -> dict[str, Place]:
+def plan(shares: list[Share]) -> dict[str, FileRegion]:
     return {
-        entry.name: Place(path=Path(f"file-{stage}"), start=index, entry=entry)
+        entry.name: FileRegion(path=Path(f"file-{stage}"), start=index, entry=entry)
         for stage, share in enumerate(shares)
         for index, entry in enumerate(share.entries)
     }
 
 
-def refuse(shares: list[Share]) -> dict[str, Place]:
+def refuse(shares: list[Share]) -> dict[str, FileRegion]:
     raise UserError("no room")
 
 
@@ -44,16 +44,16 @@ def deal() -> list[tuple[bool, str]]:
         groups = build_groups(Layout.from_world(4, pp_size=pipeline, tp_size=tensor))
         stage = groups.coordinate.stage
         own = entries(stage)
-        places = dealt_places(own, groups, plan)
-        right = [places[entry.name] for entry in own] == [
-            Place(path=Path(f"file-{stage}"), start=index, entry=entry) for index, entry in enumerate(own)
+        regions = dealt_regions(own, groups, plan)
+        right = [regions[entry.name] for entry in own] == [
+            FileRegion(path=Path(f"file-{stage}"), start=index, entry=entry) for index, entry in enumerate(own)
         ]
         try:
-            dealt_places(own, groups, refuse)
+            dealt_regions(own, groups, refuse)
             refused = ""
         except UserError as error:
             refused = str(error)
-        found.append((right and len(places) == MANY, refused))
+        found.append((right and len(regions) == MANY, refused))
     return found
 
 

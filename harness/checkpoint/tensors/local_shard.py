@@ -1,7 +1,7 @@
 """What this rank holds of each tensor that a checkpoint stores, in any layout and ZeRO stage.
 
 Tensor parallelism gives a rank a shard of a tensor; ZeRO gives it a run of that shard's elements, one after the other.
-`Held.pieces` says which boxes of the whole tensor these are. So every rank writes what it has to its place in the
+`LocalShard.pieces` says which boxes of the whole tensor these are. So every rank writes what it has to its place in the
 whole, and reads its part from there, whatever the layout of the run that wrote it.
 """
 
@@ -23,7 +23,7 @@ from harness.topology.groups import Groups
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Held:
+class LocalShard:
     """Elements of a tensor that this rank holds.
 
     Attributes:
@@ -49,7 +49,7 @@ class Held:
         """The shape of the whole tensor."""
         return self.shape if self.shard is None else self.shard.full_shape
 
-    def of_state(self, state: Tensor) -> Held:
+    def of_state(self, state: Tensor) -> LocalShard:
         """Return the same elements of what the optimizer keeps for the tensor that it steps on."""
         assert self.stepped is not None
         return replace(self, values=_elements(state, self.stepped[1]))
@@ -83,9 +83,9 @@ class Held:
             at += size
 
 
-def held_tensors(
+def local_shards(
     module: nn.Module, optimizer: EngineOptimizer, groups: Groups, *, rename: Callable[[str], str], trained_only: bool
-) -> list[Held]:
+) -> list[LocalShard]:
     """Return what this rank holds of the tensors of `module`, under the names that `rename` gives them.
 
     Of a trained tensor these are the values that `optimizer`, the engine's, steps on: float32 in every precision.
@@ -98,7 +98,7 @@ def held_tensors(
         if id(tensor) in places:
             found.append(_trained(rename(name), *places[id(tensor)], groups))
         elif not trained_only:
-            found.append(held_of(rename(name), tensor, groups))
+            found.append(local_shard_of(rename(name), tensor, groups))
     return found
 
 
@@ -109,7 +109,7 @@ def saved_tensors(module: nn.Module, *, each_name: bool = False) -> Iterator[tup
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
 
 
-def held_of(name: str, tensor: Tensor, groups: Groups) -> Held:
+def local_shard_of(name: str, tensor: Tensor, groups: Groups) -> LocalShard:
     """Return what this rank holds of a parameter or buffer itself, in its dtype; ZeRO-3 may have divided it."""
     shard, start, values = shard_of(tensor), 0, tensor.detach()
     shape, owned = tuple(tensor.shape), groups.coordinate.dp_rank == 0
@@ -118,14 +118,14 @@ def held_of(name: str, tensor: Tensor, groups: Groups) -> Held:
         shape, owned = divided.shape, True
         start = min(dist.get_rank(divided.group) * divided.size, divided.total)
         values = held_tensor(tensor).detach().view(-1)[: min(divided.size, divided.total - start)]
-    return Held(
+    return LocalShard(
         name=name, shape=shape, shard=shard, start=start, values=values, owned=owned and _is_first(shard, groups)
     )
 
 
-def _trained(name: str, stepped: SteppedOn, run: Run, groups: Groups) -> Held:
+def _trained(name: str, stepped: SteppedOn, run: Run, groups: Groups) -> LocalShard:
     shard = shard_of(run.parameter)
-    return Held(
+    return LocalShard(
         name=name,
         shape=run.shape,
         shard=shard,

@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.checkpoint.tensors.held import Held
-from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, create, places_in
+from harness.checkpoint.tensors.local_shard import LocalShard
+from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, create, file_regions
 from harness.deepspeed.flat_tensors import DividedTogether, Run
 from harness.hf.weights.tensor_files import open_safetensors
 from harness.parallel.tensor.shard import Shard, share_of
 
 
-def parts(whole: torch.Tensor, shard: Shard | None, ranks: int) -> list[Held]:
+def parts(whole: torch.Tensor, shard: Shard | None, ranks: int) -> list[LocalShard]:
     """What each of `ranks` data-parallel ranks holds of a shard, cut as ZeRO-3 cuts it."""
     local = whole if shard is None else shard.take(whole)
     total = local.numel()
@@ -27,7 +27,7 @@ def parts(whole: torch.Tensor, shard: Shard | None, ranks: int) -> list[Held]:
     for rank in range(ranks):
         start = min(rank * size, total)
         values = local.reshape(-1)[start : min(start + size, total)].clone()
-        held.append(Held(name="w", shape=tuple(local.shape), shard=shard, start=start, values=values, owned=True))
+        held.append(LocalShard(name="w", shape=tuple(local.shape), shard=shard, start=start, values=values, owned=True))
     return held
 
 
@@ -64,12 +64,12 @@ def test_the_pieces_of_all_ranks_are_the_whole_each_element_once(
 def test_what_one_layout_writes_another_reads(tmp_path: Path, ranks: int) -> None:
     whole = torch.randn(12, 10)
     path = tmp_path / "w.safetensors"
-    header, (place,) = places_in(path, [Entry(name="w", shape=(12, 10), dtype=torch.float32, trained=True)])
-    create(path, header, [place])
+    header, (region,) = file_regions(path, [Entry(name="w", shape=(12, 10), dtype=torch.float32, trained=True)])
+    create(path, header, [region])
     with OpenFiles(several_hosts=False) as opened:
         for held in (held for rank in range(2) for held in parts(whole, share_of((12, 10), 1, rank, 2), 3)):
             for box, values in held.pieces():
-                opened.write(place, [start for start, _ in box], values)
+                opened.write(region, [start for start, _ in box], values)
     stored = next(open_safetensors(path)["w"].leaves())
     for shard in (None, *(share_of((12, 10), 0, rank, 3) for rank in range(3))):
         wanted = parts(whole, shard, ranks)
@@ -80,7 +80,7 @@ def test_what_one_layout_writes_another_reads(tmp_path: Path, ranks: int) -> Non
 
 
 def test_a_scalar_is_one_piece() -> None:
-    (piece,) = Held(name="s", shape=(), shard=None, start=0, values=torch.tensor([2.0]), owned=True).pieces()
+    (piece,) = LocalShard(name="s", shape=(), shard=None, start=0, values=torch.tensor([2.0]), owned=True).pieces()
     assert piece[0] == ()
     assert piece[1].shape == ()
 
@@ -92,7 +92,7 @@ def test_a_part_of_several_tensors_is_not_taken_for_one_that_has_its_shape() -> 
 
     def pieces(parameter: torch.Tensor, length: int) -> list[torch.Tensor]:
         run = Run(parameter=parameter, shape=(64,), start=0, length=length, offset=0, group=group)
-        held = Held(name="w", shape=(64,), shard=None, start=0, values=part, owned=True, stepped=(stepped, run))
+        held = LocalShard(name="w", shape=(64,), shard=None, start=0, values=part, owned=True, stepped=(stepped, run))
         return [values for _, values in held.of_state(part).pieces() if values.numel()]
 
     assert torch.equal(torch.cat(pieces(first, 64)), part)
