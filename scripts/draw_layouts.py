@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from svg import COLOURS, GREY, INK, PALE, RULE, Drawing
 
-from harness.config.values.layout_keys import DUALPIPE_V, INTERLEAVED, NON_WAITING_1F1B, ZERO_BUBBLE, ZERO_BUBBLE_V
-from harness.config.values.stage_parts import StageParts, stage_parts
+from harness.config.values.layout_keys import DEEPSPEED_1F1B, DUALPIPE_V, INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V
+from harness.config.values.model_chunks import ModelChunks, model_chunks
 from harness.parallel.pipeline.schedules.orders import ORDERS
 from harness.parallel.pipeline.schedules.passes import Kind
 from harness.parallel.pipeline.schedules.timeline import UNITS, end_of, idle_share, timeline
@@ -113,7 +113,7 @@ SPLIT = {
     Kind.WEIGHT_GRADIENTS: (COLOURS[1], "of weights"),
 }
 STEPS = {
-    "schedule": Step("1F1B", NON_WAITING_1F1B, "(stages - 1) / (micro-batches + stages - 1)", WHOLE),
+    "schedule": Step("1F1B", DEEPSPEED_1F1B, "(stages - 1) / (micro-batches + stages - 1)", WHOLE),
     "zero-bubble": Step("Zero-bubble", ZERO_BUBBLE, "(stages - 1) / (3 x micro-batches + stages - 1)", SPLIT),
     "interleaved": Step("Interleaved 1F1B", INTERLEAVED, "(stages - 1) / (2 x micro-batches + stages - 1)", WHOLE),
     "zero-bubble-v": Step("ZB-V", ZERO_BUBBLE_V, "(stages - 1) / (6 x micro-batches + stages - 1)", SPLIT),
@@ -128,13 +128,13 @@ STEPS = {
 
 def schedule(step: Step, stages: int = 4, batches: int = 8) -> Drawing:
     """Draw a step of a pipeline: who computes what, and who waits. All schedules have one scale."""
-    parts = stage_parts(stages, step.schedule)
-    begins = timeline(ORDERS[step.schedule], parts, batches)
+    chunks = model_chunks(stages, step.schedule)
+    begins = timeline(ORDERS[step.schedule], chunks, batches)
     title = f"{stages} stages, {batches} micro-batches: one step by {step.title}"
     picture = Drawing(720, 56 + stages * 30 + 52, title)
-    whole = end_of(timeline(ORDERS[NON_WAITING_1F1B], StageParts(stages), batches))
-    left, unit = 70, (700 - 70) / whole / parts.each
-    several = f", {parts.each} parts each; white bar: the later" if parts.each > 1 else ""
+    whole = end_of(timeline(ORDERS[DEEPSPEED_1F1B], ModelChunks(stages), batches))
+    left, unit = 70, (700 - 70) / whole / chunks.each
+    several = f", {chunks.each} model chunks each; white bar: the later" if chunks.each > 1 else ""
     picture.words(20, 24, f"One step by {step.title}", size=14, bold=True)
     picture.words(
         215, 24, f"{stages} stages{several}, {batches} micro-batches; grey: the stage waits", size=11, fill=GREY
@@ -146,7 +146,7 @@ def schedule(step: Step, stages: int = 4, batches: int = 8) -> Drawing:
     for (stage, each), begin in begins.items():
         x, wide, (colour, _) = left + begin * unit, unit * UNITS[each.kind], step.passes[each.kind]
         picture.box(x, 40 + stage * 30, wide - 1, 24, colour, radius=0)
-        if each.part >= stages:
+        if each.chunk >= stages:
             picture.box(x, 42 + stage * 30, wide - 1, 2, "#ffffff", radius=0)
         picture.words(
             x + wide / 2, 56 + stage * 30, str(each.micro_batch + 1), size=10, fill="#ffffff", anchor="middle"

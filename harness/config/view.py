@@ -18,8 +18,8 @@ from harness.config.text.document import Document
 from harness.config.values.arguments import AutoValues
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import DEEPSPEED_1F1B, GRADIENT_BITS, INDUCTOR, schedule_name
+from harness.config.values.model_chunks import ModelChunks, model_chunks
 from harness.config.values.pointers import AUTO, bf16_section, lookup, whole
-from harness.config.values.stage_parts import StageParts, stage_parts
 
 Target = Literal["harness", "hf", "deepspeed"]
 TARGETS: tuple[Target, ...] = ("harness", "hf", "deepspeed")
@@ -126,10 +126,10 @@ class RunView:
         return self.pipeline_override or self.size("/pipeline/stages") or 1
 
     @cached_property
-    def parts(self) -> StageParts:
-        """The parts of the model by which the schedule cuts it, for the harness."""
+    def chunks(self) -> ModelChunks:
+        """The model chunks by which the schedule cuts it, for the harness."""
         schedule = schedule_name(self.get("/pipeline/schedule")) if self.target == "harness" else None
-        return stage_parts(self.stages, schedule or DEEPSPEED_1F1B, self.size("/pipeline/parts_per_stage"))
+        return model_chunks(self.stages, schedule or DEEPSPEED_1F1B, self.size("/pipeline/parts_per_stage"))
 
     @cached_property
     def tensor(self) -> int:

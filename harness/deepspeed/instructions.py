@@ -49,7 +49,7 @@ def watch_instructions(
     """Have `begin` called with the name of each instruction and its place, and `finished` after it; return what undoes
     this.
 
-    The place is a `buffer_id`, and in a schedule that is not DeepSpeed's own a `micro_batch` and a `part` of the model.
+    The place is a `buffer_id`, and in a schedule that is not DeepSpeed's own a `micro_batch` and a `chunk`.
     """
 
     def announced(name: str, execute: Execute) -> Execute:

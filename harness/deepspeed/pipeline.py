@@ -12,7 +12,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
-from harness.config.values.stage_parts import StageParts
+from harness.config.values.model_chunks import ModelChunks
 
 LayerCall: TypeAlias = Callable[..., Any]
 """A layer as the forward calls it: a module or a function."""
@@ -56,14 +56,14 @@ class StageBuilder:
     """What decides in the place of DeepSpeed.
 
     Attributes:
-        boundaries: part i of the model holds layers boundaries[i] to boundaries[i + 1] - 1.
-        parts: which stage has which part.
+        boundaries: model chunk i holds layers boundaries[i] to boundaries[i + 1] - 1.
+        chunks: which stage has which model chunk.
         build: `build(layers, indices, seed)` returns the layers with these indices, built.
         is_recomputed: whether activation checkpointing applies to some neighbouring layers.
     """
 
     boundaries: Sequence[int]
-    parts: StageParts
+    chunks: ModelChunks
     build: Callable[[Sequence[Layer], Sequence[int], int], BuiltLayers]
     is_recomputed: Callable[[Sequence[LayerCall]], bool]
 
@@ -72,10 +72,10 @@ class GivenStages(PipelineModule):
     """PipelineModule with the boundaries and the layers of a `StageBuilder`; its other arguments are DeepSpeed's.
 
     Attributes:
-        part: of the model, that the next forward pass goes through.
+        chunk: the model chunk that the next forward pass goes through.
     """
 
-    part: int
+    chunk: int
     tied_comms: dict[str, Tie]
 
     def __init__(
@@ -91,8 +91,8 @@ class GivenStages(PipelineModule):
         return list(zip(self._indices, self.forward_funcs, strict=True))
 
     def blocks(self) -> Iterator[tuple[list[tuple[int, LayerCall]], bool]]:
-        """Yield runs of the layers of `part`, each layer with its index, and whether the run is recomputed."""
-        first, stop = self.parts[self.part : self.part + 2]
+        """Yield runs of the layers of `chunk`, each layer with its index, and whether the run is recomputed."""
+        first, stop = self.parts[self.chunk : self.chunk + 2]
         start = self._indices.index(first)
         layers = self.indexed_layers()[start : start + stop - first]
         interval = self.activation_checkpoint_interval
@@ -103,23 +103,22 @@ class GivenStages(PipelineModule):
 
     def stage_owner(self, layer_idx: int) -> int:
         """Return the stage that has a layer."""
-        part = bisect_right(self.parts, layer_idx) - 1
-        return self._stage_parts.stage_of(part)
+        return self._chunks.stage_of(bisect_right(self.parts, layer_idx) - 1)
 
     @torch.no_grad()  # else each backward through a tied weight warns that torch cannot go back through a broadcast
     def _synchronize_tied_weights(self) -> None:
         super()._synchronize_tied_weights()
 
     @property
-    def _stage_parts(self) -> StageParts:
-        parts: StageParts = self.__dict__["_builder"].parts
-        return parts
+    def _chunks(self) -> ModelChunks:
+        chunks: ModelChunks = self.__dict__["_builder"].chunks
+        return chunks
 
     def _partition_layers(self, method: str = "uniform") -> None:  # noqa: ARG002  # DeepSpeed gives it by name
         self.parts = list(self.__dict__["_builder"].boundaries)
-        own = self._stage_parts.of_stage(self.stage_id)
-        self.part = own[0]
-        self._indices = [index for part in own for index in range(self.parts[part], self.parts[part + 1])]
+        own = self._chunks.of_stage(self.stage_id)
+        self.chunk = own[0]
+        self._indices = [index for chunk in own for index in range(self.parts[chunk], self.parts[chunk + 1])]
         self._set_bounds(start=self._indices[0], stop=self._indices[-1] + 1)
 
     def _build(self) -> None:

@@ -1,7 +1,7 @@
 """Schedules of one's own on DeepSpeed's PipelineEngine.
 
 The engine executes a list of instructions; it is given another list, and what it does not know yet: a backward pass
-whose weight gradients come later, sends that do not wait, and several parts of the model on a stage.
+whose weight gradients come later, sends that do not wait, and several model chunks on a stage.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from harness.config.values.stage_parts import StageParts
+from harness.config.values.model_chunks import ModelChunks
+from harness.deepspeed.chunk_switch import ChunkSwitch
 from harness.deepspeed.instructions import Execute, Kind, execute_by, executing
-from harness.deepspeed.part_switch import PartSwitch
 from harness.deepspeed.transfers import Transfers, open_transfers
 
 
@@ -52,8 +52,8 @@ class StageProgram:
     """What one stage executes in a step.
 
     Attributes:
-        instructions: names of instructions, each with its micro-batch and its part of the model.
-        buffers: micro-batches that each part of the stage holds at a time.
+        instructions: names of instructions, each with its micro-batch and its model chunk.
+        buffers: micro-batches that each chunk of the stage holds at a time.
     """
 
     instructions: Sequence[tuple[str, int, int]]
@@ -78,8 +78,8 @@ class OwnSchedule(of_deepspeed.PipeSchedule):  # type: ignore[misc]  # DeepSpeed
 
     def steps(self) -> Iterator[list[of_deepspeed.PipeInstruction]]:
         """Yield the instructions."""
-        for name, micro_batch, part in self._program.instructions:
-            yield [INSTRUCTIONS[name](self._buffer_idx(micro_batch), micro_batch=micro_batch, part=part)]
+        for name, micro_batch, chunk in self._program.instructions:
+            yield [INSTRUCTIONS[name](self._buffer_idx(micro_batch), micro_batch=micro_batch, chunk=chunk)]
         yield [kind() for kind in self._last]
 
 
@@ -104,15 +104,15 @@ UPDATE = (AwaitSends, of_deepspeed.ReduceTiedGrads, of_deepspeed.ReduceGrads, of
 
 def run_schedule(
     engine: PipelineEngine,
-    parts: StageParts,
+    chunks: ModelChunks,
     training: StageProgram,
     evaluation: Callable[[int], StageProgram],
     deferral: Deferral,
 ) -> None:
     """Have the engine train by a program. It evaluates some micro-batches by `evaluation`, if a stage has several
-    parts of the model; else it keeps DeepSpeed's schedule."""
-    switch = PartSwitch(engine, parts)
-    transfers = open_transfers(engine, parts)
+    model chunks; else it keeps DeepSpeed's schedule."""
+    switch = ChunkSwitch(engine, chunks)
+    transfers = open_transfers(engine, chunks)
     execute_by(engine, _executors(engine, switch, transfers, deferral))
 
     def begin(program: StageProgram, last: Sequence[Kind]) -> OwnSchedule:
@@ -126,12 +126,12 @@ def run_schedule(
         return begin(training, UPDATE)
 
     engine._train_schedule = train_schedule
-    if parts.each > 1:
+    if chunks.each > 1:
         engine._inference_schedule = lambda micro_batches: begin(evaluation(micro_batches), (AwaitSends,))
 
 
 def _executors(
-    engine: PipelineEngine, switch: PartSwitch, transfers: tuple[Transfers, Transfers], deferral: Deferral
+    engine: PipelineEngine, switch: ChunkSwitch, transfers: tuple[Transfers, Transfers], deferral: Deferral
 ) -> dict[Kind, Execute]:
     """Return what executes each instruction of a schedule that is not DeepSpeed's own."""
     activations, gradients = transfers
@@ -163,7 +163,7 @@ def _executors(
         switch.leave()
 
     own |= {InputGradients: input_gradients, WeightGradients: weight_gradients}
-    own |= {kind: switch.at_part(own[kind]) for kind in INSTRUCTIONS.values()}
+    own |= {kind: switch.at_chunk(own[kind]) for kind in INSTRUCTIONS.values()}
     return {**own, AwaitSends: await_sends}
 
 

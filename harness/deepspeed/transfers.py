@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from harness.config.values.stage_parts import StageParts
+from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed.instructions import Execute
 from harness.topology.env import run_timeout
 
@@ -22,22 +22,22 @@ class Transfers:
     """The transfers of activations, or of gradients, of one stage with the others.
 
     Each direction has a process group: where a send is held back until its receive begins (NCCL), what goes to later
-    stages must not wait for what goes to earlier ones. The engine names parts of the model where it has stages.
+    stages must not wait for what goes to earlier ones. The engine names model chunks where it has stages.
 
     Attributes:
         groups: by whether a tensor goes to a later stage.
     """
 
     engine: PipelineEngine
-    parts: StageParts
+    chunks: ModelChunks
     groups: Mapping[bool, dist.ProcessGroup | None]
     _under_way: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
     _within: deque[Tensor] = field(default_factory=deque)
 
-    def send(self, tensor: Tensor, part: int) -> None:
-        """Begin to send a tensor to a part, and keep it until it has arrived."""
+    def send(self, tensor: Tensor, chunk: int) -> None:
+        """Begin to send a tensor to a chunk, and keep it until it has arrived."""
         self._under_way = [(work, sent) for work, sent in self._under_way if not work.is_completed()]
-        tensor, stage = tensor.detach().contiguous(), self.parts.stage_of(part)
+        tensor, stage = tensor.detach().contiguous(), self.chunks.stage_of(chunk)
         if stage == self.engine.stage_id:
             self._within.append(tensor)
             return
@@ -46,9 +46,9 @@ class Transfers:
         if work is not None:
             self._under_way.append((work, tensor))
 
-    def receive(self, tensor: Tensor, part: int) -> None:
-        """Receive a tensor from a part."""
-        stage = self.parts.stage_of(part)
+    def receive(self, tensor: Tensor, chunk: int) -> None:
+        """Receive a tensor from a chunk."""
+        stage = self.chunks.stage_of(chunk)
         if stage == self.engine.stage_id:
             tensor.copy_(self._within.popleft())
             return
@@ -75,13 +75,13 @@ class Transfers:
         return run
 
 
-def open_transfers(engine: PipelineEngine, parts: StageParts) -> tuple[Transfers, Transfers]:
+def open_transfers(engine: PipelineEngine, chunks: ModelChunks) -> tuple[Transfers, Transfers]:
     """Return the transfers of activations and those of gradients; all ranks of a pipeline call it together."""
     activations: dict[bool, dist.ProcessGroup | None] = {True: None}
     gradients: dict[bool, dist.ProcessGroup | None] = {False: engine.grid.get_pipe_parallel_group()}
-    if parts.each > 1:  # the way from part to part leads back
+    if chunks.each > 1:  # the way from chunk to chunk leads back
         activations[False], gradients[True] = _new_group(engine), _new_group(engine)
-    return Transfers(engine, parts, activations), Transfers(engine, parts, gradients)
+    return Transfers(engine, chunks, activations), Transfers(engine, chunks, gradients)
 
 
 def _new_group(engine: PipelineEngine) -> dist.ProcessGroup | None:

@@ -59,7 +59,7 @@ class RankReport:
     """What one rank builds, holds and sends in a step.
 
     Attributes:
-        parts: of the model that it has, with the first and last index of the layers of each.
+        parts: the model chunks that it has, with the first and last index of the layers of each.
         kinds: class name -> number of layers.
         elements: of its parameters.
         memory: None where no step could be made.
@@ -97,7 +97,7 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
     """Build the rank `env.rank` and let it make its steps. Raises UserError for what a run would refuse."""
     with fake_world(env):
         device = start(env)
-        groups = build_groups(plan.layout, plan.resolved.parts.loss_stage)
+        groups = build_groups(plan.layout, plan.resolved.chunks.loss_stage)
         context = EngineContext(
             args=plan.args,
             # the schedule is cut short first; a compiled layer asks for the sizes of tensors that have no values
@@ -126,8 +126,8 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
             except ASKS_FOR_VALUES as error:
                 untried = f"a step, as it looks at values ({type(error).__name__}: {str(error).splitlines()[0]})"
         parts = {
-            part: (boundaries[part], boundaries[part + 1] - 1)
-            for part in plan.resolved.parts.of_stage(groups.coordinate.stage)
+            chunk: (boundaries[chunk], boundaries[chunk + 1] - 1)
+            for chunk in plan.resolved.chunks.of_stage(groups.coordinate.stage)
         }
         return RankReport(
             groups=groups,
@@ -154,12 +154,12 @@ def _two_steps(
     ids = torch.zeros((plan.resolved.micro_batch, plan.block_size), dtype=torch.long)
     if pipeline:
         cut_step(deepspeed, 1)
-        parts = plan.resolved.parts
-        own = parts.of_stage(context.groups.coordinate.stage)
-        if parts.each > 1:
-            follow_schedule(deepspeed, plan.resolved.schedule, parts)
-        expect_from_peers(deepspeed, {part: before(part, ids) for part in own if part})
-        if parts.each > 1:
+        chunks = plan.resolved.chunks
+        own = chunks.of_stage(context.groups.coordinate.stage)
+        if chunks.each > 1:
+            follow_schedule(deepspeed, plan.resolved.schedule, chunks)
+        expect_from_peers(deepspeed, {chunk: before(chunk, ids) for chunk in own if chunk})
+        if chunks.each > 1:
             watch_instructions(deepspeed, count.begin_at, count.end)
         else:
             announce_instructions(deepspeed, count.begin)
@@ -181,16 +181,14 @@ def _two_steps(
 
 
 def _in_flight(engine: Engine, plan: DryRun, kept: Mapping[int, int]) -> float:
-    """Return of how many micro-batches the schedule keeps activations at once; `kept`: of one, in each part."""
-    stages, stage, accumulation = plan.layout.pp_size, engine.groups.coordinate.stage, plan.resolved.accumulation
+    """Return of how many micro-batches the schedule keeps activations at once; `kept`: of one, in each chunk."""
     if not isinstance(engine, PipelineStages):
         return 1
-    if plan.resolved.schedule in ORDERS:
-        passes = list(ORDERS[plan.resolved.schedule](plan.resolved.parts, accumulation, stage))
-        if plan.resolved.parts.each > 1:
-            return round(most_kept(passes, kept) / sum(kept.values()), 3)
-        return most_in_flight(passes)
-    return min(stages - stage, accumulation)
+    stage, accumulation = engine.groups.coordinate.stage, plan.resolved.accumulation
+    passes = list(ORDERS[plan.resolved.schedule](plan.resolved.chunks, accumulation, stage))
+    if plan.resolved.chunks.each > 1:
+        return round(most_kept(passes, kept) / sum(kept.values()), 3)
+    return most_in_flight(passes)
 
 
 def _before(

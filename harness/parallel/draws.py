@@ -134,10 +134,10 @@ class DrawKeys:
         self._first = consumed_samples + self.dp_rank * self.micro_batch
         self._passed: Counter[int] = Counter()
 
-    def next(self, part: int = 0) -> DrawKey:
-        """Return the key of this rank's next micro-batch of the step in a part of the model."""
-        first = self._first + self._passed[part] * self.dp_size * self.micro_batch
-        self._passed[part] += 1
+    def next(self, chunk: int = 0) -> DrawKey:
+        """Return the key of this rank's next micro-batch of the step in a model chunk."""
+        first = self._first + self._passed[chunk] * self.dp_size * self.micro_batch
+        self._passed[chunk] += 1
         return DrawKey(
             seed=self.seed, first_sample=first, samples=self.micro_batch, tensor=self.tensor, device=self.device
         )

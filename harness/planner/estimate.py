@@ -10,8 +10,6 @@ from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import (
     DUALPIPE_V,
     GPIPE,
-    INTERLEAVED_ZERO_BUBBLE,
-    LOOPED_BFS,
     ZERO_BUBBLE,
     ZERO_BUBBLE_V,
 )
@@ -25,9 +23,7 @@ from harness.planner.workload import ELEMENT_BYTES, Offload, Schedule, Strategy,
 
 SCHEDULES: Mapping[str, Schedule] = {
     GPIPE: "gpipe",
-    LOOPED_BFS: "gpipe",
     ZERO_BUBBLE: "zero-bubble",
-    INTERLEAVED_ZERO_BUBBLE: "zero-bubble",
     ZERO_BUBBLE_V: "zero-bubble-v",
     DUALPIPE_V: "zero-bubble-v",
 }
@@ -156,7 +152,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         partition=resolved.partition,
         split_table=True,
         schedule=SCHEDULES.get(resolved.schedule, "1f1b"),
-        virtual_stages=1 if resolved.parts.folded else resolved.parts.each,
+        virtual_stages=1 if resolved.chunks.folded else resolved.chunks.each,
     )
     return workload, strategy
 

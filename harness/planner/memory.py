@@ -170,7 +170,7 @@ def in_flight(strategy: Strategy, index: int) -> float:
 
     1F1B: one for each stage from here on. Interleaved, in passes of a part: a group of micro-batches in each part but
     one, and two for each stage behind (Narayanan et al. 2021, section 2.2, as harness/parallel/pipeline/schedules runs
-    it). GPipe, and looped BFS with several parts: all of them. ZB-V: as many as there are stages, on each of them (Qi
+    it). GPipe: all of them. ZB-V: as many as there are stages, on each of them (Qi
     et al. 2024, section 6).
     """
     stages, times, parts = strategy.pipeline, strategy.accumulation, strategy.virtual_stages

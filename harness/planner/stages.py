@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from harness.config.values.stage_parts import StageParts
+from harness.config.values.model_chunks import ModelChunks
 from harness.parallel.pipeline.costs import LayerCost
 from harness.parallel.pipeline.partition import stage_boundaries
 from harness.planner.shape import DecoderShape, LayerShape
@@ -14,7 +14,7 @@ from harness.planner.shape import DecoderShape, LayerShape
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The layers of one stage, in all its parts: kinds with their counts, and whether the first and the last pipeline
+    """The layers of one stage, in all its chunks: kinds with their counts, and whether the first and the last pipeline
     layer are here."""
 
     layers: tuple[tuple[LayerShape, int], ...]
@@ -38,32 +38,32 @@ def stages_of(
     folded: bool = False,
     given: tuple[int, ...] | None = None,
 ) -> tuple[Stage, ...]:
-    """Return the stages that `pipeline.partition` makes of a decoder, of `each` parts. UserError where there are too
+    """Return the stages that `pipeline.partition` makes of a decoder, of `each` chunks. UserError where there are too
     few layers.
 
     `measured` is planned as `balanced`: what a run will measure is what these costs predict. `given` are the boundaries
     of a run that has chosen its own.
     """
-    parts = StageParts(count, each, folded)
+    chunks = ModelChunks(count, each, folded)
     boundaries = [0, len(shape.layers) + 2]
     if given is not None:
         boundaries = list(given)
     elif count > 1:
         boundaries = stage_boundaries(
             method,
-            parts.count,
+            chunks.count,
             costs=[cost.flops_per_token() for cost in _costs(shape, sequence, checkpointed)],
             parameters=[shape.prologue_parameters, *(x.parameters for x in shape.layers), shape.epilogue_parameters],
             names=["Prologue", *("DecoderLayer" for _ in shape.layers), "Epilogue"],
         )
-    return tuple(_stage(shape, boundaries, parts.of_stage(stage)) for stage in range(count))
+    return tuple(_stage(shape, boundaries, chunks.of_stage(stage)) for stage in range(count))
 
 
 def _stage(shape: DecoderShape, boundaries: list[int], own: list[int]) -> Stage:
-    """Return the stage of the parts `own`; pipeline layer 0 is the prologue, the last one the epilogue."""
+    """Return the stage of the chunks `own`; pipeline layer 0 is the prologue, the last one the epilogue."""
     inside: list[LayerShape] = []
-    for part in own:
-        start, stop = boundaries[part], boundaries[part + 1]
+    for chunk in own:
+        start, stop = boundaries[chunk], boundaries[chunk + 1]
         inside = [*inside, *shape.layers[max(0, start - 1) : min(stop - 1, len(shape.layers))]]
     return Stage(
         layers=tuple(Counter(inside).items()),

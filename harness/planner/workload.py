@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.config.values.layout_keys import GPIPE, INTERLEAVED, INTERLEAVED_ZERO_BUBBLE, LOOPED_BFS, ZERO_BUBBLE
+from harness.config.values.layout_keys import INTERLEAVED
 from harness.planner.habits import DEEPSPEED, Habits
 from harness.planner.shape import DecoderShape, LayerShape
 
@@ -55,7 +55,7 @@ class Strategy:
         zero_stage: what data-parallel ranks share out: 1 optimizer states, 2 gradients too, 3 parameters too.
         recompute: what the backward computes again: nothing, or whole layers.
         recompute_every: layers that are recomputed at once, from the input of their first.
-        schedule: of the pipeline; under gpipe, and its kind with several parts, all forward passes come first.
+        schedule: of the pipeline; under gpipe all forward passes come first.
         virtual_stages: parts of the model that go round the stages (Narayanan et al. 2021, interleaved schedule).
         sequence_parallel: whether tensor-parallel ranks share out what lies between their layers (Korthikanti et al.
             2022).
@@ -108,11 +108,7 @@ class Strategy:
     @property
     def schedule_name(self) -> str:
         """The schedule as `pipeline.schedule` names it."""
-        if self.virtual_stages == 1:
-            return self.schedule
-        if self.schedule == GPIPE:
-            return LOOPED_BFS
-        return INTERLEAVED_ZERO_BUBBLE if self.schedule == ZERO_BUBBLE else INTERLEAVED
+        return self.schedule if self.virtual_stages == 1 else INTERLEAVED
 
     @property
     def global_batch(self) -> int:

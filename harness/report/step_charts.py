@@ -63,13 +63,13 @@ def _row(rank: RankProfile) -> str:
 
 
 def _round(profile: StepProfile, span: Span) -> int:
-    """Return which of its stage's parts computes, counted from 0; for all else 0."""
+    """Return which of its stage's chunks computes, counted from 0; for all else 0."""
     is_apart = profile.parts_per_stage > 1 and span.kind in COMPUTING and span.part is not None
     return span.part // profile.stages if is_apart and span.part is not None else 0
 
 
 def _kinds(profile: StepProfile, pieces: Mapping[tuple[str, int], Sequence[tuple[str, Span]]]) -> Iterator[Bars]:
-    """Yield what is of one kind, and of one round of the parts: each goes to the next stage."""
+    """Yield what is of one kind, and of one round of the chunks: each goes to the next stage."""
     seconds = seconds_by_kind([profile])
     whole, stages, several = sum(seconds.values()), profile.stages, profile.parts_per_stage > 1
     for kind, number in sorted(pieces, key=lambda key: (KINDS.index(key[0]), key[1])):
@@ -86,7 +86,7 @@ def _kinds(profile: StepProfile, pieces: Mapping[tuple[str, int], Sequence[tuple
 
 
 def _spans(name: str, color: str, kind: str, pieces: Sequence[tuple[str, Span]], *, is_named: bool) -> Bars:
-    """Return the pieces of a kind; `is_named`: whether to say of which part of the model they are."""
+    """Return the pieces of a kind; `is_named`: whether to say of which model chunk they are."""
 
     def hover(span: Span) -> str:
         of = f", part {span.part}" if is_named and span.part is not None else ""
@@ -130,14 +130,14 @@ def layer_chart(profiles: Sequence[StepProfile]) -> BarChart:
         rows=rows,
         bars=bars,
         is_upright=True,
-        dividers=[(start, _owner(profiles[-1], part)) for part, start in enumerate(boundaries[:-1])],
+        dividers=[(start, _owner(profiles[-1], chunk)) for chunk, start in enumerate(boundaries[:-1])],
     )
 
 
-def _owner(profile: StepProfile, part: int) -> str:
-    """Return the stage of a part, and which part it is if stages have several."""
-    stage = f"stage {profile.parts.stage_of(part)}"
-    return stage if profile.parts_per_stage == 1 else f"{stage}, part {part}"
+def _owner(profile: StepProfile, chunk: int) -> str:
+    """Return the stage of a model chunk, and which chunk it is if stages have several."""
+    stage = f"stage {profile.chunks.stage_of(chunk)}"
+    return stage if profile.parts_per_stage == 1 else f"{stage}, part {chunk}"
 
 
 def memory_chart(profile: StepProfile, predicted: Sequence[Mapping[str, float]]) -> BarChart:

@@ -1,7 +1,7 @@
 """Even out the pipeline's stages by what they take, while a run lives (`--rebalance_steps`).
 
-Every so many steps the ranks compare how long their stages compute. What the layers cost within a part of the model is
-estimated, what a part costs is measured: so the estimate is corrected part by part. Where another cut would make a step
+Every so many steps the ranks compare how long their stages compute. What the layers cost within a model chunk is
+estimated, what a chunk costs is measured: so the estimate is corrected chunk by chunk. Where another cut makes a step
 shorter by more than `MIN_GAIN`, layers move. The next comparison reports what it gained; if it gained nothing, the
 layers go back and stay.
 """
@@ -48,18 +48,18 @@ class StageClock:
     _spans: list[tuple[int, Moment, Moment]] = field(default_factory=list)
     _open: tuple[int, Moment] | None = None
 
-    def begin(self, instruction: str, part: int) -> None:
-        """Note that an instruction begins in a part of the model, and that the one before has ended."""
+    def begin(self, instruction: str, chunk: int) -> None:
+        """Note that an instruction begins in a model chunk, and that the one before has ended."""
         if self._open is not None:
             self._spans.append((*self._open, moment(self.device)))
-        self._open = (part, moment(self.device)) if instruction in COMPUTING else None
+        self._open = (chunk, moment(self.device)) if instruction in COMPUTING else None
 
     def take(self) -> dict[int, float]:
-        """Return the seconds of computing since the last call, by part; waits for the device."""
+        """Return the seconds of computing since the last call, by chunk; waits for the device."""
         spans, self._spans = self._spans, []
         found: dict[int, float] = {}
-        for part, start, stop in spans:
-            found[part] = found.get(part, 0.0) + seconds_between(start, stop)
+        for chunk, start, stop in spans:
+            found[chunk] = found.get(chunk, 0.0) + seconds_between(start, stop)
         return found
 
 
@@ -76,7 +76,7 @@ def move_layers(run: Run, boundaries: list[int], progress: TrainingProgress) -> 
     release_engine(run.engine)
     run.engine = build_engine(run, trainable.layers, boundaries, trainable.loss, trainable.traits)
     run.boundaries, run.stages = boundaries, stage_lines(trainable, boundaries, run.module, run)
-    expect_costs(stage_costs(trainable.costs, boundaries, run.resolved.parts))
+    expect_costs(stage_costs(trainable.costs, boundaries, run.resolved.chunks))
 
     def fill(stem: str, want: Sequence[LocalShard]) -> None:
         exchange(kept.pop(stem), want, run.groups.coordinate.stage, run.device)
@@ -103,7 +103,7 @@ class Rebalancer:
 
     run: Run
     _clock: StageClock = field(init=False)
-    _computed: list[dict[int, float]] = field(default_factory=list)  # by part, of all micro-batches of a step
+    _computed: list[dict[int, float]] = field(default_factory=list)  # by chunk, of all micro-batches of a step
     _steps: list[float] = field(default_factory=list)
     _before: tuple[list[int], float] | None = None  # boundaries and seconds of a step before the last move
     _is_warm: bool = False
@@ -130,21 +130,21 @@ class Rebalancer:
         return self.run.engine is not before
 
     def _compare(self, state: TrainerState) -> None:
-        parts, accumulation = self.run.resolved.parts, self.run.resolved.accumulation
+        chunks, accumulation = self.run.resolved.chunks, self.run.resolved.accumulation
         computed = {
-            part: median(of_step.get(part, 0.0) for of_step in self._computed) / accumulation
-            for part in parts.of_stage(self.run.groups.coordinate.stage)
+            chunk: median(of_step.get(chunk, 0.0) for of_step in self._computed) / accumulation
+            for chunk in chunks.of_stage(self.run.groups.coordinate.stage)
         }
         of_all = values_of_all((computed, median(self._steps)))
         step_seconds = max(seconds for _, seconds in of_all)
-        of_parts = [max(found[part] for found, _ in of_all if part in found) for part in range(parts.count)]
+        of_chunks = [max(found[chunk] for found, _ in of_all if chunk in found) for chunk in range(chunks.count)]
         self._computed, self._steps = [], []
         if self._before is not None and not self._has_gained(step_seconds, state):
             return
-        costs = corrected(self.run.trainable.costs, self.run.boundaries, of_parts)
-        boundaries = balanced(costs, parts.count)
-        now, after = (stage_costs(costs, cut, parts) for cut in (self.run.boundaries, boundaries))
-        how = accumulation, self.run.resolved.schedule, parts.each
+        costs = corrected(self.run.trainable.costs, self.run.boundaries, of_chunks)
+        boundaries = balanced(costs, chunks.count)
+        now, after = (stage_costs(costs, cut, chunks) for cut in (self.run.boundaries, boundaries))
+        how = accumulation, self.run.resolved.schedule, chunks.each
         gain = 1 - pipeline_seconds(after, *how) / pipeline_seconds(now, *how)
         if gain > MIN_GAIN and all(sum(self.run.trainable.trained[a:b]) for a, b in pairwise(boundaries)):
             self._before = self.run.boundaries, step_seconds
@@ -177,7 +177,7 @@ class Rebalancer:
             stage = self.run.groups.coordinate.stage
 
             def begin(name: str, place: Mapping[str, int]) -> None:
-                clock.begin(name if engine.module.training else "", place.get("part", stage))
+                clock.begin(name if engine.module.training else "", place.get("chunk", stage))
 
             watch_instructions(engine, begin)
 
@@ -191,10 +191,10 @@ def obstacle(run: Run) -> str | None:
     return None
 
 
-def corrected(costs: Sequence[float], boundaries: Sequence[int], parts: Sequence[float]) -> list[float]:
-    """Return the costs of layers in seconds, so that those of each part add up to what it was measured to take."""
+def corrected(costs: Sequence[float], boundaries: Sequence[int], chunks: Sequence[float]) -> list[float]:
+    """Return the costs of layers in seconds, so that those of each chunk add up to what it was measured to take."""
     found: list[float] = []
-    for (start, stop), seconds in zip(pairwise(boundaries), parts, strict=True):
+    for (start, stop), seconds in zip(pairwise(boundaries), chunks, strict=True):
         own = costs[start:stop] if any(costs[start:stop]) else [1.0] * (stop - start)
         found += [cost * seconds / sum(own) for cost in own]
     return found

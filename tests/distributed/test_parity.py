@@ -121,7 +121,7 @@ def test_a_model_that_starts_from_the_seed_starts_alike_in_every_layout(tmp_path
 
 
 def test_all_three_axes_on_eight_ranks(models: dict[tuple[str, bool], str], tmp_path: Path) -> None:
-    schedules = {"llama": "1f1b-async", "gemma2": "zero-bubble"}
+    schedules = {"llama": "gpipe", "gemma2": "zero-bubble"}
     jobs = [Job(models[family, True], "pp2tp2dp2z1", interval(2, 0, name)) for family, name in schedules.items()]
     check([*jobs, Job(models["bloom", True], "pp2tp2dp2z0")], 8, tmp_path)
 

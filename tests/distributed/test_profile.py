@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 
 STEPS = 5
 LAYOUTS = ["pp2z1", "dp2z3", "tp2z0"]
-SEVERAL_PARTS = ["interleaved", "dualpipe-v"]  # in the second some backward passes are whole and some are not
+SEVERAL_CHUNKS = ["interleaved", "dualpipe-v"]  # in the second some backward passes are whole and some are not
 
 
 def train(job: Job, folder: str, profile: int) -> list[str]:
@@ -48,7 +48,7 @@ def several_parts(model: str, folder: str) -> list[tuple[list[str], list[str]]]:
             train(by_schedule(model, name), f"{folder}/{name}-plain", 0),
             train(by_schedule(model, name), f"{folder}/{name}", 2),
         )
-        for name in SEVERAL_PARTS
+        for name in SEVERAL_CHUNKS
     ]
 
 
@@ -85,7 +85,7 @@ def test_profiled_steps_of_stages_with_several_parts_tell_them_apart(tmp_path: P
     model = tiny_model(tmp_path / "m", "llama", True, num_hidden_layers=4)
     for plain, profiled in run_ranks(2, several_parts, model, str(tmp_path))[0]:
         assert plain == profiled and len(plain) == STEPS
-    for name, of_stages in zip(SEVERAL_PARTS, ([[0, 2], [1, 3]], [[0, 3], [1, 2]]), strict=True):
+    for name, of_stages in zip(SEVERAL_CHUNKS, ([[0, 2], [1, 3]], [[0, 3], [1, 2]]), strict=True):
         steps, folder = list(read_steps(tmp_path / name)), tmp_path / name / "profile"
         assert [step.step for step in steps] == [3, 4]
         summary = json.loads((folder / "summary.json").read_text())

@@ -38,7 +38,7 @@ class Stages(TrainerCallback):
 def stages_of_layers(run: Run) -> list[int]:
     """The stage of each layer."""
     spans = enumerate(pairwise(run.boundaries))
-    return [run.resolved.parts.stage_of(part) for part, (start, stop) in spans for _ in range(start, stop)]
+    return [run.resolved.chunks.stage_of(part) for part, (start, stop) in spans for _ in range(start, stop)]
 
 
 def train(job: Job, folder: str, rebalance: int | None, resume: str | None = None) -> dict[str, Any]:
@@ -90,11 +90,11 @@ def each(jobs: list[Job], folder: str) -> list[tuple[dict[str, Any], ...]]:
 TWO = [
     ("pp2z1", None),
     ("pp2z0", "interleaved"),
-    ("pp2z1", "looped-bfs"),
+    ("pp2z1", "gpipe"),
     ("pp2z1", "zero-bubble-v"),
     ("pp2z0", "dualpipe-v"),
 ]
-FOUR = [("pp2tp2z0", "zero-bubble"), ("pp2dp2z1", "1f1b-async")]
+FOUR = [("pp2tp2z0", "zero-bubble"), ("pp2dp2z1", "gpipe")]
 
 
 @pytest.mark.parametrize(("ranks", "runs"), [(2, TWO), (4, FOUR)], ids=["two", "four"])

@@ -1,6 +1,6 @@
 """No schedule changes a number: each trains and evaluates as DeepSpeed's own.
 
-To the last bit, where a stage has one part of the model. With several parts other ranks sum the gradient norm, and the
+To the last bit, where a stage has one model chunk. With several chunks other ranks sum the gradient norm, and the
 gradients of tied weights are summed in another order.
 """
 
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from harness import Trainer
-from harness.config.values.layout_keys import DEEPSPEED_1F1B, FOLDED_SCHEDULES, ROUND_ROBIN_SCHEDULES, SCHEDULES
+from harness.config.values.layout_keys import DEEPSPEED_1F1B, FOLDED_SCHEDULES, INTERLEAVED, SCHEDULES
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, steps_of, tiny_model
 
 pytestmark = pytest.mark.ranks
-SEVERAL_PARTS = (*ROUND_ROBIN_SCHEDULES, *FOLDED_SCHEDULES)
+SEVERAL_CHUNKS = (INTERLEAVED, *FOLDED_SCHEDULES)
 
 
 def by_schedule(jobs: list[tuple[Job, list[str]]], folder: str) -> list[dict[str, list[float]]]:
@@ -41,15 +41,15 @@ def test_four_ranks_train_and_evaluate_alike_by_every_schedule(tmp_path: Path) -
     model = tiny_model(tmp_path / "m", "llama", True, num_hidden_layers=4)
     pipeline = {"pipeline": {"stages": 4, "partition": "uniform"}, "bf16": {"enabled": True}}
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
-    one_part = [name for name in SCHEDULES if name not in SEVERAL_PARTS]
+    one_chunk = [name for name in SCHEDULES if name not in SEVERAL_CHUNKS]
     # a folded model: the tied embedding and head on one stage; one activation crosses to the same rank
     both = {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}
     numbers, several = run_ranks(
         4,
         by_schedule,
         [
-            (Job(model, "pp4z1", {**pipeline, **sizes}), one_part),
-            (Job(model, "pp2tp2z1", {**both, **sizes}), [DEEPSPEED_1F1B, *SEVERAL_PARTS]),
+            (Job(model, "pp4z1", {**pipeline, **sizes}), one_chunk),
+            (Job(model, "pp2tp2z1", {**both, **sizes}), [DEEPSPEED_1F1B, *SEVERAL_CHUNKS]),
         ],
         str(tmp_path),
     )[0]

@@ -114,7 +114,7 @@ def _resolved(run: Resolution, view: RunView) -> Resolved:
         precision=view.precision,
         partition=partition_method(view.get("/pipeline/partition")) or PARTITIONS[0],
         schedule=schedule_name(view.get("/pipeline/schedule")) or SCHEDULES[0],
-        parts=view.parts,
+        chunks=view.chunks,
         gradient_bits=view.gradient_bits,
         activation_checkpoint_interval=view.size("/pipeline/activation_checkpoint_interval") or 0,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness.config.values.json_object import JsonObject
-from harness.config.values.stage_parts import StageParts
+from harness.config.values.model_chunks import ModelChunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,6 @@ class Resolved:
     precision: str  # fp32, bf16 or fp16
     partition: str  # balanced, measured, uniform, parameters or type:REGEX
     schedule: str  # of the pipeline: one of `layout_keys.SCHEDULES`
-    parts: StageParts  # of the model, and which stage has which
+    chunks: ModelChunks  # of the model, and which stage has which
     gradient_bits: int | None  # of gradients between data-parallel ranks: 8, 4, 0 for as they are; None: by the link
     activation_checkpoint_interval: int  # in decoder layers; 0 is off

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness.config.values.arguments import AutoValues
-from harness.config.values.layout_keys import DEEPSPEED_1F1B, INTERLEAVED_ZERO_BUBBLE, ZERO_BUBBLE
+from harness.config.values.layout_keys import DEEPSPEED_1F1B, ZERO_BUBBLE
+from harness.config.values.model_chunks import ModelChunks, model_chunks
 from harness.config.values.pointers import AUTO, lookup, whole
-from harness.config.values.stage_parts import StageParts, stage_parts
 from harness.wording import counted, one_of
 
 LEAST_BUCKET, MOST_BUCKET = 2**22, 500_000_000  # gradients that ZeRO reduces at once
@@ -102,17 +102,17 @@ def complete(train: int | None, micro: int | None, accumulation: int | None, dat
 def bubble(
     stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None
 ) -> float:
-    """Return the idle share of a pipeline step for p equal stages of v parts and m micro-batches.
+    """Return the idle share of a pipeline step for p equal stages of v chunks and m micro-batches.
 
     It is (p - 1) / (m + p - 1) for GPipe (arXiv 1811.06965, section 2.3) and for 1F1B with a flush (arXiv 2104.04473,
-    section 2.2, which states it relative to the ideal time: (p - 1) / m). Interleaved parts divide that idle time by v
+    section 2.2, which states it relative to the ideal time: (p - 1) / m). Interleaved chunks divide that idle time by v
     (the same section). Zero-bubble leaves a third of it where forward, input gradients and weight gradients take
     equally long (arXiv 2401.10241, section 3.1, for m >= p; with fewer micro-batches there are too few weight gradients
-    to fill the rest). Folded parts leave a sixth, for m >= 2 p (section 6).
+    to fill the rest). Folded chunks leave a sixth, for m >= 2 p (section 6).
     """
-    parts = stage_parts(stages, schedule, parts_per_stage)
-    waits = _waits(parts, micro_batches, schedule)
-    return waits / (3 * micro_batches * parts.each + waits)
+    chunks = model_chunks(stages, schedule, parts_per_stage)
+    waits = _waits(chunks, micro_batches, schedule)
+    return waits / (3 * micro_batches * chunks.each + waits)
 
 
 def bucket_elements(hidden: int) -> int:
@@ -126,18 +126,18 @@ def bucket_elements(hidden: int) -> int:
 
 def left_waits(stages: int, micro_batches: int, schedule: str, parts_per_stage: int | None = None) -> float:
     """Return the share of the waits under 1F1B that a schedule leaves; 1 of a single stage, which has none."""
-    parts = stage_parts(stages, schedule, parts_per_stage)
-    return _waits(parts, micro_batches, schedule) / (3 * parts.each * (stages - 1)) if stages > 1 else 1.0
+    chunks = model_chunks(stages, schedule, parts_per_stage)
+    return _waits(chunks, micro_batches, schedule) / (3 * chunks.each * (stages - 1)) if stages > 1 else 1.0
 
 
-def _waits(parts: StageParts, micro_batches: int, schedule: str) -> int:
-    """Return how long a stage waits in a step, in units of the forward pass of one part."""
-    p, v, missing = parts.stages, parts.each, max(0, parts.stages - micro_batches)
+def _waits(chunks: ModelChunks, micro_batches: int, schedule: str) -> int:
+    """Return how long a stage waits in a step, in units of the forward pass of one chunk."""
+    p, v, missing = chunks.stages, chunks.each, max(0, chunks.stages - micro_batches)
     if p == 1:
         return 0
-    if schedule in (ZERO_BUBBLE, INTERLEAVED_ZERO_BUBBLE):
-        return p - 1 + v * missing + (v - 1) * max(0, p - 2 * micro_batches)
-    if parts.folded:
+    if schedule == ZERO_BUBBLE:
+        return p - 1 + missing
+    if chunks.folded:
         return max(p - 1, 4 * p - 2 - 2 * micro_batches)
     return 3 * (p - 1) + 3 * (v - 1) * missing
 

@@ -9,15 +9,18 @@ from harness.config.values.pointers import AUTO, name_of, whole
 
 PARTITIONS = ("balanced", "measured", "uniform", "parameters")
 PARTITION_FORMS = (*PARTITIONS, "type:REGEX")
-DEEPSPEED_1F1B, NON_WAITING_1F1B, GPIPE, ZERO_BUBBLE = "1f1b", "1f1b-async", "gpipe", "zero-bubble"
-# with several parts of the model a stage
-LOOPED_BFS, INTERLEAVED, INTERLEAVED_ZERO_BUBBLE = "looped-bfs", "interleaved", "interleaved-zero-bubble"
-ZERO_BUBBLE_V, DUALPIPE_V = "zero-bubble-v", "dualpipe-v"
-ROUND_ROBIN_SCHEDULES = (LOOPED_BFS, INTERLEAVED, INTERLEAVED_ZERO_BUBBLE)
+DEEPSPEED_1F1B, GPIPE, ZERO_BUBBLE = "1f1b", "gpipe", "zero-bubble"  # one model chunk a stage
+INTERLEAVED, ZERO_BUBBLE_V, DUALPIPE_V = "interleaved", "zero-bubble-v", "dualpipe-v"  # several
 FOLDED_SCHEDULES = (ZERO_BUBBLE_V, DUALPIPE_V)
-SCHEDULES = (DEEPSPEED_1F1B, NON_WAITING_1F1B, GPIPE, ZERO_BUBBLE, *ROUND_ROBIN_SCHEDULES, *FOLDED_SCHEDULES)
-SPLIT_BACKWARD = (ZERO_BUBBLE, INTERLEAVED_ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
-"""The schedules that put off weight gradients."""
+SCHEDULES = (DEEPSPEED_1F1B, GPIPE, ZERO_BUBBLE, INTERLEAVED, *FOLDED_SCHEDULES)
+REMOVED_SCHEDULES = {
+    "1f1b-async": f"use {DEEPSPEED_1F1B}, which is as fast",
+    "looped-bfs": f"use {INTERLEAVED}, which idles as little and holds fewer activations",
+    "interleaved-zero-bubble": f"use {ZERO_BUBBLE_V}, which idles as little",
+}
+"""Schedules of earlier versions, and what to do instead."""
+SPLIT_BACKWARD = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
+"""The schedules that defer weight gradients."""
 INDUCTOR = "inductor"
 """The backend of torch.compile where none is named."""
 GRADIENT_BITS = "/gradient_compression/bits"

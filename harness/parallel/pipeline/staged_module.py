@@ -19,7 +19,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from harness.config.values.stage_parts import StageParts
+from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed.pipeline import BuiltLayers, GivenStages, Layer, LayerCall, StageBuilder, TiedWeights
 from harness.parallel.draws import DrawKeys
 from harness.parallel.pipeline.finite import FiniteWatch
@@ -115,8 +115,8 @@ class StagedModule(GivenStages):
     Args:
         layers: the whole model's layers; only those of this rank's stage are built.
         layout: pipeline x data x tensor sizes.
-        boundaries: part i of the model holds layers boundaries[i] to boundaries[i + 1] - 1.
-        parts: which stage has which part; one part each, unless it says otherwise.
+        boundaries: model chunk i holds layers boundaries[i] to boundaries[i + 1] - 1.
+        chunks: which stage has which model chunk; one chunk each, unless it says otherwise.
         loss_fn: loss of one micro-batch, `loss_fn(outputs, labels)`.
         checkpoint_interval: layers between stored activations; 0 stores all.
         seed: of the layers' initial weights.
@@ -132,16 +132,16 @@ class StagedModule(GivenStages):
         *,
         layout: Layout,
         boundaries: Sequence[int],
-        parts: StageParts | None = None,
+        chunks: ModelChunks | None = None,
         loss_fn: Callable[..., Tensor],
         checkpoint_interval: int,
         seed: int,
         keys: DrawKeys | None = None,
     ) -> None:
-        parts = parts or StageParts(layout.pp_size)
+        chunks = chunks or ModelChunks(layout.pp_size)
         super().__init__(
             layers,
-            StageBuilder(boundaries=boundaries, parts=parts, build=build_chosen, is_recomputed=is_recomputed),
+            StageBuilder(boundaries=boundaries, chunks=chunks, build=build_chosen, is_recomputed=is_recomputed),
             deepspeed_topology(layout),
             loss_fn=loss_fn,
             activation_checkpoint_interval=checkpoint_interval,
@@ -153,9 +153,9 @@ class StagedModule(GivenStages):
         self._reported: dict[str, Tensor | None] = dict.fromkeys(getattr(loss_fn, "reports", ()))
 
     def forward(self, forward_input: Value) -> Value:
-        """Return the output of the last layer of `part`, in the form in which it is sent to the next part."""
-        first, last = self.part == 0, self.part == len(self.parts) - 2
-        output = self._run(forward_input if first else self._unpack[self.part](forward_input))
+        """Return the output of the last layer of `chunk`, in the form in which it is sent to the next chunk."""
+        first, last = self.chunk == 0, self.chunk == len(self.parts) - 2
+        output = self._run(forward_input if first else self._unpack[self.chunk](forward_input))
         if last and self._reported:
             self._reported = self.loss_fn.parts(output)
         if last:
@@ -165,7 +165,7 @@ class StagedModule(GivenStages):
 
     def _run(self, value: Value) -> Value:
         """As DeepSpeed's forward, with the draws of each layer keyed, also where it is run again."""
-        key = self._keys.next(self.part) if self._keys is not None and self.training else None
+        key = self._keys.next(self.chunk) if self._keys is not None and self.training else None
         for block, recomputed in self.blocks():
             run = partial(run_block, block, key)
             tensors = value if isinstance(value, tuple) else (value,)

@@ -11,7 +11,7 @@ from harness.checkpoint.atomic import replace_text
 from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import DEEPSPEED_1F1B
-from harness.config.values.stage_parts import StageParts, stage_parts
+from harness.config.values.model_chunks import ModelChunks, model_chunks
 
 FOLDER = "profile"
 COMPUTING = ("forward", "backward")
@@ -30,7 +30,7 @@ class Span:
         name: of the pipeline's instruction, or of the layer.
         micro_batch: its number within the step, where there is one.
         layer: index of the layer, for the spans of layers.
-        part: of the model, for the instructions of a schedule that is not DeepSpeed's own.
+        part: the model chunk, for the instructions of a schedule that is not DeepSpeed's own.
     """
 
     kind: str
@@ -90,10 +90,10 @@ class StepProfile:
     Attributes:
         run_id: of the run, as in `run.json`.
         layout: sizes by axis.
-        stage_boundaries: index of the first layer of each part of the model, then the number of layers.
+        stage_boundaries: index of the first layer of each model chunk, then the number of layers.
         micro_batches: of each rank in the step.
         schedule: of the pipeline.
-        parts_per_stage: how many parts of the model a stage has; with one a part is a stage.
+        parts_per_stage: how many model chunks a stage has; with one a chunk is a stage.
     """
 
     step: int
@@ -110,12 +110,12 @@ class StepProfile:
     @property
     def stages(self) -> int:
         """The number of pipeline stages."""
-        return self.parts.stages
+        return self.chunks.stages
 
     @property
-    def parts(self) -> StageParts:
-        """The parts of the model, and which stage has which."""
-        return stage_parts(
+    def chunks(self) -> ModelChunks:
+        """The model chunks, and which stage has which."""
+        return model_chunks(
             (len(self.stage_boundaries) - 1) // self.parts_per_stage, self.schedule, self.parts_per_stage
         )
 

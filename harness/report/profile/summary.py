@@ -47,8 +47,8 @@ def largest_of_stage(profile: StepProfile, stage: int) -> RankProfile:
     return max(_of_stage(profile, stage), key=lambda rank: rank.memory_bytes.get("peak", 0))
 
 
-def part_of_layer(profile: StepProfile, index: int) -> int:
-    """Return the part of the model that has a layer."""
+def chunk_of_layer(profile: StepProfile, index: int) -> int:
+    """Return the model chunk that has a layer."""
     return sum(start <= index for start in profile.stage_boundaries[1:])
 
 
@@ -59,7 +59,7 @@ def _of_stage(profile: StepProfile, stage: int) -> list[RankProfile]:
 def _stage(profiles: Sequence[StepProfile], stage: int) -> JsonObject:
     last = profiles[-1]
     passes = [rank.instructions for profile in profiles for rank in _of_stage(profile, stage)]
-    parts = [_part(last, part, passes) for part in last.parts.of_stage(stage)]
+    parts = [_chunk(last, chunk, passes) for chunk in last.chunks.of_stage(stage)]
     return {
         "stage": stage,
         "ranks": [rank.rank for rank in _of_stage(last, stage)],
@@ -69,11 +69,11 @@ def _stage(profiles: Sequence[StepProfile], stage: int) -> JsonObject:
     }
 
 
-def _part(profile: StepProfile, part: int, passes: Iterable[Sequence[Span]]) -> JsonObject:
-    own = [[span for span in spans if span.part == part] for spans in passes]
+def _chunk(profile: StepProfile, chunk: int, passes: Iterable[Sequence[Span]]) -> JsonObject:
+    own = [[span for span in spans if span.part == chunk] for spans in passes]
     return {
-        "part": part,
-        "layers": [profile.stage_boundaries[part], profile.stage_boundaries[part + 1] - 1],
+        "part": chunk,
+        "layers": [profile.stage_boundaries[chunk], profile.stage_boundaries[chunk + 1] - 1],
         **{f"{kind}_seconds_per_micro_batch": _median(own, kind) for kind in COMPUTING},
     }
 
@@ -84,7 +84,7 @@ def _layer(profiles: Sequence[StepProfile], index: int) -> JsonObject:
     return {
         "layer": index,
         "name": last.layer_names[index],
-        "stage": last.parts.stage_of(part_of_layer(last, index)),
+        "stage": last.chunks.stage_of(chunk_of_layer(last, index)),
         **{f"{kind}_seconds_per_micro_batch": _median(passes, kind) for kind in ("forward", "recompute", "backward")},
     }
 

@@ -19,7 +19,7 @@ PEERS = {
     "SendGrad": ("RecvGrad", -1),
     "RecvGrad": ("SendGrad", 1),
 }
-"""By an instruction that talks to a neighbouring part of the model: the one that answers it, and the direction."""
+"""By an instruction that talks to a neighbouring model chunk: the one that answers it, and the direction."""
 
 Answer: TypeAlias = tuple[RankProfile, Span]
 """The other side of a message: a rank, and what it does there."""
@@ -78,21 +78,21 @@ def with_answers(profile: StepProfile) -> Iterator[tuple[RankProfile, list[tuple
     for rank in profile.ranks:
         for span in rank.instructions:
             if span.name in PEERS:
-                sides.setdefault((rank.dp_rank, rank.tp_rank, _part(rank, span), span.name), []).append((rank, span))
+                sides.setdefault((rank.dp_rank, rank.tp_rank, _chunk(rank, span), span.name), []).append((rank, span))
     for rank in profile.ranks:
         seen: Counter[tuple[int, str]] = Counter()
         found = []
         for span in rank.instructions:
             answer, direction = PEERS.get(span.name, ("", 0))
-            part = _part(rank, span)
-            there = sides.get((rank.dp_rank, rank.tp_rank, part + direction, answer), [])
-            number = seen[part, span.name]
-            seen[part, span.name] += 1
+            chunk = _chunk(rank, span)
+            there = sides.get((rank.dp_rank, rank.tp_rank, chunk + direction, answer), [])
+            number = seen[chunk, span.name]
+            seen[chunk, span.name] += 1
             found.append((span, there[number] if number < len(there) else None))
         yield rank, found
 
 
-def _part(rank: RankProfile, span: Span) -> int:
+def _chunk(rank: RankProfile, span: Span) -> int:
     return rank.stage if span.part is None else span.part
 
 

@@ -73,7 +73,7 @@ def _begin_instruction(log: SpanLog, before_update: Callable[[], object], name: 
     kind = KINDS.get(name, "other")
     if kind == "step":
         before_update()
-    log.begin(kind, name, part=place.get("part"), micro_batch=place.get("micro_batch"))
+    log.begin(kind, name, part=place.get("chunk"), micro_batch=place.get("micro_batch"))
 
 
 def _logged(log: SpanLog, kind: str, name: str, method: Callable[P, R]) -> Callable[P, R]:

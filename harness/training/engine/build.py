@@ -119,7 +119,7 @@ def _build_module(
             layers,
             layout=layout,
             boundaries=boundaries,
-            parts=context.resolved.parts,
+            chunks=context.resolved.chunks,
             loss_fn=loss,
             checkpoint_interval=interval,
             seed=seed,

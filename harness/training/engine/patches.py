@@ -99,7 +99,7 @@ def _sum_partial_gradients(new: NewEngine) -> None:
 
 
 def _follow_schedule(new: NewEngine) -> None:
-    follow_schedule(new.deepspeed, new.context.resolved.schedule, new.context.resolved.parts)
+    follow_schedule(new.deepspeed, new.context.resolved.schedule, new.context.resolved.chunks)
 
 
 def _release_outputs(new: NewEngine) -> None:

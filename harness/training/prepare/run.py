@@ -102,7 +102,7 @@ def prepare_run(inputs: RunInputs) -> Run:
         all_or_none(lambda: directories.require_same_base(checkpoint, base))
     samples = all_or_none(lambda: sample_prompts(plan, trainable))
     boundaries = choose_boundaries(trainable, context, sample)
-    expect_costs(stage_costs(trainable.costs, boundaries, plan.resolved.parts))
+    expect_costs(stage_costs(trainable.costs, boundaries, plan.resolved.chunks))
     startup_report.compilation(console, plan.resolved, context.device)
     engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
     stages = stage_lines(trainable, boundaries, engine.deepspeed.module, context)
@@ -165,7 +165,7 @@ def _join(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
         )
         all_or_none(lambda: lock_directory(plan.output_dir) if env.rank == 0 else None)
         foreign_groups = open_groups()
-        groups = build_groups(plan.layout, plan.resolved.parts.loss_stage)
+        groups = build_groups(plan.layout, plan.resolved.chunks.loss_stage)
         HERE.rank, HERE.stage = groups.rank, groups.coordinate.stage
         watch_run(args, groups, console)
     if device.type == "cpu":

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from harness.config.values.stage_parts import StageParts
+from harness.config.values.model_chunks import ModelChunks
 from harness.data.batches.collate import MicroBatch
 from harness.deepspeed.pipeline import LayerCall
 from harness.deepspeed.zero3_parameters import held_tensor
@@ -39,7 +39,7 @@ class StageLine:
     Attributes:
         ranks: global ranks that hold it.
         first, last: indices of its pipeline layers.
-        parts: first and last index of each of its parts of the model.
+        parts: first and last index of each of its model chunks.
         kinds: class name -> number of layers.
         parameters: of one rank of the stage, as it holds them.
     """
@@ -60,60 +60,61 @@ class StageLine:
 
 
 def choose_boundaries(trainable: TrainableModel, context: EngineContext, sample: MicroBatch | None) -> list[int]:
-    """Return the boundaries of the parts of the model by the config's `pipeline.partition`: of the stages, where each
-    has one part. All ranks call it and get the same.
+    """Return the boundaries of the model chunks by the config's `pipeline.partition`: of the stages, where each
+    has one chunk. All ranks call it and get the same.
 
     Args:
         sample: inputs and labels of one micro-batch, for `measured`; None if there is no training data.
 
     Raises:
-        UserError: there are fewer layers than parts, or a part would hold nothing to train, which DeepSpeed's engines
+        UserError: there are fewer layers than chunks, or a chunk would hold nothing to train, which DeepSpeed's engines
             cannot run.
     """
-    parts = context.resolved.parts
-    if parts.each > 1 and parts.count > len(trainable.layers):
+    chunks = context.resolved.chunks
+    if chunks.each > 1 and chunks.count > len(trainable.layers):
         raise UserError(
-            f"pipeline.schedule {context.resolved.schedule}: {parts.stages} stages of {parts.each} parts, but the "
-            f"model has only {counted(len(trainable.layers), 'layer')}: use fewer stages or parts, or another schedule"
+            f"pipeline.schedule {context.resolved.schedule}: {chunks.stages} stages of {chunks.each} model chunks, "
+            f"but the model has only {counted(len(trainable.layers), 'layer')}: use fewer stages or chunks, or another "
+            "schedule"
         )
     boundaries = _boundaries(trainable, context, sample)
-    for part, (start, stop) in enumerate(pairwise(boundaries)):
+    for chunk, (start, stop) in enumerate(pairwise(boundaries)):
         if not sum(trainable.trained[start:stop]):
-            where = f"stage {part}" if parts.each == 1 else f"part {part} of the model"
-            if parts.count == 1:
+            where = f"stage {chunk}" if chunks.each == 1 else f"model chunk {chunk}"
+            if chunks.count == 1:
                 raise UserError("the model has nothing to train: each of its parameters is frozen, or it has none")
             raise UserError(f"{where} has nothing to train: use another pipeline.partition or fewer stages")
     return boundaries
 
 
-def stage_costs(layers: Sequence[float], boundaries: Sequence[int], parts: StageParts) -> list[float]:
+def stage_costs(layers: Sequence[float], boundaries: Sequence[int], chunks: ModelChunks) -> list[float]:
     """Return what the layers of each stage cost together."""
     cost = [sum(layers[start:stop]) for start, stop in pairwise(boundaries)]
-    return [sum(cost[part] for part in parts.of_stage(stage)) for stage in range(parts.stages)]
+    return [sum(cost[chunk] for chunk in chunks.of_stage(stage)) for stage in range(chunks.stages)]
 
 
 def _boundaries(trainable: TrainableModel, context: EngineContext, sample: MicroBatch | None) -> list[int]:
-    parts = context.resolved.parts.count
-    if parts == 1:
+    count = context.resolved.chunks.count
+    if count == 1:
         return [0, len(trainable.layers)]
     method = context.resolved.partition
     costs = trainable.costs
     if method == "measured" and sample is not None:
         costs = measured_costs(trainable, context, *sample)
-    return stage_boundaries(method, parts, costs=costs, parameters=trainable.parameters, names=trainable.names)
+    return stage_boundaries(method, count, costs=costs, parameters=trainable.parameters, names=trainable.names)
 
 
 def stage_lines(
     trainable: TrainableModel, boundaries: Sequence[int], module: nn.Module, context: EngineContext
 ) -> list[StageLine]:
     """One line a stage; all ranks call it."""
-    groups, parts = context.groups, context.resolved.parts
+    groups, chunks = context.groups, context.resolved.chunks
     held = sum(_size(parameter) for parameter in module.parameters())
     sizes = values_of_all((groups.coordinate.stage, held))
     largest = {stage: max(size for s, size in sizes if s == stage) for stage, _ in sizes}
     lines = []
     for stage in sorted(largest):
-        own = [(boundaries[part], boundaries[part + 1] - 1) for part in parts.of_stage(stage)]
+        own = [(boundaries[chunk], boundaries[chunk + 1] - 1) for chunk in chunks.of_stage(stage)]
         kinds = Counter(name for first, last in own for name in trainable.names[first : last + 1])
         lines.append(
             StageLine(

@@ -97,7 +97,7 @@ def stages(console: Console, layout: Layout, resolved: Resolved, steps: int, lin
     )
     for line in lines:
         console.say(f"  {line}")
-    order = resolved.schedule, resolved.parts.each
+    order = resolved.schedule, resolved.chunks.each
     warning = batch_warning(layout.pp_size, resolved.micro_batch, resolved.accumulation, *order)
     if warning is not None:
         console.warn(warning)

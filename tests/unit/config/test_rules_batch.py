@@ -181,7 +181,6 @@ def test_the_wanted_micro_batches_are_the_fewest(stages: int, schedule: str, par
         pytest.param("gpipe", 9 / 33, id="as 1F1B"),
         pytest.param("zero-bubble", 3 / 27, id="a third of it"),
         pytest.param("interleaved", 9 / 57, id="half of it, of twice as many parts"),
-        pytest.param("interleaved-zero-bubble", 3 / 51, id="both"),
         pytest.param("zero-bubble-v", 3 / 51, id="folded"),
         pytest.param("dualpipe-v", 3 / 51, id="folded too"),
     ],

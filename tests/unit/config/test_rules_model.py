@@ -41,22 +41,22 @@ def model(tmp_path: Path) -> str:
         pytest.param(
             pipe(5), "stages", "5 pipeline stages, but the model has only 4 decoder layers; use at most 4 stages"
         ),
-        pytest.param(pipe(2, schedule="interleaved"), "schedule", "", id="a layer a part"),
+        pytest.param(pipe(2, schedule="interleaved"), "schedule", "", id="a layer a chunk"),
         pytest.param(
             pipe(2, schedule="interleaved", parts_per_stage=3),
             "schedule",
-            "2 pipeline stages of 3 parts, but the model has only 4 decoder layers; "
-            "use at most 4 parts in all, or a schedule with one part a stage",
-            id="more parts than layers",
+            "2 pipeline stages of 3 model chunks, but the model has only 4 decoder layers; "
+            "use at most 4 model chunks in all, or a schedule with one a stage",
+            id="more chunks than layers",
         ),
         pytest.param(
             pipe(3, schedule="dualpipe-v"),
             "schedule",
-            "3 pipeline stages of 2 parts, but the model has only 4 decoder layers; "
-            "use at most 4 parts in all, or a schedule with one part a stage",
-            id="more folded parts than layers",
+            "3 pipeline stages of 2 model chunks, but the model has only 4 decoder layers; "
+            "use at most 4 model chunks in all, or a schedule with one a stage",
+            id="more folded chunks than layers",
         ),
-        pytest.param(pipe(1, schedule="interleaved", parts_per_stage=9), "schedule", "", id="one stage has one part"),
+        pytest.param(pipe(1, schedule="interleaved", parts_per_stage=9), "schedule", "", id="one stage has one chunk"),
     ],
 )
 def test_no_stage_is_empty(config: dict[str, Any], pointer: str, words: str, model: str) -> None:
@@ -230,24 +230,33 @@ def test_words_of_the_pipeline_are_known(key: str, value: object, is_known: bool
 
 
 @pytest.mark.parametrize(
+    ("name", "instead"),
+    [("1f1b-async", "1f1b"), ("Looped-BFS", "interleaved"), ("interleaved-zero-bubble", "zero-bubble-v")],
+)
+def test_a_schedule_that_was_removed_is_refused_with_another_one(name: str, instead: str) -> None:
+    (finding,) = said(pipe(2, schedule=name), "DS608")
+    assert f"schedule {name!r} was removed; use {instead}, which" in str(finding)
+
+
+@pytest.mark.parametrize(
     ("more", "words"),
     [
         (
             {"parts_per_stage": 2},
-            "the schedule 1f1b has 1 part a stage; remove the key, or use a schedule that takes it: "
-            "looped-bfs, interleaved, interleaved-zero-bubble",
+            "the schedule 1f1b has 1 model chunk a stage; remove the key, or use the schedule interleaved, which "
+            "takes it",
         ),
         ({"parts_per_stage": 1}, ""),
         (
             {"parts_per_stage": 1, "schedule": "interleaved"},
-            "the schedule interleaved has 2 parts a stage or more; write 2 or more, or remove the key",
+            "the schedule interleaved has 2 model chunks a stage or more; write 2 or more, or remove the key",
         ),
         ({"parts_per_stage": 2, "schedule": "interleaved"}, ""),
         ({"parts_per_stage": 2, "schedule": "dualpipe-v"}, ""),
         (
             {"parts_per_stage": 3, "schedule": "zero-bubble-v"},
-            "the schedule zero-bubble-v has 2 parts a stage; remove the "
-            "key, or use a schedule that takes it: looped-bfs, interleaved, interleaved-zero-bubble",
+            "the schedule zero-bubble-v has 2 model chunks a stage; remove the "
+            "key, or use the schedule interleaved, which takes it",
         ),
         ({"parts_per_stage": 9, "schedule": "zb"}, ""),  # another rule's
     ],

@@ -14,9 +14,9 @@ from harness.config.model.shares import Heads, stretch
 from harness.config.schema.normalize import as_read
 from harness.config.text.document import from_values
 from harness.config.values.idle_keys import without_idle
-from harness.config.values.layout_keys import FOLDED_SCHEDULES, ROUND_ROBIN_SCHEDULES, SCHEDULES
+from harness.config.values.layout_keys import FOLDED_SCHEDULES, INTERLEAVED, SCHEDULES
+from harness.config.values.model_chunks import ModelChunks, model_chunks
 from harness.config.values.pointers import bf16_section, lookup, put, whole
-from harness.config.values.stage_parts import StageParts, stage_parts
 from harness.config.view import RunView, is_comment
 
 
@@ -201,31 +201,31 @@ STAGES = st.integers(1, 6)
 
 @given(STAGES, st.integers(1, 4), st.booleans())
 def test_every_part_has_one_stage(stages: int, each: int, folded: bool) -> None:
-    parts = StageParts(stages, each, folded)
-    held = [part for stage in range(stages) for part in parts.of_stage(stage)]
-    assert sorted(held) == list(range(parts.count))
-    assert all(len(parts.of_stage(stage)) == each for stage in range(stages))
-    assert parts.count - 1 in parts.of_stage(parts.loss_stage)
+    chunks = ModelChunks(stages, each, folded)
+    held = [chunk for stage in range(stages) for chunk in chunks.of_stage(stage)]
+    assert sorted(held) == list(range(chunks.count))
+    assert all(len(chunks.of_stage(stage)) == each for stage in range(stages))
+    assert chunks.count - 1 in chunks.of_stage(chunks.loss_stage)
     if folded and each > 1 and stages > 1:  # the turn of a fold needs no message
-        assert parts.stage_of(stages - 1) == parts.stage_of(stages)
+        assert chunks.stage_of(stages - 1) == chunks.stage_of(stages)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("asked", [None, 3])
 def test_a_schedule_has_its_parts(schedule: str, asked: int | None) -> None:
-    found = stage_parts(4, schedule, asked)
+    found = model_chunks(4, schedule, asked)
     several = asked or 2
-    assert found.each == (2 if schedule in FOLDED_SCHEDULES else several if schedule in ROUND_ROBIN_SCHEDULES else 1)
+    assert found.each == (2 if schedule in FOLDED_SCHEDULES else several if schedule == INTERLEAVED else 1)
     assert found.folded == (schedule in FOLDED_SCHEDULES)
-    assert stage_parts(1, schedule, asked) == StageParts(1)
+    assert model_chunks(1, schedule, asked) == ModelChunks(1)
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_stretches_are_dealt_out_completely(total: int, size: int) -> None:
-    parts = [stretch(total, index, size) for index in range(size)]
-    assert parts[0][0] == 0 and parts[-1][1] == total
-    assert all(before[1] == after[0] for before, after in itertools.pairwise(parts))
-    lengths = [stop - start for start, stop in parts]
+    chunks = [stretch(total, index, size) for index in range(size)]
+    assert chunks[0][0] == 0 and chunks[-1][1] == total
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(chunks))
+    lengths = [stop - start for start, stop in chunks]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
 
 

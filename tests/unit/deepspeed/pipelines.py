@@ -1,4 +1,4 @@
-"""Pipeline engines of one stage with several parts of a model, which exchange within the stage."""
+"""Pipeline engines of one stage with several chunks of a model, which exchange within the stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch.nn import functional
 
-from harness.config.values.stage_parts import StageParts
+from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed.schedule import StageProgram, run_schedule
 from harness.parallel.pipeline.schedules.instructions import buffers, instructions
 from harness.parallel.pipeline.schedules.orders import ORDERS
@@ -25,8 +25,8 @@ LAYERS, WIDTH = 4, 3
 LATE = "weight gradients last"
 
 
-def pipeline(parts: StageParts, micro_batches: int, *, bf16: bool = False) -> PipelineEngine:
-    """Return an engine of four layers, the same in however many parts they lie."""
+def pipeline(chunks: ModelChunks, micro_batches: int, *, bf16: bool = False) -> PipelineEngine:
+    """Return an engine of four layers, the same in however many chunks they lie."""
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     for number, layer in enumerate(layers):
         nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(number))
@@ -34,8 +34,8 @@ def pipeline(parts: StageParts, micro_batches: int, *, bf16: bool = False) -> Pi
     module = StagedModule(
         layers,
         layout=Layout(),
-        boundaries=[LAYERS * part // parts.count for part in range(parts.count + 1)],
-        parts=parts,
+        boundaries=[LAYERS * chunk // chunks.count for chunk in range(chunks.count + 1)],
+        chunks=chunks,
         loss_fn=functional.mse_loss,
         checkpoint_interval=0,
         seed=0,
@@ -50,33 +50,33 @@ def pipeline(parts: StageParts, micro_batches: int, *, bf16: bool = False) -> Pi
     return engine
 
 
-def late(parts: StageParts, micro_batches: int, _stage: int) -> Iterator[Pass]:
+def late(chunks: ModelChunks, micro_batches: int, _stage: int) -> Iterator[Pass]:
     """Yield passes of which all that compute weight gradients come last."""
-    own = range(parts.count)
-    yield from (Pass(Kind.FORWARD, number, part) for number in range(micro_batches) for part in own)
+    own = range(chunks.count)
+    yield from (Pass(Kind.FORWARD, number, chunk) for number in range(micro_batches) for chunk in own)
     for kind in (Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS):
-        yield from (Pass(kind, number, part) for number in range(micro_batches) for part in reversed(own))
+        yield from (Pass(kind, number, chunk) for number in range(micro_batches) for chunk in reversed(own))
 
 
-def program(name: str, parts: StageParts, micro_batches: int, *, forwards_only: bool = False) -> StageProgram:
+def program(name: str, chunks: ModelChunks, micro_batches: int, *, forwards_only: bool = False) -> StageProgram:
     """Return what the stage does by one of the schedules, or by LATE."""
     order = late if name == LATE else ORDERS[name]
-    passes = [each for each in order(parts, micro_batches, 0) if not forwards_only or each.kind is Kind.FORWARD]
-    steps = [(each.action.value, each.micro_batch, each.part) for each in instructions(passes, parts.count)]
+    passes = [each for each in order(chunks, micro_batches, 0) if not forwards_only or each.kind is Kind.FORWARD]
+    steps = [(each.action.value, each.micro_batch, each.chunk) for each in instructions(passes, chunks.count)]
     return StageProgram(instructions=steps, buffers=buffers(passes))
 
 
 def scheduled(
-    name: str, parts: StageParts, micro_batches: int, *, bf16: bool = False
+    name: str, chunks: ModelChunks, micro_batches: int, *, bf16: bool = False
 ) -> tuple[PipelineEngine, WeightGradients]:
     """Return an engine that trains by a schedule, and what puts off its weight gradients."""
-    engine, gradients = pipeline(parts, micro_batches, bf16=bf16), WeightGradients()
+    engine, gradients = pipeline(chunks, micro_batches, bf16=bf16), WeightGradients()
     attach(engine.module, gradients)
 
     def evaluation(count: int) -> StageProgram:
-        return program(name, parts, count, forwards_only=True)
+        return program(name, chunks, count, forwards_only=True)
 
-    run_schedule(engine, parts, program(name, parts, micro_batches), evaluation, gradients)
+    run_schedule(engine, chunks, program(name, chunks, micro_batches), evaluation, gradients)
     return engine, gradients
 
 

@@ -1,4 +1,4 @@
-"""An engine that follows a program of ours computes what DeepSpeed's own schedule does, in however many parts."""
+"""An engine that follows a program of ours computes what DeepSpeed's own schedule does, in however many chunks."""
 
 from __future__ import annotations
 
@@ -10,34 +10,33 @@ from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as of_deepspeed
 from torch import Tensor
 
-from harness.config.values.stage_parts import StageParts
+from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed.schedule import INSTRUCTIONS, UPDATE, AwaitSends, OwnSchedule, StageProgram, run_schedule
 from harness.parallel.pipeline.schedules.instructions import Action
 from harness.parallel.weight_gradients import WeightGradients
 from tests.unit.deepspeed.pipelines import LATE, batches, pipeline, scheduled, weights
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-ONE, TWO, FOUR, FOLDED = StageParts(1), StageParts(1, 2), StageParts(1, 4), StageParts(1, 2, folded=True)
+ONE, TWO, FOUR, FOLDED = ModelChunks(1), ModelChunks(1, 2), ModelChunks(1, 4), ModelChunks(1, 2, folded=True)
 FP32, BF16 = torch.float32, torch.bfloat16
 CASES = [
     pytest.param("gpipe", ONE, 3, FP32, id="gpipe"),
     pytest.param("zero-bubble", ONE, 4, BF16, id="zero bubble"),
     pytest.param("zero-bubble", ONE, 1, FP32, id="zero bubble, one micro-batch"),
-    pytest.param("interleaved", TWO, 4, FP32, id="two parts"),
-    pytest.param("interleaved", FOUR, 3, FP32, id="a part a layer"),
+    pytest.param("interleaved", TWO, 4, FP32, id="two chunks"),
+    pytest.param("interleaved", FOUR, 3, FP32, id="a chunk a layer"),
     pytest.param("interleaved", TWO, 1, FP32, id="one micro-batch"),
-    pytest.param("interleaved-zero-bubble", TWO, 4, BF16, id="two parts, zero bubble"),
-    pytest.param("looped-bfs", FOUR, 2, FP32, id="breadth first"),
+    pytest.param("interleaved", FOUR, 2, BF16, id="two micro-batches in bf16"),
     pytest.param("zero-bubble-v", FOLDED, 4, FP32, id="folded"),
     pytest.param(LATE, FOUR, 3, FP32, id="weight gradients last"),
     pytest.param("dualpipe-v", FOLDED, 4, BF16, id="folded, in pairs"),
 ]
 
 
-@pytest.mark.parametrize(("name", "parts", "micro_batches", "dtype"), CASES)
-def test_no_program_changes_a_number(name: str, parts: StageParts, micro_batches: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "chunks", "micro_batches", "dtype"), CASES)
+def test_no_program_changes_a_number(name: str, chunks: ModelChunks, micro_batches: int, dtype: torch.dtype) -> None:
     bf16 = dtype is torch.bfloat16
-    theirs, (ours, _) = pipeline(ONE, micro_batches, bf16=bf16), scheduled(name, parts, micro_batches, bf16=bf16)
+    theirs, (ours, _) = pipeline(ONE, micro_batches, bf16=bf16), scheduled(name, chunks, micro_batches, bf16=bf16)
     for seed in range(2):
         wanted = theirs.train_batch(batches(seed, dtype))
         assert torch.equal(ours.train_batch(batches(seed, dtype)), wanted)
@@ -47,9 +46,9 @@ def test_no_program_changes_a_number(name: str, parts: StageParts, micro_batches
     assert torch.equal(ours.train_batch(batches(3, dtype)), theirs.train_batch(batches(3, dtype)))  # and goes on
 
 
-@pytest.mark.parametrize("parts", [TWO, FOUR], ids=str)
-def test_an_evaluation_may_have_another_number_of_micro_batches(parts: StageParts) -> None:
-    theirs, (ours, _) = pipeline(ONE, 2), scheduled("interleaved", parts, 2)
+@pytest.mark.parametrize("chunks", [TWO, FOUR], ids=str)
+def test_an_evaluation_may_have_another_number_of_micro_batches(chunks: ModelChunks) -> None:
+    theirs, (ours, _) = pipeline(ONE, 2), scheduled("interleaved", chunks, 2)
     for count in (1, 5, 2):
         wanted = theirs.eval_batch(batches(count), num_micro_batches=count)
         assert torch.equal(ours.eval_batch(batches(count), num_micro_batches=count), wanted)
@@ -71,7 +70,7 @@ def test_each_batch_is_read_once_though_two_parts_need_it() -> None:
 
 
 def test_a_step_that_failed_leaves_nothing_to_the_next() -> None:
-    theirs, (ours, gradients) = pipeline(ONE, 4), scheduled("interleaved-zero-bubble", TWO, 4)
+    theirs, (ours, gradients) = pipeline(ONE, 4), scheduled("zero-bubble-v", FOLDED, 4)
 
     def broken(after: int) -> Iterator[tuple[Tensor, Tensor]]:
         for number, batch in enumerate(batches(0)):
@@ -131,7 +130,7 @@ def test_a_program_is_executed_in_order_and_ends_with_the_update() -> None:
     schedule = OwnSchedule(engine, stated, UPDATE)
     assert schedule.num_pipe_buffers() == 2
     *steps, last = schedule.steps()
-    assert [(step.name, step.buffer_id, step.part) for (step,) in steps] == [
+    assert [(step.name, step.buffer_id, step.chunk) for (step,) in steps] == [
         ("ForwardPass", 0, 0),
         ("ForwardPass", 0, 0),  # the third micro-batch takes the first one's place
         ("BackwardPass", 1, 0),

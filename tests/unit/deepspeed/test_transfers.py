@@ -1,4 +1,4 @@
-"""What a stage sends arrives in order, as it was when it was sent; parts of one stage exchange within it."""
+"""What a stage sends arrives in order, as it was when it was sent; chunks of one stage exchange within it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.config.values.stage_parts import StageParts
+from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed import transfers
 from harness.deepspeed.transfers import Transfers, open_transfers
 from tests.unit.deepspeed.pipelines import pipeline
@@ -49,15 +49,15 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     return Wire(monkeypatch)
 
 
-def of_stage(stage: int, parts: StageParts) -> Transfers:
+def of_stage(stage: int, chunks: ModelChunks) -> Transfers:
     """The transfers of one stage of several; its ranks in the world are ten times the stage."""
     engine: Any = SimpleNamespace(stage_id=stage, grid=SimpleNamespace(stage_to_global=lambda stage_id: 10 * stage_id))
     groups: Any = {True: "to later stages", False: "to earlier stages"}
-    return Transfers(engine, parts, groups)
+    return Transfers(engine, chunks, groups)
 
 
 @pytest.mark.parametrize(
-    ("stage", "part", "to", "group"),
+    ("stage", "chunk", "to", "group"),
     [
         pytest.param(0, 1, 10, "to later stages", id="the next"),
         pytest.param(1, 0, 0, "to earlier stages", id="the one before"),
@@ -65,12 +65,12 @@ def of_stage(stage: int, parts: StageParts) -> Transfers:
         pytest.param(0, 5, 20, "to later stages", id="back round to the last"),
     ],
 )
-def test_each_direction_has_its_group(stage: int, part: int, to: int, group: str, wire: Wire) -> None:
-    own = of_stage(stage, StageParts(3, 2))
-    own.send(torch.ones(2), part)
+def test_each_direction_has_its_group(stage: int, chunk: int, to: int, group: str, wire: Wire) -> None:
+    own = of_stage(stage, ModelChunks(3, 2))
+    own.send(torch.ones(2), chunk)
     ((_, rank, used),) = wire.sent
     assert (rank, used) == (to, group)
-    own.receive(into := torch.zeros(2), part)
+    own.receive(into := torch.zeros(2), chunk)
     source, used = wire.received[0]
     assert (source, used) == (to, "to earlier stages" if group == "to later stages" else "to later stages")
     assert into.tolist() == [to, to]
@@ -78,7 +78,7 @@ def test_each_direction_has_its_group(stage: int, part: int, to: int, group: str
 
 @given(st.lists(st.booleans(), max_size=20))
 def test_parts_of_one_stage_exchange_in_order_and_on_no_wire(sends: list[bool]) -> None:
-    own, waiting, number = of_stage(1, StageParts(2, 2, folded=True)), [], 0  # it has parts 1 and 2
+    own, waiting, number = of_stage(1, ModelChunks(2, 2, folded=True)), [], 0  # it has chunks 1 and 2
     for sent in sends:
         if sent:
             own.send(torch.tensor([float(number)]), 2)
@@ -90,7 +90,7 @@ def test_parts_of_one_stage_exchange_in_order_and_on_no_wire(sends: list[bool]) 
 
 
 def test_what_is_sent_keeps_no_graph_and_no_gaps(wire: Wire) -> None:
-    own = of_stage(0, StageParts(2))
+    own = of_stage(0, ModelChunks(2))
     tensor = torch.arange(6.0, requires_grad=True).view(2, 3).t() * 1
     own.send(tensor, 1)
     sent, _, _ = wire.sent[0]
@@ -98,7 +98,7 @@ def test_what_is_sent_keeps_no_graph_and_no_gaps(wire: Wire) -> None:
 
 
 def test_a_tensor_is_kept_until_it_has_arrived(wire: Wire) -> None:
-    own = of_stage(0, StageParts(2))
+    own = of_stage(0, ModelChunks(2))
     for number in range(3):
         own.send(torch.tensor([number]), 1)
     assert len(own._under_way) == 3
@@ -112,7 +112,7 @@ def test_a_tensor_is_kept_until_it_has_arrived(wire: Wire) -> None:
 
 
 def test_a_receive_before_its_send_within_a_stage_is_an_error_and_takes_nothing() -> None:
-    own = of_stage(0, StageParts(1, 2))
+    own = of_stage(0, ModelChunks(1, 2))
     with pytest.raises(IndexError):
         own.receive(torch.zeros(1), 0)
     own.send(torch.ones(1), 1)
@@ -122,7 +122,7 @@ def test_a_receive_before_its_send_within_a_stage_is_an_error_and_takes_nothing(
 
 
 def test_an_instruction_sends_here_and_deepspeed_elsewhere_even_after_an_error() -> None:
-    own, before = of_stage(0, StageParts(1, 2)), (p2p.send, p2p.recv)
+    own, before = of_stage(0, ModelChunks(1, 2)), (p2p.send, p2p.recv)
 
     def execute(_engine: object, *, buffer_id: int) -> None:
         p2p.send(torch.tensor([float(buffer_id)]), 1)
@@ -141,13 +141,13 @@ def test_an_instruction_sends_here_and_deepspeed_elsewhere_even_after_an_error()
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("each", "groups"), [(1, 0), (2, 2)])
 def test_one_part_a_stage_needs_no_groups_of_its_own(each: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = pipeline(StageParts(1, each), 1)
+    engine = pipeline(ModelChunks(1, each), 1)
     made: list[object] = []
     real = dist.new_group
     monkeypatch.setattr(
         transfers.dist, "new_group", lambda *args, **kwargs: made.append(real(*args, **kwargs)) or made[-1]
     )
-    activations, gradients = open_transfers(engine, StageParts(1, each))
+    activations, gradients = open_transfers(engine, ModelChunks(1, each))
     assert len(made) == groups
     assert activations.groups.keys() | gradients.groups.keys() == {True, False}
     assert activations.groups.get(False) is not gradients.groups[False]  # they must not wait for each other

@@ -15,15 +15,12 @@ from harness.config.values.layout_keys import (
     FOLDED_SCHEDULES,
     GPIPE,
     INTERLEAVED,
-    LOOPED_BFS,
-    NON_WAITING_1F1B,
-    ROUND_ROBIN_SCHEDULES,
     SCHEDULES,
     SPLIT_BACKWARD,
     ZERO_BUBBLE,
     ZERO_BUBBLE_V,
 )
-from harness.config.values.stage_parts import StageParts, stage_parts
+from harness.config.values.model_chunks import ModelChunks, model_chunks
 from harness.parallel.pipeline.schedules.instructions import (
     Action,
     Instruction,
@@ -44,21 +41,21 @@ PEER = {Action.SEND_ACTIVATION: 1, Action.RECEIVE_ACTIVATION: -1, **BACKWARDS}
 SENDS = {Action.SEND_ACTIVATION, Action.SEND_GRADIENT}
 
 
-def partings(name: str, stages: int) -> list[StageParts]:
+def chunkings(name: str, stages: int) -> list[ModelChunks]:
     """How a schedule may cut the model."""
     if name in FOLDED_SCHEDULES and stages == 1:
         return []
-    several = name in ROUND_ROBIN_SCHEDULES and stages > 1
-    return [stage_parts(stages, name, asked) for asked in ((2, 3) if several else (None,))]
+    several = name == INTERLEAVED and stages > 1
+    return [model_chunks(stages, name, asked) for asked in ((2, 3) if several else (None,))]
 
 
-def programs(name: str, parts: StageParts, micro_batches: int) -> list[deque[Instruction]]:
+def programs(name: str, chunks: ModelChunks, micro_batches: int) -> list[deque[Instruction]]:
     """What each stage executes."""
-    orders = [ORDERS[name](parts, micro_batches, stage) for stage in range(parts.stages)]
-    return [deque(instructions(order, parts.count)) for order in orders]
+    orders = [ORDERS[name](chunks, micro_batches, stage) for stage in range(chunks.stages)]
+    return [deque(instructions(order, chunks.count)) for order in orders]
 
 
-def execute(own: list[deque[Instruction]], parts: StageParts) -> None:
+def execute(own: list[deque[Instruction]], chunks: ModelChunks) -> None:
     """Execute the stages' programs; AssertionError where a transfer does not match, or stages wait for ever.
 
     The strictest rules there are: a send is held back until its receive begins, and holds up the later transfers of its
@@ -68,7 +65,7 @@ def execute(own: list[deque[Instruction]], parts: StageParts) -> None:
     blocked: set[int] = set()  # stages that wait for a receive
 
     def line(stage: int, each: Instruction) -> tuple[deque[Instruction], deque[Instruction]]:
-        other = parts.stage_of(each.part + PEER[each.action])
+        other = chunks.stage_of(each.chunk + PEER[each.action])
         ends = (stage, other) if each.action in SENDS else (other, stage)
         return lines.setdefault((each.action in FORWARDS, *ends), (deque(), deque()))
 
@@ -84,7 +81,7 @@ def execute(own: list[deque[Instruction]], parts: StageParts) -> None:
         for (_, _, to), (sent, received) in lines.items():
             if sent and received:
                 sends, receives = sent.popleft(), received.popleft()
-                assert (sends.micro_batch, sends.part + PEER[sends.action]) == (receives.micro_batch, receives.part)
+                assert (sends.micro_batch, sends.chunk + PEER[sends.action]) == (receives.micro_batch, receives.chunk)
                 moved = True
                 blocked.remove(to)
         assert moved, "stages wait for each other for ever"
@@ -94,28 +91,28 @@ def execute(own: list[deque[Instruction]], parts: StageParts) -> None:
 @pytest.mark.parametrize("name", ORDERS)
 def test_every_send_has_its_receive_and_no_stage_waits_for_ever(name: str) -> None:
     for stages, micro_batches in SIZES:
-        for parts in partings(name, stages):
-            execute(programs(name, parts, micro_batches), parts)
+        for chunks in chunkings(name, stages):
+            execute(programs(name, chunks, micro_batches), chunks)
 
 
 def test_stages_that_wait_for_each_other_are_found() -> None:
-    parts = StageParts(2)
-    own = programs(ZERO_BUBBLE, parts, 2)
+    chunks = ModelChunks(2)
+    own = programs(ZERO_BUBBLE, chunks, 2)
     own[1].append(Instruction(Action.RECEIVE_ACTIVATION, 2, 1))
     with pytest.raises(AssertionError, match="for ever"):
-        execute(own, parts)
+        execute(own, chunks)
     with pytest.raises(ValueError, match="2 stages and 1 micro-batch wait"):
-        timeline(lambda p, m, s: iter(list(zero_bubble_h1(p, m, s))[:: 1 if s else -1]), parts, 1)  # backward first
+        timeline(lambda p, m, s: iter(list(zero_bubble_h1(p, m, s))[:: 1 if s else -1]), chunks, 1)  # backward first
 
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_each_pass_comes_once_and_in_the_order_of_the_micro_batches(name: str) -> None:
     # so the gradients of a parameter are summed in the same order by every schedule
     for stages, micro_batches in SIZES:
-        for parts, stage in ((parts, stage) for parts in partings(name, stages) for stage in range(stages)):
-            passes = list(ORDERS[name](parts, micro_batches, stage))
-            for part in parts.of_stage(stage):
-                own = [each for each in passes if each.part == part]
+        for chunks, stage in ((chunks, stage) for chunks in chunkings(name, stages) for stage in range(stages)):
+            passes = list(ORDERS[name](chunks, micro_batches, stage))
+            for chunk in chunks.of_stage(stage):
+                own = [each for each in passes if each.chunk == chunk]
                 at = {each: index for index, each in enumerate(own)}
                 forward, inputs, weights = (
                     [each for each in own if each.kind in kinds]
@@ -130,7 +127,7 @@ def test_each_pass_comes_once_and_in_the_order_of_the_micro_batches(name: str) -
                 assert all(at[a] < at[b] <= at[c] for a, b, c in zip(forward, inputs, weights, strict=True))
             assert name in SPLIT_BACKWARD or {each.kind for each in passes} == {Kind.FORWARD, Kind.BACKWARD}
             put_off, computed = (
-                [(each.micro_batch, each.part) for each in passes if each.kind is kind]
+                [(each.micro_batch, each.chunk) for each in passes if each.kind is kind]
                 for kind in (Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS)
             )
             assert put_off == computed
@@ -138,10 +135,10 @@ def test_each_pass_comes_once_and_in_the_order_of_the_micro_batches(name: str) -
 
 @pytest.mark.parametrize("name", FOLDED_SCHEDULES)
 def test_the_first_stage_has_the_first_and_the_last_part_of_a_folded_model(name: str) -> None:
-    parts = stage_parts(4, name)
-    assert [parts.of_stage(stage) for stage in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
-    assert parts.loss_stage == 0
-    round_robin = stage_parts(4, INTERLEAVED, 3)
+    chunks = model_chunks(4, name)
+    assert [chunks.of_stage(stage) for stage in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert chunks.loss_stage == 0
+    round_robin = model_chunks(4, INTERLEAVED, 3)
     assert round_robin.of_stage(1) == [1, 5, 9] and round_robin.loss_stage == 3
 
 
@@ -149,20 +146,20 @@ def test_the_first_stage_has_the_first_and_the_last_part_of_a_folded_model(name:
 def test_several_parts_hold_as_many_activations_as_in_the_papers(stages: int, micro_batches: int) -> None:
     def most(name: str) -> float:
         """Of any stage, in micro-batches of a whole stage."""
-        parts, ends = stage_parts(stages, name), {Kind.BACKWARD, Kind.WEIGHT_GRADIENTS}
-        orders = [list(ORDERS[name](parts, micro_batches, stage)) for stage in range(stages)]
-        return max(most_held(passes, ends=ends) for passes in orders) / parts.each
+        chunks, ends = model_chunks(stages, name), {Kind.BACKWARD, Kind.WEIGHT_GRADIENTS}
+        orders = [list(ORDERS[name](chunks, micro_batches, stage)) for stage in range(stages)]
+        return max(most_held(passes, ends=ends) for passes in orders) / chunks.each
 
-    assert most(NON_WAITING_1F1B) == most(ZERO_BUBBLE_V) == stages  # Qi et al. 2024, section 6
+    assert most(DEEPSPEED_1F1B) == most(ZERO_BUBBLE_V) == stages  # Qi et al. 2024, section 6
     assert most(DUALPIPE_V) == stages + 1 / 2
     # Narayanan et al. 2021, section 2.2: (p - 1) / (p v) more
     assert most(INTERLEAVED) == pytest.approx(stages * (1 + (stages - 1) / (2 * stages)), abs=0.51)
-    assert most(GPIPE) == most(LOOPED_BFS) == micro_batches
+    assert most(GPIPE) == micro_batches
 
 
 def test_a_part_needs_a_buffer_for_each_micro_batch_that_it_holds() -> None:
-    assert buffers(list(ORDERS[GPIPE](StageParts(2), 5, 0))) == 5
-    assert buffers(list(ORDERS[INTERLEAVED](StageParts(2, 2), 8, 0))) == 4
+    assert buffers(list(ORDERS[GPIPE](ModelChunks(2), 5, 0))) == 5
+    assert buffers(list(ORDERS[INTERLEAVED](ModelChunks(2, 2), 8, 0))) == 4
 
 
 def test_1f1b_computes_in_deepspeeds_order() -> None:
@@ -171,7 +168,7 @@ def test_1f1b_computes_in_deepspeeds_order() -> None:
         for stage in range(stages):
             schedule = TrainSchedule(micro_batches, stages, stage)
             theirs = [kinds[type(c)] for commands in schedule.steps() for c in commands if type(c) in kinds]
-            passes = list(one_forward_one_backward(StageParts(stages), micro_batches, stage))
+            passes = list(one_forward_one_backward(ModelChunks(stages), micro_batches, stage))
             assert [each.kind for each in passes] == theirs
             assert max(2, most_in_flight(passes)) == schedule.num_pipe_buffers()
 
@@ -186,11 +183,11 @@ def most_held(passes: list[Pass], *, ends: set[Kind]) -> int:
 
 def test_zero_bubble_holds_no_more_than_the_first_stage_of_1f1b() -> None:
     for stages, micro_batches in SIZES:
-        parts = StageParts(stages)
-        first = most_in_flight(one_forward_one_backward(parts, micro_batches, 0))
+        chunks = ModelChunks(stages)
+        first = most_in_flight(one_forward_one_backward(chunks, micro_batches, 0))
         for stage in range(stages):
-            passes = list(zero_bubble_h1(parts, micro_batches, stage))
-            assert most_in_flight(passes) == most_in_flight(one_forward_one_backward(parts, micro_batches, stage))
+            passes = list(zero_bubble_h1(chunks, micro_batches, stage))
+            assert most_in_flight(passes) == most_in_flight(one_forward_one_backward(chunks, micro_batches, stage))
             assert most_held(passes, ends={Kind.WEIGHT_GRADIENTS}) <= first
 
 
@@ -199,9 +196,9 @@ def test_the_idle_share_is_that_of_the_formula(name: str) -> None:
     for stages, micro_batches in SIZES:
         if name in FOLDED_SCHEDULES and micro_batches < 2 * stages:
             continue
-        for parts in partings(name, stages):
-            found = idle_share(timeline(ORDERS[name], parts, micro_batches))
-            assert found == pytest.approx(bubble(stages, micro_batches, name, parts.each))
+        for chunks in chunkings(name, stages):
+            found = idle_share(timeline(ORDERS[name], chunks, micro_batches))
+            assert found == pytest.approx(bubble(stages, micro_batches, name, chunks.each))
 
 
 @pytest.mark.parametrize(("forward", "inputs", "weights"), [(1, 1, 1), (1, 1.2, 0.8), (1, 2, 1), (1, 1, 0.5)])
@@ -212,7 +209,7 @@ def test_zero_bubble_waits_as_in_the_paper_for_passes_of_any_length(
     durations = {Kind.FORWARD: forward, Kind.INPUT_GRADIENTS: inputs, Kind.WEIGHT_GRADIENTS: weights}
     for stages, micro_batches in ((2, 8), (4, 8), (8, 16)):
         waits = end_of(
-            timeline(zero_bubble_h1, StageParts(stages), micro_batches, durations), durations
+            timeline(zero_bubble_h1, ModelChunks(stages), micro_batches, durations), durations
         ) - micro_batches * sum(durations.values())
         assert waits == pytest.approx((stages - 1) * (forward + inputs - weights))
 
@@ -229,6 +226,6 @@ def test_what_is_kept_at_most_goes_by_the_sizes_of_parts() -> None:
     forward, inputs, weights = Kind.FORWARD, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS
     order = [(forward, 0, 0), (forward, 0, 3), (inputs, 0, 3), (forward, 1, 0), (inputs, 0, 0), (weights, 0, 3)]
     passes = [Pass(*each) for each in order]
-    assert most_kept(passes, {0: 5, 3: 2}) == 10  # two micro-batches in part 0, though never more than two passes
+    assert most_kept(passes, {0: 5, 3: 2}) == 10  # two micro-batches in chunk 0, though never more than two passes
     assert most_kept(passes, {0: 2, 3: 5}) == 7
     assert most_in_flight(passes) == 2 and most_in_flight([]) == 0

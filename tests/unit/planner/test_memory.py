@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.config.values.stage_parts import StageParts
+from harness.config.values.model_chunks import ModelChunks
 from harness.errors import UserError
 from harness.parallel.pipeline.schedules.folded import zero_bubble_v
 from harness.parallel.pipeline.schedules.instructions import most_in_flight
@@ -93,7 +93,7 @@ def test_repeated_keys_are_kept_as_often_as_they_are_written_out() -> None:
 def test_as_many_micro_batches_are_in_flight_as_the_schedule_has(stages: int, micro_batches: int, data: st.DataObject):
     index = data.draw(st.integers(0, stages - 1))
     shape = gpt(64, 4)
-    work, parts = megatron(shape, 32), StageParts(stages)
+    work, parts = megatron(shape, 32), ModelChunks(stages)
     stage = Stage(layers=((shape.layers[0], 2),), is_first=index == 0, is_last=index == stages - 1)
     each = 2 * layer_activations(work, Strategy(), shape.layers[0])
 
@@ -111,7 +111,7 @@ def test_as_many_micro_batches_are_in_flight_as_the_schedule_has(stages: int, mi
 
 @given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 19))
 def test_stages_of_several_parts_hold_what_their_schedule_has_begun(stages: int, each: int, micro_batches: int) -> None:
-    round_, folded = StageParts(stages, each), StageParts(stages, 2, folded=True)
+    round_, folded = ModelChunks(stages, each), ModelChunks(stages, 2, folded=True)
     one = Strategy(pipeline=stages, accumulation=micro_batches, virtual_stages=each)
     v_shaped = replace(one, virtual_stages=1, schedule="zero-bubble-v")
     for index in range(stages):

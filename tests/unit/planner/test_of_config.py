@@ -19,9 +19,6 @@ from harness.config.values.layout_keys import (
     DUALPIPE_V,
     GPIPE,
     INTERLEAVED,
-    INTERLEAVED_ZERO_BUBBLE,
-    LOOPED_BFS,
-    ROUND_ROBIN_SCHEDULES,
     ZERO_BUBBLE,
     ZERO_BUBBLE_V,
 )
@@ -46,7 +43,6 @@ PREDICTED: dict[str, Schedule] = {
     "1f1b": "1f1b",
     ZERO_BUBBLE: "zero-bubble",
     INTERLEAVED: "1f1b",
-    INTERLEAVED_ZERO_BUBBLE: "zero-bubble",
     ZERO_BUBBLE_V: "zero-bubble-v",
 }
 
@@ -127,7 +123,6 @@ def test_gradients_are_as_wide_as_the_config_says(changes: dict[str, Any], preci
         ("gpipe", "gpipe", 1),
         (ZERO_BUBBLE, "zero-bubble", 1),
         (INTERLEAVED, "1f1b", 2),
-        (INTERLEAVED_ZERO_BUBBLE, "zero-bubble", 2),
         (ZERO_BUBBLE_V, "zero-bubble-v", 1),
         (DUALPIPE_V, "zero-bubble-v", 1),
     ],
@@ -139,7 +134,7 @@ def test_a_schedule_is_predicted_by_its_like(schedule: str, predicted: str, part
 
 @given(st.sampled_from([2, 3, 4, 6, 8]), st.integers(1, 20), st.sampled_from(list(PREDICTED)))
 def test_a_pipeline_idles_by_the_formula(stages: int, micro_batches: int, name: str) -> None:
-    parts = 3 if name in ROUND_ROBIN_SCHEDULES else 1
+    parts = 3 if name == INTERLEAVED else 1
     strategy = Strategy(
         pipeline=stages,
         accumulation=micro_batches,
@@ -158,7 +153,6 @@ ORDERS: list[tuple[Schedule, int]] = [
     ("1f1b", 1),
     ("zero-bubble", 1),
     ("1f1b", 2),
-    ("zero-bubble", 2),
     ("zero-bubble-v", 1),
 ]
 STRATEGIES = st.one_of(
@@ -241,9 +235,6 @@ def test_gpipe_keeps_every_micro_batch_and_1f1b_as_many_as_there_are_stages() ->
         assert strategy.accumulation == 16 and strategy.schedule_name == schedule
         flights[schedule] = [in_flight(strategy, stage) for stage in range(2)]
     assert flights == {"1f1b": [2, 1], GPIPE: [16, 16]}
-    looped = config(train_batch_size=16, pipeline={**two, "schedule": LOOPED_BFS, "parts_per_stage": 2})
-    strategy = strategy_of(looped, 2)[1]
-    assert (strategy.schedule_name, in_flight(strategy, 0)) == (LOOPED_BFS, 16)
 
 
 def test_layers_that_are_recomputed_together_keep_one_input_and_stand_together() -> None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from harness import TrainingArguments, UserError
 from harness.arguments.configure import read_run_config
-from harness.config.values.layout_keys import FOLDED_SCHEDULES, ROUND_ROBIN_SCHEDULES
-from harness.config.values.stage_parts import StageParts, stage_parts
+from harness.config.values.layout_keys import FOLDED_SCHEDULES, INTERLEAVED
+from harness.config.values.model_chunks import ModelChunks, model_chunks
 from harness.resilience.process.distributed import start
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import build_groups
@@ -27,7 +27,7 @@ from harness.training.engine.context import EngineContext
 from harness.training.prepare.stages import StageLine, choose_boundaries, measured_costs, stage_costs, stage_lines
 from harness.training.prepare.trainable import TrainableModel, trainable_layers
 
-SCHEDULES = ("1f1b", *FOLDED_SCHEDULES, *ROUND_ROBIN_SCHEDULES)
+SCHEDULES = ("1f1b", *FOLDED_SCHEDULES, INTERLEAVED)
 
 
 @pytest.fixture(scope="module")
@@ -60,27 +60,27 @@ def layers(*sizes: int, frozen: tuple[int, ...] = ()) -> TrainableModel:
     st.randoms(use_true_random=False),
 )
 def test_what_stages_cost_is_what_all_layers_cost(costs: list[float], stages: int, schedule: str, random: Any) -> None:
-    parts = stage_parts(stages, schedule)
-    inner = sorted(random.sample(range(1, len(costs)), parts.count - 1))
+    chunks = model_chunks(stages, schedule)
+    inner = sorted(random.sample(range(1, len(costs)), chunks.count - 1))
     boundaries = [0, *inner, len(costs)]
-    found = stage_costs(costs, boundaries, parts)
+    found = stage_costs(costs, boundaries, chunks)
     assert len(found) == stages and sum(found) == pytest.approx(sum(costs))
     for stage, cost in enumerate(found):
-        own = [layer for part in parts.of_stage(stage) for layer in range(boundaries[part], boundaries[part + 1])]
+        own = [layer for chunk in chunks.of_stage(stage) for layer in range(boundaries[chunk], boundaries[chunk + 1])]
         assert cost == pytest.approx(sum(costs[layer] for layer in own))
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.booleans())
 def test_every_part_stands_on_one_stage_and_every_stage_has_as_many(stages: int, each: int, folded: bool) -> None:
-    parts = StageParts(stages, each, folded)
-    of_stages = [parts.of_stage(stage) for stage in range(stages)]
-    assert sorted(part for own in of_stages for part in own) == list(range(parts.count))
+    chunks = ModelChunks(stages, each, folded)
+    of_stages = [chunks.of_stage(stage) for stage in range(stages)]
+    assert sorted(chunk for own in of_stages for chunk in own) == list(range(chunks.count))
     assert {len(own) for own in of_stages} == {each}
-    assert all(parts.stage_of(part) == stage for stage, own in enumerate(of_stages) for part in own)
-    # neighbouring parts stand on neighbouring stages, or the round begins anew
-    jumps = {abs(parts.stage_of(a) - parts.stage_of(b)) for a, b in pairwise(range(parts.count))}
+    assert all(chunks.stage_of(chunk) == stage for stage, own in enumerate(of_stages) for chunk in own)
+    # neighbouring chunks stand on neighbouring stages, or the round begins anew
+    jumps = {abs(chunks.stage_of(a) - chunks.stage_of(b)) for a, b in pairwise(range(chunks.count))}
     assert jumps <= ({0, 1} if folded else {1, stages - 1})
-    assert parts.loss_stage == (0 if folded and each % 2 == 0 else stages - 1)
+    assert chunks.loss_stage == (0 if folded and each % 2 == 0 else stages - 1)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_every_part_stands_on_one_stage_and_every_stage_has_as_many(stages: int,
                 parameters=0,
             ),
             "stage 1 on ranks 4-7: layers 2-4 and 9-11 (5 x Layer, Head), 0 parameters a rank",
-            id="several-parts-and-ranks",
+            id="several-chunks-and-ranks",
         ),
     ],
 )
@@ -151,8 +151,8 @@ def test_without_samples_measured_boundaries_are_those_of_the_computed_costs(gro
             layers(2, 2, 2),
             2,
             {"partition": "uniform", "schedule": "interleaved"},
-            "pipeline.schedule interleaved: 2 stages of 2 parts, but the model has only 3 layers: use fewer stages",
-            id="too-few-for-parts",
+            "pipeline.schedule interleaved: 2 stages of 2 model chunks, but the model has only 3 layers: use fewer",
+            id="too-few-for-chunks",
         ),
         pytest.param(
             layers(2, 2, 2, 2, frozen=(2, 3)),
@@ -164,9 +164,9 @@ def test_without_samples_measured_boundaries_are_those_of_the_computed_costs(gro
         pytest.param(
             layers(2, 2, 2, 2, frozen=(1,)),
             2,
-            {"partition": "uniform", "schedule": "looped-bfs"},
-            "part 1 of the model has nothing to train",
-            id="a-frozen-part",
+            {"partition": "uniform", "schedule": "interleaved"},
+            "model chunk 1 has nothing to train",
+            id="a-frozen-chunk",
         ),
     ],
 )

@@ -26,7 +26,7 @@ _TINY = "tiny-llama"
 def fewer_layers_than_stages(view: RunView) -> Iterator[Finding]:
     """The model has fewer decoder layers than the pipeline has stages, so some stages would be empty.
 
-    Where the schedule gives a stage several parts of the model, no part may be empty.
+    Where the schedule gives a stage several model chunks, no chunk may be empty.
     """
     layers = view.model.layers if view.model is not None else None
     if view.target == "harness" and layers is not None and layers < 1:
@@ -35,12 +35,12 @@ def fewer_layers_than_stages(view: RunView) -> Iterator[Finding]:
             message=f"the model's config.json has {layers} decoder layers",
             hint="give a model with at least one",
         )
-    elif view.target == "harness" and layers is not None and view.parts.each > 1 and view.parts.count > layers:
+    elif view.target == "harness" and layers is not None and view.chunks.each > 1 and view.chunks.count > layers:
         yield Finding(
             pointer="/pipeline/schedule",
-            message=f"{view.stages} pipeline stages of {view.parts.each} parts, but the model has only "
+            message=f"{view.stages} pipeline stages of {view.chunks.each} model chunks, but the model has only "
             f"{counted(layers, 'decoder layer')}",
-            hint=f"use at most {counted(layers, 'part')} in all, or a schedule with one part a stage",
+            hint=f"use at most {counted(layers, 'model chunk')} in all, or a schedule with one a stage",
             deepspeed="does nothing with the schedule, and runs 1F1B",
             on_value=True,
         )

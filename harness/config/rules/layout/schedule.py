@@ -1,13 +1,20 @@
-"""Rules about the order in which pipeline stages compute, and the parts of the model that each of them has."""
+"""Rules about the order in which pipeline stages compute, and the model chunks that each of them has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from harness.config.diagnostic import Severity
 from harness.config.rules.layout.pipeline import unknown_word
 from harness.config.rules.rule import Finding, rule
-from harness.config.values.layout_keys import ROUND_ROBIN_SCHEDULES, SCHEDULES, SPLIT_BACKWARD, schedule_name
+from harness.config.values.layout_keys import (
+    INTERLEAVED,
+    REMOVED_SCHEDULES,
+    SCHEDULES,
+    SPLIT_BACKWARD,
+    schedule_name,
+)
 from harness.config.view import RunView
 from harness.wording import counted
 
@@ -23,14 +30,17 @@ from harness.wording import counted
 def unknown_schedule(view: RunView) -> Iterator[Finding]:
     """pipeline.schedule does not name a schedule of the harness.
 
-    The harness knows `1f1b` (DeepSpeed's own, the default), `1f1b-async` (whose sends do not wait), `gpipe` and
-    `zero-bubble` (ZB-H1, arXiv 2401.10241); with several parts of the model a stage `looped-bfs`,
-    `interleaved`, `interleaved-zero-bubble`, `zero-bubble-v` and `dualpipe-v`. It refuses another word when
-    more than one stage is asked for. DeepSpeed itself reads the key and does nothing with it: it always runs
-    1F1B.
+    The harness knows `1f1b` (DeepSpeed's own, the default), `gpipe` and `zero-bubble` (ZB-H1, arXiv
+    2401.10241); with several model chunks a stage `interleaved`, `zero-bubble-v` and `dualpipe-v`. It refuses
+    another word when more than one stage is asked for. `1f1b-async`, `looped-bfs` and
+    `interleaved-zero-bubble` were removed. DeepSpeed itself reads the key and does nothing with it: it always
+    runs 1F1B.
     """
-    if schedule_name(view.get("/pipeline/schedule")) is None:
-        yield unknown_word(view, "schedule", SCHEDULES, "does nothing with it, and runs 1F1B")
+    asked = view.get("/pipeline/schedule")
+    if schedule_name(asked) is None:
+        finding = unknown_word(view, "schedule", SCHEDULES, "does nothing with it, and runs 1F1B")
+        instead = REMOVED_SCHEDULES.get(str(asked).lower())
+        yield replace(finding, message=f"schedule {asked!r} was removed", hint=instead) if instead else finding
 
 
 @rule(
@@ -76,24 +86,24 @@ def zero_bubble_with_recomputation(view: RunView) -> Iterator[Finding]:
     ' "schedule": "interleaved", "parts_per_stage": 4}}',
 )
 def parts_of_another_schedule(view: RunView) -> Iterator[Finding]:
-    """pipeline.parts_per_stage asks for parts of the model that the schedule does not have.
+    """pipeline.parts_per_stage asks for model chunks that the schedule does not have.
 
-    `interleaved`, `interleaved-zero-bubble` and `looped-bfs` take 2 parts a stage or more, 2 unless the key says
-    otherwise. `zero-bubble-v` and `dualpipe-v` have 2, every other schedule has 1. The harness refuses another
-    number when more than one stage is asked for. DeepSpeed itself reads the key and does nothing with it.
+    `interleaved` takes 2 model chunks a stage or more, 2 unless the key says otherwise. `zero-bubble-v` and
+    `dualpipe-v` have 2, every other schedule has 1. The harness refuses another number when more than one stage
+    is asked for. DeepSpeed itself reads the key and does nothing with it.
     """
     asked, schedule = view.size("/pipeline/parts_per_stage"), schedule_name(view.get("/pipeline/schedule"))
-    several = schedule in ROUND_ROBIN_SCHEDULES
+    several = schedule == INTERLEAVED
     if asked is None or schedule is None or view.target != "harness" or view.stages == 1:
         return
-    if asked < 2 if several else asked != view.parts.each:
+    if asked < 2 if several else asked != view.chunks.each:
         yield Finding(
             pointer="/pipeline/parts_per_stage",
             message=f"the schedule {schedule} has "
-            + ("2 parts a stage or more" if several else f"{counted(view.parts.each, 'part')} a stage"),
+            + ("2 model chunks a stage or more" if several else f"{counted(view.chunks.each, 'model chunk')} a stage"),
             hint="write 2 or more, or remove the key"
             if several
-            else f"remove the key, or use a schedule that takes it: {', '.join(ROUND_ROBIN_SCHEDULES)}",
+            else f"remove the key, or use the schedule {INTERLEAVED}, which takes it",
             severity=Severity.ERROR,
             deepspeed="does nothing with it",
             on_value=True,

@@ -1,9 +1,9 @@
-"""The order in which each stage computes, where a stage has two parts of the model, and the second half runs back.
+"""The order in which each stage computes, where a stage has two model chunks, and the second half runs back.
 
-The first stage has the first and the last part: it computes the loss, and its backward passes begin at once. ZB-V (Qi
+The first stage has the first and the last chunk: it computes the loss, and its backward passes begin at once. ZB-V (Qi
 et al. 2024, arXiv 2401.10241, section 6; Controllable Memory, arXiv 2405.15362) fills the waits with weight gradients
 and holds as many activations on every stage as 1F1B on the first one. DualPipeV (DeepSeek-AI 2025, DualPipe, halved by
-Sea AI Lab) computes a forward and a backward pass of the two parts together; here they follow each other. It puts off
+Sea AI Lab) computes a forward and a backward pass of the two chunks together; here they follow each other. It puts off
 weight gradients at the beginning and at the end alone.
 
 Both are made for at least about twice as many micro-batches as stages. Of fewer, a stage leaves out the passes of those
@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from harness.config.values.stage_parts import StageParts
+from harness.config.values.model_chunks import ModelChunks
 from harness.parallel.pipeline.schedules.passes import Kind, Pass
 
 
-def zero_bubble_v(parts: StageParts, micro_batches: int, stage: int) -> Iterator[Pass]:
+def zero_bubble_v(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
     """Yield the passes of a stage under ZB-V."""
-    stages, count = parts.stages, max(2 * parts.stages - 1, micro_batches)
-    made = _Passes(parts.of_stage(stage))
+    stages, count = chunks.stages, max(2 * chunks.stages - 1, micro_batches)
+    made = _Passes(chunks.of_stage(stage))
     made.add("0F", 2 * (stages - stage) - 1)
     made.add("1F 0F", stage)
     made.add("1F 1B W", stages - stage)
@@ -35,11 +35,11 @@ def zero_bubble_v(parts: StageParts, micro_batches: int, stage: int) -> Iterator
     return made.of(micro_batches)
 
 
-def dualpipe_v(parts: StageParts, micro_batches: int, stage: int) -> Iterator[Pass]:
+def dualpipe_v(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
     """Yield the passes of a stage under DualPipeV."""
-    stages, count = parts.stages, max(2 * parts.stages, micro_batches)
+    stages, count = chunks.stages, max(2 * chunks.stages, micro_batches)
     after = stages - stage - 1
-    made = _Passes(parts.of_stage(stage))
+    made = _Passes(chunks.of_stage(stage))
     made.add("0F", 2 * after)
     made.add("0F 1F", stage + 1)
     made.add("1B W 1F", after)
@@ -59,11 +59,11 @@ KINDS = {"F": Kind.FORWARD, "B": Kind.INPUT_GRADIENTS, "BW": Kind.BACKWARD}
 
 
 class _Passes:
-    """The passes of a stage, written down as `0F` (forward, the stage's first part), `1B` (input gradients of the
+    """The passes of a stage, written down as `0F` (forward, the stage's first chunk), `1B` (input gradients of the
     second), `0BW` (the whole backward pass) and `W` (the weight gradients that were put off the longest ago)."""
 
-    def __init__(self, parts: list[int]) -> None:
-        self._parts = parts
+    def __init__(self, chunks: list[int]) -> None:
+        self._parts = chunks
         self._passes: list[Pass] = []
         self._forwards, self._backwards = [0, 0], [0, 0]
         self._put_off: deque[Pass] = deque()
@@ -74,7 +74,7 @@ class _Passes:
         return len(self._put_off)
 
     def forwards(self, half: int) -> int:
-        """Return how many forward passes the first (0) or the second part has."""
+        """Return how many forward passes the first (0) or the second chunk has."""
         return self._forwards[half]
 
     def add(self, passes: str, times: int) -> None:

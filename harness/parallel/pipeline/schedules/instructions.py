@@ -3,7 +3,7 @@
 A stage receives just before the pass that needs it, and sends just after the pass that makes it. A send does not
 wait. Activations and gradients travel apart from each other, as do those of one kind in each direction, and they arrive
 in the order in which they are sent: so no two stages wait for each other even where a send is held back until its
-receive begins. Two neighbouring parts of one stage exchange in the same way, within the stage.
+receive begins. Two neighbouring chunks of one stage exchange in the same way, within the stage.
 """
 
 from __future__ import annotations
@@ -39,52 +39,52 @@ COMPUTES = {
 
 @dataclass(frozen=True)
 class Instruction:
-    """One action for one micro-batch, in one part of the model."""
+    """One action for one micro-batch, in one model chunk."""
 
     action: Action
     micro_batch: int
-    part: int
+    chunk: int
 
 
-def instructions(passes: Iterable[Pass], parts: int) -> Iterator[Instruction]:
-    """Yield the passes of a stage with the exchanges around them; `parts`: of the whole model."""
+def instructions(passes: Iterable[Pass], chunks: int) -> Iterator[Instruction]:
+    """Yield the passes of a stage with the exchanges around them; `chunks`: of the whole model."""
     for each in passes:
-        first, last = each.part == 0, each.part == parts - 1
+        first, last = each.chunk == 0, each.chunk == chunks - 1
         before: list[Action] = []
         after: list[Action] = []
         if each.kind is Kind.FORWARD:
             before += [] if first else [Action.RECEIVE_ACTIVATION]
-            before += [Action.LOAD] if first or last else []  # the first part reads inputs, the last one labels
+            before += [Action.LOAD] if first or last else []  # the first chunk reads inputs, the last one labels
             after += [] if last else [Action.SEND_ACTIVATION]
         elif each.kind is not Kind.WEIGHT_GRADIENTS:
             before += [] if last else [Action.RECEIVE_GRADIENT]
             after += [] if first else [Action.SEND_GRADIENT]
         for action in (*before, COMPUTES[each.kind], *after):
-            yield Instruction(action, each.micro_batch, each.part)
+            yield Instruction(action, each.micro_batch, each.chunk)
 
 
 def most_in_flight(passes: Iterable[Pass]) -> int:
     """Return how many micro-batches at most have begun their forward pass, and not ended their backward pass, in the
-    parts of a stage; in one part it is the number of buffers that it needs."""
+    chunks of a stage; in one chunk it is the number of buffers that it needs."""
     found = list(passes)
-    return most_kept(found, {each.part: 1 for each in found})
+    return most_kept(found, {each.chunk: 1 for each in found})
 
 
 def most_kept(passes: Iterable[Pass], sizes: Mapping[int, int]) -> int:
-    """Return how much forward passes keep at most for their backward passes; `sizes`: what one keeps, by its part."""
+    """Return how much forward passes keep at most for their backward passes; `sizes`: what one keeps, by its chunk."""
     most = now = 0
     for each in passes:
         if each.kind is Kind.FORWARD:
-            now += sizes[each.part]
+            now += sizes[each.chunk]
             most = max(most, now)
         elif each.kind is not Kind.WEIGHT_GRADIENTS:
-            now -= sizes[each.part]
+            now -= sizes[each.chunk]
     return most
 
 
 def buffers(passes: Iterable[Pass]) -> int:
-    """Return how many buffers each part of a stage needs."""
-    by_part: dict[int, list[Pass]] = {}
+    """Return how many buffers each chunk of a stage needs."""
+    by_chunk: dict[int, list[Pass]] = {}
     for each in passes:
-        by_part.setdefault(each.part, []).append(each)
-    return max(map(most_in_flight, by_part.values()))
+        by_chunk.setdefault(each.chunk, []).append(each)
+    return max(map(most_in_flight, by_chunk.values()))

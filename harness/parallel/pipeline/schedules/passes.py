@@ -1,4 +1,4 @@
-"""The order in which each stage of a pipeline computes, where a stage has one part of the model.
+"""The order in which each stage of a pipeline computes, where a stage has one model chunk.
 
 GPipe (Huang et al. 2019, arXiv 1811.06965) runs all forward passes and then all backward passes. 1F1B (Narayanan et al.
 2019, PipeDream, SOSP) runs a few forward passes ahead and then one forward and one backward pass in turns. ZB-H1 (Qi et
@@ -7,7 +7,7 @@ inputs, for which the stage before waits, come at once; those of weights, for wh
 stage would be idle. A stage puts off no more of them than it has fewer forward passes ahead than the first stage, so no
 stage holds more activations than the first one does under 1F1B.
 
-Each order is a pure function of the parts of the model, the micro-batches and the stage.
+Each order is a pure function of the model chunks, the micro-batches and the stage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.config.values.stage_parts import StageParts
+from harness.config.values.model_chunks import ModelChunks
 
 
 class Kind(Enum):
@@ -30,27 +30,27 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch's computation of one kind, by one part of the model."""
+    """One micro-batch's computation of one kind, by one model chunk."""
 
     kind: Kind
     micro_batch: int
-    part: int
+    chunk: int
 
 
-Order = Callable[[StageParts, int, int], Iterator[Pass]]
-"""Of parts, micro-batches and stage: the passes of that stage."""
+Order = Callable[[ModelChunks, int, int], Iterator[Pass]]
+"""Of chunks, micro-batches and stage: the passes of that stage."""
 
 
-def gpipe(_parts: StageParts, micro_batches: int, stage: int) -> Iterator[Pass]:
+def gpipe(_parts: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
     """Yield the passes of a stage under GPipe."""
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         for index in range(micro_batches):
             yield Pass(kind, index, stage)
 
 
-def one_forward_one_backward(parts: StageParts, micro_batches: int, stage: int) -> Iterator[Pass]:
+def one_forward_one_backward(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
     """Yield the passes of a stage under 1F1B."""
-    ahead = min(parts.stages - stage, micro_batches)
+    ahead = min(chunks.stages - stage, micro_batches)
     for index in range(ahead):
         yield Pass(Kind.FORWARD, index, stage)
     for index in range(micro_batches):
@@ -59,9 +59,9 @@ def one_forward_one_backward(parts: StageParts, micro_batches: int, stage: int) 
             yield Pass(Kind.FORWARD, ahead + index, stage)
 
 
-def zero_bubble_h1(parts: StageParts, micro_batches: int, stage: int) -> Iterator[Pass]:
+def zero_bubble_h1(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
     """Yield the passes of a stage under ZB-H1; `stage` is also how many weight gradients it puts off at most."""
-    ahead = min(parts.stages - stage, micro_batches)
+    ahead = min(chunks.stages - stage, micro_batches)
     for index in range(ahead):
         yield Pass(Kind.FORWARD, index, stage)
     for index in range(micro_batches):

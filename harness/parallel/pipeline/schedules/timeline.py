@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from harness.config.values.stage_parts import StageParts
+from harness.config.values.model_chunks import ModelChunks
 from harness.parallel.pipeline.schedules.passes import Kind, Order, Pass
 from harness.wording import counted
 
@@ -20,43 +20,43 @@ UNITS: Mapping[Kind, float] = {
 """How long passes take where forward, input gradients and weight gradients take equally long."""
 
 
-def timeline(order: Order, parts: StageParts, micro_batches: int, durations: Mapping[Kind, float] = UNITS) -> Begins:
+def timeline(order: Order, chunks: ModelChunks, micro_batches: int, durations: Mapping[Kind, float] = UNITS) -> Begins:
     """Return when each pass begins: as soon as its stage is free and what it needs from a neighbour is there.
 
     Raises ValueError for an order in which stages wait for each other for ever.
     """
-    passes = [list(order(parts, micro_batches, stage)) for stage in range(parts.stages)]
+    passes = [list(order(chunks, micro_batches, stage)) for stage in range(chunks.stages)]
     begins: Begins = {}
-    ends: dict[tuple[bool, int, int], float] = {}  # of the forward and backward pass of each part and micro-batch
-    free, position = [0.0] * parts.stages, [0] * parts.stages
+    ends: dict[tuple[bool, int, int], float] = {}  # of the forward and backward pass of each chunk and micro-batch
+    free, position = [0.0] * chunks.stages, [0] * chunks.stages
     while any(at < len(own) for at, own in zip(position, passes, strict=True)):
         before = sum(position)
         for stage, own in enumerate(passes):
             while position[stage] < len(own):
                 each = own[position[stage]]
-                needed = _needed(each, parts)
+                needed = _needed(each, chunks)
                 if needed is not None and needed not in ends:
                     break
                 begins[stage, each] = begin = max(free[stage], 0.0 if needed is None else ends[needed])
                 free[stage] = begin + durations[each.kind]
                 if each.kind is not Kind.WEIGHT_GRADIENTS:
-                    ends[each.kind is Kind.FORWARD, each.part, each.micro_batch] = free[stage]
+                    ends[each.kind is Kind.FORWARD, each.chunk, each.micro_batch] = free[stage]
                 position[stage] += 1
         if sum(position) == before:
             batches = counted(micro_batches, "micro-batch", "micro-batches")
-            raise ValueError(f"{parts.stages} stages and {batches} wait for each other for ever")
+            raise ValueError(f"{chunks.stages} stages and {batches} wait for each other for ever")
     return begins
 
 
-def _needed(own: Pass, parts: StageParts) -> tuple[bool, int, int] | None:
-    """Return the pass whose result a pass takes from the part before or after: whether it is a forward pass, the part
+def _needed(own: Pass, chunks: ModelChunks) -> tuple[bool, int, int] | None:
+    """Return the pass whose result a pass takes from the chunk before or after: whether it is a forward pass, the chunk
     and the micro-batch."""
     if own.kind is Kind.WEIGHT_GRADIENTS:
         return None
     forward = own.kind is Kind.FORWARD
-    neighbour = own.part - 1 if forward else own.part + 1
-    if neighbour == parts.count:
-        return True, own.part, own.micro_batch
+    neighbour = own.chunk - 1 if forward else own.chunk + 1
+    if neighbour == chunks.count:
+        return True, own.chunk, own.micro_batch
     return (forward, neighbour, own.micro_batch) if neighbour >= 0 else None
 
 

@@ -1,7 +1,7 @@
-"""Several parts of the model on one stage of DeepSpeed's PipelineEngine, which knows but one.
+"""Several model chunks on one stage of DeepSpeed's PipelineEngine, which knows but one.
 
-The engine is at one part at a time. What it keeps for a part, as buffers and the shapes that it receives, is put away
-when it goes to another; and it takes the parts before and after for its neighbouring stages.
+The engine is at one chunk at a time. What it keeps for a chunk, as buffers and the shapes that it receives, is put away
+when it goes to another; and it takes the chunks before and after for its neighbouring stages.
 """
 
 from __future__ import annotations
@@ -12,48 +12,48 @@ from collections import deque
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from harness.config.values.stage_parts import StageParts
+from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed.instructions import Execute
 
-OF_A_PART = (
+OF_A_CHUNK = (
     *("pipe_buffers", "num_pipe_buffers", "pipe_recv_buf", "grad_layer", "_grad_layer_buf", "meta_buffer"),
     *("first_output_send", "first_gradient_send", "pipe_partition_input_meta_cache"),
     *("pipe_partition_output_meta_cache", "pipe_partition_grad_meta_cache", "grad_partition_grad_layer_meta_cache"),
 )
-"""What the engine keeps for a part."""
+"""What the engine keeps for a chunk."""
 
 
-class PartSwitch:
-    """Brings an engine that has just been built from part to part.
+class ChunkSwitch:
+    """Brings an engine that has just been built from chunk to chunk.
 
     Args:
-        parts: of the whole model. With one part a stage the engine stays as it is.
+        chunks: of the whole model. With one chunk a stage the engine stays as it is.
     """
 
-    def __init__(self, engine: PipelineEngine, parts: StageParts) -> None:
-        self._engine, self._last = engine, parts.count - 1
-        self._own = parts.of_stage(engine.stage_id)
+    def __init__(self, engine: PipelineEngine, chunks: ModelChunks) -> None:
+        self._engine, self._last = engine, chunks.count - 1
+        self._own = chunks.of_stage(engine.stage_id)
         self._at: int | None = None
         self._buffers = 0
         self._losses: dict[int, Tensor] = {}
-        self._loaded: dict[int, deque[object]] = {part: deque() for part in self._own if part in (0, self._last)}
-        if parts.each > 1:
-            state = {name: getattr(engine, name) for name in OF_A_PART}
-            self._kept = {part: copy.deepcopy(state) for part in self._own}
-            self._take_over(parts.loss_stage)
+        self._loaded: dict[int, deque[object]] = {chunk: deque() for chunk in self._own if chunk in (0, self._last)}
+        if chunks.each > 1:
+            state = {name: getattr(engine, name) for name in OF_A_CHUNK}
+            self._kept = {chunk: copy.deepcopy(state) for chunk in self._own}
+            self._take_over(chunks.loss_stage)
 
     def _take_over(self, loss_stage: int) -> None:
-        """Have the engine ask here what depends on the part."""
+        """Have the engine ask here what depends on the chunk."""
         engine, reset, next_batch = self._engine, self._engine.reset_activation_shape, self._engine._next_batch
 
         def reset_activation_shape() -> None:
-            for part in self._own:
-                self._enter(part)
+            for chunk in self._own:
+                self._enter(chunk)
                 reset()
             self.leave()
 
         def load() -> object:
-            if not self._loaded[self._here[0]]:  # a stage with the first and the last part reads each batch for both
+            if not self._loaded[self._here[0]]:  # a stage with the first and the last chunk reads each batch for both
                 batch = next_batch()
                 for waiting in self._loaded.values():
                     waiting.append(batch)
@@ -66,19 +66,19 @@ class PartSwitch:
 
     @property
     def _here(self) -> list[int]:
-        """The part at which the engine is; outside of a schedule all of the stage."""
+        """The chunk at which the engine is; outside of a schedule all of the stage."""
         return self._own if self._at is None else [self._at]
 
     def begin(self, buffers: int) -> None:
-        """Begin a schedule in which each part holds so many micro-batches at a time."""
+        """Begin a schedule in which each chunk holds so many micro-batches at a time."""
         self.leave()
         self._buffers = buffers
         self._losses.clear()
         for waiting in self._loaded.values():
             waiting.clear()
 
-    def at_part(self, execute: Execute) -> Execute:
-        """Return an instruction that is executed at its part. Without one it is of DeepSpeed's schedule.
+    def at_chunk(self, execute: Execute) -> Execute:
+        """Return an instruction that is executed at its chunk. Without one it is of DeepSpeed's schedule.
 
         The number of its micro-batch is for those who watch.
         """
@@ -86,11 +86,11 @@ class PartSwitch:
         def run(
             engine: PipelineEngine,
             buffer_id: int,
-            part: int | None = None,
+            chunk: int | None = None,
             micro_batch: int | None = None,  # noqa: ARG001
         ) -> None:
-            if part is not None and len(self._own) > 1:
-                self._enter(part)
+            if chunk is not None and len(self._own) > 1:
+                self._enter(chunk)
             execute(engine, buffer_id=buffer_id)
 
         return run
@@ -116,18 +116,18 @@ class PartSwitch:
         return run
 
     def leave(self) -> None:
-        """Put away what the engine keeps for the part at which it is."""
+        """Put away what the engine keeps for the chunk at which it is."""
         if self._at is not None:
-            self._kept[self._at] = {name: getattr(self._engine, name) for name in OF_A_PART}
+            self._kept[self._at] = {name: getattr(self._engine, name) for name in OF_A_CHUNK}
         self._at = None
 
-    def _enter(self, part: int) -> None:
-        if part == self._at:
+    def _enter(self, chunk: int) -> None:
+        if chunk == self._at:
             return
         self.leave()
-        self._at, engine = part, self._engine
-        for name, value in self._kept[part].items():
+        self._at, engine = chunk, self._engine
+        for name, value in self._kept[chunk].items():
             setattr(engine, name, value)
         engine._reserve_pipe_buffers(self._buffers)
-        engine.prev_stage, engine.next_stage = part - 1, part + 1
-        engine.module.part = part
+        engine.prev_stage, engine.next_stage = chunk - 1, chunk + 1
+        engine.module.chunk = chunk
