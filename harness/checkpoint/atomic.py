@@ -1,8 +1,12 @@
-"""Replace files so that a process that is killed half-way leaves the old or the new one. No torch is needed."""
+"""Replace files so that a process that is killed half-way leaves the old or the new one; say why a disk is full.
+
+Importing this needs no torch.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import tempfile
@@ -56,3 +60,26 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def room(folder: Path) -> str:
+    """Say what is free where a folder is or would be: bytes, and inodes where none are left."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    if _lacks_inodes(there):
+        return f"no inodes are free in {there}, so no file can be created: remove files"
+    disk = shutil.disk_usage(there)
+    return f"{disk.free:,} are free in {there}" if disk.total else f"{there} does not say how many are free"
+
+
+def reason(error: OSError, folder: Path) -> str:
+    """Return why something could not be written to a folder."""
+    if error.errno == errno.ENOSPC:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+        if _lacks_inodes(there):
+            return "no inodes are free, so no file can be created"
+    return error.strerror or str(error)
+
+
+def _lacks_inodes(folder: Path) -> bool:
+    found = os.statvfs(folder)
+    return found.f_files > 0 and found.f_ffree == 0  # some file systems count none at all

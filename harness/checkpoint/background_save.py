@@ -12,27 +12,63 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
-from harness.checkpoint.directories import TrainingProgress, finish, partial_name, prune, remove
-from harness.checkpoint.engine_state import EngineState, stored
+from harness.checkpoint.atomic import room
+from harness.checkpoint.directories import Files, TrainingProgress, contents, finish, partial_name, prune, remove
 from harness.checkpoint.integrity import newest
-from harness.checkpoint.manifest import Files, contents
-from harness.checkpoint.residue import describe, write_residue
-from harness.checkpoint.room import room
 from harness.checkpoint.run_lock import lock_directory
-from harness.checkpoint.tensors.kept_buffer import KeptBuffer
 from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.checkpoint.tensors.tensor_writer import OpenFiles
 from harness.checkpoint.tensors.whole_tensors import PlannedFiles, plan_tensors
+from harness.checkpoint.training_state import EngineState, describe, stored, write_residue
 from harness.errors import UserError
 from harness.topology.agreement import all_or_none, values_of_all
+
+ALIGNMENT = 64
+
+
+class KeptBuffer:
+    """One buffer for the copies of all tensors; pinned where they come from an accelerator."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: Sequence[Tensor], helper: Executor) -> list[Tensor]:
+        """Return copies in the shapes and dtypes of `tensors`; they last until the next call. `helper` is idle."""
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+        on_device = any(tensor.device.type != "cpu" for tensor in tensors)
+        if sum(sizes) > self._memory.numel():
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_device)
+        starts = itertools.accumulate(sizes, initial=0)
+        copies = [
+            self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for at, tensor in zip(starts, tensors, strict=False)
+        ]
+        if on_device:
+            _fill(copies, tensors)
+            get_accelerator().synchronize()
+        else:
+            other_half = helper.submit(_fill, copies[1::2], tensors[1::2])
+            _fill(copies[::2], tensors[::2])
+            other_half.result()
+        return copies
+
+
+@torch.no_grad()
+def _fill(copies: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+
 
 T = TypeVar("T")
 

@@ -9,9 +9,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.checkpoint.directories import read_progress
+from harness.checkpoint.directories import read_manifest, read_progress
 from harness.checkpoint.integrity import changed_file, damage, listed_files, unlisted
-from harness.checkpoint.manifest import read_manifest
 from harness.errors import UserError
 from harness.verb_parser import VerbParser
 from harness.wording import counted
@@ -103,7 +102,7 @@ def _export_adapters(directory: Path, output_dir: Path, dtype: str) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from harness.checkpoint.exporting.adapters import FILE
+    from harness.checkpoint.exporting.weights import FILE
 
     output_dir.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(directory / FILE).items()}

@@ -15,8 +15,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from harness.checkpoint.directories import METRICS, NAME, OLD_STATE, RUN, STATE, numbered, read_progress
-from harness.checkpoint.manifest import MANIFEST, checksum, read_manifest
+from harness.checkpoint.directories import (
+    MANIFEST,
+    METRICS,
+    NAME,
+    OLD_STATE,
+    RUN,
+    STATE,
+    checksum,
+    numbered,
+    read_manifest,
+    read_progress,
+)
 from harness.config.values.json_file import read_json
 from harness.errors import UserError
 

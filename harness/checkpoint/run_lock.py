@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from harness.checkpoint.room import reason
+from harness.checkpoint.atomic import reason
 from harness.config.values.json_file import regular_bytes
 from harness.errors import UserError
 

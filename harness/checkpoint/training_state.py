@@ -1,29 +1,204 @@
-"""Load what a run needs to go on: weights, what the optimizer keeps, and the counters of the engine.
+"""What a run needs to go on: weights, what the optimizer keeps, the counters of the engine; taken from it and restored.
 
 A checkpoint has no layout. `model.safetensors` holds the weights under HuggingFace's names (float32, as the optimizer
-steps on them), one more file for each kind of value that the optimizer keeps for a weight, such as
-`exp_avg.safetensors`, the same. `state.json` holds the rest. Random numbers need no state: they are functions of the
-seed, the step and the place (`harness/parallel/draws.py`).
+steps on them). One more file for each kind of value that the optimizer keeps for a weight, such as
+`exp_avg.safetensors`, has the same names. `state.json` holds the rest. Random numbers need no state: they are functions
+of the seed, the step and the place (`harness/parallel/draws.py`).
+
+One thing belongs to a rank and its layers: what compressed gradients have lost to rounding so far (the residue). Only a
+run in the same layout goes on with it, then with the same numbers to the bit. Any other begins without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
-from harness.checkpoint.directories import TrainingProgress, read_progress
-from harness.checkpoint.engine_state import EngineState, of_state, stepped, templates
+from harness.checkpoint.directories import TrainingProgress, read_manifest, read_progress
 from harness.checkpoint.integrity import changed_file, newest_whole
-from harness.checkpoint.manifest import read_manifest
-from harness.checkpoint.tensors.local_shard import LocalShard
-from harness.checkpoint.tensors.whole_tensors import open_whole_tensors, read_tensors, require_stored
-from harness.deepspeed.engine import set_counters, set_loss_scaling
+from harness.checkpoint.tensors.local_shard import LocalShard, local_shards
+from harness.checkpoint.tensors.tensor_writer import require_storable
+from harness.checkpoint.tensors.whole_tensors import (
+    entry_of,
+    open_whole_tensors,
+    read_tensors,
+    require_each_value_once,
+    require_stored,
+)
+from harness.deepspeed.engine import loss_scaling, set_counters, set_loss_scaling
+from harness.deepspeed.flat_tensors import EngineOptimizer, Run, SteppedOn
 from harness.deepspeed.nvme_states import states_in_memory
-from harness.deepspeed.optimizer_states import make_state, torch_optimizer, use_stepped_on
+from harness.deepspeed.optimizer_states import Template, counted, make_state, template, torch_optimizer, use_stepped_on
 from harness.errors import UserError
+from harness.parallel.gradients.compressed import CompressedReduction
 from harness.topology.agreement import all_or_none, values_of_all
+from harness.topology.groups import Groups
+
+MODEL, ADAPTERS = "model", "adapter_model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineState:
+    """What of an engine is saved and loaded.
+
+    Attributes:
+        rename: the name in a checkpoint of a tensor of the engine's module.
+        adapters: whether adapters are trained; the weights that they stand on are read from where they came.
+        compression: averages the gradients in few bits; None where they are not compressed.
+        one_host: whether all ranks are on one host, so that what one writes the others can read before it is on the
+            disk.
+    """
+
+    engine: DeepSpeedEngine
+    groups: Groups
+    rename: Callable[[str], str]
+    adapters: bool
+    compression: CompressedReduction | None = None
+    one_host: bool = False
+
+    @property
+    def stem(self) -> str:
+        """The name of the file of weights, without its suffix."""
+        return ADAPTERS if self.adapters else MODEL
+
+    def held(self) -> list[LocalShard]:
+        """Return what this rank holds of the model's tensors."""
+        return local_shards(
+            self.engine.module, self.engine.optimizer, self.groups, rename=self.rename, trained_only=self.adapters
+        )
+
+
+def stored(
+    state: EngineState, progress: TrainingProgress
+) -> tuple[list[tuple[str, list[LocalShard]]], TrainingProgress]:
+    """Return what this rank holds of the tensors of each file, and the progress with what the engine counts; all ranks
+    call it. What lies on NVMe is copied into memory."""
+    with states_in_memory(state.engine.optimizer):
+        return _stored(state, progress)
+
+
+def _stored(
+    state: EngineState, progress: TrainingProgress
+) -> tuple[list[tuple[str, list[LocalShard]]], TrainingProgress]:
+    optimizer, held = state.engine.optimizer, state.held()
+    kept = templates(optimizer, held)
+    counters: dict[str, float] = {}
+    for each, _ in stepped(held):
+        counters.update(counted(optimizer, each, kept[each.param_group, each.tensor.dim()]))
+    own = [name for name in kinds(kept.values()) if of_state(optimizer, held, name)]
+    of_all = values_of_all((own, counters))
+    names = sorted({name for found, _ in of_all for name in found})
+    files = [(state.stem, held), *((name, of_state(optimizer, held, name)) for name in names)]
+    return files, replace(
+        progress,
+        skipped_steps=state.engine.skipped_steps,
+        optimizer_states=names,
+        counters={name: value for _, found in of_all for name, value in found.items()},
+        loss_scaling=loss_scaling(optimizer),
+    )
+
+
+def require_savable(state: EngineState) -> list[str]:
+    """Return the names of what the optimizer keeps for each weight; all ranks call it.
+
+    Raises UserError if a checkpoint would lack values of the model or of the optimizer, or no file can hold them.
+    """
+    with states_in_memory(state.engine.optimizer):
+        held = state.held()
+        found = templates(state.engine.optimizer, held)
+        require_each_value_once(held, state.groups)
+        all_or_none(lambda: require_storable(map(entry_of, held)))
+    return kinds(found.values())
+
+
+def templates(optimizer: EngineOptimizer, held: Sequence[LocalShard]) -> dict[tuple[int, int], Template]:
+    """Return what the optimizer keeps, by parameter group and by the dimensions of what is stepped on."""
+    found: dict[tuple[int, int], Template] = {}
+    for each, _ in stepped(held):
+        key = each.param_group, each.tensor.dim()
+        if key not in found:
+            found[key] = template(optimizer, each)
+    return found
+
+
+def kinds(templates: Iterable[Template]) -> list[str]:
+    """Return the names of what is kept for each weight, each a file of a checkpoint."""
+    return sorted({name for found in templates for name in found.elements})
+
+
+def of_state(optimizer: EngineOptimizer, held: Sequence[LocalShard], name: str) -> list[LocalShard]:
+    """Return what this rank holds of the values `name` of the optimizer."""
+    state = torch_optimizer(optimizer).state
+    found = ((each, state.get(each.stepped[0].tensor, {}).get(name)) for each in held if each.stepped is not None)
+    return [each.of_state(values) for each, values in found if values is not None]
+
+
+def stepped(held: Sequence[LocalShard]) -> list[tuple[SteppedOn, Run]]:
+    """Return the tensors that the optimizer steps on, with the run of each that a tensor of the model is."""
+    return [each.stepped for each in held if each.stepped is not None]
+
+
+def residue_file(checkpoint: Path) -> Path:
+    """Return where this rank's residue lies in a checkpoint."""
+    return checkpoint / f"gradient_residue-{dist.get_rank():05d}.safetensors"
+
+
+def write_residue(folder: Path, tensors: dict[str, Tensor], description: str) -> None:
+    """Write a copy of a reduction's state; UserError if that fails, as on a full disk."""
+    path = residue_file(folder)
+    try:
+        save_file(tensors, path, metadata={"describes": description})
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be written: {error}") from error
+
+
+def load_residue(reduction: CompressedReduction | None, checkpoint: Path, layout: str, listed: Container[str]) -> bool:
+    """Go on with the residues in a checkpoint, or without any where they are of another layout; all ranks call it.
+
+    `listed`: the files of the checkpoint; any other is not read. Return whether all residues that it has are used.
+    """
+
+    def read() -> dict[str, Tensor] | None:
+        path = residue_file(checkpoint)
+        return (
+            None if reduction is None or path.name not in listed else _read_residue(path, describe(reduction, layout))
+        )
+
+    found = all_or_none(read)
+    whole = all(values_of_all(reduction is None or found is not None))
+    if reduction is not None and whole and found is not None:
+        reduction.set_state(found)
+    elif reduction is not None:
+        reduction.reset()
+    return whole
+
+
+def describe(reduction: CompressedReduction, layout: str) -> str:
+    """Return a text that is the same for reductions that can go on from each other's residue."""
+    parts = list(reduction.sizes), list(reduction.kinds), [bucket.size for bucket in reduction.buckets]
+    placed = hashlib.sha256(str(parts).encode()).hexdigest()
+    return f"{layout}, rank {dist.get_rank()}, {reduction.bits} bits, {placed}"
+
+
+def _read_residue(path: Path, description: str) -> dict[str, Tensor] | None:
+    """Return the tensors of a file, None if it does not fit; UserError if it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            if (file.metadata() or {}).get("describes") != description:
+                return None
+            found: dict[str, torch.Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    return found
 
 
 def load(state: EngineState, checkpoint: Path) -> TrainingProgress:

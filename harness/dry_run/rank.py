@@ -24,7 +24,7 @@ from harness.deepspeed.zero3_parameters import held_tensor
 from harness.dry_run.ledger import Ledger, Message, Traffic
 from harness.dry_run.memory import Memory, Step
 from harness.dry_run.world import fake_tensors, fake_world
-from harness.hf.layers.dry_run import ASKS_FOR_VALUES
+from harness.hf.layers.call import ASKS_FOR_VALUES
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
 from harness.parallel.pipeline.schedules.following import follow_schedule

@@ -1,8 +1,12 @@
-"""A causal language model made ready for a layout: its pipeline layers, what they cost, how its loss is taken."""
+"""A causal language model made ready for a layout: its pipeline layers, what they cost, how its loss is taken.
+
+Read `assemble` first: it plans the tensor-parallel cut, opens the weights, runs the model's forward without its layers,
+and lists the pipeline layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,19 +17,24 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
+from harness.config.model.shape import experts_of
 from harness.errors import UserError
 from harness.hf.attention import on_any_device
-from harness.hf.costs import layer_costs
-from harness.hf.decoder import Blueprint, decoder_layers, unequal_shares
-from harness.hf.embedding_noise import EmbeddingNoise, embedding_noise
+from harness.hf.decoder import (
+    Blueprint,
+    EmbeddingNoise,
+    SharedSequence,
+    decoder_layers,
+    embedding_noise,
+    unequal_shares,
+)
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.router_loss import RouterCapture, router_capture
-from harness.hf.forward.shared_sequence import SharedSequence
-from harness.hf.kept_in_fp32 import buffer_dtypes, kept_in_fp32
 from harness.hf.locate import PLANS
-from harness.hf.lora import Adaptation, AdaptedWeights, inject
-from harness.hf.skeleton import ModelSource, build_skeleton
+from harness.hf.lora import Adaptation, AdaptedWeights, inject, plain_name
+from harness.hf.skeleton import ModelSource, build_skeleton, foreign_modules
 from harness.hf.weights.conversion import (
     CheckpointFormat,
     ParameterRef,
@@ -34,7 +43,6 @@ from harness.hf.weights.conversion import (
     open_checkpoint,
     untie,
 )
-from harness.hf.weights.in_memory import foreign_modules
 from harness.hf.weights.layer_weights import (
     CheckpointReader,
     Initialiser,
@@ -50,6 +58,111 @@ from harness.parallel.plans.experts import expert_parallel_plan, run_where_align
 from harness.parallel.plans.lora import cut_with_adapters
 from harness.parallel.plans.plan import Plan, plan_for
 from harness.parallel.zero.zero3_partition import Zero3Partition
+
+
+def layer_costs(
+    layers: Sequence[list[nn.Module]],
+    config: PretrainedConfig,
+    vocab_size: int,
+    sequence_length: int,
+    checkpointed: bool,
+) -> list[LayerCost]:
+    """Return the cost of each pipeline layer.
+
+    Args:
+        layers: the modules of the prologue, of each decoder layer, and of the epilogue.
+        vocab_size: the number of logits.
+        sequence_length: tokens in a sample.
+        checkpointed: whether the activations of decoder layers are recomputed.
+    """
+    experts = experts_of(config.get_text_config(decoder=True).to_dict())
+    first, *middle, last = (_weights(modules, *experts) for modules in layers)
+    return [
+        LayerCost(
+            matmul_parameters=first.matrices,
+            lookup_width=first.lookup_width,
+            vector_parameters=first.vectors,
+        ),
+        *(
+            LayerCost(
+                matmul_parameters=weights.matrices,
+                vector_parameters=weights.vectors,
+                attention_width=_attention_width(config, index),
+                sequence_length=sequence_length,
+                checkpointed=checkpointed,
+            )
+            for index, weights in enumerate(middle)
+        ),
+        LayerCost(matmul_parameters=last.matrices, vector_parameters=last.vectors, logits=vocab_size),
+    ]
+
+
+@dataclass(frozen=True)
+class _Weights:
+    matrices: int
+    vectors: int
+    lookup_width: int
+
+
+def _weights(modules: list[nn.Module], experts: int, chosen: int) -> _Weights:
+    """Count the parameters by what is done with them: matrices multiply, tables are looked up, vectors scale.
+
+    Of matrices that stand for `experts` experts, which are one tensor, a token meets the `chosen` ones.
+    """
+    tables = [child for module in modules for child in module.modules() if isinstance(child, nn.Embedding)]
+    looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
+    rest = [p for module in modules for p in module.parameters() if id(p) not in looked_up]
+    return _Weights(
+        matrices=sum(
+            p.numel() // experts * chosen if p.dim() > 2 and len(p) == experts else p.numel()
+            for p in rest
+            if p.dim() > 1
+        ),
+        vectors=sum(p.numel() for p in rest if p.dim() == 1),
+        lookup_width=sum(table.embedding_dim for table in tables),
+    )
+
+
+def _attention_width(config: PretrainedConfig, index: int) -> int:
+    """Return attention heads x head size of decoder layer `index`, as far as the config says."""
+    text = config.get_text_config(decoder=True)
+    layers = getattr(text, "per_layer_config", None) if hasattr(text, "num_hidden_layers") else None
+    text = layers[index] if layers and index < len(layers) else text
+    heads = getattr(text, "num_attention_heads", None)
+    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    return heads * size if heads else 0
+
+
+def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> frozenset[str]:
+    """Names of the parameters that `from_pretrained(dtype=dtype)` leaves in float32, as the class of the model says."""
+    return _kept(model, (name for name, _ in model.named_parameters()), dtype)
+
+
+def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtypes of a model's floating buffers after `from_pretrained(dtype=dtype)`, by their names.
+
+    They are those that its constructor gives them where `dtype` is the default, but for saved ones that the class of
+    the model keeps in float32.
+    """
+    names = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
+    if dtype == torch.float32 or not names:
+        return {}
+    try:
+        built = build_skeleton(model.config, dtype)
+    except UserError:  # a class of a user's own, which transformers does not make of a config
+        return {}
+    made = {name: buffer.dtype for name, buffer in built.named_buffers()}
+    found = {name: made[plain_name(name)] for name in names if plain_name(name) in made}
+    kept = _kept(model, found.keys() & model.state_dict().keys(), dtype)
+    return found | dict.fromkeys(kept, torch.float32)
+
+
+def _kept(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> frozenset[str]:
+    patterns = list(model._get_dtype_plan(dtype))  # noqa: SLF001  # what `from_pretrained` goes by
+    if not patterns:
+        return frozenset()
+    found, _, _ = build_glob_alternation(patterns)
+    return frozenset(name for name in names if found.search(plain_name(name)))
 
 
 @dataclass(frozen=True, kw_only=True)

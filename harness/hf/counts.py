@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from harness.config.model.counts import LayerCounts, ParameterCounts
 from harness.errors import UserError
-from harness.hf.forward.layer_stack import find_stack
+from harness.hf.forward.lifted import find_stack
 from harness.hf.skeleton import build_skeleton, text_decoder
 
 

@@ -1,10 +1,10 @@
 """A HuggingFace causal decoder as a list of pipeline layers, with HuggingFace's own modules inside.
 
 The list is: one `Prologue` (token ids -> hidden state), one `DecoderLayer` for each layer of the model (hidden
-state -> hidden state), one `Epilogue` (hidden state -> logits). What belongs where, and what is passed on besides
-the hidden state (`payload.py`), is found by running the model's own forward (`outer_forward.py`). Each holds its
-modules under their names in the model, so that the pipeline name of a parameter is the index of its layer followed by
-its HuggingFace name: `3.model.layers.2.self_attn.q_proj.weight`.
+state -> hidden state), one `Epilogue` (hidden state -> logits). Which module belongs where, and what travels beside the
+hidden state (`forward/payload.py`), is found by running the model's own forward (`forward/outer_forward.py`). Each
+pipeline layer holds its modules under their names in the model. So the pipeline name of a parameter is the index of its
+layer followed by its HuggingFace name: `3.model.layers.2.self_attn.q_proj.weight`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,97 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.embedding_noise import EmbeddingNoise
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import CarriedTensor, LayerCapture, PayloadSpec, StagePayload, Tokens, captured_name
-from harness.hf.forward.shared_sequence import SharedSequence
-from harness.hf.layers.inputs import LayerInputs
+from harness.hf.layers.call import LayerInputs
 from harness.hf.weights.layer_weights import WeightSource, materialise
+from harness.parallel.comm import group_size
 from harness.parallel.draws import expect_shapes
 from harness.parallel.pipeline.staged_module import SharedLayerSpec
 from harness.parallel.plans.plan import wildcard
 from harness.parallel.plans.sequence import share_sequence
+from harness.parallel.tensor.sequence import join_sequence, split_sequence
 from harness.parallel.tensor.shard import shard_of
 from harness.parallel.values import Value
+from harness.wording import counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingNoise:
+    """A forward hook of the token embedding.
+
+    Its numbers come from the draws of the layer that it runs in, so they are the same in every layout.
+
+    Attributes:
+        module: name of the embedding in the model.
+        alpha: the noise is uniform up to alpha / sqrt(tokens of a sample x width).
+    """
+
+    module: str
+    alpha: float
+
+    def __call__(self, module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        """Return the embedding's output, in training with noise."""
+        if not module.training:
+            return output
+        most = self.alpha / (output.shape[1] * output.shape[2]) ** 0.5
+        return output + output.detach().new_zeros(output.shape).uniform_(-most, most)
+
+
+def embedding_noise(model: PreTrainedModel, alpha: float | None) -> EmbeddingNoise | None:
+    """Return the noise for a model, None without `alpha`. UserError if its embedding cannot be found."""
+    if not alpha:
+        return None
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:
+        embedding = None
+    name = next((name for name, module in model.named_modules() if module is embedding), None)
+    if name is None:
+        raise UserError(f"--neftune_noise_alpha: {type(model).__name__} does not say which module embeds tokens")
+    return EmbeddingNoise(module=name, alpha=alpha)
+
+
+@dataclass(frozen=True)
+class SharedSequence:
+    """What decoder layers pass on where each rank of `group` has a share of the tokens.
+
+    Token ids travel as well where the shares are not equal: the length of a sequence is read from them.
+    """
+
+    group: dist.ProcessGroup
+
+    def split(self, payload: StagePayload, tokens: Tokens) -> StagePayload:
+        """Return what is passed on with this rank's share of the hidden state, which was made of `tokens`."""
+        length, size = payload.hidden.shape[1], group_size(self.group)
+        if length < size:
+            raise UserError(
+                f"tensor_parallel.sequence_parallel: a sequence of {counted(length, 'token')} cannot be split "
+                f"over {size} ranks: use longer samples, or remove it"
+            )
+        kept = payload.tokens or (tokens if length % size else None)
+        return replace(payload, hidden=split_sequence(payload.hidden, self.group), tokens=kept)
+
+    def length(self, payload: StagePayload) -> int:
+        """Return the length of the whole sequence."""
+        if payload.tokens is not None:
+            return payload.tokens.ids.shape[1]
+        return payload.hidden.shape[1] * group_size(self.group)
+
+    def as_whole(self, payload: StagePayload) -> StagePayload:
+        """Return the same with a hidden state of the whole one's shape and dtype, which takes no memory."""
+        token = payload.hidden.detach()[:, :1]
+        return replace(payload, hidden=token.expand(-1, self.length(payload), *token.shape[2:]))
+
+    def join(self, payload: StagePayload) -> StagePayload:
+        """Return the same with the whole hidden state."""
+        return replace(payload, hidden=join_sequence(payload.hidden, self.length(payload), self.group))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +184,7 @@ class ModelLayer(nn.Module):
 class Prologue(ModelLayer):
     """Token ids [batch, sequence], or a tuple of token ids and position ids -> hidden state [batch, sequence, width].
 
-    The hidden state comes with what else later layers need, see `payload.py`; so it does from layer to layer.
+    The hidden state comes with what else later layers need, see `forward/payload.py`; so it does from layer to layer.
     """
 
     def __init__(self, blueprint: Blueprint) -> None:

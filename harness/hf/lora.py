@@ -1,8 +1,11 @@
-"""LoRA through peft: its layers in a skeleton, their initial values, the names under which peft stores them.
+"""LoRA through peft: its layers in a skeleton, their initial values, their names in files, and checksums of the base.
 
 peft itself makes the layers, on the meta device, so a model with adapters is what `get_peft_model` makes of it. What
-`modules_to_save` names is trained whole and stands in the model under its own name; the frozen copy that peft would
-keep beside it is not made. peft is imported here alone, and only where adapters are asked for.
+`modules_to_save` names is trained whole and stands in the model under its own name, without the frozen copy that peft
+would keep beside it. peft is imported here alone, and only where adapters are asked for.
+
+Checkpoints of adapters hold checksums of the base model, so that a run does not resume them on another one. A path
+would not do: the model may have been moved, and a fine-tuned model has the config of its origin.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,9 +28,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from harness.errors import UserError
-from harness.hf.layers.dry_run import CANNOT_RUN
+from harness.hf.layers.call import CANNOT_RUN
 from harness.hf.skeleton import ModelSource
 from harness.hf.weights.layer_weights import WeightSource, fill_local
+from harness.hf.weights.lazy_tensor import LazyTensor
+from harness.hf.weights.tensor_files import Stored, open_tensors
 from harness.parallel.generators import own_generators
 from harness.parallel.plans.lora import is_wrapper, lifted
 
@@ -271,3 +278,51 @@ class AdaptedWeights:
                 scratch.reset_lora_parameters(NAME, self.adaptation.config.init_lora_weights)
             tensors.update({f"{name}.{key}": value for key, value in scratch.named_parameters()})
         return tensors
+
+
+WHOLE = 1 << 18  # elements up to which a tensor is read whole
+BLOCKS, BLOCK = 8, 1 << 12  # blocks that are read of a larger one, and the elements of each
+
+
+def base_checksums(source: ModelSource, trained: Sequence[str] = ()) -> dict[str, str]:
+    """Return CRC-32 in hex, by name, of the weights that adapters stand on; none for a base that is made from the seed.
+
+    Args:
+        trained: names of modules that are trained whole beside the adapters: their weights are left out.
+
+    Raises:
+        UserError: a file of weights cannot be read.
+    """
+    tensors: Mapping[str, Tensor]
+    if isinstance(source.weights, Path):
+        tensors = open_tensors(source.weights).tensors
+    else:
+        tensors = {name: each for name, each in (source.weights or {}).items() if isinstance(each, nn.Parameter)}
+    base = {name: tensor for name, tensor in tensors.items() if not any(f".{part}." in f".{name}." for part in trained)}
+    return {name: f"{_checksum(tensor):08x}" for name, tensor in sorted(base.items()) if source.has_values}
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Return the CRC-32 of a tensor of any shape, or of blocks of it."""
+    total, count = 0, tensor.numel()
+    last = max(count - BLOCK, 0)
+    spans = [(0, count)] if count <= WHOLE else [(at := last * n // (BLOCKS - 1), at + BLOCK) for n in range(BLOCKS)]
+    for start, stop in spans:
+        values = _elements(tensor, start, stop).to("cpu", torch.float32).contiguous()
+        total = zlib.crc32(values.numpy().data, total)
+    return total
+
+
+def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Return elements of a tensor, in their order, as a tensor of one dimension."""
+    if not isinstance(tensor, LazyTensor):
+        return tensor.detach().reshape(-1)[start:stop]
+    (leaf,) = tensor.leaves()
+    if isinstance(leaf, Stored):
+        found = torch.empty(stop - start, dtype=leaf.dtype)
+        if stop > start:
+            leaf.file.read_into(found, leaf.start + start * leaf.dtype.itemsize)
+        return found
+    whole = torch.empty(leaf.shape, dtype=leaf.dtype)
+    tensor.read_into(whole)
+    return whole.reshape(-1)[start:stop]

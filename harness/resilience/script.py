@@ -12,9 +12,8 @@ from harness.arguments import LoraArguments, TrainingArguments, expanded, parse
 from harness.arguments.configure import read_config, read_run_config
 from harness.arguments.themes.script import ScriptArguments
 from harness.checkpoint.atomic import replace_text
-from harness.checkpoint.directories import METRICS, numbered, set_aside
+from harness.checkpoint.directories import MANIFEST, METRICS, numbered, set_aside
 from harness.checkpoint.integrity import newest_whole
-from harness.checkpoint.manifest import MANIFEST
 from harness.errors import UserError
 from harness.hf.locate import model_directory
 from harness.resilience.process.launcher import RESUME, with_resume

@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from harness.checkpoint.directories import TrainingProgress
-from harness.checkpoint.engine_state import stored
 from harness.checkpoint.tensors.exchange import exchange
 from harness.checkpoint.tensors.local_shard import LocalShard
-from harness.checkpoint.training_state import restore
+from harness.checkpoint.training_state import restore, stored
 from harness.deepspeed.instructions import watch_instructions
 from harness.parallel.pipeline.partition import balanced
 from harness.report.profile.timeline import pipeline_seconds

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from harness.checkpoint.engine_state import EngineState
+from harness.checkpoint.training_state import EngineState
 from harness.config.values.json_object import JsonObject
 from harness.hf.lora import saved_name
 from harness.topology.hosts import Hosts

@@ -25,8 +25,8 @@ from transformers import LlamaConfig
 
 from harness import Trainer, TrainingArguments
 from harness.checkpoint import training_state
+from harness.checkpoint.directories import read_manifest
 from harness.checkpoint.integrity import changed_file
-from harness.checkpoint.manifest import read_manifest
 
 BLOCK_BYTES = 16 << 20
 SMALL = LlamaConfig(

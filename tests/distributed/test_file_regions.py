@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint.tensors.file_plan import Share, dealt_regions
 from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion
+from harness.checkpoint.tensors.whole_tensors import Share, dealt_regions
 from harness.errors import UserError
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout

@@ -12,7 +12,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from harness import Trainer, TrainingArguments, UserError
-from harness.checkpoint.exporting.gather import gather_zero3
+from harness.checkpoint.exporting.weights import gather_zero3
 from tests.distributed.ranks import run_ranks, script_on_ranks
 from tests.distributed.training import tiny_model
 

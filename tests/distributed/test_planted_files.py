@@ -14,7 +14,7 @@ import torch
 
 from harness import Trainer, TrainingArguments
 from harness.checkpoint import training_state
-from harness.checkpoint.manifest import MANIFEST, contents, write_manifest
+from harness.checkpoint.directories import MANIFEST, contents, write_manifest
 from harness.errors import UserError
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import rows

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from harness.checkpoint import training_state
-from harness.checkpoint.manifest import read_manifest
+from harness.checkpoint.directories import read_manifest
 from harness.console import Console
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, rows, tiny_model

@@ -13,10 +13,9 @@ from safetensors.torch import save_file
 
 from harness.checkpoint import directories
 from harness.checkpoint.atomic import replace_text
-from harness.checkpoint.directories import finish, partial_name, prune, remove
+from harness.checkpoint.directories import contents, finish, partial_name, prune, remove
 from harness.checkpoint.exporting.model_files import replace_model, settle_model, unfinished_name
 from harness.checkpoint.integrity import newest_whole
-from harness.checkpoint.manifest import contents
 from harness.hf.weights.lazy_tensor import realised
 from harness.hf.weights.tensor_files import INDEX, SINGLE, open_tensors
 from tests.unit.checkpoint.saved import progress

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
+from harness.checkpoint.directories import read_manifest
 from harness.checkpoint.integrity import damage
-from harness.checkpoint.manifest import read_manifest
 from harness.resilience.process.signals import Stopped
 
 

@@ -1,4 +1,4 @@
-"""Write the trained model as a HuggingFace directory.
+"""Write the trained model as a HuggingFace directory, or its adapters as peft stores them.
 
 Every rank writes what it holds to its place in the files, so no rank ever holds the whole model, or a whole tensor
 unless one must be computed. Names and files are those of the checkpoint that was read, the same in every layout. A
@@ -9,27 +9,70 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import deepspeed
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import GenerationConfig
 
-from harness.checkpoint.atomic import replaced_files
-from harness.checkpoint.exporting.gather import gather_tp, gather_zero3
+from harness.checkpoint.atomic import UNFINISHED, replaced_files, sync_file, sync_folder
 from harness.checkpoint.exporting.model_files import replace_model, settle_model, unfinished_name
-from harness.checkpoint.tensors.file_plan import Share, dealt_regions, plan_files
 from harness.checkpoint.tensors.local_shard import local_shard_of, saved_tensors
 from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, OpenFiles, create, file_regions, index_content
-from harness.checkpoint.tensors.whole_tensors import several_hosts
+from harness.checkpoint.tensors.whole_tensors import Share, dealt_regions, plan_files, several_hosts, write_tensors
+from harness.deepspeed.zero3_parameters import is_partitioned, unpartitioned_size
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource
 from harness.hf.weights.conversion import CheckpointFormat, ParameterRef
-from harness.hf.weights.lazy_tensor import Computed, InMemory, LazyTensor, realised
-from harness.hf.weights.slices import Box, TensorSlice
-from harness.topology.agreement import all_or_none
+from harness.hf.weights.lazy_tensor import Box, Computed, InMemory, LazyTensor, TensorSlice, realised
+from harness.parallel.memory import malloc_trim
+from harness.parallel.tensor.shard import shard_of
+from harness.topology.agreement import all_or_none, values_of_all
 from harness.topology.groups import Groups
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+MANY = 100_000  # values; what fewer of them leave behind when they are freed is not worth a call
+
+
+def gather_zero3(tensors: Sequence[Tensor]) -> ExitStack:
+    """Under ZeRO-3 the whole of parameters that are spread over the data group, while the context lasts."""
+    stack = ExitStack()
+    spread = [tensor for tensor in tensors if is_partitioned(tensor)]
+    if spread:
+        if unpartitioned_size(spread) >= MANY:
+            stack.callback(malloc_trim)
+        stack.enter_context(deepspeed.zero.GatheredParameters(spread))
+    return stack
+
+
+def gather_tp(local: Tensor, groups: Groups) -> Tensor:
+    """Return the whole tensor, on the first rank of the tensor-parallel group (elsewhere the shard); all of them call
+    it."""
+    shard, local = shard_of(local), local.detach()
+    if shard is None or groups.tp_group is None:
+        return local
+    ranks = dist.get_process_group_ranks(groups.tp_group)
+    first = groups.rank == ranks[0]
+    shards = values_of_all(shard, groups.tp_group)
+    sizes = [prod(piece.local_shape) for piece in shards]
+    flat = functional.pad(local.flatten(), (0, max(sizes) - local.numel()))  # a gather wants one size on all ranks
+    parts = [torch.empty_like(flat) for _ in ranks] if first else None
+    dist.gather(flat, parts, dst=ranks[0], group=groups.tp_group)
+    if parts is None:
+        return local
+    whole = local.new_empty(shard.full_shape)
+    for part, piece, size in zip(parts, shards, sizes, strict=True):
+        piece.put(part[:size].view(piece.local_shape), whole)
+    return whole
 
 
 def export_weights(
@@ -183,3 +226,38 @@ def _within(patch: TensorSlice, box: Box) -> TensorSlice | None:
 def _index(part: Box, box: Box) -> tuple[slice, ...]:
     """Return where a box lies in another that contains it."""
     return tuple(slice(start - at, stop - at) for (start, stop), (at, _) in zip(part, box, strict=True))
+
+
+STEM = "adapter_model"
+FILE = f"{STEM}.safetensors"
+
+
+def export_adapters(module: nn.Module, groups: Groups, directory: Path, *, rename: Callable[[str], str]) -> None:
+    """Write all trained parameters into one file; all ranks call it.
+
+    Args:
+        module: this rank's layers.
+        rename: the name that is written for a parameter of `module`.
+    """
+    trained = [each for each in module.named_parameters(remove_duplicate=False) if each[1].requires_grad]
+    unfinished = UNFINISHED + STEM
+    write_tensors(
+        directory, unfinished, [local_shard_of(rename(n), p, groups) for n, p in trained], groups, one_file=True
+    )
+
+    def replace() -> None:
+        written = directory / f"{unfinished}.safetensors"
+        sync_file(written)
+        written.replace(directory / FILE)
+        sync_folder(directory)
+
+    all_or_none(replace if groups.rank == 0 else lambda: None)
+
+
+def export_adapter_config(config: LoraConfig, base: str, directory: Path) -> None:
+    """Write peft's config, for adapters on the model at `base`; called by one rank."""
+    config = copy.copy(config)
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    with replaced_files(directory) as folder:
+        config.save_pretrained(str(folder))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.checkpoint.tensors.local_shard import LocalShard
-from harness.hf.weights.slices import Box
+from harness.hf.weights.lazy_tensor import Box
 from harness.topology.agreement import values_of_all
 
 

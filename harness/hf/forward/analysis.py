@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.hf.forward.forward_run import ForwardRun
-from harness.hf.forward.lifted import LiftedForward
+from harness.hf.forward.lifted import ForwardRun, LiftedForward
 from harness.hf.forward.payload import CarriedTensor, PayloadSpec, Tokens, hidden_name
-from harness.hf.layers.dry_run import CANNOT_RUN
-from harness.hf.layers.inputs import Call, LayerInputs, same
+from harness.hf.layers.call import CANNOT_RUN, Call, LayerInputs, same
 from harness.parallel.draws import DrawnShapes
 from harness.parallel.generators import own_generators
 from harness.wording import counted

@@ -1,28 +1,244 @@
 """A model's own forward with its decoder layers lifted out, and how it is run.
 
 Placeholders take the place of every decoder layer and of every other module with parameters. So the forward runs on
-any machine, and what each placeholder returns is decided by the run (`forward_run.py`).
+any machine, without weights. What each placeholder returns is decided by the `ForwardRun`.
+
+Read from the top: find the list of decoder layers, the placeholders, one run of the forward, and the `LiftedForward`
+that puts them together.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.forward.forward_run import ForwardRun, ReachedLayer
-from harness.hf.forward.layer_stack import find_stack, has_own_parameters, parameter_owners, put
 from harness.hf.forward.payload import ForwardOutput, Tokens
-from harness.hf.forward.placeholders import PlaceholderLayer, PlaceholderModule
+from harness.hf.layers.call import ASKS_FOR_VALUES, CANNOT_RUN, Call, LayerInputs, LayerOutput
 from harness.hf.layers.facts import LayerFacts
-from harness.hf.layers.inputs import Call, LayerInputs, LayerOutput
-from harness.parallel.plans.lora import without_adapters
+from harness.parallel.plans.lora import without_adapters, wrappers_in
+from harness.parallel.values import Argument, Keyword, Positional
+
+
+def find_stack(model: PreTrainedModel) -> str:
+    """Return the name of the ModuleList that holds the decoder layers of a model on the meta device.
+
+    It is a list as long as the model is deep, or any list where none is (a layer may count as two). A list inside
+    another one's layer is not looked at (its two attentions, say). Of several, it is the one whose layers the forward
+    calls first when it gets token ids alone (an encoder of images is not called then), else the largest. That its
+    layers are called one after the other is seen when the forward runs. Raises UserError if there is none.
+    """
+    depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    sizes: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in sizes):
+            size = sum(parameter.numel() for parameter in module.parameters())
+            sizes |= {name: size} if size else {}
+    if not sizes:
+        raise UserError(
+            f"model type {model.config.model_type!r} has no list of decoder layers, so it cannot be split into stages"
+        )
+    deep = [name for name in sizes if len(list(model.get_submodule(name).children())) == depth] or list(sizes)
+    called = _first_called(model, deep) if len(deep) > 1 else None
+    return called or max(deep, key=lambda name: sizes[name])
+
+
+class _Called(Exception):
+    """Ends a forward that has come to a layer of the list `name`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+@torch.no_grad()
+def _first_called(model: PreTrainedModel, lists: Iterable[str]) -> str | None:
+    """Return the name of the list whose layer is called first; None where the forward does not get there on meta."""
+
+    def stop(name: str, *_: object) -> None:
+        raise _Called(name)
+
+    layers = [(name, layer) for name in lists for layer in model.get_submodule(name).children()]
+    handles = [layer.register_forward_pre_hook(partial(stop, name)) for name, layer in layers]
+    ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
+    try:
+        for mask in (None, ids.new_ones(1, 1, 8, 8, dtype=torch.bool)):  # to make one, some look at values
+            with suppress(*CANNOT_RUN):
+                model(input_ids=ids, attention_mask=mask, use_cache=False)
+    except _Called as called:
+        return called.name
+    finally:
+        for handle in handles:
+            handle.remove()
+    return None
+
+
+def parameter_owners(model: nn.Module, stack: str) -> dict[str, nn.Module]:
+    """Return name -> module of all modules outside the stack that hold parameters themselves.
+
+    A module inside of such a one is not listed: it comes with it.
+    """
+    owners: dict[str, nn.Module] = {}
+    wrapped = wrappers_in(model)
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in (stack, *wrapped, *owners))
+        if inside or not (name in wrapped or has_own_parameters(module)):
+            continue
+        if name == "" or stack.startswith(name + "."):
+            parameters = [key for key, _ in module.named_parameters(recurse=False)]
+            raise UserError(
+                f"{type(module).__name__} has {parameters} beside its layers, so it cannot be split into stages"
+            )
+        owners[name] = module
+    return owners
+
+
+def has_own_parameters(module: nn.Module) -> bool:
+    """Return whether the module holds a parameter itself, not by a child."""
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def put(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` in the place of the model's submodule `name`."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+class AttributeProxy(nn.Module):
+    """A module that has no state of its own and answers for another's attributes."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["original"] = original  # not registered: its parameters are not ours
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["original"], name)
+
+
+class PlaceholderLayer(AttributeProxy):
+    """Takes the place of a decoder layer.
+
+    Args:
+        original: the layer.
+        output_of: (inputs, hidden state) -> what the layer returns.
+    """
+
+    def __init__(self, original: nn.Module, output_of: Callable[[LayerInputs, Tensor], LayerOutput]) -> None:
+        super().__init__(original)
+        self._output_of = output_of
+
+    def forward(self, *args: Argument, **kwargs: Argument) -> LayerOutput:
+        hidden, inputs = LayerInputs.split(args, kwargs)
+        return self._output_of(inputs, hidden)
+
+
+class PlaceholderModule(AttributeProxy):
+    """Takes the place of a module that holds parameters; gives a tensor of the shape that the module would give.
+
+    Args:
+        original: the module, on the meta device.
+        device: of the tensors that it gives.
+        output_of: (an empty tensor of that shape, the arguments) -> the tensor.
+    """
+
+    def __init__(self, original: nn.Module, device: torch.device, output_of: Callable[[Tensor, Call], Tensor]) -> None:
+        super().__init__(original)
+        self._device = device
+        self._output_of = output_of
+        self._output_shapes: dict[tuple[object, ...], Tensor] = {}
+
+    def forward(self, *args: Argument, **kwargs: Argument) -> Tensor:
+        form = tuple(tuple(x.shape) if isinstance(x, Tensor) else repr(x) for x in tree_leaves((args, kwargs)))
+        if form not in self._output_shapes:
+            self._output_shapes[form] = output_like(self.original, args, kwargs)
+        like = torch.empty_like(self._output_shapes[form], device=self._device)
+        return self._output_of(like, (args, kwargs))
+
+
+@torch.no_grad()
+def output_like(module: nn.Module, args: Positional, kwargs: Keyword) -> Tensor:
+    """Return a tensor on meta of the shape that a module, on the meta device, gives."""
+    try:
+        args, kwargs = tree_map(_to_meta, (args, kwargs))
+        output = module(*args, **kwargs)
+        if isinstance(output, Tensor):
+            return output
+    except ASKS_FOR_VALUES:
+        pass
+    value: Tensor = args[0].to("meta")
+    if isinstance(module, nn.Embedding):
+        return torch.empty((*value.shape, module.embedding_dim), device="meta")
+    if isinstance(module, nn.Linear):
+        return torch.empty((*value.shape[:-1], module.out_features), device="meta")
+    return value
+
+
+def _to_meta(value: object) -> object:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+Handler = Callable[[int, LayerInputs, Tensor], Tensor]
+"""What happens at a layer: (index, inputs, hidden state) -> hidden state."""
+
+
+class ReachedLayer(Exception):
+    """Ends a run of the model's forward early, at a layer, with what that layer is given."""
+
+    def __init__(self, hidden: Tensor, inputs: LayerInputs) -> None:
+        super().__init__("reached")
+        self.hidden = hidden
+        self.inputs = inputs
+
+
+class ForwardRun:
+    """One run of the model's forward.
+
+    Args:
+        handler: called where the forward arrives at a layer.
+        known: name -> tensor that a module or a layer gave before, perhaps on another stage; all others give zeros, or
+            None.
+        dtype: of the floating zeros.
+    """
+
+    def __init__(self, handler: Handler, dtype: torch.dtype, known: Mapping[str, Tensor] | None = None) -> None:
+        self.handler = handler
+        self.dtype = dtype
+        self.known = known or {}
+        self._calls: Counter[str] = Counter()
+
+    def next_name(self, module: str) -> str:
+        """Return the name of what a module gives at its next call, and count that call."""
+        self._calls[module] += 1
+        return call_name(module, self._calls[module] - 1)
+
+    def module_output(self, module: str, like: Tensor, _arguments: Call) -> Tensor:
+        """Return what a module gives; `like` has the right shape and dtype."""
+        name = self.next_name(module)
+        if name in self.known:
+            return self.known[name]
+        return torch.zeros_like(like, dtype=self.dtype if like.is_floating_point() else like.dtype)
+
+
+def keep_hidden(_index: int, _inputs: LayerInputs, hidden: Tensor) -> Tensor:
+    """Handle a layer as if it were not there: it hands on the hidden state."""
+    return hidden
+
+
+def call_name(module: str, call: int) -> str:
+    """Return the name of what a module outside the layers gives at one of its calls in a forward."""
+    return f"{module}:{call}"
 
 
 class LiftedForward:

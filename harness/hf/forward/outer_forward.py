@@ -11,14 +11,14 @@ with placeholders, what no table of families could say for all of them:
   the layers is run again with it in its place;
 - the epilogue: the modules called after the last layer (norm, head, scaling).
 
-The real modules live in the pipeline layers (`decoder.py`) and stand in the model only while it runs them.
+The real modules live in the pipeline layers (`harness/hf/decoder.py`) and stand in the model only while it runs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -27,12 +27,71 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from harness.hf.forward.analysis import analyze
-from harness.hf.forward.forward_run import ForwardRun, ReachedLayer, call_name, keep_hidden
-from harness.hf.forward.input_cache import HiddenShape, LayerInputCache
-from harness.hf.forward.lifted import LiftedForward
+from harness.hf.forward.lifted import ForwardRun, LiftedForward, ReachedLayer, call_name, keep_hidden
 from harness.hf.forward.payload import ForwardOutput, PayloadSpec, StagePayload, Tokens, hidden_name
-from harness.hf.layers.inputs import LayerInputs, LayerOutput
+from harness.hf.layers.call import LayerInputs, LayerOutput
 from harness.parallel.draws import draws_apart, draws_of_layer, has_dropout
+
+KEPT_SHAPES = 4
+KEPT_BATCHES = 2
+
+Make = Callable[[Tokens, torch.dtype], list[LayerInputs]]
+"""Makes the inputs of all layers, for these ids and hidden states of this dtype."""
+
+
+@dataclass(frozen=True)
+class HiddenShape:
+    """Batch, sequence length and dtype of a hidden state."""
+
+    batch: int
+    sequence: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, hidden: Tensor, tokens: Tokens | None) -> HiddenShape:
+        """Return the shape of the ids where they travel, else what the hidden state shows of it."""
+        rows = hidden.shape if tokens is None else tokens.ids.shape
+        return cls(rows[0], rows[1], hidden.dtype)
+
+    def tokens(self, device: torch.device) -> Tokens:
+        """Return some ids of this shape."""
+        return Tokens(torch.zeros((self.batch, self.sequence), dtype=torch.long, device=device))
+
+
+class LayerInputCache:
+    """The inputs of all layers, made by `make` when they are first asked for."""
+
+    def __init__(self, make: Make, device: torch.device) -> None:
+        self._make = make
+        self._device = device
+        self._by_shape: dict[HiddenShape, list[LayerInputs]] = {}
+        self._by_batch: list[tuple[Tokens, torch.dtype, list[LayerInputs]]] = []
+
+    def of_shape(self, shape: HiddenShape) -> list[LayerInputs]:
+        """Return the inputs for every micro-batch of a shape."""
+        if shape not in self._by_shape:
+            while len(self._by_shape) >= KEPT_SHAPES:
+                self._by_shape.pop(next(iter(self._by_shape)))
+            self._by_shape[shape] = self._make(shape.tokens(self._device), shape.dtype)
+        return self._by_shape[shape]
+
+    def of_batch(self, tokens: Tokens, dtype: torch.dtype) -> list[LayerInputs]:
+        """Return the inputs for one micro-batch."""
+        for known, known_dtype, inputs in self._by_batch:
+            if known_dtype == dtype and _share_memory(known, tokens):
+                return inputs
+        # the tokens are kept with the inputs, so that their memory is not used for others meanwhile
+        self._by_batch = self._by_batch[1 - KEPT_BATCHES :]
+        self._by_batch.append((tokens, dtype, self._make(tokens, dtype)))
+        return self._by_batch[-1][2]
+
+
+def _share_memory(known: Tokens, tokens: Tokens) -> bool:
+    """Whether both are the same tensors, or other views of their memory, as activation checkpointing makes them."""
+    return len(known.tensors()) == len(tokens.tensors()) and all(
+        a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+        for a, b in zip(known.tensors(), tokens.tensors(), strict=True)
+    )
 
 
 class OuterForward(LiftedForward):

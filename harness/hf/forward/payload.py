@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
-from harness.hf.layers.inputs import LayerOutput
+from harness.hf.layers.call import LayerOutput
 from harness.parallel.values import Value
 
 ForwardOutput: TypeAlias = Any

@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.forward.forward_run import ForwardRun, keep_hidden
-from harness.hf.forward.input_cache import HiddenShape
-from harness.hf.forward.outer_forward import OuterForward
+from harness.hf.forward.lifted import ForwardRun, keep_hidden
+from harness.hf.forward.outer_forward import HiddenShape, OuterForward
 from harness.hf.forward.payload import ForwardOutput, Tokens
-from harness.hf.layers.dry_run import CANNOT_RUN, dry_run
-from harness.hf.layers.inputs import LayerInputs, LayerOutput
+from harness.hf.layers.call import CANNOT_RUN, LayerInputs, LayerOutput, dry_run
 
 ROUTER_LOGITS = "router_logits"
 WANTED = {"output_router_logits": True}

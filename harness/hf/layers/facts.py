@@ -1,16 +1,287 @@
-"""What dry runs show about a model's decoder layers, found once for all layers that are alike."""
+"""What calls without weights show about decoder layers: their outputs, their random numbers, their ZeRO-3 leaves.
+
+Outputs: a layer may return more than its hidden state, or put values into a mapping that it is given (keys and values,
+indices). A `LayerOutputSpec` names each of these tensors, so that one stage can take it and another put it in its
+place.
+
+ZeRO-3 leaves: experts in a loop are called as tokens chose them. ZeRO-3 follows every call, and stops or hangs when the
+ranks of the data group, with their own tokens, call in another order. It does not look inside a leaf module. A leaf
+must be called exactly once in a forward, and nothing outside may read its parameters, because its gradients are reduced
+as soon as the backward has passed through it. A module whose own forward runs on the meta device does not look at
+values, so what it calls does not depend on them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import copy
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from harness.hf.layers.dry_run import META, drawn_shapes
-from harness.hf.layers.inputs import LayerInputs
-from harness.hf.layers.outputs import LayerOutputSpec, kind_of, output_spec_of
-from harness.hf.layers.zero3_leaves import leaves_of
+from harness.deepspeed.pipeline import LayerCall
+from harness.errors import UserError
+from harness.hf.layers.call import ASKS_FOR_VALUES, CPU, META, LayerInputs, LayerOutput, drawn_shapes, dry_run, zeroed
+from harness.parallel.plans.experts import run_where_aligned
+from harness.parallel.values import Argument, Keyword, Positional, Value
+
+Contents: TypeAlias = dict[int | str, dict[Hashable, object]]
+"""What the mappings among a layer's arguments hold, by the place of the argument."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """A value that a layer puts under `key` into the mapping that is its argument `place`."""
+
+    place: int | str
+    key: Hashable
+    name: str
+    leaves: list[object]
+    spec: TreeSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOutputSpec:
+    """The structure of what one layer gives.
+
+    Attributes:
+        name: of the layer, with which the names of its tensors begin.
+        extras: what it returns after the hidden state, flat; tensors are on the meta device. None: a bare hidden state.
+        spec: how `extras` are nested.
+        effects: what it puts into mappings.
+    """
+
+    name: str
+    extras: list[object] | None
+    spec: TreeSpec | None
+    effects: tuple[Effect, ...]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Name -> tensor on meta of everything but the hidden state."""
+        named = _named(f"{self.name}.output", self.extras or [])
+        for effect in self.effects:
+            named |= _named(effect.name, effect.leaves)
+        return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
+
+    def renamed(self, name: str) -> LayerOutputSpec:
+        """Return the same for another layer."""
+        effects = tuple(replace(e, name=name + e.name.removeprefix(self.name)) for e in self.effects)
+        return replace(self, name=name, effects=effects)
+
+    def output(self, hidden: Tensor, known: Mapping[str, Tensor]) -> LayerOutput:
+        """Return the layer's output, made of a hidden state and the tensors in `known`; all others are None."""
+        if self.extras is None or self.spec is None:
+            return hidden
+        leaves = [known.get(name) for name in _named(f"{self.name}.output", self.extras)]
+        return hidden, *tree_unflatten(leaves, self.spec)
+
+    def affect(self, inputs: LayerInputs, known: Mapping[str, Tensor]) -> None:
+        """Put into the mappings of `inputs` what the layer would put there, as far as it is in `known`."""
+        for effect in self.effects:
+            leaves = [known.get(name) for name in _named(effect.name, effect.leaves)]
+            if all(leaf is not None for leaf in leaves):
+                inputs.argument(effect.place)[effect.key] = tree_unflatten(leaves, effect.spec)
+
+    def take(self, inputs: LayerInputs, output: LayerOutput) -> dict[str, Tensor]:
+        """Return the tensors, by name, that the layer gave: it returned `output` when it was given `inputs`."""
+        found: dict[str, object] = {}
+        if self.extras is not None:
+            found |= _named(f"{self.name}.output", tree_flatten(tuple(output[1:]))[0])
+        for effect in self.effects:
+            found |= _named(effect.name, tree_flatten(inputs.argument(effect.place)[effect.key])[0])
+        return {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
+
+
+def kind_of(layer: nn.Module) -> Hashable:
+    """Return a value that is equal for layers whose outputs have one structure.
+
+    These have equal modules, shapes and settings, but for numbers such as their index.
+    """
+
+    def settings(module: nn.Module) -> tuple[tuple[str, bool | str], ...]:
+        return tuple(sorted((key, value) for key, value in vars(module).items() if isinstance(value, (bool, str))))
+
+    modules = tuple((name, type(module), settings(module)) for name, module in layer.named_modules())
+    return modules, tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+
+
+@torch.no_grad()
+def output_spec_of(name: str, layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> LayerOutputSpec:
+    """Run a layer of the meta device on `inputs`, and return what it gives besides the hidden state.
+
+    Raises UserError if it does not return a hidden state first, or appends to a list that it is given.
+    """
+
+    def run(module: nn.Module, passed: LayerInputs, state: Tensor) -> tuple[LayerOutput, LayerInputs, Contents]:
+        before = _contents(passed)
+        return passed.apply(module, state), passed, before
+
+    output, passed, before = dry_run(layer, inputs, hidden, run)
+    first = output[0] if isinstance(output, (tuple, list)) else output
+    if not isinstance(first, Tensor) or first.shape != hidden.shape:
+        raise UserError(
+            f"{type(layer).__name__} does not return a hidden state first, so it cannot be split into stages"
+        )
+    extras, spec = tree_flatten(tuple(output[1:])) if isinstance(output, (tuple, list)) else (None, None)
+    effects = tuple(_effects(name, layer, inputs, passed, before))
+    return LayerOutputSpec(name=name, extras=extras, spec=spec, effects=effects)
+
+
+def _contents(inputs: LayerInputs) -> Contents:
+    return {place: dict(value) for place, value in inputs.arguments().items() if isinstance(value, MutableMapping)}
+
+
+def _effects(
+    name: str, layer: nn.Module, inputs: LayerInputs, passed: LayerInputs, before: Contents
+) -> Iterator[Effect]:
+    for place, value in passed.arguments().items():
+        given = inputs.argument(place)
+        if isinstance(value, list) and len(value) != len(given):
+            raise UserError(
+                f"{type(layer).__name__} appends to a list shared with other layers, so it cannot be split into stages"
+            )
+        if not isinstance(value, MutableMapping):
+            continue
+        for key in value:
+            if key not in before[place] or value[key] is not before[place][key]:
+                leaves, spec = tree_flatten(value[key])
+                yield Effect(place=place, key=key, name=f"{name}.{place}.{key}", leaves=leaves, spec=spec)
+
+
+def _named(prefix: str, leaves: list[object]) -> dict[str, object]:
+    return {f"{prefix}.{index}": leaf for index, leaf in enumerate(leaves)}
+
+
+@torch.no_grad()
+def leaves_of(layer: nn.Module, run: Callable[[nn.Module], object]) -> frozenset[str]:
+    """Return the names of the modules of `layer`, on the meta device, that are to be leaves; "" is `layer` itself.
+
+    Args:
+        run: calls the module that it is given as the model would, with tensors on the meta device.
+    """
+    watch = _Watch(layer)
+    run(watch.layer)
+    leaves = {watch.lowest_leaf(name) for name in watch.looked_at_values}
+    return frozenset(name for name in leaves if not any(name != other and _within(name, other) for other in leaves))
+
+
+def leaves_of_sequence(sequence: nn.Module, calls: Iterable[LayerCall], inputs: Value) -> list[str]:
+    """Return the names of the modules of `sequence` that are to be leaves.
+
+    Args:
+        calls: the modules and functions of `sequence`, one after the other, or functions with a module as first
+            argument (`functools.partial`).
+        inputs: of the first; tensors, of which only shape and dtype count.
+    """
+    names = {id(module): name for name, module in sequence.named_modules()}
+    value, leaves = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), inputs), []
+    for call in calls:
+        module, function = call, None
+        if isinstance(call, partial) and call.args and isinstance(call.args[0], nn.Module):
+            module, function = call.args[0], call.func
+        if isinstance(module, nn.Module):
+            outputs: list[Value] = []
+            found = leaves_of(module, partial(_keep_output, outputs, function, value))
+            leaves += [f"{names[id(module)]}.{name}".rstrip(".") for name in found]
+            value = outputs[0]
+        else:
+            value = call(value)
+    return leaves
+
+
+def _keep_output(outputs: list[Value], function: LayerCall | None, value: Value, module: nn.Module) -> None:
+    outputs.append(module(value) if function is None else function(module, value))
+
+
+class _Watch:
+    """A copy of a layer that records its calls, its reads of parameters, and which modules look at values.
+
+    Attributes:
+        layer: the copy.
+        calls: name of a module -> how often it was called.
+        reads: name of a module -> the modules that were running when one of its own parameters was read.
+        looked_at_values: modules with others inside, whose own forward looks at values.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = copy.deepcopy(layer).to(META)  # buffers may be real
+        self.calls: Counter[str] = Counter()
+        self.reads: dict[str, list[tuple[str, ...]]] = {}
+        self.looked_at_values: set[str] = set()
+        self.running: list[str] = []
+        original = dict(layer.named_modules())
+        for name, module in self.layer.named_modules():
+            module.forward = partial(self._call, name, module.forward, original[name])
+            parameters = module._parameters  # noqa: SLF001  # where torch looks when a forward reads an attribute
+            module.__dict__["_parameters"] = _RecordedReads(parameters, partial(self._read, name))
+
+    def lowest_leaf(self, name: str) -> str:
+        """Return the module itself or the nearest one around it that may be a leaf; the layer where there is none."""
+        while name and not self._may_be_leaf(name):
+            name = name.rpartition(".")[0]
+        return name
+
+    def _may_be_leaf(self, name: str) -> bool:
+        read_inside = all(
+            name in running for owner, all_ in self.reads.items() if _within(owner, name) for running in all_
+        )
+        return self.calls[name] == 1 and read_inside
+
+    def _call(
+        self,
+        name: str,
+        forward: Callable[..., LayerOutput],
+        original: nn.Module,
+        /,
+        *args: Argument,
+        **kwargs: Argument,
+    ) -> LayerOutput:
+        self.calls[name] += 1
+        self.running.append(name)
+        depth = len(self.running)
+        try:
+            return forward(*args, **kwargs)
+        except ASKS_FOR_VALUES:
+            if any(True for _ in original.children()):  # without a module inside, there is no call that could differ
+                self.looked_at_values.add(name)
+            return _on_zeros(original, args, kwargs)
+        finally:
+            del self.running[depth - 1 :]
+
+    def _read(self, name: str) -> None:
+        self.reads.setdefault(name, []).append(tuple(self.running))
+
+
+class _RecordedReads(dict[str, nn.Parameter | None]):
+    """The parameters of a module; each read of one is reported."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter | None], on_read: Callable[[], None]) -> None:
+        super().__init__(parameters)
+        self._on_read = on_read
+
+    def __getitem__(self, key: str) -> nn.Parameter | None:
+        self._on_read()
+        return super().__getitem__(key)
+
+
+def _on_zeros(module: nn.Module, args: Positional, kwargs: Keyword) -> LayerOutput:
+    """Run a module of the meta device on zeros; return its output on meta."""
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: torch.zeros_like(tensor, device=CPU), (args, kwargs))
+    on_zeros = zeroed(module, CPU)
+    run_where_aligned(on_zeros, torch.float32)
+    output = on_zeros(*args, **kwargs)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), output)
+
+
+def _within(name: str, outer: str) -> bool:
+    """Return whether the module `name` is `outer` or lies inside of it."""
+    return not outer or name == outer or name.startswith(outer + ".")
 
 
 class LayerFacts:

@@ -1,10 +1,10 @@
 """Is a model, cut as a layout asks, still the model? Answered on a tiny copy: logits and every gradient.
 
-The tiny copy (`tiny.py`) has random weights from a seed, the same on every rank. The whole of it runs in one process;
-cut, by the very code that cuts the real one, it runs as two stages, then with this rank's part of every tensor. What
-rounding alone may change is measured, not guessed: the whole copy runs once more with its weights moved by rounding
-errors. A router between two experts may still choose the other one, so a difference counts only if other weights and
-ids show it too.
+The tiny copy (`tiny_copy.py`) has random weights from a seed, the same on every rank. The whole of it runs in one
+process; cut, by the very code that cuts the real one, it runs as two stages, then with this rank's part of every
+tensor. What rounding alone may change is measured, not guessed: the whole copy runs once more with its weights moved by
+rounding errors. A router between two experts may still choose the other one, so a difference counts only if other
+weights and ids show it too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from harness.config.model.shares import stretch
 from harness.errors import UserError
 from harness.hf.causal import CausalModel
-from harness.hf.layers.inputs import LayerOutput
+from harness.hf.layers.call import LayerOutput
 from harness.hf.skeleton import ModelSource
 from harness.hf.verify.tiny_copy import tiny_ids, tiny_model
 from harness.parallel.comm import TensorParallel

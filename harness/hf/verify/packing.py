@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.errors import UserError
 from harness.hf.attention import attention_of, choose_attention, is_flash
-from harness.hf.layers.dry_run import CANNOT_RUN
+from harness.hf.layers.call import CANNOT_RUN
 from harness.hf.verify.comparison import on_device
 from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model
 

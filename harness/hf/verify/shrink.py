@@ -1,20 +1,69 @@
-"""Make the sizes in a config tiny, by the names of its fields alone: no torch, no family.
+"""Make the sizes in a config tiny, by the names of its fields alone: no torch, no model family.
 
 `tiny_sizes.json` holds the names: `at_most` the largest value of a field (patterns, the first that fits counts),
 `width`, `heads` and `head_size` what has to agree, `depth` the names of the number of layers, `layer_indices`,
 `first_layers` and `last_layers` what applies to single layers by index or by number, `off` what is switched off. A
 list as long as the model is deep is taken to hold a value for each layer.
+
+Heads keep their ratios, and tensor-parallel ranks share them as before (equally or not). Of every kind of layer the
+first stays.
 """
 
 from __future__ import annotations
 
 import copy
+import json
+import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TypeGuard
 
-from harness.hf.verify.tiny_fields import Fields, is_size, overrides_in, parts_of
-from harness.hf.verify.tiny_heads import LEAST_HEADS, fewer_heads
-from harness.hf.verify.tiny_layers import keep_some_layers
+from harness.config.values.json_object import JsonObject
+
+Fields = JsonObject
+
+
+def read_table() -> Fields:
+    """Return what `tiny_sizes.json` says."""
+    table: Fields = json.loads((Path(__file__).parent / "tiny_sizes.json").read_text(encoding="utf-8"))
+    return table
+
+
+def varied(fields: Fields, variant: JsonObject) -> Fields:
+    """Return the fields changed as one of the table's `variants` says.
+
+    Some are set, some filled in where they are None, some left out, some added inside of a config that is a field.
+    """
+    changes = {key: value for key, value in variant.get("set", {}).items() if key in fields}
+    kept = {
+        key: value
+        for key, value in fields.items()
+        if not any(fnmatchcase(key, pattern) for pattern in variant.get("left_out", ()))
+    }
+    missing = {key: value for key, value in variant.get("fill", {}).items() if kept.get(key, 0) is None}
+    inside = {key: {**kept[key], **more} for key, more in variant.get("inside", {}).items() if kept.get(key)}
+    return {**copy.deepcopy(kept), **changes, **missing, **inside}
+
+
+def parts_of(fields: Fields) -> Iterator[Fields]:
+    """Yield the config and all configs inside of it."""
+    yield fields
+    for key, value in fields.items():
+        if isinstance(value, dict) and ("model_type" in value or key.endswith("_config")) and key != "per_layer_config":
+            yield from parts_of(value)
+
+
+def overrides_in(part: Fields) -> list[Fields]:
+    """Return, for each layer that differs from the config, the fields that are different."""
+    return list((part.get("per_layer_config") or {}).values())
+
+
+def is_size(value: object) -> TypeGuard[int]:
+    """Return whether a field's value is a positive integer."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
 
 HEAD_SIZE = 16
 HEAD_PARTS = ("qk_nope_head_dim", "qk_rope_head_dim")
@@ -171,3 +220,142 @@ def _shorter_factors(value: object, length: int) -> object:
         third = length // 4
         return [length - 2 * third, third, third]
     return value[:length] if isinstance(value, list) else value
+
+
+LEAST_HEADS, MOST_HEADS = 4, 16
+
+
+def fewer_heads(counts: Collection[int], tensor: int) -> dict[int, int]:
+    """Return what each number of heads becomes: all are divided by one number, so that their ratios stay.
+
+    Args:
+        counts: the numbers of heads in the config (of queries, of keys and values, of single layers).
+        tensor: the number of tensor-parallel ranks that share them.
+    """
+    if not counts:
+        return {}
+    common = math.gcd(*counts)
+    best = max(g for g in range(1, common + 1) if common % g == 0 and (g == 1 or _may_divide(counts, g, tensor)))
+    if max(counts) // best > MOST_HEADS:  # no common ratio to keep
+        return _fewest(counts, tensor)
+    return {n: n // best for n in counts}
+
+
+def _may_divide(counts: Collection[int], divisor: int, tensor: int) -> bool:
+    """Return whether the numbers, divided, are large enough and are shared by the tensor-parallel ranks as before."""
+    enough = max(counts) // divisor >= LEAST_HEADS and min(counts) // divisor >= min(LEAST_HEADS // 2, min(counts))
+    return enough and all(_sharing(n, tensor) == _sharing(n // divisor, tensor) for n in counts)
+
+
+def _sharing(count: int, tensor: int) -> tuple[bool, bool]:
+    """Return how ranks share heads: whether each has one of its own, and whether the shares are equal."""
+    several = count >= tensor
+    return several, (count % tensor if several else tensor % count) == 0
+
+
+def _fewest(counts: Collection[int], tensor: int) -> dict[int, int]:
+    """Return the fewest heads that divide each other, and are shared by the ranks, as before."""
+    most = max(counts)
+    for top in range(LEAST_HEADS, 8 * MOST_HEADS):
+        if _sharing(top, tensor) != _sharing(most, tensor):
+            continue
+        others = set(counts) - {most}
+        found = {n: [m for m in range(min(n, 2), top) if _alike((m, top), (n, most), tensor)] for n in others}
+        if all(found.values()):
+            return {most: top, **{n: fitting[0] for n, fitting in found.items()}}
+    return {n: LEAST_HEADS * tensor if n == most else min(n, LEAST_HEADS // 2) for n in counts}
+
+
+def _alike(fewer: tuple[int, int], before: tuple[int, int], tensor: int) -> bool:
+    """Return whether a number of heads and the largest one divide, and are shared, as those before them."""
+    divides = fewer[1] % fewer[0] == 0, before[1] % before[0] == 0
+    return divides[0] == divides[1] and _sharing(fewer[0], tensor) == _sharing(before[0], tensor)
+
+
+LEAST_LAYERS, MOST_LAYERS = 4, 8
+
+
+def keep_some_layers(part: Fields, table: Fields) -> None:
+    """Keep some of the layers of a config, in place: of every kind the first, and the first ones of all."""
+    depth = _depth(part, table)
+    if depth is None:
+        return
+    layers = _LayerFields.of(part, table, depth)
+    layers.keep(part, choose([layers.kind(layer) for layer in range(depth)]), table)
+    if "attention_types" in part and "attention_layers" in part:
+        part["attention_types"] = [[[name], 1] for name in part["attention_layers"]]
+
+
+def choose(kinds: Sequence[str]) -> list[int]:
+    """Return indices of layers, ascending: the first of every kind; up to a least number the second of each, then any.
+
+    Args:
+        kinds: the kind of each layer.
+    """
+    places: dict[str, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(index)
+    firsts = [found[0] for found in places.values()]
+    seconds = [found[1] for found in places.values() if len(found) > 1]
+    wanted = list(dict.fromkeys((*firsts, *seconds, *range(len(kinds)))))
+    return sorted(wanted[: min(max(LEAST_LAYERS, len(firsts)), MOST_LAYERS)])
+
+
+def _depth(part: Fields, table: Fields) -> int | None:
+    stated = next((part[name] for name in table["depth"] if is_size(part.get(name))), None)
+    listed = next((len(part[name]) for name in table["layer_lists"] if isinstance(part.get(name), list)), None)
+    return stated or listed
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LayerFields:
+    """The fields of a config that speak of single layers.
+
+    Attributes:
+        depth: the number of layers.
+        lists: field -> a value for each layer.
+        indices: field -> the layers that it applies to.
+        first, last: field -> how many of the first and last layers it applies to.
+        overrides: layer -> the fields that are different for it.
+    """
+
+    depth: int
+    lists: dict[str, list[object]]
+    indices: dict[str, list[int]]
+    first: dict[str, int]
+    last: dict[str, int]
+    overrides: dict[int, object]
+
+    @classmethod
+    def of(cls, part: Fields, table: Fields, depth: int) -> _LayerFields:
+        return cls(
+            depth=depth,
+            lists={key: value for key, value in part.items() if isinstance(value, list) and len(value) == depth > 1},
+            indices={key: part[key] for key in table["layer_indices"] if isinstance(part.get(key), list)},
+            first={key: part[key] for key in table["first_layers"] if is_size(part.get(key))},
+            last={key: part[key] for key in table["last_layers"] if is_size(part.get(key))},
+            overrides={int(index): value for index, value in (part.get("per_layer_config") or {}).items()},
+        )
+
+    def kind(self, layer: int) -> str:
+        """Return a text that is equal for layers of which the config says the same."""
+        listed = [values[layer] for values in self.lists.values()]
+        listed += [layer in values for values in self.indices.values()]
+        counted = [layer < n for n in self.first.values()] + [layer >= self.depth - n for n in self.last.values()]
+        return repr((listed, counted, self.overrides.get(layer)))
+
+    def keep(self, part: Fields, chosen: Sequence[int], table: Fields) -> None:
+        """Let the fields in `part` speak of the chosen layers alone, in their order."""
+        for key in table["depth"]:
+            if part.get(key) is not None:
+                part[key] = len(chosen)
+        for key, values in self.lists.items():
+            if key not in self.indices:
+                part[key] = [values[layer] for layer in chosen]
+        for key, layers in self.indices.items():
+            part[key] = [place for place, layer in enumerate(chosen) if layer in layers]
+        part.update({key: sum(layer < n for layer in chosen) for key, n in self.first.items()})
+        part.update({key: sum(layer >= self.depth - n for layer in chosen) for key, n in self.last.items()})
+        if self.overrides:
+            kept = {place: self.overrides[layer] for place, layer in enumerate(chosen) if layer in self.overrides}
+            part["per_layer_config"] = kept

@@ -18,8 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 
 from harness.errors import UserError
 from harness.hf.skeleton import vocabulary_size
-from harness.hf.verify.shrink import FIRST_ID, shrink_fields
-from harness.hf.verify.tiny_fields import read_table, varied
+from harness.hf.verify.shrink import FIRST_ID, read_table, shrink_fields, varied
 from harness.parallel.generators import own_generators
 from harness.parallel.plans.experts import run_where_aligned
 

@@ -26,8 +26,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from harness.errors import UserError
-from harness.hf.weights.lazy_tensor import LazyTensor
-from harness.hf.weights.slices import Box, TensorSource
+from harness.hf.weights.lazy_tensor import Box, LazyTensor, TensorSource
 from harness.hf.weights.tensor_files import StoredTensors, open_tensors
 
 if TYPE_CHECKING:

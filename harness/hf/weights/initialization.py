@@ -1,16 +1,21 @@
 """Initial values of parameters as the model's own `_init_weights` draws them: tensor by tensor, in pieces.
 
 The random numbers of a tensor depend on the seed and on its name alone, and those of a piece on where it begins. So a
-rank draws the pieces in which its part of a tensor lies, one after the other, and every layout gets the same values.
-A small tensor is one piece: `_init_weights` fills it. Of a large one it is recorded, on the meta device, what
-`_init_weights` does to it; that is done to each piece. A large tensor is drawn whole only where its values depend on
-one another (an orthogonal matrix).
+rank draws only the pieces in which its part of a tensor lies, and every layout gets the same values. A small tensor is
+one piece, which `_init_weights` fills. For a large one, what `_init_weights` does to it is recorded on the meta device
+and done to each piece. A large tensor is drawn whole only where its values depend on one another (an orthogonal
+matrix).
+
+Some values come from the constructor instead: buffers, and a few small parameters (a learnt scale that begins at 1).
+The meta device loses them. They are found as what `_init_weights` leaves untouched, and made by building the model once
+more with real buffers and small parameters while large parameters stay on meta.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +26,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import initialization
+from transformers import AutoModelForCausalLM, PreTrainedModel, initialization
 
-from harness.hf.weights.buffers import SMALL
-from harness.hf.weights.slices import Box
+from harness.hf.weights.lazy_tensor import Box
 from harness.parallel.generators import own_generators, own_torch_generators
 from harness.parallel.values import Keyword, Operation, Positional
+
+SMALL = 1 << 18  # values of a parameter that is kept as the constructor makes it
+
+
+def mark_unfilled(tensors: Iterable[Tensor]) -> None:
+    """Fill real floating tensors with NaN, so that those that initialisation passes by can be told."""
+    for tensor in tensors:
+        if tensor.is_floating_point() and not tensor.is_meta:
+            tensor.fill_(float("nan"))
+
+
+def is_unfilled(tensor: Tensor) -> bool:
+    """Whether a tensor is still as `mark_unfilled` left it."""
+    return tensor.is_floating_point() and tensor.numel() > 0 and bool(tensor.isnan().all())
+
+
+def constructed(model: PreTrainedModel, seed: int, shape: Sequence[int] = ()) -> dict[str, Tensor]:
+    """Return tensors of a model as its constructor makes them, on the CPU, by name: buffers, small parameters and
+    those of one shape."""
+    with _large_parameters_on_meta(tuple(shape)), own_generators(seed):
+        built: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=torch.float32)
+    tensors = (*built.named_parameters(remove_duplicate=False), *built.named_buffers())
+    return {name: tensor.detach() for name, tensor in tensors if not tensor.is_meta}
+
+
+@contextmanager
+def _large_parameters_on_meta(kept: tuple[int, ...]) -> Iterator[None]:
+    """Let parameters that modules are given in here lie on the meta device, but small ones and those of a shape."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.numel() > SMALL and tuple(parameter.shape) != kept:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    # a patch, which types do not know
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
 
 PIECE_BYTES = 4 << 20  # the most that is drawn at once
 

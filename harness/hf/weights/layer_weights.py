@@ -21,10 +21,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.weights.buffers import constructed, is_unfilled, mark_unfilled
-from harness.hf.weights.initialization import PIECE_BYTES, Drawn, Scratch, changes_of, standing_for
+from harness.hf.weights.initialization import (
+    PIECE_BYTES,
+    Drawn,
+    Scratch,
+    changes_of,
+    constructed,
+    is_unfilled,
+    mark_unfilled,
+    standing_for,
+)
 from harness.hf.weights.lazy_tensor import LazyTensor
-from harness.hf.weights.stored_tensor import Stored
+from harness.hf.weights.tensor_files import Stored
 from harness.parallel.zero.zero3_partition import Zero3Partition
 
 
@@ -75,9 +83,10 @@ class NoValues:
 
 @dataclass(frozen=True, kw_only=True)
 class Initialiser:
-    """Initial weights as the model's own `_init_weights` draws them, the same in every layout (see `initial.py`).
+    """Initial weights as the model's own `_init_weights` draws them, the same in every layout (`initialization.py`).
 
-    `part`: of every parameter the part that this rank will keep of it (ZeRO-3); the rest of it is left as it is.
+    Attributes:
+        part: what this rank keeps of every parameter under ZeRO-3; the rest is left as it is.
     """
 
     model: PreTrainedModel
@@ -187,7 +196,8 @@ class MemoryReader:
 class CheckpointReader:
     """The weights of a checkpoint, of which each rank reads its slices alone.
 
-    `part`: of every parameter the part that this rank will keep of it (ZeRO-3); the rest of it is left as it is.
+    Attributes:
+        part: what this rank keeps of every parameter under ZeRO-3; the rest is left as it is.
     """
 
     tensors: Mapping[str, LazyTensor]

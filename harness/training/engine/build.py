@@ -25,7 +25,7 @@ from harness.deepspeed.process_groups import MpuAdapter, set_secondary_group
 from harness.deepspeed.zero3_parameters import PartitionInPlace, restore_linear
 from harness.errors import UserError
 from harness.hf.decoder import ModelLayer
-from harness.hf.layers.zero3_leaves import leaves_of_sequence
+from harness.hf.layers.facts import leaves_of_sequence
 from harness.parallel.comm import TensorParallel
 from harness.parallel.compiling import compile_modules
 from harness.parallel.draws import DrawKeys

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from harness.checkpoint import directories
-from harness.checkpoint.engine_state import require_savable
+from harness.checkpoint.atomic import room
 from harness.checkpoint.integrity import run_id
-from harness.checkpoint.room import room
 from harness.checkpoint.run_lock import lock_directory, unlock_directory
+from harness.checkpoint.training_state import require_savable
 from harness.checkpoint.trial import try_saving
 from harness.data.batches.collate import MicroBatch, TokenCollator
 from harness.data.batches.evaluation import by_prefix, evaluation_digest
@@ -28,7 +28,7 @@ from harness.data.batches.stream import BatchStream
 from harness.deepspeed.collectives import carry_collectives
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.prints import silence_prints
-from harness.hf.base_weights import base_checksums
+from harness.hf.lora import base_checksums
 from harness.hf.skeleton import position_limit
 from harness.parallel.collectives.of_group import (
     gathers_in_memory,

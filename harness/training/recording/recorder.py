@@ -13,8 +13,8 @@ from statistics import mean
 from types import TracebackType
 
 from harness.arguments.themes.reporting import monitor_sections
+from harness.checkpoint.atomic import reason
 from harness.checkpoint.directories import EVALUATIONS, METRICS, set_aside
-from harness.checkpoint.room import reason
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.parallel.collectives.of_group import shares_memory

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from harness.checkpoint.exporting.gather import gather_tp, gather_zero3
+from harness.checkpoint.exporting.weights import gather_tp, gather_zero3
 from harness.checkpoint.tensors.local_shard import saved_tensors
 from harness.errors import UserError
 from harness.hf.causal import CausalModel

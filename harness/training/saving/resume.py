@@ -12,14 +12,14 @@ from pathlib import Path
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import (
     TrainingProgress,
+    read_manifest,
     require_same_adapters,
     require_same_base,
     require_same_model,
     require_same_optimizer,
 )
 from harness.checkpoint.integrity import damage, find_resume, run_id
-from harness.checkpoint.manifest import read_manifest
-from harness.checkpoint.residue import load_residue
+from harness.checkpoint.training_state import load_residue
 from harness.data.batches.stream import BatchStream
 from harness.data.streaming.source import Streamed
 from harness.errors import UserError

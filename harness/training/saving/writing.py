@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from harness.checkpoint.background_save import BackgroundSave, Target, Writer
 from harness.checkpoint.directories import TrainingProgress, finished_name, optimizer_name
-from harness.checkpoint.exporting.adapters import export_adapter_config, export_adapters
-from harness.checkpoint.exporting.weights import export_config, export_weights
+from harness.checkpoint.exporting.weights import export_adapter_config, export_adapters, export_config, export_weights
 from harness.config.values.json_object import JsonObject
 from harness.data.streaming.source import Streamed
 from harness.errors import UserError

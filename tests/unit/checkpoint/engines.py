@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from harness.checkpoint.engine_state import EngineState
+from harness.checkpoint.training_state import EngineState
 from harness.deepspeed.zero3_parameters import restore_linear
 from harness.topology.groups import Groups
 

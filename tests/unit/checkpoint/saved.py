@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from harness.checkpoint.directories import TrainingProgress, finish, partial_name
-from harness.checkpoint.manifest import contents
+from harness.checkpoint.directories import TrainingProgress, contents, finish, partial_name
 
 
 def progress(step: int, **stated: object) -> TrainingProgress:

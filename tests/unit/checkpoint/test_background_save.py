@@ -13,13 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from harness.checkpoint.background_save import BackgroundSave, NotSaved, Target, Writer
-from harness.checkpoint.directories import numbered, partial_name, read_progress
-from harness.checkpoint.engine_state import require_savable
+from harness.checkpoint.directories import numbered, partial_name, read_manifest, read_progress
 from harness.checkpoint.integrity import changed_file, damage
-from harness.checkpoint.manifest import read_manifest
 from harness.checkpoint.run_lock import lock_directory, unlock_directory
 from harness.checkpoint.tensors import tensor_writer
 from harness.checkpoint.tensors.whole_tensors import PlannedFiles
+from harness.checkpoint.training_state import require_savable
 from harness.errors import UserError
 from harness.topology.groups import Groups
 from tests.unit.checkpoint.engines import engine_state, step, values

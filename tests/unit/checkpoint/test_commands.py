@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.directories import TrainingProgress, finish, partial_name
-from harness.checkpoint.manifest import contents
+from harness.checkpoint.directories import TrainingProgress, contents, finish, partial_name
 from harness.cli import main
 
 

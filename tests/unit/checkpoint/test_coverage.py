@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.checkpoint.tensors.coverage import require_each_value_once
 from harness.checkpoint.tensors.local_shard import LocalShard
+from harness.checkpoint.tensors.whole_tensors import require_each_value_once
 from harness.errors import UserError
 from harness.parallel.tensor.shard import share_of
 from harness.resilience.process.distributed import start

@@ -17,6 +17,7 @@ from harness.checkpoint import directories
 from harness.checkpoint.directories import (
     STATE,
     TrainingProgress,
+    contents,
     finish,
     finished_name,
     numbered,
@@ -32,7 +33,6 @@ from harness.checkpoint.directories import (
     set_aside_newer,
 )
 from harness.checkpoint.integrity import damage
-from harness.checkpoint.manifest import contents
 from harness.config import AutoValues, Resolved, resolve
 from harness.errors import UserError
 from tests.unit.checkpoint.saved import progress, save

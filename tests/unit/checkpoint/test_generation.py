@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harness.checkpoint.directories import finish, partial_name
+from harness.checkpoint.directories import contents, finish, partial_name
 from harness.checkpoint.generation import brings_template, prompt_ids
-from harness.checkpoint.manifest import contents
 from harness.cli import main
 from harness.data.tokenizer import ByteTokenizer
 from tests.models import model_of

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checkpoint.directories import METRICS, RUN, STATE, numbered
+from harness.checkpoint.directories import MANIFEST, METRICS, RUN, STATE, numbered
 from harness.checkpoint.integrity import (
     changed_file,
     damage,
@@ -23,7 +23,6 @@ from harness.checkpoint.integrity import (
     require_listed_weights,
     run_id,
 )
-from harness.checkpoint.manifest import MANIFEST
 from harness.errors import UserError
 from tests.unit.checkpoint.saved import change, save
 

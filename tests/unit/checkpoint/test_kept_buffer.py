@@ -8,7 +8,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 import pytest
 import torch
 
-from harness.checkpoint.tensors.kept_buffer import KeptBuffer
+from harness.checkpoint.background_save import KeptBuffer
 
 
 @pytest.fixture

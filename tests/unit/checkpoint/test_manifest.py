@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_128
 
-from harness.checkpoint import manifest
-from harness.checkpoint.manifest import MANIFEST, checksum, contents, read_manifest, write_manifest
+from harness.checkpoint import directories
+from harness.checkpoint.directories import MANIFEST, checksum, contents, read_manifest, write_manifest
 from harness.errors import UserError
 from tests.unit.checkpoint.saved import change
 
@@ -22,7 +22,7 @@ FILES = st.dictionaries(NAMES.filter(lambda name: name != ".."), st.tuples(st.in
 
 @given(files=FILES, step=st.integers(0, 2**70), run_id=st.text(max_size=9))
 def test_what_is_written_is_read(
-    tmp_path_factory: pytest.TempPathFactory, files: manifest.Files, step: int, run_id: str
+    tmp_path_factory: pytest.TempPathFactory, files: directories.Files, step: int, run_id: str
 ) -> None:
     folder = tmp_path_factory.mktemp("checkpoint")
     write_manifest(folder, step, files, run_id)
@@ -69,7 +69,7 @@ def test_what_a_later_version_adds_is_passed_over_and_a_later_form_is_not(tmp_pa
     write_manifest(tmp_path, 3, {"w": (1, "a")})
     change(tmp_path / MANIFEST, more={"of": "this"})
     assert read_manifest(tmp_path).run_id == ""
-    change(tmp_path / MANIFEST, format=manifest.FORMAT + 1)
+    change(tmp_path / MANIFEST, format=directories.FORMAT + 1)
     with pytest.raises(UserError, match="written by a newer version of ds-harness: resume with that version"):
         read_manifest(tmp_path)
 
@@ -94,7 +94,7 @@ def test_the_shares_of_all_ranks_are_all_files_each_once(shares: int, tmp_path: 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 17])
 def test_a_checksum_is_that_of_the_whole_content(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "CHUNK", 8)
+    monkeypatch.setattr(directories, "CHUNK", 8)
     (tmp_path / "w").write_bytes(content := bytes(range(size)))
     assert checksum(tmp_path / "w") == xxh3_128(content).hexdigest()
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from harness.checkpoint.residue import describe, load_residue, residue_file, write_residue
+from harness.checkpoint.training_state import describe, load_residue, residue_file, write_residue
 from harness.errors import UserError
 from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, CompressedReduction
 from harness.parallel.gradients.quantize import BLOCK

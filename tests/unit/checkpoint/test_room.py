@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.room import reason, room
+from harness.checkpoint.atomic import reason, room
 
 FILL = """
 import sys
 from pathlib import Path
-from harness.checkpoint.room import reason, room
+from harness.checkpoint.atomic import reason, room
 folder = Path(sys.argv[1])
 try:
     for number in range(100):

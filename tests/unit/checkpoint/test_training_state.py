@@ -11,11 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from harness.checkpoint.background_save import BackgroundSave, Target, Writer
-from harness.checkpoint.directories import STATE
-from harness.checkpoint.engine_state import EngineState
-from harness.checkpoint.manifest import MANIFEST
+from harness.checkpoint.directories import MANIFEST, STATE
 from harness.checkpoint.run_lock import unlock_directory
-from harness.checkpoint.training_state import first_unchanged, load
+from harness.checkpoint.training_state import EngineState, first_unchanged, load
 from harness.errors import UserError
 from harness.topology.groups import Groups
 from tests.unit.checkpoint.engines import engine_state, step, values

@@ -18,7 +18,7 @@ from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.checkpoint.tensors.tensor_writer import NAMES, Entry, file_regions, split_by_size
 from harness.checkpoint.tensors.whole_tensors import open_whole_tensors, read_tensors, require_stored, write_tensors
 from harness.errors import UserError
-from harness.hf.weights.stored_tensor import Stored
+from harness.hf.weights.tensor_files import Stored
 from harness.topology.groups import Groups
 
 STEM = "model"

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.directories import OLD_STATE, RUN, STATE, prune, read_progress, remove, set_aside_foreign
+from harness.checkpoint.directories import (
+    MANIFEST,
+    OLD_STATE,
+    RUN,
+    STATE,
+    prune,
+    read_progress,
+    remove,
+    set_aside_foreign,
+)
 from harness.checkpoint.integrity import changed_file, damage, damaged, find_resume, foreign, newest, newest_whole
-from harness.checkpoint.manifest import MANIFEST
 from harness.errors import UserError
 from tests.unit.checkpoint.saved import change, save
 

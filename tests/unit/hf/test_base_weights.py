@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig
 
-from harness.hf import base_weights
-from harness.hf.base_weights import base_checksums
+from harness.hf import lora
+from harness.hf.lora import base_checksums
 from harness.hf.skeleton import ModelSource
 
 
@@ -21,8 +21,8 @@ def source(weights: Any) -> ModelSource:
 
 
 def test_files_and_memory_agree_and_each_value_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_weights, "WHOLE", 100)
-    monkeypatch.setattr(base_weights, "BLOCK", 10)
+    monkeypatch.setattr(lora, "WHOLE", 100)
+    monkeypatch.setattr(lora, "BLOCK", 10)
     torch.manual_seed(0)
     tensors = {"large": torch.randn(30, 20).bfloat16(), "small": torch.randn(9), "none": torch.empty(0, 3)}
     save_file(tensors, tmp_path / "model.safetensors")

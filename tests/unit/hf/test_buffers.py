@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from harness.hf.causal import assemble
 from harness.hf.skeleton import ModelSource, build_skeleton, read_source
 from harness.hf.verify.tiny_copy import tiny_config, tiny_ids, tiny_model
-from harness.hf.weights.buffers import constructed, is_unfilled, mark_unfilled
+from harness.hf.weights.initialization import constructed, is_unfilled, mark_unfilled
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.staged_module import build_layers
 
@@ -31,7 +31,7 @@ def test_a_model_read_from_a_directory_has_the_buffers_of_its_constructor(tmp_pa
 
 
 def test_only_buffers_and_small_parameters_become_real(monkeypatch):
-    monkeypatch.setattr("harness.hf.weights.buffers.SMALL", 100)
+    monkeypatch.setattr("harness.hf.weights.initialization.SMALL", 100)
     skeleton = build_skeleton(tiny_config("falcon_h1"))
     tensors = constructed(skeleton, seed=0)
     small = {name for name, p in skeleton.named_parameters(remove_duplicate=False) if p.numel() <= 100}

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import MambaConfig, MambaForCausalLM
 
 from harness.config.model.shape import experts_of
-from harness.hf.costs import layer_costs
+from harness.hf.causal import layer_costs
 from harness.parallel.pipeline.partition import balanced
 from harness.planner.model_config import decoder_of
 from harness.planner.stages import stages_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from harness.hf.embedding_noise import EmbeddingNoise, embedding_noise
+from harness.hf.decoder import EmbeddingNoise, embedding_noise
 from harness.hf.skeleton import read_source
 
 

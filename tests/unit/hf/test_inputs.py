@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.hf.layers.inputs import LayerInputs, same
+from harness.hf.layers.call import LayerInputs, same
 
 HIDDEN, MASK = torch.ones(2, 3), torch.arange(3.0)
 

@@ -16,8 +16,7 @@ from harness.errors import UserError
 from harness.hf.locate import model_directory, presets
 from harness.hf.skeleton import ModelSource, build_skeleton, read_source
 from harness.hf.weights.layer_weights import fill_part
-from harness.hf.weights.stored_tensor import OpenFile
-from harness.hf.weights.tensor_files import open_tensors
+from harness.hf.weights.tensor_files import OpenFile, open_tensors
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.tensor.shard import mark, share_of
 from harness.parallel.zero.zero3_partition import Zero3Partition

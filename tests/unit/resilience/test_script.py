@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.manifest import contents, write_manifest
+from harness.checkpoint.directories import contents, write_manifest
 from harness.errors import UserError
 from harness.resilience.script import Script
 

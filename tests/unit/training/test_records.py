@@ -15,6 +15,7 @@ import pytest
 from harness import UserError
 from harness.checkpoint.directories import (
     TrainingProgress,
+    contents,
     finish,
     numbered,
     partial_name,
@@ -24,7 +25,6 @@ from harness.checkpoint.directories import (
     set_aside_newer,
 )
 from harness.checkpoint.integrity import find_resume, newest
-from harness.checkpoint.manifest import contents
 from harness.console import plain_console, quiet
 from harness.hf.skeleton import read_source
 from harness.training.prepare import startup_report

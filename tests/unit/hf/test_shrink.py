@@ -8,10 +8,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from harness.hf.verify.shrink import shrink_fields
-from harness.hf.verify.tiny_fields import parts_of, read_table, varied
-from harness.hf.verify.tiny_heads import MOST_HEADS, fewer_heads
-from harness.hf.verify.tiny_layers import MOST_LAYERS, choose
+from harness.hf.verify.shrink import (
+    MOST_HEADS,
+    MOST_LAYERS,
+    choose,
+    fewer_heads,
+    parts_of,
+    read_table,
+    shrink_fields,
+    varied,
+)
 
 TABLE = read_table()
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}

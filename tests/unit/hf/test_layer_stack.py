@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from harness.hf.causal import CausalModel, assemble, require_cut
-from harness.hf.forward.layer_stack import find_stack
+from harness.hf.forward.lifted import find_stack
 from harness.hf.skeleton import ModelSource, build_skeleton, vocabulary_size
 from harness.hf.verify.comparison import find_difference
 from harness.hf.verify.tiny_copy import tiny_config, tiny_ids, tiny_model

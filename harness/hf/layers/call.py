@@ -1,7 +1,7 @@
-"""Run a layer without its weights, to see what it returns.
+"""A call of a decoder layer: its arguments as a value, and a call without weights to see what the layer returns.
 
-On the meta device there are shapes alone. A forward that looks at values (experts in a loop over those that a token
-chose) cannot run there; it runs on zeros that take no memory, as a whole layer of a large model may not fit anywhere.
+On the meta device tensors have shapes alone. A forward that looks at values (experts in a loop over those that a token
+chose) cannot run there. It runs on zeros that take no memory, as a layer of a large model may not fit anywhere.
 """
 
 from __future__ import annotations
@@ -9,17 +9,103 @@ from __future__ import annotations
 import copy
 import mmap
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from harness.hf.layers.inputs import LayerInputs
 from harness.parallel.draws import DrawnShapes
 from harness.parallel.plans.experts import run_experts_by
+from harness.parallel.values import Argument, Keyword, Positional
+
+HIDDEN = "hidden_states"
+
+
+Call: TypeAlias = tuple[Positional, Keyword]
+LayerOutput: TypeAlias = Any
+"""What such a layer returns: a hidden state, or a tuple or list that begins with one."""
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """The arguments of a layer's call without the hidden state.
+
+    Attributes:
+        args: positional arguments after the hidden state if it is positional, else all.
+        kwargs: keyword arguments without the hidden state.
+        key: the keyword of the hidden state, or None if it is the first positional argument.
+    """
+
+    args: Positional
+    kwargs: Keyword
+    key: str | None
+
+    @classmethod
+    def split(cls, args: Positional, kwargs: Keyword) -> tuple[Tensor, LayerInputs]:
+        """Return the hidden state, and the rest of a layer's arguments."""
+        key = None if args else HIDDEN
+        hidden = args[0] if args else kwargs[HIDDEN]
+        rest = {name: value for name, value in kwargs.items() if name != key}
+        return hidden, cls(args[1:], rest, key)
+
+    def apply(self, layer: Callable[..., LayerOutput], hidden: Tensor) -> LayerOutput:
+        """Call `layer` with the hidden state and these arguments; return what the layer returns."""
+        if self.key is None:
+            return layer(hidden, *self.args, **self.kwargs)
+        return layer(*self.args, **{self.key: hidden}, **self.kwargs)
+
+    def arguments(self) -> dict[int | str, Argument]:
+        """Return all arguments by place: position or keyword."""
+        places: dict[int | str, Argument] = dict(enumerate(self.args))
+        return places | {**self.kwargs}
+
+    def argument(self, place: int | str) -> Argument:
+        """Return the argument at a place."""
+        return self.args[place] if isinstance(place, int) else self.kwargs[place]
+
+    def mapped(self, change: Callable[[Tensor], object]) -> LayerInputs:
+        """Return the same with every tensor changed; mappings and lists are copies."""
+        args = tuple(_mapped(value, change) for value in self.args)
+        return LayerInputs(args, {name: _mapped(value, change) for name, value in self.kwargs.items()}, self.key)
+
+    def equals(self, other: LayerInputs) -> bool:
+        """Return whether both hold the same values."""
+        return same(self.args, other.args) and same(self.kwargs, other.kwargs)
+
+
+def same(a: object, b: object) -> bool:
+    """Return whether two nested values hold equal tensors in equal places."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.shape == b.shape and _equal(a, b)
+    if isinstance(a, (tuple, list)):
+        return isinstance(b, (tuple, list)) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Mapping):
+        return isinstance(b, Mapping) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return not isinstance(b, (Tensor, tuple, list, Mapping))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+
+
+def _mapped(value: Argument, change: Callable[[Tensor], object]) -> Argument:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, MutableMapping):
+        new = copy.copy(value)
+        for key in value:
+            new[key] = _mapped(value[key], change)
+        return new
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(item, change) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_mapped(item, change) for item in value)
+    return value
+
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 # what a forward raises that asks tensors on meta for their values

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.hf.weights import stored_tensor
+from harness.hf.weights import tensor_files
 from harness.hf.weights.tensor_files import has_tensors, open_tensors
 
 TENSORS = {
@@ -33,8 +33,8 @@ def read(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 @pytest.mark.parametrize(("block", "gap"), [(4 << 20, 4 << 10), (64, 16), (100, 40), (8, 4), (1000, 0)])
 def test_any_slice_is_read_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, gap: int) -> None:
-    monkeypatch.setattr(stored_tensor, "BLOCK_BYTES", block)
-    monkeypatch.setattr(stored_tensor, "GAP_BYTES", gap)
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", block)
+    monkeypatch.setattr(tensor_files, "GAP_BYTES", gap)
     save_file(TENSORS, tmp_path / "model.safetensors")
     stored = open_tensors(tmp_path).tensors
     assert stored.keys() == TENSORS.keys()
