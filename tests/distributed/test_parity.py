@@ -58,6 +58,17 @@ def test_every_family_tied_and_untied_on_four_ranks(models: dict[tuple[str, bool
     check(jobs, 4, tmp_path)
 
 
+def shared_keys(path: Path) -> str:
+    """Save a model whose last two layers take the keys and values of this rank's heads from the first two, which have
+    left them in a mapping; it has four query heads and two key/value heads."""
+    config = tiny_config("gemma4_text").to_dict()
+    del config["per_layer_config"]
+    layers = ["sliding_attention", "full_attention"] * 2
+    config |= {"global_head_dim": 16, "num_kv_shared_layers": 2, "layer_types": layers}
+    tiny_copy(CONFIG_MAPPING["gemma4_text"](**config)).save_pretrained(path)
+    return str(path)
+
+
 def test_the_other_layouts_on_two_ranks(models: dict[tuple[str, bool], str], tmp_path: Path) -> None:
     # each layout with tied and with untied weights; what a family has of its own is cut on four ranks
     layouts = ("pp2z0", "pp2z1", "tp2z0", "tp2z2", "dp2z1", "dp2z2", "dp2z3")
@@ -91,16 +102,8 @@ def test_the_other_layouts_on_two_ranks(models: dict[tuple[str, bool], str], tmp
             },
         ),
     ]
-    # the last two layers take the keys and values of this rank's heads that the first two have left in a mapping
-    shared = tiny_config("gemma4_text").to_dict()
-    del shared["per_layer_config"]
-    shared |= {
-        "global_head_dim": 16,
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    }
-    tiny_copy(CONFIG_MAPPING["gemma4_text"](**shared)).save_pretrained(tmp_path / "shared")
-    jobs += [Job(str(tmp_path / "shared"), layout, arguments={"verify_plan": "off"}) for layout in ("tp2z0", "tp2z3")]
+    shared = shared_keys(tmp_path / "shared")
+    jobs += [Job(shared, layout, arguments={"verify_plan": "off"}) for layout in ("tp2z0", "tp2z3")]
     check(jobs, 2, tmp_path)
 
 
@@ -128,7 +131,8 @@ def test_all_three_axes_on_eight_ranks(models: dict[tuple[str, bool], str], tmp_
 
 def test_key_value_heads_fewer_than_ranks_and_a_vocabulary_that_does_not_divide(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "m", "llama", True, vocab_size=319, num_key_value_heads=2)
-    check([Job(path, "tp4z1"), Job(path, "tp4z3"), Job(path, "pp2tp2z1")], 4, tmp_path)
+    taken = Job(shared_keys(tmp_path / "shared"), "tp4z0", arguments={"verify_plan": "off"})
+    check([Job(path, "tp4z1"), Job(path, "tp4z3"), Job(path, "pp2tp2z1"), taken], 4, tmp_path)
 
 
 def test_bf16_follows_one_process_within_a_percent(tmp_path: Path) -> None:
