@@ -12,7 +12,7 @@ import sys
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
-from harness.config import Severity, check, load
+from harness import Severity, check, load
 
 
 def main() -> int:

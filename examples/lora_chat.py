@@ -13,8 +13,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer
 
-from harness import Trainer, TrainingArguments
-from harness.data.tokenizer import ByteTokenizer
+from harness import ByteTokenizer, Trainer, TrainingArguments
 
 CHATS = [
     [

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from harness import ColumnParallelLinear, RowParallelLinear
 
 WIDTH, INNER = 32, 99  # the inner width need not be divisible by the number of ranks
 

@@ -1,12 +1,14 @@
 """Who speaks, and where the chatter goes.
 
-Rank 0 speaks to the user on standard output; an error is one line on standard error. Under `quiet` everything else
+Rank 0 speaks to the user on standard output; an error is one line on standard error. Each line also goes to the logger
+`harness`, where a program can collect it. Under `quiet` everything else
 that a process prints (DeepSpeed's, torch's and the compiler's words, from C++ too) goes to a file of its rank.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import select
 import sys
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 PACKAGE = Path(__file__).resolve().parent
+LOGGER = logging.getLogger("harness")
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,23 @@ class Console:
 
     def say(self, text: str = "") -> None:
         """Print a line, on rank 0."""
-        if self.speaks:
-            print_if_heard(Secrets.known().masked(text), self.out)
+        self._print(logging.INFO, text)
 
     def warn(self, text: str) -> None:
         """Print a warning, on rank 0."""
-        self.say(f"warning: {text}")
+        self._print(logging.WARNING, text, "warning: ")
+
+    def _print(self, level: int, text: str, prefix: str = "") -> None:
+        if self.speaks:
+            text = Secrets.known().masked(text)
+            print_if_heard(prefix + text, self.out)
+            LOGGER.log(level, "%s", text)
 
     def fail(self, text: str) -> None:
         """Print an error, on any rank, as one line."""
         line = " ".join(Secrets.known().masked(text).split())
         print_if_heard(f"error: {line}", self.error)
+        LOGGER.error("%s", line)
 
     @property
     def is_terminal(self) -> bool:

@@ -21,11 +21,11 @@ from harness.arguments.themes.script import ScriptArguments
 from harness.console import Console, plain_console, quiet
 from harness.errors import UserError
 from harness.resilience.process import records, signals
-from harness.resilience.process.uncaught import GRACE_S, lines_of
 from harness.resilience.watch import activity
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.topology.env import LaunchEnv
 from harness.training.prepare.preflight import check_before_start, limit_trial
+from harness.uncaught import GRACE_S, lines_of
 
 if TYPE_CHECKING:
     from harness.data.inputs.datasets import Datasets

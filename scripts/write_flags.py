@@ -9,7 +9,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness.arguments import LoraArguments, TrainingArguments
-from harness.arguments.flags import groups, shown_default
+from harness.arguments.flags import Help, groups, shown_default
 from harness.arguments.themes.script import ScriptArguments
 
 HEAD = """# Every flag
@@ -31,7 +31,7 @@ def row(item: Any) -> str:
     """Return the table row of a field: flag, default, meaning."""
     default = shown_default(item)
     shown = f"`{default}`" if default else ""
-    text = item.metadata["help"].replace("|", "\\|")
+    text = Help.of(item).plain.replace("|", "\\|")
     return f"| `--{item.name}` | {shown} | {text} |"
 
 

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any, NoReturn
 
 from harness.arguments.config_file import ConfigFlag
-from harness.arguments.flags import Flags, groups, hints_of, shown_default
-from harness.arguments.values import takes, typed
+from harness.arguments.flags import Flags, Help, groups, hints_of, shown_default
 from harness.arguments.words import Known, config_flags, known_flags, own_words
+from harness.config.values.typed import takes, typed
 from harness.errors import UserError, UserErrors
 
 _NAMES, _SEVERAL = re.compile(r"[\w.,\s-]*"), re.compile(r"[,\s]+")
@@ -35,15 +35,15 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Flags]) -> None:
 def _add_group(parser: argparse._ArgumentGroup, kind: type[Flags]) -> None:
     hints = hints_of(kind)
     for item in fields(kind):
-        text, default = item.metadata["help"].replace("%", "%%"), shown_default(item)
+        text, default = Help.of(item), shown_default(item)
         suffix = f" (default: {default})" if default else ""
         hint, name = hints[item.name], item.name
         add = partial(
             parser.add_argument, f"--{name}", default=argparse.SUPPRESS, help=text + suffix, metavar=name.upper()
         )
-        if takes(hint, "tuple"):
-            add(nargs="+", action="store" if item.metadata["paths"] else _Names)
-        elif takes(hint, "bool"):
+        if takes(hint, tuple):
+            add(nargs="+", action="store" if text.paths else _Names)
+        elif takes(hint, bool):
             add(type=partial(_typed, hint), nargs="?", const=True)
         else:
             add(type=partial(_typed, hint))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from harness.arguments.flags import ALIASES, require_one_name
 from harness.arguments.other_programs import advice, is_section
-from harness.arguments.values import takes
+from harness.config.values.typed import takes
 from harness.errors import UserError, UserErrors
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _flags(
         item = known.get(own)
         try:
             plain = _plain(value)
-            words = _words(name, plain, several=item is None or takes(item.type, "tuple"))
+            words = _words(name, plain, several=item is None or takes(item.type, tuple))
         except (yaml.MarkedYAMLError, TypeError, ValueError) as error:
             problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
             raise UserError(f"{where}{name}: has a value that JSON has not ({problem})") from error

@@ -1,17 +1,16 @@
 """What a flag is: a field of a dataclass, with its help and the values that it takes."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import cache
-from typing import ClassVar, Self, TypeVar, get_type_hints
+from functools import cache, wraps
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
-from harness.arguments.values import typed
+from harness.config.values.typed import typed
 from harness.errors import UserError, refuse_all
 
 T = TypeVar("T")
+F = TypeVar("F", bound="Flags")
 
 ALIASES = {
     "deepspeed": "deepspeed_config",
@@ -19,6 +18,29 @@ ALIASES = {
     "activation_checkpointing": "gradient_checkpointing",
 }
 """Other names that flags have, as in HuggingFace."""
+
+
+class Help(str):
+    """What `--help` says of a flag, with the values that the flag takes.
+
+    It is all of a field's metadata, as transformers' HfArgumentParser hands metadata on to argparse.
+    """
+
+    least: float | None
+    choices: tuple[str, ...]
+    paths: bool
+    hf_only: bool
+
+    @classmethod
+    def of(cls, item: Field[Any]) -> "Help":
+        """Return the help of a flag."""
+        found: Help = item.metadata["help"]
+        return found
+
+    @property
+    def plain(self) -> str:
+        """The text without the escapes of argparse."""
+        return self.replace("%%", "%")
 
 
 def flag(
@@ -39,8 +61,9 @@ def flag(
         paths: of several words, that they are paths: a comma in one is a part of it.
         hf_only: it acts on HuggingFace models alone, and is refused for a list of layers.
     """
-    about = {"help": text, "least": least, "choices": tuple(choices), "paths": paths, "hf_only": hf_only}
-    return field(default=default, metadata=about)
+    about = Help(text.replace("%", "%%"))
+    about.least, about.choices, about.paths, about.hf_only = least, tuple(choices), paths, hf_only
+    return field(default=default, metadata={"help": about})
 
 
 def require_one_name(names: dict[str, str], own: str, name: str, where: str = "") -> None:
@@ -63,29 +86,12 @@ class Flags:
 
     Attributes:
         TITLE: the theme, a heading in `--help` and in the docs.
-        given: names of the flags that were passed, whatever their values; None is none.
     """
 
     TITLE: ClassVar[str] = ""
-    _asked: ClassVar[frozenset[str]] = frozenset()  # set on each instance, which calls it _given once it is made
-
-    def __new__(cls, *_: object, **given: object) -> Self:
-        self = super().__new__(cls)
-        if given:
-            object.__setattr__(self, "_asked", asked_for(cls, given))
-        return self
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Set a flag; one that is set later is checked as the others are, and counts as given."""
-        if "_given" in vars(self):
-            hints = hints_of(type(self))
-            item = next((item for item in fields(self) if item.name == name), None)
-            if item is not None:
-                given, value = frozenset() if value is None else {name}, _allowed(item, hints[name], value)
-                object.__setattr__(self, "_given", self.given - {name} | given)
-        object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
+        """Check every value, and bring it to its type; None stands for the default."""
         problems: list[str] = []
         for group in groups(type(self)):
             hints = hints_of(group)
@@ -101,29 +107,61 @@ class Flags:
             except UserError as error:
                 problems.append(str(error))
         refuse_all(problems)
-        object.__setattr__(self, "_given", vars(self).pop("_asked", frozenset()))
+        given = self.given
+        vars(self).pop("_asked", None)
+        vars(self)["_given"] = given  # from here on the flags that are set count as given
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a flag; one that is set later is checked as the others are, and counts as given."""
+        item = next((item for item in fields(self) if item.name == name), None) if "_given" in vars(self) else None
+        if item is not None:
+            given = frozenset() if value is None else {name}
+            value = _allowed(item, hints_of(type(self))[name], value)
+            vars(self)["_given"] = self.given - {name} | given
+        super().__setattr__(name, value)
 
     def check(self) -> None:
         """Raise UserError for values that do not fit each other; each theme has its own."""
 
+    @classmethod
+    def own_names(cls, given: Mapping[str, object]) -> Mapping[str, object]:
+        """Return the keyword arguments of the constructor by the names of the flags."""
+        return given
+
     @property
     def given(self) -> frozenset[str]:
-        """Names of the flags that were passed, whatever their values."""
-        asked: frozenset[str] = vars(self).get("_given", self._asked)
-        return asked
+        """Names of the flags that were passed, whatever their values; None is none."""
+        noted: frozenset[str] | None = vars(self).get("_given", vars(self).get("_asked"))
+        if noted is not None:
+            return noted
+        return frozenset(item.name for item in fields(self) if getattr(self, item.name) != item.default)
 
 
-def asked_for(kind: type[Flags], given: Mapping[str, object]) -> frozenset[str]:
-    """Return the names of the flags that are passed to a class; None is none.
+def noting_given(kind: type[F]) -> type[F]:
+    """Let the constructor of a dataclass of flags note which of them its caller passes; its signature stays.
 
-    One that has its default counts too: it may contradict the JSON, or be without effect. But where all flags are
-    passed, as `dataclasses.replace` does, nobody has asked for those that have their defaults.
+    A flag that is passed with its default counts too: it may contradict the JSON, or be without effect. But where a
+    program passes all flags, as `dataclasses.replace` and transformers' HfArgumentParser do, nobody has asked for
+    those that have their defaults. A class that is derived without this decorator has given what is not its default.
     """
-    defaults = {item.name: item.default for item in fields(kind)}
-    everything = defaults.keys() <= given.keys()
-    return frozenset(
-        name for name, value in given.items() if value is not None and not (everything and value == defaults[name])
-    )
+    construct: Callable[..., None] = kind.__init__
+
+    @wraps(construct)
+    def __init__(self: F, *args: object, **given: object) -> None:
+        positional = [item.name for item in fields(kind) if not item.kw_only][: len(args)]
+        own = kind.own_names(given)
+        passed = {**dict(zip(positional, args, strict=False)), **own}
+        defaults = {item.name: item.default for item in fields(kind)}
+        everything = defaults.keys() <= {*passed, *given}
+        vars(self)["_asked"] = frozenset(
+            name
+            for name, value in passed.items()
+            if value is not None and not (everything and value == defaults.get(name))
+        )
+        construct(self, *args, **own)
+
+    setattr(kind, "__init__", __init__)  # noqa: B010  # mypy has no way to say it
+    return kind
 
 
 def hints_of(kind: type[Flags]) -> Mapping[str, object]:
@@ -144,7 +182,7 @@ def _allowed(item: Field[object], hint: object, value: object) -> object:
     """Return a flag's value in its type; None stands for the default. UserError for a value that is not allowed."""
     if value is None:
         return item.default
-    least, choices = item.metadata["least"], item.metadata["choices"]
+    least, choices = Help.of(item).least, Help.of(item).choices
     try:
         value = typed(hint, value)
     except ValueError as error:

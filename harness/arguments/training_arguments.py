@@ -1,11 +1,9 @@
 """The arguments of the Trainer: those of all themes."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
-from harness.arguments.flags import asked_for
+from harness.arguments.flags import noting_given
 from harness.arguments.themes.batches import BatchArguments
 from harness.arguments.themes.checkpoints import CheckpointArguments
 from harness.arguments.themes.layout import LayoutArguments
@@ -15,8 +13,10 @@ from harness.arguments.themes.reporting import ReportingArguments
 from harness.arguments.themes.run import RunArguments
 from harness.arguments.words import own_arguments
 from harness.config import AutoValues
+from harness.uncaught import show_in_one_line
 
 
+@noting_given
 @dataclass(kw_only=True)
 class TrainingArguments(
     RunArguments,
@@ -27,18 +27,17 @@ class TrainingArguments(
     CheckpointArguments,
     ReportingArguments,
 ):
-    """How to train. Where the DeepSpeed JSON says "auto", or nothing, the value comes from here."""
+    """How to train. Where the DeepSpeed JSON says "auto", or nothing, the value comes from here.
 
-    if not TYPE_CHECKING:  # a type checker sees the fields alone
+    A program may also pass HuggingFace's other names (`deepspeed`, `evaluation_strategy`), and flags of HuggingFace's
+    that ask for what is done in any case (`ddp_timeout=1800`). UserError for every other name, with what to write.
+    """
 
-        def __init__(self, output_dir: object = None, **given: object) -> None:
-            """Take HuggingFace's other flags too, where they ask for what is done in any case."""
-            said = given if output_dir is None else {"output_dir": output_dir, **given}
-            given = own_arguments(said, fields(self))
-            object.__setattr__(self, "_asked", asked_for(type(self), {**dict.fromkeys(said), **given}))
-            for item in fields(self):
-                setattr(self, item.name, given.get(item.name, item.default))
-            self.__post_init__()
+    @classmethod
+    def own_names(cls, given: Mapping[str, object]) -> Mapping[str, object]:
+        """Return keyword arguments by the names of the flags, without those that ask for nothing."""
+        show_in_one_line()  # what is refused here ends most programs
+        return own_arguments(given, fields(cls))
 
     def auto_values(self, *, world_size: int, max_steps: int, hidden_size: int | None = None) -> AutoValues:
         """Return what the arguments say about the config's "auto"s."""

@@ -12,7 +12,7 @@ from dataclasses import Field, fields
 from harness.arguments.config_file import ConfigFlag, read_config_file
 from harness.arguments.flags import ALIASES, Flags, require_one_name
 from harness.arguments.other_programs import advice, is_idle, refusal
-from harness.arguments.values import takes
+from harness.config.values.typed import takes
 from harness.errors import UserError, refuse_all
 
 LAUNCHER = {"local_rank", "help", "h", "config"}  # local_rank: DeepSpeed's launcher adds it
@@ -61,7 +61,7 @@ def own_words(words: Sequence[str], known: Known) -> list[str]:
         if plain in known:
             require_one_name(names, plain, f"--{spelled}")
             kept += [f"--{plain}{equals}{value}", *flag[1:]]
-        elif plain != negated and negated in known and takes(known[negated].type, "bool"):
+        elif plain != negated and negated in known and takes(known[negated].type, bool):
             if given != "true":
                 raise UserError(f"{name} {given}: takes no value: give --{negated} true or false")
             require_one_name(names, negated, f"--{spelled.removeprefix('no_')}")

@@ -71,6 +71,7 @@ from harness.training.saving.gathered_model import gather_model, with_config
 from harness.training.saving.resume import begin_or_resume, resume_named
 from harness.training.saving.rollback import Rollback
 from harness.training.saving.writing import write_model
+from harness.uncaught import show_in_one_line
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -128,6 +129,7 @@ class Trainer(HuggingFaceMethods):
         flags: Mapping[str, object] | None = None,
         **others: object,
     ) -> None:
+        show_in_one_line()
         require_ours(type(self), Trainer, others)
         env = LaunchEnv.from_environ(os.environ)
         inputs = RunInputs(

@@ -1,11 +1,10 @@
 """The flags of samples, batches and steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
 from harness.arguments.flags import Flags, flag
+from harness.config.values.arguments import AutoValues
 from harness.errors import UserError
 
 
@@ -21,11 +20,13 @@ class BatchArguments(Flags):
     packing: bool = flag(False, "pack whole documents into blocks; attention stays within each document", hf_only=True)
     max_steps: int = flag(-1, "optimizer steps; -1: as many as num_train_epochs needs", least=-1)
     num_train_epochs: float = flag(3.0, "passes through the data, unless max_steps is given", least=0)
-    per_device_train_batch_size: int = flag(8, "samples per micro-batch", least=1)
+    per_device_train_batch_size: int = flag(AutoValues.per_device_train_batch_size, "samples per micro-batch", least=1)
     per_device_eval_batch_size: int | None = flag(
         None, "samples per evaluation micro-batch (default: as in training; with a router loss 8)", least=1
     )
-    gradient_accumulation_steps: int = flag(1, "micro-batches per step on each data-parallel rank", least=1)
+    gradient_accumulation_steps: int = flag(
+        AutoValues.gradient_accumulation_steps, "micro-batches per step on each data-parallel rank", least=1
+    )
     global_batch_size: int | None = flag(
         None, "samples per step over all ranks, in every layout; sets the accumulation", least=1
     )

@@ -1,7 +1,5 @@
 """The flags of evaluation and checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

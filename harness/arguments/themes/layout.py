@@ -1,7 +1,5 @@
 """The flags of the layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

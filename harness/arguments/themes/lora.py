@@ -1,13 +1,11 @@
 """The flags of LoRA adapters."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
-from harness.arguments.flags import Flags, flag
+from harness.arguments.flags import Flags, flag, noting_given
 from harness.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,6 +20,7 @@ def _target_modules(names: tuple[str, ...] | None) -> str | list[str] | None:
     return names[0] if alone else list(names)
 
 
+@noting_given
 @dataclass(kw_only=True)
 class LoraArguments(Flags):
     """Adapters in the place of weights (LoRA, arXiv 2106.09685), by peft; named as in TRL's ModelConfig."""
@@ -47,7 +46,7 @@ class LoraArguments(Flags):
         if not 0 <= self.lora_dropout < 1:
             raise UserError(f"--lora_dropout {self.lora_dropout}: must be at least 0 and below 1")
 
-    def peft_config(self) -> LoraConfig | None:
+    def peft_config(self) -> "LoraConfig | None":
         """peft's LoraConfig, None without `use_peft`; UserError where peft is not installed."""
         if not self.use_peft:
             return None

@@ -1,7 +1,5 @@
 """The flags of how the model computes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

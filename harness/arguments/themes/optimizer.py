@@ -1,13 +1,11 @@
 """The flags of the optimizer and of its schedule."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from harness.arguments.flags import Flags, flag
-from harness.config.values.arguments import OPTIMIZERS
+from harness.config.values.arguments import OPTIMIZERS, AutoValues
 from harness.errors import UserError
 
 # transformers' schedules that need nothing but the number of steps and of warm-up steps
@@ -28,16 +26,20 @@ class OptimizerArguments(Flags):
 
     TITLE: ClassVar[str] = "Optimizer and schedule"
 
-    learning_rate: float = flag(5e-5, "peak learning rate", least=0)
-    lr_scheduler_type: str = flag("linear", ", ".join(SCHEDULES), choices=SCHEDULES)
-    warmup_steps: float = flag(0, "steps of linear warm-up; below 1: the fraction of all steps", least=0)
+    learning_rate: float = flag(AutoValues.learning_rate, "peak learning rate", least=0)
+    lr_scheduler_type: str = flag(AutoValues.lr_scheduler_type, ", ".join(SCHEDULES), choices=SCHEDULES)
+    warmup_steps: float = flag(
+        AutoValues.warmup_steps, "steps of linear warm-up; below 1: the fraction of all steps", least=0
+    )
     warmup_ratio: float | None = flag(None, "the fraction of all steps, as warmup_steps below 1", least=0)
-    optim: str = flag("adamw_torch_fused", f"{', '.join(OPTIMIZERS)}; others as optimizer.type in the DeepSpeed JSON")
-    weight_decay: float = flag(0.0, "AdamW's weight decay; not applied to biases and norms", least=0)
-    adam_beta1: float = flag(0.9, "AdamW's beta1", least=0)
-    adam_beta2: float = flag(0.999, "AdamW's beta2", least=0)
-    adam_epsilon: float = flag(1e-8, "AdamW's epsilon", least=0)
-    max_grad_norm: float = flag(1.0, "clip gradients to this norm; 0: no clipping", least=0)
+    optim: str = flag(AutoValues.optim, f"{', '.join(OPTIMIZERS)}; others as optimizer.type in the DeepSpeed JSON")
+    weight_decay: float = flag(
+        AutoValues.weight_decay, "AdamW's weight decay; not applied to biases and norms", least=0
+    )
+    adam_beta1: float = flag(AutoValues.adam_beta1, "AdamW's beta1", least=0)
+    adam_beta2: float = flag(AutoValues.adam_beta2, "AdamW's beta2", least=0)
+    adam_epsilon: float = flag(AutoValues.adam_epsilon, "AdamW's epsilon", least=0)
+    max_grad_norm: float = flag(AutoValues.max_grad_norm, "clip gradients to this norm; 0: no clipping", least=0)
 
     def warmup(self, max_steps: int) -> int:
         """Return the steps of warm-up in a run of `max_steps`."""

@@ -1,7 +1,5 @@
 """The flags of what a run says."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass

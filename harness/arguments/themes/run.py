@@ -1,9 +1,7 @@
 """The flags of the run as a whole."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,14 +12,15 @@ MOST_SEED = 2**63 - 1  # torch takes one bit more, and ranks add to it
 NONFINITE = ("stop", "skip", "warn", "rollback")
 
 
-@dataclass(kw_only=True)
+@dataclass
 class RunArguments(Flags):
     """What config to run, where to write, and what to do when something is wrong."""
 
     TITLE: ClassVar[str] = "The run"
 
-    deepspeed_config: str | Mapping[str, object] | None = flag(None, "DeepSpeed JSON: a file or a preset's name")
     output_dir: str = flag("runs/default", "where checkpoints, metrics and the trained model go")
+    _: KW_ONLY  # HuggingFace's programs give output_dir by its place
+    deepspeed_config: Mapping[str, object] | str | None = flag(None, "DeepSpeed JSON: a file or a preset's name")
     resume_from_checkpoint: str | None = flag(
         None, "auto: the newest whole checkpoint in output_dir; or a checkpoint's path"
     )

@@ -1,19 +1,18 @@
 """The flags that only the script has: the Trainer gets model and data as objects."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar
 
-from harness.arguments.flags import Flags, flag
+from harness.arguments.flags import Flags, flag, noting_given
 from harness.errors import UserError
 from harness.hf.locate import DEFAULT_MODEL
 
 PYTHON_STDLIB = "python-stdlib"
 
 
+@noting_given
 @dataclass(kw_only=True)
 class ScriptArguments(Flags):
     """What to train on what, as in run_clm.py."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig, read_run_config
+from harness.arguments.flags import Help
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import (
     require_same_adapters,
@@ -164,7 +165,7 @@ def resolve_for(
 def _require_for_layers(inputs: RunInputs) -> None:
     """Raise UserError for what acts on HuggingFace models alone, where the model is a list of layers."""
     for item in fields(inputs.args):
-        if item.metadata["hf_only"] and getattr(inputs.args, item.name) != item.default:
+        if Help.of(item).hf_only and getattr(inputs.args, item.name) != item.default:
             raise UserError(f"--{item.name} needs a HuggingFace model, not a list of layers")
     if inputs.compute_loss_func is not None:
         raise UserError("compute_loss_func is for a HuggingFace model: give a list of layers loss_fn(outputs, labels)")

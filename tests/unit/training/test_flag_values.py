@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from fractions import Fraction
@@ -20,7 +21,7 @@ from harness.arguments import LoraArguments
 from harness.arguments.configure import read_run_config
 from harness.arguments.flags import Flags, flag, groups, shown_default
 from harness.arguments.themes.script import ScriptArguments
-from harness.arguments.values import typed
+from harness.config.values.typed import typed
 from harness.errors import UserErrors
 from harness.hf.locate import model_directory
 
@@ -33,48 +34,48 @@ class Kind(Enum):
 
 
 TAKEN = [
-    pytest.param("int", "7", 7, id="whole"),
-    pytest.param("int | None", " +7 ", 7, id="whole-with-spaces"),
-    pytest.param("int", "-0", 0, id="whole-minus-nothing"),
-    pytest.param("int", "1_000", 1000, id="whole-with-underscores"),
-    pytest.param("int", "7.0", 7, id="whole-with-a-point"),
-    pytest.param("int", "1e3", 1000, id="whole-with-an-e"),
-    pytest.param("int", 7.0, 7, id="whole-from-a-float"),
-    pytest.param("int", np.int64(2**62 + 1), 2**62 + 1, id="whole-from-numpy"),
-    pytest.param("int", np.float32(3), 3, id="whole-from-numpys-float"),
-    pytest.param("int", Fraction(6, 2), 3, id="whole-from-a-fraction"),
-    pytest.param("int", Kind.THREE, 3, id="whole-from-an-enum"),
-    pytest.param("int", "9007199254740993", 2**53 + 1, id="whole-beyond-a-float"),
-    pytest.param("int", 10**40, 10**40, id="whole-of-any-length"),
-    pytest.param("float", "1e-5", 1e-5, id="number"),
-    pytest.param("float", ".5", 0.5, id="number-without-a-nought"),
-    pytest.param("float", 2, 2, id="number-whole"),
-    pytest.param("float | None", Fraction(1, 4), 0.25, id="number-from-a-fraction"),
-    pytest.param("float", np.float64(0.1), 0.1, id="number-from-numpy"),
-    pytest.param("bool", True, True, id="true"),
-    pytest.param("bool", "YES", True, id="yes"),
-    pytest.param("bool | None", 0, False, id="nought"),
-    pytest.param("bool", "False", False, id="false"),
-    pytest.param("bool", np.True_, True, id="true-of-numpy"),
-    pytest.param("str", "a", "a", id="text"),
-    pytest.param("str | None", Path("a/b"), "a/b", id="text-of-a-path"),
-    pytest.param("str", Kind.COSINE, "cosine", id="text-of-an-enum"),
-    pytest.param("str", ["csv", "wandb"], "csv,wandb", id="text-of-a-list"),
-    pytest.param("str", (), "", id="text-of-nothing"),
-    pytest.param("tuple[str, ...]", "a b", ("a b",), id="words-of-a-text"),
-    pytest.param("tuple[str, ...]", Path("a"), ("a",), id="words-of-a-path"),
-    pytest.param("tuple[str, ...] | None", ["a", "b"], ("a", "b"), id="words-of-a-list"),
-    pytest.param("tuple[str, ...]", [Path("a"), "b"], ("a", "b"), id="words-of-paths"),
-    pytest.param("tuple[str, ...]", {"b", "a", "c"}, ("a", "b", "c"), id="words-of-a-set-in-one-order"),
-    pytest.param("str | Mapping[str, object] | None", {"a": 1}, {"a": 1}, id="mapping"),
-    pytest.param("str | Mapping[str, object] | None", ' {"a": 1}', {"a": 1}, id="mapping-as-json"),
-    pytest.param("str | Mapping[str, object] | None", Path("a.json"), "a.json", id="mapping-as-a-file"),
-    pytest.param("str | Mapping[str, object] | None", "zero2", "zero2", id="mapping-as-a-name"),
+    pytest.param(int, "7", 7, id="whole"),
+    pytest.param(int | None, " +7 ", 7, id="whole-with-spaces"),
+    pytest.param(int, "-0", 0, id="whole-minus-nothing"),
+    pytest.param(int, "1_000", 1000, id="whole-with-underscores"),
+    pytest.param(int, "7.0", 7, id="whole-with-a-point"),
+    pytest.param(int, "1e3", 1000, id="whole-with-an-e"),
+    pytest.param(int, 7.0, 7, id="whole-from-a-float"),
+    pytest.param(int, np.int64(2**62 + 1), 2**62 + 1, id="whole-from-numpy"),
+    pytest.param(int, np.float32(3), 3, id="whole-from-numpys-float"),
+    pytest.param(int, Fraction(6, 2), 3, id="whole-from-a-fraction"),
+    pytest.param(int, Kind.THREE, 3, id="whole-from-an-enum"),
+    pytest.param(int, "9007199254740993", 2**53 + 1, id="whole-beyond-a-float"),
+    pytest.param(int, 10**40, 10**40, id="whole-of-any-length"),
+    pytest.param(float, "1e-5", 1e-5, id="number"),
+    pytest.param(float, ".5", 0.5, id="number-without-a-nought"),
+    pytest.param(float, 2, 2, id="number-whole"),
+    pytest.param(float | None, Fraction(1, 4), 0.25, id="number-from-a-fraction"),
+    pytest.param(float, np.float64(0.1), 0.1, id="number-from-numpy"),
+    pytest.param(bool, True, True, id="true"),
+    pytest.param(bool, "YES", True, id="yes"),
+    pytest.param(bool | None, 0, False, id="nought"),
+    pytest.param(bool, "False", False, id="false"),
+    pytest.param(bool, np.True_, True, id="true-of-numpy"),
+    pytest.param(str, "a", "a", id="text"),
+    pytest.param(str | None, Path("a/b"), "a/b", id="text-of-a-path"),
+    pytest.param(str, Kind.COSINE, "cosine", id="text-of-an-enum"),
+    pytest.param(str, ["csv", "wandb"], "csv,wandb", id="text-of-a-list"),
+    pytest.param(str, (), "", id="text-of-nothing"),
+    pytest.param(tuple[str, ...], "a b", ("a b",), id="words-of-a-text"),
+    pytest.param(tuple[str, ...], Path("a"), ("a",), id="words-of-a-path"),
+    pytest.param(tuple[str, ...] | None, ["a", "b"], ("a", "b"), id="words-of-a-list"),
+    pytest.param(tuple[str, ...], [Path("a"), "b"], ("a", "b"), id="words-of-paths"),
+    pytest.param(tuple[str, ...], {"b", "a", "c"}, ("a", "b", "c"), id="words-of-a-set-in-one-order"),
+    pytest.param(str | Mapping[str, object] | None, {"a": 1}, {"a": 1}, id="mapping"),
+    pytest.param(str | Mapping[str, object] | None, ' {"a": 1}', {"a": 1}, id="mapping-as-json"),
+    pytest.param(str | Mapping[str, object] | None, Path("a.json"), "a.json", id="mapping-as-a-file"),
+    pytest.param(str | Mapping[str, object] | None, "zero2", "zero2", id="mapping-as-a-name"),
 ]
 
 
 @pytest.mark.parametrize(("hint", "value", "found"), TAKEN)
-def test_a_value_is_taken_in_the_type_of_its_flag(hint: str, value: object, found: object) -> None:
+def test_a_value_is_taken_in_the_type_of_its_flag(hint: object, value: object, found: object) -> None:
     got = typed(hint, value)
     assert got == found and isinstance(got, type(found))
 
@@ -82,40 +83,40 @@ def test_a_value_is_taken_in_the_type_of_its_flag(hint: str, value: object, foun
 @pytest.mark.parametrize(
     ("hint", "value", "words"),
     [
-        pytest.param("int", "", "not a number", id="whole-of-nothing"),
-        pytest.param("int", "7.5", "not a whole number", id="whole-of-a-part"),
-        pytest.param("int", "nan", "not a whole number", id="whole-of-nan"),
-        pytest.param("int", "-inf", "not a whole number", id="whole-of-inf"),
-        pytest.param("int", "1e400", "not a whole number", id="whole-beyond-all"),
-        pytest.param("int", "0x10", "not a number", id="whole-in-hex"),
-        pytest.param("int", True, "not a number", id="whole-of-true"),
-        pytest.param("int", b"7", "not a number", id="whole-of-bytes"),
-        pytest.param("int", [7], "not a number", id="whole-of-a-list"),
-        pytest.param("float", "1,5", "not a number", id="number-with-a-comma"),
-        pytest.param("float", "5%", "not a number", id="number-of-a-hundred"),
-        pytest.param("float", False, "not a number", id="number-of-false"),
-        pytest.param("float", 1j, "not a number", id="number-complex"),
-        pytest.param("bool", "on", "not true or false", id="on"),
-        pytest.param("bool", 2, "not true or false", id="two"),
-        pytest.param("bool", "", "not true or false", id="no-word"),
-        pytest.param("str", 3, "not a text", id="text-of-a-number"),
-        pytest.param("str", {"a": 1}, "not a text", id="text-of-a-mapping"),
-        pytest.param("tuple[str, ...]", 3, "not a list", id="words-of-a-number"),
-        pytest.param("tuple[str, ...]", {"a": 1}, "not a list", id="words-of-a-mapping"),
-        pytest.param("str | Mapping[str, object]", "{a: 1}", "not JSON: Expecting property name", id="mapping-no-json"),
-        pytest.param("str | Mapping[str, object]", 3, "neither a path nor a dictionary", id="mapping-of-a-number"),
-        pytest.param("str | Mapping[str, object]", ["a"], "neither a path nor a dictionary", id="mapping-of-a-list"),
+        pytest.param(int, "", "not a number", id="whole-of-nothing"),
+        pytest.param(int, "7.5", "not a whole number", id="whole-of-a-part"),
+        pytest.param(int, "nan", "not a whole number", id="whole-of-nan"),
+        pytest.param(int, "-inf", "not a whole number", id="whole-of-inf"),
+        pytest.param(int, "1e400", "not a whole number", id="whole-beyond-all"),
+        pytest.param(int, "0x10", "not a number", id="whole-in-hex"),
+        pytest.param(int, True, "not a number", id="whole-of-true"),
+        pytest.param(int, b"7", "not a number", id="whole-of-bytes"),
+        pytest.param(int, [7], "not a number", id="whole-of-a-list"),
+        pytest.param(float, "1,5", "not a number", id="number-with-a-comma"),
+        pytest.param(float, "5%", "not a number", id="number-of-a-hundred"),
+        pytest.param(float, False, "not a number", id="number-of-false"),
+        pytest.param(float, 1j, "not a number", id="number-complex"),
+        pytest.param(bool, "on", "not true or false", id="on"),
+        pytest.param(bool, 2, "not true or false", id="two"),
+        pytest.param(bool, "", "not true or false", id="no-word"),
+        pytest.param(str, 3, "not a text", id="text-of-a-number"),
+        pytest.param(str, {"a": 1}, "not a text", id="text-of-a-mapping"),
+        pytest.param(tuple[str, ...], 3, "not a list", id="words-of-a-number"),
+        pytest.param(tuple[str, ...], {"a": 1}, "not a list", id="words-of-a-mapping"),
+        pytest.param(str | Mapping[str, object], "{a: 1}", "not JSON: Expecting property name", id="mapping-no-json"),
+        pytest.param(str | Mapping[str, object], 3, "neither a path nor a dictionary", id="mapping-of-a-number"),
+        pytest.param(str | Mapping[str, object], ["a"], "neither a path nor a dictionary", id="mapping-of-a-list"),
     ],
 )
-def test_another_value_is_told_in_words(hint: str, value: object, words: str) -> None:
+def test_another_value_is_told_in_words(hint: object, value: object, words: str) -> None:
     with pytest.raises(ValueError, match=f"^{words}"):
         typed(hint, value)
 
 
 @given(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
 def test_a_number_comes_back_from_its_text(whole: int, number: float) -> None:
-    assert typed("int", str(whole)) == typed("int", whole) == whole
-    assert typed("float", repr(number)) == typed("float", number) == number
+    assert typed(int, str(whole)) == typed(int, whole) == whole
+    assert typed(float, repr(number)) == typed(float, number) == number
 
 
 @dataclass(kw_only=True)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from harness import Trainer, TrainingArguments, UserError
+from harness.arguments.flags import Help
 from harness.checkpoint.run_lock import HELD
 from harness.config.rules.rule import Finding
 from harness.console import plain_console
@@ -161,7 +162,7 @@ def test_every_argument_that_a_list_of_layers_never_asks_for_is_refused_there(
     read_for_both = {name for name, *_ in of_decoder & of_layers}
     of_both_kinds = {"seed"}  # of dropout and of the order of samples too
     alone = {name for name, *_ in of_decoder - of_layers} - of_both_kinds
-    marked = {item.name for item in fields(TrainingArguments) if item.metadata["hf_only"]}
+    marked = {item.name for item in fields(TrainingArguments) if Help.of(item).hf_only}
     assert alone <= marked == set(HF_ONLY), alone - marked
     assert read_for_both
 

@@ -8,11 +8,11 @@ from types import TracebackType
 
 import pytest
 
+from harness import uncaught
 from harness.config import ConfigError, load
 from harness.config.diagnostic import Diagnostic, Severity
 from harness.errors import UserError, UserErrors, printable
-from harness.resilience.process import uncaught
-from harness.resilience.process.uncaught import lines_of, show_in_one_line
+from harness.uncaught import lines_of, show_in_one_line
 
 
 def finding(line: int) -> Diagnostic:

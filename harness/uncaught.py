@@ -6,11 +6,10 @@ import os
 import sys
 import time
 import traceback
-from pathlib import Path
 from types import TracebackType
 
 from harness.config.diagnostic import ConfigError
-from harness.console import PACKAGE, plain_console
+from harness.console import plain_console
 from harness.errors import UserError, UserErrors
 from harness.topology.env import LaunchEnv
 
@@ -54,7 +53,8 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 def _place(trace: TracebackType | None) -> str:
     """Return the last line of the program outside of this package."""
-    for frame in reversed(traceback.extract_tb(trace)):
-        if not Path(frame.filename).is_relative_to(PACKAGE):
-            return f" ({frame.filename}:{frame.lineno})"
+    for frame, line in reversed(list(traceback.walk_tb(trace))):
+        # by module, as the constructor of a dataclass belongs to no file
+        if str(frame.f_globals.get("__name__")).partition(".")[0] != "harness":
+            return f" ({frame.f_code.co_filename}:{line})"
     return ""

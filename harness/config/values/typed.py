@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
 from numbers import Integral, Real
+from types import UnionType
+from typing import Union, get_args, get_origin
 
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
 
-def takes(hint: object, kind: str) -> bool:
-    """Whether a field's type is of a kind: bool, int, float, tuple, Mapping."""
-    return kind in str(hint)
+def takes(hint: object, kind: type) -> bool:
+    """Whether a type takes values of a class: `float | None` those of float, `tuple[str, ...]` those of tuple."""
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return any((get_origin(member) or member) is kind for member in members)
 
 
 def typed(hint: object, value: object) -> object:
     """Return a value in the type of `hint`. ValueError, in words, if it is not of that type."""
     if isinstance(value, Enum):
         value = value.value
-    for kind, convert in (
-        ("tuple", _words),
-        ("Mapping", _mapping),
-        ("bool", _boolean),
-        ("float", _number),
-        ("int", _whole),
-    ):
+    for kind, convert in _CONVERSIONS:
         if takes(hint, kind):
             return convert(value)
     if isinstance(value, list | tuple):
@@ -85,3 +82,12 @@ def _whole(value: object) -> int:
     if number != number or abs(number) == float("inf") or int(number) != number:
         raise ValueError("not a whole number")
     return int(number)
+
+
+_CONVERSIONS: tuple[tuple[type, Callable[[object], object]], ...] = (
+    (tuple, _words),
+    (Mapping, _mapping),
+    (bool, _boolean),
+    (float, _number),
+    (int, _whole),
+)

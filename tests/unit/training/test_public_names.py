@@ -1,0 +1,96 @@
+"""What a program sees of the package: its names, the signature of its arguments, and no effect of an import."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import pydoc
+import subprocess
+import sys
+from dataclasses import fields, replace
+from io import StringIO
+
+import pytest
+from transformers import HfArgumentParser
+
+import harness
+from harness import TrainingArguments
+from harness.arguments import LoraArguments
+from harness.arguments.configure import read_run_config
+from harness.arguments.themes.script import ScriptArguments
+from harness.config import AutoValues
+from harness.console import Console
+
+
+def test_every_public_name_is_listed_and_there() -> None:
+    assert set(harness.__all__) < set(dir(harness))
+    assert all(getattr(harness, name) is not None for name in dir(harness))
+    assert {"Trainer", "UserError", "ColumnParallelLinear", "ByteTokenizer", "read_run_config"} <= set(dir(harness))
+    with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
+        _ = harness.Trainr
+
+
+def test_an_import_changes_nothing_of_the_program() -> None:
+    code = (
+        "import sys, logging; hook = sys.excepthook; from harness import UserError, ConfigError, TrainingArguments, "
+        "read_run_config; assert sys.excepthook is hook; assert not logging.getLogger().handlers; "
+        "assert 'torch' not in sys.modules; TrainingArguments(max_steps='many')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("error: --max_steps 'many': not a number (")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", [TrainingArguments, LoraArguments, ScriptArguments])
+def test_the_signature_shows_every_flag_with_its_type_and_default(kind: type) -> None:
+    shown = inspect.signature(kind).parameters
+    assert {name: item.default for name, item in shown.items()} == {item.name: item.default for item in fields(kind)}
+    assert all(not isinstance(item.annotation, str) for item in shown.values())
+    assert "learning_rate: float = 5e-05" in pydoc.render_doc(TrainingArguments, renderer=pydoc.plaintext)
+
+
+def test_huggingfaces_parser_makes_arguments_of_which_the_changed_ones_count_as_given() -> None:
+    parser = HfArgumentParser(TrainingArguments)
+    parser.format_help()
+    words = ["--max_steps", "7", "--bf16", "--deepspeed_config", "zero2", "--report_to", "csv", "--seed", "42"]
+    (made,) = parser.parse_args_into_dataclasses(words)
+    assert (made.max_steps, made.bf16, made.deepspeed_config) == (7, True, "zero2")
+    assert made.given - {"output_dir"} == {"max_steps", "bf16", "deepspeed_config", "report_to"}
+    assert TrainingArguments(deepspeed_config={"train_batch_size": 8}).given == {"deepspeed_config"}
+    config = {"train_batch_size": 8, "gradient_clipping": 0.5}
+    copied = replace(made, deepspeed_config=config)
+    assert read_run_config(copied, world_size=1).resolved.config["gradient_clipping"] == 0.5
+
+
+def test_a_default_that_a_config_may_take_stands_once() -> None:
+    values, made = AutoValues(), TrainingArguments()
+    for item in fields(TrainingArguments):
+        if item.name in AutoValues.__dataclass_fields__ and item.name != "max_steps":
+            assert getattr(values, item.name) == getattr(made, item.name)
+
+
+def test_a_program_can_collect_what_the_console_prints() -> None:
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(f"{record.levelname} {record.getMessage()}")
+
+    lines: list[str] = []
+    logger, handler = logging.getLogger("harness"), Collect()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        out, error = StringIO(), StringIO()
+        for speaks in (True, False):
+            console = Console(out=out, error=error, speaks=speaks)
+            console.say("step 1: 50%")
+            console.warn("the disk is nearly full")
+        console.fail("no\nroom")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert lines == ["INFO step 1: 50%", "WARNING the disk is nearly full", "ERROR no room"]
+    assert (out.getvalue(), error.getvalue()) == (
+        "step 1: 50%\nwarning: the disk is nearly full\n",
+        "error: no room\n",
+    )
