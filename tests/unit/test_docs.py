@@ -71,6 +71,7 @@ def test_every_page_is_in_the_table_of_contents() -> None:
 
 def test_generated_pages_and_pictures_are_current(tmp_path: Path) -> None:
     run_script("write_flags.py", tmp_path / "flags.md")
+    run_script("write_verbs.py", tmp_path / "verbs.md")
     run_script("draw_layouts.py", tmp_path)
     assert {path.name for path in tmp_path.glob("*.svg")} > {"ways.svg", "zero-bubble-v.svg"}
     for name in sorted(path.name for path in tmp_path.iterdir()):
@@ -83,7 +84,8 @@ def known_flags() -> set[str]:
     flags = {item.name for kind in (ScriptArguments, TrainingArguments, LoraArguments) for item in fields(kind)}
     sources = [path.read_text() for top in ("harness", "scripts") for path in (ROOT / top).rglob("*.py")]
     parsers = "".join(source for source in sources if "add_argument" in source)
-    return flags | {flag.replace("-", "_") for flag in re.findall(r"\"--([a-z][\w-]*)\"", parsers)}
+    of_verbs = re.findall(r"`--([a-z][\w-]*)`", (DOCS / "verbs.md").read_text(encoding="utf-8"))  # from their parsers
+    return flags | {flag.replace("-", "_") for flag in [*re.findall(r"\"--([a-z][\w-]*)\"", parsers), *of_verbs]}
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=name_of)
@@ -102,7 +104,7 @@ def test_every_flag_rule_and_file_that_a_page_names_exists(path: Path) -> None:
 def test_every_command_that_a_page_names_exists(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.S))
-    assert set(re.findall(r"(?:^|`|\$ )ds-harness ([\w-]+)", code, re.M)) <= set(VERBS)
+    assert set(re.findall(r"(?:^|`|\$ )ds-harness ([a-z][\w-]*)", code, re.M)) <= set(VERBS)
     for module in re.findall(r"python -m ([\w.]+)", text):
         assert find_spec(module) is not None, f"{name_of(path)} names {module}"
 

@@ -1,0 +1,99 @@
+"""Write docs/verbs.md, the page of all verbs, from their own help: python scripts/write_verbs.py [FILE]."""
+
+import argparse
+import sys
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from harness.cli import VERBS, main
+
+HEAD = """# All verbs of `ds-harness`
+
+`ds-harness VERB --help` prints the same. A verb exits with 0 when its work is done, with 1 and one line on standard
+error when you have something to correct, and with 2 for unusable arguments. `launch` passes on the exit code of its
+ranks. Written by `python scripts/write_verbs.py`.
+"""
+PAGES = {
+    "check": "check.md",
+    "explain": "rules/README.md",
+    "schema": "check.md",
+    "resolve": "layouts.md",
+    "models": "models.md",
+    "plan": "planning.md",
+    "estimate": "planning.md",
+    "checkpoint": "checkpoints.md",
+    "generate": "quick-start.md",
+    "report": "report.md",
+    "dry-run": "dry-run.md",
+    "launch": "when-things-break.md",
+}
+
+
+class HelpAsked(Exception):
+    """Carries the parser whose help was asked for out of the verb."""
+
+
+def parser_of(verb: str) -> argparse.ArgumentParser:
+    """Return the parser that a verb makes for itself."""
+
+    def keep(self: argparse.ArgumentParser) -> None:
+        raise HelpAsked(self)
+
+    with mock.patch.object(argparse.ArgumentParser, "print_help", keep):
+        try:
+            main([verb, "--help"])
+        except HelpAsked as asked:
+            parser: argparse.ArgumentParser = asked.args[0]
+            return parser
+    raise SystemExit(f"{verb} --help prints no help of argparse")
+
+
+def row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """Return the table row of an argument: its names, the values that it takes, its meaning."""
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
+    choices = " \\| ".join(f"`{choice}`" for choice in action.choices or ())
+    metavar = " ".join([action.metavar or ""] if not isinstance(action.metavar, tuple) else action.metavar)
+    if not action.option_strings:
+        names, metavar = f"`{metavar or action.dest}`", ""
+    values = choices or (f"`{metavar or 'VALUE'}`" if action.option_strings and action.nargs != 0 else "")
+    text = parser._get_formatter()._expand_help(action) if action.help else ""  # noqa: SLF001 - %(default)s filled in
+    if text == ", ".join(map(str, action.choices or ())):
+        text = ""  # the values are listed already
+    return f"| {names} | {values} | {text.replace('|', chr(92) + '|')} |"
+
+
+def section(verb: str) -> str:
+    """Return the section of a verb: what it does, its example, its arguments."""
+    parser = parser_of(verb)
+    actions = [action for action in parser._actions if "--help" not in action.option_strings]  # noqa: SLF001
+    rows = [row(parser, action) for action in actions if action.help != argparse.SUPPRESS]
+    example = (parser.epilog or "").partition("example:\n")
+    after = " ".join(example[0].split())
+    commands = "\n".join(line[2:] if line.startswith("  ") else line for line in example[2].splitlines())
+    parts = [
+        f"## {verb}\n",
+        f"{' '.join((parser.description or '').split())} Read on: [{PAGES[verb]}]({PAGES[verb]}).\n",
+        *([f"{after}\n"] if after else []),
+        *([f"```\n{commands}\n```\n"] if commands else []),
+        *(["| argument | values | meaning |\n|---|---|---|", *rows, ""] if rows else []),
+    ]
+    return "\n".join(parts)
+
+
+def page() -> str:
+    """Return the page in Markdown."""
+    table = [f"| [`{verb}`](#{verb}) | {text} |" for verb, (_, text) in VERBS.items()]
+    return "\n".join([HEAD, "| verb | what it does |\n|---|---|", *table, "", *map(section, VERBS)])
+
+
+def write() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", nargs="?", type=Path, default=Path("docs/verbs.md"))
+    parser.parse_args().file.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
