@@ -7,7 +7,7 @@ own cache, and prepares it once more on an empty cache, where it is killed after
 again. Then the rows are streamed, from the beginning and from half way on. Compare processor time, which a busy machine
 distorts least.
 
-    OMP_NUM_THREADS=1 python scripts/bench/data_preparation.py [--megabytes 300]
+    OMP_NUM_THREADS=1 python scripts/bench/data_preparation.py [--megabytes 100]
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=300, help="of text")
+    parser.add_argument("--megabytes", type=int, default=100, help="of text")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.child:
@@ -135,7 +135,7 @@ def watched(
         peak = max(peak, now)
         if kill_at_cpu_s is not None and sum(cpu.values()) >= kill_at_cpu_s:
             os.killpg(child.pid, signal.SIGKILL)
-        time.sleep(0.05)
+        time.sleep(0.2)
     if child.returncode and kill_at_cpu_s is None:
         raise SystemExit(f"{program} ended with {child.returncode}")
     seconds = time.perf_counter() - begun

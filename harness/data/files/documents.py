@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -36,52 +35,13 @@ if TYPE_CHECKING:
 
 Part = TypeVar("Part")
 
-_FILE = "rows.arrow"
-_CHARACTERS_AT_ONCE = 1 << 20  # of text, held in memory before it is written
-
-
-def copied(
-    folder: Path,
-    parts: Sequence[Part],
-    read: Callable[[Part], Iterable[Mapping[str, object]]],
-    features: Features,
-    *,
-    say: Callable[[str], None] = lambda _: None,
-    workers: int | None = None,
-) -> Dataset:
-    """Return the rows that `read` gives of all parts, in order, written to `folder` where they are not there yet.
-
-    The fingerprint of the data set is the folder's name. Raises what `read` raises, and OSError if it cannot write.
-    """
-    from datasets import Dataset, concatenate_datasets
-
-    def write(place: Path, part: Part) -> None:
-        _write(place / _FILE, read(part), features)
-
-    folders = make_shards(folder, parts, write, doing="reading", say=say, workers=workers)
-    rows = concatenate_datasets([Dataset.from_file(str(place / _FILE)) for place in folders])
-    set_fingerprint(rows, folder.name)
-    return rows
-
-
-def _write(file: Path, rows: Iterable[Mapping[str, object]], features: Features) -> None:
-    import pyarrow as pa
-
-    schema = features.arrow_schema
-    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        held: list[Mapping[str, object]] = []
-        characters = 0
-        for row in rows:
-            held.append(row)
-            characters += sum(len(value) for value in row.values() if isinstance(value, str))
-            if characters >= _CHARACTERS_AT_ONCE:
-                writer.write_table(pa.Table.from_pylist(held, schema))
-                held, characters = [], 0
-        writer.write_table(pa.Table.from_pylist(held, schema))
-
-
-# Part of the cache key: raise it when the documents made from the same files change.
+# Parts of the cache keys: raise one when the documents made from the same files, or from the same rows, change.
 _FORMAT_OF_FILES = 5
+_FORMAT_OF_ROWS = 4
+
+_FILE = "rows.arrow"
+_CHARACTERS_AT_ONCE = 1 << 20  # of text in memory before it is written
+_ROWS_AT_ONCE = 64
 
 
 def read_documents(
@@ -91,14 +51,15 @@ def read_documents(
     say: Callable[[str], None] = lambda _: None,
     workers: int | None = None,
 ) -> Dataset:
-    """Return the documents of a source, or of several of one kind in order: a `datasets.Dataset` mapped from disk.
+    """Return the documents of a source, or of several sources of one kind in order, mapped from disk.
 
-    Its columns are `text` and `part`: a long text comes in several rows, its parts, numbered from 0. Of conversations
-    they are `conversation` and `place`. A .txt file's text is its bytes decoded as UTF-8 and nothing else: no newline
-    is added, dropped or translated. Memory is taken for a few rows at a time. The copy lies in
-    `cache_dir` (default HF_DATASETS_CACHE), made by processes as `make_shards` says, and is used again while paths,
-    sizes and modification times of the files stay as they are. Raises UserError as `preflight` does, and for text
-    that cannot be decoded, a line that is not JSON, a row that is not like the others.
+    Text has the columns `text` and `part`: a long text comes in several rows, its parts, numbered from 0. Conversations
+    have `conversation` and `place`. A .txt file's text is its bytes decoded as UTF-8: no newline is added, dropped or
+    translated. A few rows at a time are in memory. The copy lies in `cache_dir` (default HF_DATASETS_CACHE) and is used
+    again while paths, sizes and modification times of the files stay the same.
+
+    Raises:
+        UserError: as `preflight`; and for text that is not UTF-8, a line that is not JSON, a row unlike the others.
     """
     from datasets import Features, Value
 
@@ -109,55 +70,22 @@ def read_documents(
     text = Value("large_string")
     features = {"text": text, "part": Value("int32")} if kind == TEXT else {"conversation": text, "place": text}
     folder = prepared_folder(cache_dir) / fingerprint("sources", _FORMAT_OF_FILES, kind, *stamps)
+
+    def read(extents: Sequence[Extent]) -> Iterator[dict[str, str | int]]:
+        for extent in extents:
+            try:
+                yield from read_documents_of(extent, kind)
+            except OSError as error:
+                raise UserError(f"cannot read {extent.file}: {error.strerror or error}") from error
+
     try:
-        shards, read = planned(files, folder), partial(_of_extents, kind=kind)
-        return copied(folder, shards, read, Features(features), say=say, workers=workers)
-    except OSError as error:  # the reader raises its own as UserError: this is the writer's
+        return copied(folder, planned(files, folder), read, Features(features), say=say, workers=workers)
+    except OSError as error:  # of the writer: the reader's are UserErrors by now
         raise cache_error(error, cache_dir) from error
 
 
-def hold_out(documents: Dataset, part: Fraction = Fraction(1, 20)) -> tuple[Dataset, Dataset]:
-    """Return documents for training and for evaluation: this part of them, evenly from the first on, is held out.
-
-    UserError if there are not two documents to share between them.
-    """
-    number = np.cumsum(parts_of(documents) == 0) - 1  # of the document that a row belongs to
-    total = int(number[-1]) + 1 if len(number) else 0
-    if total < 2:
-        raise UserError(f"{total} document cannot be split for evaluation: give a --validation_file")
-    part = part.limit_denominator(2**62 // total)  # so that the products below fit into 64 bits
-    held_out = number * part.numerator // part.denominator != (number - 1) * part.numerator // part.denominator
-    return documents.select(np.flatnonzero(~held_out)), documents.select(np.flatnonzero(held_out))
-
-
-def _of_extents(extents: Sequence[Extent], kind: str) -> Iterator[dict[str, str | int]]:
-    """Read one part of a file after the other."""
-    for extent in extents:
-        try:
-            yield from read_documents_of(extent, kind)
-        except OSError as error:
-            raise UserError(f"cannot read {extent.file}: {error.strerror or error}") from error
-
-
-# Part of the cache key: raise it when the documents made from the same rows change.
-_FORMAT = 4
-
-_ROWS_AT_ONCE = 64
-
-
-def holds_tokens(dataset: MapDataset | None) -> bool:
-    """Whether there is nothing to prepare: no data set, one of input_ids or of pairs, or none of the known columns."""
-    if dataset is None or not hasattr(dataset, "__getitem__") or not len(dataset):
-        return True
-    row = dataset[0]
-    if not isinstance(row, Mapping) or "input_ids" in row:
-        return True
-    return not any(set(needed) <= set(row) for needed in COLUMNS.values())
-
-
 def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = lambda _: None) -> Dataset:
-    """Return the documents of a map-style data set whose items are dicts; UserError with `name[i]` for one that is
-    none.
+    """Return the documents of a user's map-style data set of dicts; UserError with `name[i]` for a row that is none.
 
     Those of a `datasets.Dataset` on disk are kept on disk, in HF_DATASETS_CACHE, others in memory.
     """
@@ -173,28 +101,85 @@ def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = la
                 raise UserError(f"{name}[{number}] is {type(row).__name__}, unlike earlier rows: give dicts alone")
             yield from in_pieces(document(plain_row(row), kind, f"{name}[{number}]"))
 
-    if isinstance(dataset, Dataset) and dataset.cache_files:
-        folder = prepared_folder(None) / fingerprint("documents", _FORMAT, fingerprint_of(dataset), kind, name)
-        plain = dataset.with_format(None)
-        try:
-            return copied(folder, _ranges(plain), lambda rows: documents(_rows(plain, rows)), features, say=say)
-        except OSError as error:
-            raise cache_error(error, None) from error
-    made = list(documents((i, dataset[i]) for i in range(len(dataset))))
-    table = Dataset.from_list(made, features=features)
-    set_fingerprint(table, fingerprint(*(value for row in made for value in row.values())))
-    return table
+    if not (isinstance(dataset, Dataset) and dataset.cache_files):
+        made = list(documents((i, dataset[i]) for i in range(len(dataset))))
+        table = Dataset.from_list(made, features=features)
+        set_fingerprint(table, fingerprint(*(value for row in made for value in row.values())))
+        return table
+
+    plain, count, total = dataset.with_format(None), len(dataset), dataset.data.nbytes
+    folder = prepared_folder(None) / fingerprint("documents", _FORMAT_OF_ROWS, fingerprint_of(dataset), kind, name)
+    in_shard = max(count * shard_bytes(total) // max(total, 1), 1)  # a function of the data set alone
+    shards = [range(start, min(start + in_shard, count)) for start in range(0, count, in_shard)]
+
+    def rows_of(shard: range) -> Iterator[tuple[int, dict[str, object]]]:
+        for start in range(shard.start, shard.stop, _ROWS_AT_ONCE):
+            batch = plain[start : min(start + _ROWS_AT_ONCE, shard.stop)]
+            for number, values in enumerate(zip(*batch.values(), strict=True), start):
+                yield number, dict(zip(batch, values, strict=True))
+
+    try:
+        return copied(folder, shards, lambda shard: documents(rows_of(shard)), features, say=say)
+    except OSError as error:
+        raise cache_error(error, None) from error
 
 
-def _ranges(dataset: Dataset) -> list[range]:
-    """Rows in runs of about one size on disk: a function of the data set alone."""
-    total = dataset.data.nbytes
-    rows = max(len(dataset) * shard_bytes(total) // max(total, 1), 1)
-    return [range(start, min(start + rows, len(dataset))) for start in range(0, len(dataset), rows)]
+def holds_tokens(dataset: MapDataset | None) -> bool:
+    """Whether nothing has to be prepared: no data set, one of input_ids or of pairs, or none of the known columns."""
+    if dataset is None or not hasattr(dataset, "__getitem__") or not len(dataset):
+        return True
+    row = dataset[0]
+    if not isinstance(row, Mapping) or "input_ids" in row:
+        return True
+    return not any(set(needed) <= set(row) for needed in COLUMNS.values())
 
 
-def _rows(dataset: Dataset, rows: range) -> Iterator[tuple[int, dict[str, object]]]:
-    for start in range(rows.start, rows.stop, _ROWS_AT_ONCE):
-        batch = dataset[start : min(start + _ROWS_AT_ONCE, rows.stop)]
-        for number, values in enumerate(zip(*batch.values(), strict=True), start):
-            yield number, dict(zip(batch, values, strict=True))
+def hold_out(documents: Dataset, part: Fraction = Fraction(1, 20)) -> tuple[Dataset, Dataset]:
+    """Split documents for training and evaluation: `part` of them, evenly spread from the first on, is held out.
+
+    UserError if there are fewer than two documents.
+    """
+    number = np.cumsum(parts_of(documents) == 0) - 1  # of the document that a row belongs to
+    total = int(number[-1]) + 1 if len(number) else 0
+    if total < 2:
+        raise UserError(f"{total} document cannot be split for evaluation: give a --validation_file")
+    part = part.limit_denominator(2**62 // total)  # so that the products below fit into 64 bits
+    held_out = number * part.numerator // part.denominator != (number - 1) * part.numerator // part.denominator
+    return documents.select(np.flatnonzero(~held_out)), documents.select(np.flatnonzero(held_out))
+
+
+def copied(
+    folder: Path,
+    parts: Sequence[Part],
+    read: Callable[[Part], Iterable[Mapping[str, object]]],
+    features: Features,
+    *,
+    say: Callable[[str], None] = lambda _: None,
+    workers: int | None = None,
+) -> Dataset:
+    """Write the rows that `read` gives of each part to a shard of `folder`; return all of them, in order.
+
+    Shards that are there already are not made again. The fingerprint of the data set is the folder's name. Raises what
+    `read` raises, and OSError if it cannot write.
+    """
+    import pyarrow as pa
+    from datasets import Dataset, concatenate_datasets
+
+    schema = features.arrow_schema
+
+    def write(place: Path, part: Part) -> None:
+        with pa.OSFile(str(place / _FILE), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+            held: list[Mapping[str, object]] = []
+            characters = 0
+            for row in read(part):
+                held.append(row)
+                characters += sum(len(value) for value in row.values() if isinstance(value, str))
+                if characters >= _CHARACTERS_AT_ONCE:
+                    writer.write_table(pa.Table.from_pylist(held, schema))
+                    held, characters = [], 0
+            writer.write_table(pa.Table.from_pylist(held, schema))
+
+    folders = make_shards(folder, parts, write, doing="reading", say=say, workers=workers)
+    rows = concatenate_datasets([Dataset.from_file(str(place / _FILE)) for place in folders])
+    set_fingerprint(rows, folder.name)
+    return rows

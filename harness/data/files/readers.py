@@ -30,75 +30,23 @@ from harness.errors import UserError
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
-_ROWS_AT_ONCE = 64
+SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 
+Row: TypeAlias = tuple[str, object]
+"""A place as the user would name it, and what stands there."""
 
-@dataclass(frozen=True)
-class Schema:
-    """What a file says of itself: its columns, and rows and bytes of each row group."""
-
-    columns: tuple[str, ...]
-    groups: tuple[tuple[int, int], ...]
-
-
-def parquet_schema(file: Path) -> Schema:
-    """Return what a file says of itself."""
-    with _opened(file, "is not a parquet file") as table:
-        groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
-        return Schema(tuple(table.schema_arrow.names), tuple((each.num_rows, each.total_byte_size) for each in groups))
-
-
-def parquet_rows(
-    file: Path, groups: Sequence[int], columns: Sequence[str], before: int
-) -> Iterator[tuple[int, dict[str, object]]]:
-    """Give number and content of the rows of these row groups, in batches; `before`: rows of the file before them."""
-    number = before
-    with _opened(file, "is damaged") as table:
-        batches = iter(table.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=list(groups), columns=list(columns)))
-        while True:
-            with _told(file, f"is damaged after row {number}"):
-                batch = next(batches, None)
-                rows = [] if batch is None else batch.to_pylist()
-            if batch is None:
-                return
-            for row in rows:
-                number += 1
-                yield number, row
-
-
-@contextmanager
-def _opened(file: Path, wrong: str) -> Iterator[ParquetFile]:
-    from pyarrow.parquet import ParquetFile
-
-    with _told(file, wrong):
-        table = ParquetFile(file, page_checksum_verification=True)
-    with table:
-        yield table
-
-
-@contextmanager
-def _told(file: Path, wrong: str) -> Iterator[None]:
-    """Raise UserError for what pyarrow raises; OSError of the disk alone."""
-    from pyarrow import ArrowException
-
-    try:
-        yield
-    except (ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the disk; Arrow's own have no number
-            raise
-        raise UserError(f"{file} {wrong}: {' '.join(str(error).split()) or type(error).__name__}") from error
-
-
-_COUNTED_AT_ONCE = 1 << 20
+_COUNTED_AT_ONCE = 1 << 20  # bytes in which lines are counted
+_ROWS_AT_ONCE = 64  # of a parquet file
+_LONGEST_REST = 3  # bytes of a UTF-8 character after its first
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A part of a file.
+    """A part of a file that can be read by itself.
 
     Attributes:
         start, stop: the first byte and the last + 1; of a parquet file, row groups.
-        before: lines or rows of the file before the first one of this part.
+        before: lines or rows of the file before the first one of this extent.
         size: about how many bytes of text it is.
     """
 
@@ -110,17 +58,28 @@ class Extent:
 
 
 def whole(file: Path) -> Extent:
-    """Return all of a file as one extent."""
+    """Return a file as one extent."""
     if file.suffix == ".parquet":
-        return Extent(str(file), 0, len(parquet_schema(file).groups))
+        return Extent(str(file), 0, len(_parquet_schema(file).groups))
     return Extent(str(file), 0, file.stat().st_size)
 
 
 def planned(files: Sequence[Path], folder: Path) -> list[list[Extent]]:
-    """Return the extents of each shard of these files, read from `folder` if they were planned before."""
+    """Return the extents of each shard of these files, in order; shards have about one size.
+
+    Lines are numbered in messages, so those of a long file have to be counted: the plan is kept in `folder`.
+    """
 
     def write(place: Path, _: None) -> None:
-        shards = [[astuple(extent) for extent in extents] for extents in _plan(files)]
+        size = shard_bytes(sum(file.stat().st_size for file in files))
+        shards: list[list[tuple[object, ...]]] = [[]]
+        filled = 0
+        for extent in (extent for file in files for extent in _extents(file, size)):
+            if filled >= size:
+                shards.append([])
+                filled = 0
+            shards[-1].append(astuple(extent))
+            filled += extent.size
         (place / "shards.json").write_text(json.dumps(shards), encoding="utf-8")
 
     (place,) = make_shards(folder / "plan", [None], write, doing="counting lines")
@@ -128,23 +87,8 @@ def planned(files: Sequence[Path], folder: Path) -> list[list[Extent]]:
     return [[Extent(*extent) for extent in extents] for extents in shards]
 
 
-def _plan(files: Sequence[Path]) -> list[list[Extent]]:
-    """Put extents, in the order of the files, into shards of about one size."""
-    size = shard_bytes(sum(file.stat().st_size for file in files))
-    shards: list[list[Extent]] = [[]]
-    filled = 0
-    for file in files:
-        for extent in _extents(file, size):
-            if filled >= size:
-                shards.append([])
-                filled = 0
-            shards[-1].append(extent)
-            filled += extent.size
-    return shards
-
-
 def _extents(file: Path, size: int) -> Iterator[Extent]:
-    """Give the parts of a file, each of about `size` bytes of text."""
+    """Cut a file into extents of about `size` bytes of text."""
     try:
         if file.suffix == ".parquet":
             yield from _row_groups(file)
@@ -157,7 +101,7 @@ def _extents(file: Path, size: int) -> Iterator[Extent]:
             starts = range(0, total, size)
             with file.open("rb") as stream:
                 before = list(_lines_before(stream, starts)) if len(starts) > 1 else [0] * len(starts)
-        else:  # a text, though it be empty; its pieces are counted from its beginning
+        else:  # a text, which may be empty; its pieces are numbered, so each extent holds whole pieces
             starts = range(0, max(total, 1), -(-size // PIECE_CHARACTERS) * PIECE_CHARACTERS)
             before = [0] * len(starts)
     except OSError as error:
@@ -168,10 +112,10 @@ def _extents(file: Path, size: int) -> Iterator[Extent]:
 
 
 def in_order(file: Path, start: int = 0, before: int = 0) -> Iterator[Extent]:
-    """Give the parts of a file from one on, one after the other: nothing behind them is read beforehand.
+    """Give the extents of a file from one on; nothing behind the extent that is asked for is read.
 
     Args:
-        start, before: where the first part begins, and the lines or rows of the file before it.
+        start, before: where the first extent begins, and the lines or rows of the file before it.
     """
     if file.suffix == ".parquet":
         yield from itertools.islice(_row_groups(file), start, None)
@@ -180,7 +124,7 @@ def in_order(file: Path, start: int = 0, before: int = 0) -> Iterator[Extent]:
     if file.suffix == ".csv" or (file.suffix == ".json" and is_whole(file)):
         yield Extent(str(file), 0, total, 0, total)
         return
-    for begin in range(start, max(total, start + 1), SHARD_BYTES):  # a text, though it be empty
+    for begin in range(start, max(total, start + 1), SHARD_BYTES):  # an empty text has an extent, too
         stop = min(begin + SHARD_BYTES, total)
         yield Extent(str(file), begin, stop, before, stop - begin)
         if has_lines and stop < total:
@@ -191,13 +135,13 @@ def in_order(file: Path, start: int = 0, before: int = 0) -> Iterator[Extent]:
 
 def _row_groups(file: Path) -> Iterator[Extent]:
     before = 0
-    for index, (rows, size) in enumerate(parquet_schema(file).groups):
+    for index, (rows, size) in enumerate(_parquet_schema(file).groups):
         yield Extent(str(file), index, index + 1, before, size)
         before += rows
 
 
 def _lines_before(stream: BinaryIO, starts: Sequence[int]) -> Iterator[int]:
-    """Give how many lines of a file begin before each of these bytes, which ascend."""
+    """Count the lines of a file that begin before each of these bytes, which ascend."""
     newlines = at = 0
     for start in starts:
         while at < start - 1:
@@ -207,16 +151,8 @@ def _lines_before(stream: BinaryIO, starts: Sequence[int]) -> Iterator[int]:
         yield newlines + 1 if start else 0
 
 
-SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
-
-Row: TypeAlias = tuple[str, object]
-"""A place as the user would name it, and what stands there."""
-
-_LONGEST_REST = 3  # bytes of a character in UTF-8 after its first
-
-
 def read_documents_of(extent: Extent, kind: str) -> Iterator[dict[str, str | int]]:
-    """Read the documents of a part of a file whose rows are of this kind, text in pieces. Any other file is one."""
+    """Read the documents of an extent whose rows are of this kind; text comes in pieces."""
     reader = _READERS.get(Path(extent.file).suffix)
     if reader is None:
         yield from _txt_pieces(extent)
@@ -226,15 +162,15 @@ def read_documents_of(extent: Extent, kind: str) -> Iterator[dict[str, str | int
 
 
 def kind_of_file(file: Path) -> str | None:
-    """Return what the rows of a file are, by its first row or its schema, which is looked at; None if it has no row."""
+    """Return the kind of a file's rows, by its schema or its first row, which is checked; None if it has no row."""
     if file.suffix == ".parquet":
-        schema = parquet_schema(file)
+        schema = _parquet_schema(file)
         _require_unlike(schema.columns, str(file))
         kind = kind_of_row(schema.columns, str(file))
         return kind if any(rows for rows, _ in schema.groups) else None
     reader = _READERS.get(file.suffix)
     if reader is None:
-        with file.open("rb"):  # it can be read at all
+        with file.open("rb"):  # raises OSError if it cannot be read
             return TEXT
     is_array = file.suffix == ".json" and is_whole(file)
     found = first_row(file) if is_array else next(reader(whole(file)), None)
@@ -247,7 +183,7 @@ def kind_of_file(file: Path) -> str | None:
 
 
 def decodes(file: Path) -> bool:
-    """Whether the file is UTF-8 throughout and can be read at all."""
+    """Whether the file can be read, and all of it is UTF-8."""
     try:
         file.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError):
@@ -256,9 +192,9 @@ def decodes(file: Path) -> bool:
 
 
 def _txt_pieces(extent: Extent) -> Iterator[dict[str, str | int]]:
-    """Pieces of one document: the file's bytes as UTF-8, newlines and byte order mark left as they are.
+    """Give one document in pieces: the file's bytes as UTF-8, newlines and byte order mark left as they are.
 
-    A character on the border of two pieces belongs to the one that it begins in, so each is read by itself.
+    A character on the border of two pieces belongs to the one in which it begins, so each piece is read by itself.
     """
     with Path(extent.file).open("rb") as stream:
         for start in range(extent.start, max(extent.stop, extent.start + 1), PIECE_CHARACTERS):
@@ -276,13 +212,13 @@ def _txt_pieces(extent: Extent) -> Iterator[dict[str, str | int]]:
 
 
 def _rest_of_character(content: bytes) -> int:
-    """Return how many bytes at the beginning continue a character that began before."""
+    """Count the bytes at the beginning that continue a character."""
     rest = content[:_LONGEST_REST]
     return next((at for at, byte in enumerate(rest) if byte & 0xC0 != 0x80), len(rest))
 
 
 def _jsonl_rows(extent: Extent) -> Iterator[Row]:
-    """One row a line; blank lines are passed over."""
+    """Give a row for each line; blank lines are passed over."""
     with Path(extent.file).open("rb") as lines:
         if extent.start:
             lines.seek(extent.start - 1)
@@ -298,13 +234,13 @@ def _jsonl_rows(extent: Extent) -> Iterator[Row]:
 
 
 def _json_rows(extent: Extent) -> Iterator[Row]:
-    """One row an element of an array, or one a line."""
+    """Give a row for each element of an array, or for each line."""
     file = Path(extent.file)
     return json_rows(file) if is_whole(file) else _jsonl_rows(extent)
 
 
 def _csv_rows(extent: Extent) -> Iterator[Row]:
-    """One row a record below the header; an empty field is none."""
+    """Give a row for each record below the header."""
     csv.field_size_limit(sys.maxsize)
     with Path(extent.file).open(encoding="utf-8-sig", newline="") as stream:
         records, read = csv.DictReader(stream, strict=True), 0
@@ -325,13 +261,61 @@ def _csv_rows(extent: Extent) -> Iterator[Row]:
 
 
 def _parquet_rows(extent: Extent) -> Iterator[Row]:
-    """One row a row, of the columns that say something."""
-    file = Path(extent.file)
-    names = parquet_schema(file).columns
+    """Give the rows of some row groups, a few at a time, of the columns that are read."""
+    file, number = Path(extent.file), extent.before
+    names = _parquet_schema(file).columns
     kind = kind_of_row(names, str(file))
     columns = [name for name in (*COLUMNS[kind], *BESIDE[kind]) if name in names]
-    for number, row in parquet_rows(file, range(extent.start, extent.stop), columns, extent.before):
-        yield f"{file}, row {number}", plain_row(row)
+    with _opened(file, "is damaged") as table:
+        groups = list(range(extent.start, extent.stop))
+        batches = iter(table.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=groups, columns=columns))
+        while True:
+            with _told(file, f"is damaged after row {number}"):
+                batch = next(batches, None)
+                rows = [] if batch is None else batch.to_pylist()
+            if batch is None:
+                return
+            for row in rows:
+                number += 1
+                yield f"{file}, row {number}", plain_row(row)
+
+
+@dataclass(frozen=True)
+class ParquetSchema:
+    """The columns of a parquet file, and rows and bytes of each of its row groups."""
+
+    columns: tuple[str, ...]
+    groups: tuple[tuple[int, int], ...]
+
+
+def _parquet_schema(file: Path) -> ParquetSchema:
+    with _opened(file, "is not a parquet file") as table:
+        groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
+        sizes = tuple((group.num_rows, group.total_byte_size) for group in groups)
+        return ParquetSchema(tuple(table.schema_arrow.names), sizes)
+
+
+@contextmanager
+def _opened(file: Path, wrong: str) -> Iterator[ParquetFile]:
+    from pyarrow.parquet import ParquetFile
+
+    with _told(file, wrong):
+        table = ParquetFile(file, page_checksum_verification=True)
+    with table:
+        yield table
+
+
+@contextmanager
+def _told(file: Path, wrong: str) -> Iterator[None]:
+    """Turn what pyarrow raises into a UserError, but not an OSError of the disk."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # Arrow's own OSErrors have no number
+            raise
+        raise UserError(f"{file} {wrong}: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
 _READERS: Mapping[str, Callable[[Extent], Iterator[Row]]] = MappingProxyType(
@@ -359,7 +343,7 @@ def _object(row: object, place: str) -> Mapping[str, object]:
 
 
 def _require_unlike(names: Sequence[str], file: str) -> None:
-    """Refuse two columns of one name, of which the last would win."""
+    """Refuse two columns of one name: the last would win."""
     twice = next((name for name in names if list(names).count(name) > 1), None)
     if twice is not None:
         raise UserError(f"{file} has two columns `{twice}`: rename one")

@@ -28,7 +28,7 @@ from harness.data.on_disk.progress import Speaker
 from harness.data.preview import composition, summary
 from harness.data.samples import make_samples
 from harness.data.streaming.rows import FileRows, IterableRows, Rows, is_iterable, read_all
-from harness.data.streaming.source import AsTheyAre, Streamed, StreamedSource, layout_of
+from harness.data.streaming.source import RowsAsTheyAre, Streamed, StreamedSource, sample_maker
 from harness.data.tokenizer import Tokenizer, check_vocabulary, has_tokenizer, load_tokenizer
 from harness.errors import UserError
 from harness.hf.attention import with_attention
@@ -45,11 +45,18 @@ if TYPE_CHECKING:
 
 LONGEST_DEFAULT = 1024  # as run_clm.py
 NEEDS_TOKENIZER = "a data set of text or conversations needs processing_class, the tokenizer"
+_COUNTED = 1000  # documents whose bytes are counted before they are tokenised
+
+Pair: TypeAlias = tuple[MapDataset | None, EvaluationData]
+"""Training and evaluation data."""
+Documents: TypeAlias = "Dataset | list[Path]"
+"""Documents to be tokenised, or files of tokens."""
+_Data = TypeVar("_Data", bound=AnyDataset)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleForm:
-    """The form of samples.
+    """What samples look like.
 
     Attributes:
         block_size: tokens of a sample.
@@ -68,66 +75,15 @@ class SampleForm:
         check_vocabulary(tokenizer, vocabulary)
         if args.packing:  # refused before anything is tokenised
             require_documents_apart(with_attention(source.config, args.attn_implementation))
-        block_size = _block_size(args, position_limit(source.config))
+        longest, block_size = position_limit(source.config), args.block_size
+        if block_size is None:
+            block_size = min(LONGEST_DEFAULT, longest or LONGEST_DEFAULT)
+        elif longest is not None and block_size > longest:
+            raise UserError(
+                f"--block_size {block_size}: the model has {counted(longest, 'position')}: use at most {longest}"
+            )
         require_block_size(block_size)
         return cls(block_size=block_size, packing=args.packing, vocabulary=vocabulary)
-
-
-def _block_size(args: TrainingArguments, longest: int | None) -> int:
-    if args.block_size is None:
-        return min(LONGEST_DEFAULT, longest or LONGEST_DEFAULT)
-    if longest is not None and args.block_size > longest:
-        raise UserError(
-            f"--block_size {args.block_size}: the model has {counted(longest, 'position')}: use at most {longest}"
-        )
-    return args.block_size
-
-
-Say: TypeAlias = Callable[[str], None]
-
-
-def stream_of_files(
-    groups: Sequence[SourceGroup],
-    weights: Sequence[float],
-    tokenizer: Tokenizer,
-    form: SampleForm,
-    buffer: int,
-    say: Say,
-) -> Streamed:
-    """Return the samples of files, by weights if there are any."""
-    rows = [FileRows([file for path in group.paths for file in find_files(path)], group.kind, say) for group in groups]
-    return Streamed([_source(each, tokenizer, form) for each in rows], weights, buffer)
-
-
-def stream_of_dataset(
-    dataset: Iterable[object],
-    tokenizer: Tokenizer | None,
-    source: ModelSource | None,
-    args: TrainingArguments,
-    say: Say,
-) -> Streamed:
-    """Return the samples of an IterableDataset; without a `source`, the model's, as they are."""
-    require_streamable(args, "an IterableDataset")
-    rows = IterableRows(dataset, "train_dataset", as_they_are=source is None, say=say)
-    if rows.kind is None or source is None:
-        return Streamed([StreamedSource(rows, AsTheyAre())], buffer=args.shuffle_buffer_size)
-    if tokenizer is None:
-        raise UserError(NEEDS_TOKENIZER)
-    return Streamed([_source(rows, tokenizer, SampleForm.of(tokenizer, source, args))], buffer=args.shuffle_buffer_size)
-
-
-def _source(rows: Rows, tokenizer: Tokenizer, form: SampleForm) -> StreamedSource:
-    layout = layout_of(rows.kind, tokenizer, form.block_size, packing=form.packing)
-    return StreamedSource(rows, layout, identity(tokenizer))
-
-
-Pair: TypeAlias = tuple[MapDataset | None, EvaluationData]
-"""Training and evaluation data."""
-Documents: TypeAlias = "Dataset | list[Path]"
-"""Documents to be tokenised, or files of tokens."""
-
-_COUNTED = 1000  # documents whose bytes are counted before they are tokenised
-_Data = TypeVar("_Data", bound=AnyDataset)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,11 +98,11 @@ class Datasets:
 def script_datasets(
     script: ScriptArguments, source: ModelSource, config: RunConfig, env: LaunchEnv, console: Console
 ) -> Datasets:
-    """Read, tokenise and lay out the script's files; those of training where it trains, or to hold a part out."""
+    """Read, tokenise and lay out the script's files; those of training only where it trains, or to hold a part out."""
     tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
     args = config.args
-    _require_cut(source, config)
-    say = Speaker(console.say, console.out if console.speaks and console.is_terminal else None)
+    require_cut(source, config.resolved.tp_size, whole_experts=config.resolved.ep_size > 1)
+    say = _speaker(console)
     form = SampleForm.of(tokenizer, source, args)
     lay_out = _layer_out(tokenizer, form, say)
 
@@ -155,7 +111,7 @@ def script_datasets(
         groups = source_groups(script.train_file) if script.trains or holds_out else []
         weights, names = [g.weight for g in groups if g.weight is not None], [g.paths[0] for g in groups]
         held_out: list[Documents] = []
-        of_held: list[str] = []  # their names
+        of_held: list[str] = []  # names of the sources that a part is held out of
         documents = [] if script.streaming else [_read(group, say) for group in groups]
         if script.validation_file is not None:
             held_out = [_read(validation_group(script.validation_file), say)]
@@ -167,7 +123,10 @@ def script_datasets(
         if not script.trains:
             return None, evaluation
         if script.streaming:
-            return stream_of_files(groups, weights, tokenizer, form, args.shuffle_buffer_size, say), evaluation
+            files = [[file for path in group.paths for file in find_files(path)] for group in groups]
+            rows = [FileRows(each, group.kind, say) for each, group in zip(files, groups, strict=True)]
+            sources = [_streamed(each, tokenizer, form) for each in rows]
+            return Streamed(sources, weights, args.shuffle_buffer_size), evaluation
         _require_enough(documents, form, config)
         return joined([lay_out(each) for each in documents], weights, names), evaluation
 
@@ -175,11 +134,11 @@ def script_datasets(
 
 
 def _require_enough(documents: Sequence[Documents], form: SampleForm, config: RunConfig) -> None:
-    """Raise UserError, before anything is tokenised, for training data that cannot come to one global batch."""
+    """Raise UserError, before anything is tokenised, for training data that cannot fill one global batch."""
     most = 0.0
     for each in documents:
         if isinstance(each, list) or (len(each) > _COUNTED and "conversation" not in each.column_names):
-            return  # tokens are counted already; many documents come to more
+            return  # token files are counted later; many documents fill it
         most += len(each)
         if "conversation" not in each.column_names:  # a token is seldom less than a byte
             most += sum(2 * len(text.encode()) + 8 for text in each["text"]) / form.block_size
@@ -188,7 +147,7 @@ def _require_enough(documents: Sequence[Documents], form: SampleForm, config: Ru
 
 
 def _read(group: SourceGroup, say: Callable[[str], None]) -> Documents:
-    """Return the documents of a source, of token files their paths."""
+    """Return the documents of a source; of token files the paths."""
     if group.kind == TOKENS:
         return [file for path in group.paths for file in find_tokens(path)]
     return read_documents(group.paths, say=say)
@@ -203,15 +162,17 @@ def user_datasets(
     env: LaunchEnv,
     console: Console,
 ) -> Datasets:
-    """Return the Trainer's data sets, of which those that hold text or conversations become tokens.
+    """Return the Trainer's data sets; those of text or conversations become tokens.
 
-    Without a `source`, the model's, nothing is prepared: the samples are for the user's own layers or data_collator.
-    Raises UserError where there is something to prepare and no tokenizer, and for --packing and --block_size where they
-    could not act.
+    Args:
+        source: of the model; None where samples go to the user's own layers or data_collator, and stay as they are.
+
+    Raises:
+        UserError: text without a tokenizer; --packing or --block_size where they could have no effect.
     """
     args, given_train = config.args, as_dataset(given_train)
     evaluation = _each(given_evaluation, lambda data: read_all(as_dataset(data), "eval_dataset"))
-    say = Speaker(console.say, console.out if console.speaks and console.is_terminal else None)
+    say = _speaker(console)
     train = stream_of_dataset(given_train, tokenizer, source, args, say) if is_iterable(given_train) else given_train
     if not isinstance(train, Streamed):
         refuse_buffer(args)
@@ -223,7 +184,7 @@ def user_datasets(
         return Datasets(train=train, evaluation=evaluation, tokenizer=tokenizer)
     if tokenizer is None:
         raise UserError(NEEDS_TOKENIZER)
-    _require_cut(source, config)
+    require_cut(source, config.resolved.tp_size, whole_experts=config.resolved.ep_size > 1)
     form = SampleForm.of(tokenizer, source, args)
     lay_out = _layer_out(tokenizer, form, say)
 
@@ -240,6 +201,30 @@ def user_datasets(
         return trained, _each(evaluation, lambda data: prepared(data, "eval_dataset"))
 
     return _on_each_host(build, tokenizer, env, console)
+
+
+def stream_of_dataset(
+    dataset: Iterable[object],
+    tokenizer: Tokenizer | None,
+    source: ModelSource | None,
+    args: TrainingArguments,
+    say: Callable[[str], None],
+) -> Streamed:
+    """Return the samples of an IterableDataset; without a `source` the rows as they are."""
+    require_streamable(args, "an IterableDataset")
+    rows = IterableRows(dataset, "train_dataset", as_they_are=source is None, say=say)
+    if rows.kind is None or source is None:
+        return Streamed([StreamedSource(rows, RowsAsTheyAre())], buffer=args.shuffle_buffer_size)
+    if tokenizer is None:
+        raise UserError(NEEDS_TOKENIZER)
+    return Streamed(
+        [_streamed(rows, tokenizer, SampleForm.of(tokenizer, source, args))], buffer=args.shuffle_buffer_size
+    )
+
+
+def _streamed(rows: Rows, tokenizer: Tokenizer, form: SampleForm) -> StreamedSource:
+    maker = sample_maker(rows.kind, tokenizer, form.block_size, packing=form.packing)
+    return StreamedSource(rows, maker, identity(tokenizer))
 
 
 def _each(data: _Data | Mapping[str, _Data] | None, change: Callable[[_Data], MapDataset]) -> EvaluationData:
@@ -263,7 +248,7 @@ def later_dataset(
         return data
     if tokenizer is None:
         raise UserError(NEEDS_TOKENIZER)
-    say = Speaker(console.say, console.out if console.speaks and console.is_terminal else None)
+    say = _speaker(console)
     lay_out = _layer_out(tokenizer, SampleForm.of(tokenizer, source, args), say)
     return once_per_host(lambda: lay_out(as_documents(data, name, say)), env=env, store=shared_store())
 
@@ -277,7 +262,7 @@ def own_tokenizer(model: object) -> Tokenizer | None:
 
 
 def _require_packed(source: ModelSource | None, *datasets: MapDataset | None) -> None:
-    """UserError where --packing could not act: on samples of the user's own, or on tokens that are not packed."""
+    """Raise UserError where --packing has no effect: samples for a collator of the user's, tokens not packed."""
     if source is None:
         raise UserError("--packing has no effect with your own data_collator, which lays out samples: remove it")
     for data in datasets:
@@ -289,13 +274,12 @@ def _require_packed(source: ModelSource | None, *datasets: MapDataset | None) ->
             )
 
 
-def _require_cut(source: ModelSource, config: RunConfig) -> None:
-    """Raise UserError, before anything is tokenised, where the model cannot be cut as the layout asks."""
-    require_cut(source, config.resolved.tp_size, whole_experts=config.resolved.ep_size > 1)
+def _speaker(console: Console) -> Speaker:
+    return Speaker(console.say, console.out if console.speaks and console.is_terminal else None)
 
 
 def _layer_out(tokenizer: Tokenizer, form: SampleForm, say: Callable[[str], None]) -> Callable[[Documents], Source]:
-    """Return what makes samples of documents."""
+    """Return a function that makes samples of documents."""
     size, packing, how = form.block_size, form.packing, Preparation(say=say)
 
     def lay_out(documents: Documents) -> Source:

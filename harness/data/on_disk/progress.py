@@ -26,7 +26,7 @@ class Speaker:
         self.say(text)
 
 
-class Progress:
+class PreparationProgress:
     """Shows how much of `total` parts is done.
 
     Args:

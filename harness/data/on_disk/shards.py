@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from harness.data.on_disk.progress import Progress
+from harness.data.on_disk.progress import PreparationProgress
 from harness.errors import UserError
 from harness.topology.env import use_one_core_for_tokenizers
 
@@ -40,37 +40,45 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Number = TypeVar("Number", bound=np.generic)
+Part = TypeVar("Part")
+
+NOTE = "whole.json"
+"""In each shard: size, time of the last change and digest of every other file."""
+SHARD_BYTES = 16 << 20  # of text in a shard: seconds of work, lost if it is interrupted
+MOST_SHARDS = 1024  # beyond, shards grow
+_BYTES_AT_ONCE = 1 << 20  # of text that a process encodes at once: a tokenizer takes some 50 times as much memory
+_ROWS_AT_ONCE = 1024
+_POLL_S = 0.5
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+
+_MAKE: ContextVar[Callable[[int], None]] = ContextVar("make")
+"""In a worker: makes the shard of a number. It comes with the fork, not through a pickle."""
+_ADVANCE: ContextVar[Callable[[float], None]] = ContextVar("advance")
+"""While a shard is made: counts this fraction of it as done."""
 
 
 def mapped(
     path: Path, dtype: type[Number] | np.dtype[Number], offset: int = 0, count: int | None = None
 ) -> npt.NDArray[Number]:
-    """Map `count` numbers of a file from the byte `offset` on, by default all; the array cannot be written to.
+    """Map `count` numbers of a file from the byte `offset` on, by default all; the array is read-only.
 
-    numpy's own mapping keeps a file descriptor for each file, and a process may often have no more than 1,024.
+    numpy.memmap keeps a file descriptor for each file, and a process often may have only 1,024. Arrow closes it.
     """
     import pyarrow as pa
 
-    size = path.stat().st_size
-    whole = np.dtype(dtype)
+    dtype = np.dtype(dtype)
     if count is None:
-        count = (size - offset) // whole.itemsize
+        count = (path.stat().st_size - offset) // dtype.itemsize
     if not count:
-        return np.empty(0, whole)
+        return np.empty(0, dtype)
     with pa.memory_map(str(path)) as file:
-        return np.frombuffer(file.read_buffer(), whole, count, offset)
-
-
-NOTE = "whole.json"
-"""In each folder: size, time of the last change and digest of every other file."""
-
-_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+        return np.frombuffer(file.read_buffer(), dtype, count, offset)
 
 
 def is_whole(folder: Path) -> bool:
     """Whether a folder holds what was written into it.
 
-    A file that has the size and the time of its last change that were noted is not read; any other is.
+    A file whose size and time of the last change are as noted is not read; of any other file the digest is compared.
     """
     try:
         if not (folder / NOTE).is_file():  # a pipe would be waited for
@@ -88,7 +96,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def write_whole(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder, which gets its name when all of it is on disk, unless another process was first."""
+    """Let `write` fill a folder, and name it when all of it is on disk, unless another process was first."""
     made = _beside(folder)
     made.mkdir(parents=True)
     try:
@@ -119,12 +127,12 @@ def _take_name(made: Path, folder: Path) -> None:
 
 
 def _beside(folder: Path) -> Path:
-    """Return a name that no other process takes: processes of two containers may have the same number."""
+    """Return a name that no other process takes; process ids would not do, as two containers may have the same."""
     return folder.with_name(f"{folder.name}.{secrets.token_hex(8)}")
 
 
 def _note(folder: Path, digests: dict[str, str]) -> None:
-    """Write down what is in a folder."""
+    """Write the note of a folder, by a rename: whoever reads it finds all of it."""
     noted = {name: {"stamp": _stamp(folder / name), "digest": digest} for name, digest in digests.items()}
     unfinished = folder / f"{NOTE}.{secrets.token_hex(8)}"
     try:
@@ -147,7 +155,7 @@ def _digest(file: Path) -> str:
 
 
 def _flush(path: Path) -> None:
-    """Have the disk keep a file or folder; OSError if it cannot, but not where it has no such command."""
+    """Flush a file or folder to disk. OSError if that fails, but not where the file system has no such command."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -158,27 +166,13 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-Part = TypeVar("Part")
-
-SHARD_BYTES = 16 << 20  # of text in a shard: seconds of work, lost if it is interrupted
-MOST_SHARDS = 1024  # beyond, shards grow
-_BYTES_AT_ONCE = 1 << 20  # of text that a process encodes at once: a tokenizer takes some 50 times as much
-_ROWS_AT_ONCE = 1024
-_POLL_S = 0.5
-
-_MAKE: ContextVar[Callable[[int], None]] = ContextVar("make")
-"""In a worker: makes the shard of a number. It comes with the fork, not through a pickle."""
-_PART: ContextVar[_Part | None] = ContextVar("part", default=None)
-"""The part that this process works on."""
-
-
 def shard_bytes(total: int) -> int:
-    """Return how many bytes of text to put into a shard, of `total`."""
+    """Return how many bytes of text a shard gets, of `total` bytes."""
     return max(SHARD_BYTES, -(-total // MOST_SHARDS))
 
 
 def rows_of_shards(lengths: npt.NDArray[np.integer]) -> list[tuple[int, int]]:
-    """Return the first and the last row + 1 of each shard: a function of the rows' bytes alone."""
+    """Return the first and the last row + 1 of each shard; they depend on the rows' bytes alone."""
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     size = shard_bytes(total)
@@ -187,15 +181,15 @@ def rows_of_shards(lengths: npt.NDArray[np.integer]) -> list[tuple[int, int]]:
 
 
 def batches(lengths: npt.NDArray[np.integer], first: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Give runs of the rows `first` to `stop` - 1, of about as many bytes as a process encodes at once."""
-    part, total = _PART.get(), max(int(lengths[first:stop].sum(dtype=np.int64)), 1)
+    """Cut the rows `first` to `stop` - 1 into runs of about as many bytes as a process encodes at once."""
+    advance, total = _ADVANCE.get(None), max(int(lengths[first:stop].sum(dtype=np.int64)), 1)
     while first < stop:
         ends = np.cumsum(lengths[first : min(first + _ROWS_AT_ONCE, stop)], dtype=np.int64)
         rows = max(int(np.searchsorted(ends, _BYTES_AT_ONCE, side="right")), 1)
         yield first, first + rows
         first += rows
-        if part is not None:
-            part.advance(int(ends[rows - 1]) / total)
+        if advance is not None:
+            advance(int(ends[rows - 1]) / total)
 
 
 def bytes_of_rows(documents: Dataset, column: str) -> npt.NDArray[np.integer]:
@@ -220,7 +214,7 @@ def make_shards(
     say: Callable[[str], None] = lambda _: None,
     workers: int | None = None,
 ) -> list[Path]:
-    """Make the shards of which `folder` holds no whole one; return the folders of all `parts`, in order.
+    """Make the shards that `folder` does not hold yet, or not whole; return the folders of all `parts`, in order.
 
     Args:
         write: writes the files of a part into a folder.
@@ -237,17 +231,26 @@ def make_shards(
     if missing and len(missing) < len(parts):
         say(f"{doing}: {len(parts) - len(missing)} of {len(parts)} shards were made before")
     workers = min(workers or len(os.sched_getaffinity(0)), len(missing))
-    progress = Progress(len(missing), doing, say)
+    progress = PreparationProgress(len(missing), doing, say)
     done: Synchronized[float] = get_context("fork").Value("d", 0.0)
 
     def make(index: int) -> None:
-        part = _Part(done, progress.show if workers <= 1 else _nothing)
-        token = _PART.set(part)
+        counted = 0.0
+
+        def advance(fraction: float) -> None:
+            nonlocal counted
+            counted += fraction
+            with done.get_lock():
+                done.value += fraction
+            if workers <= 1:  # else the process that waits shows it
+                progress.show(done.value)
+
+        token = _ADVANCE.set(advance)
         try:
             write_whole(folders[index], lambda folder: write(folder, parts[index]))
         finally:
-            _PART.reset(token)
-        part.finish()
+            _ADVANCE.reset(token)
+        advance(1.0 - counted)
 
     try:
         if workers <= 1:
@@ -263,9 +266,9 @@ def make_shards(
 def _in_processes(
     workers: int, make: Callable[[int], None], missing: Sequence[int], doing: str, show: Callable[[], None]
 ) -> None:
-    """Call `make` on these numbers in processes; `show` is called now and then.
+    """Call `make` on these numbers in worker processes; `show` is called now and then.
 
-    They are forked, so that a user's own tokenizer and script need neither be pickled nor imported once more.
+    Workers are forked, so a user's own tokenizer and script are neither pickled nor imported again.
     """
     with ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, (make, os.getpid())) as pool:
         try:
@@ -283,31 +286,8 @@ def _in_processes(
             raise
 
 
-def _nothing(_done: float) -> None:
-    """Show nothing: the process that waits does."""
-
-
-class _Part:
-    """How much of one part is done, as a fraction, added to what is done of all."""
-
-    def __init__(self, of_all: Synchronized[float], shown: Callable[[float], None]) -> None:
-        self._of_all, self._shown = of_all, shown
-        self._done = 0.0
-
-    def advance(self, fraction: float) -> None:
-        """Count this fraction of the part."""
-        self._done += fraction
-        with self._of_all.get_lock():
-            self._of_all.value += fraction
-        self._shown(self._of_all.value)
-
-    def finish(self) -> None:
-        """Count what is left of the part."""
-        self.advance(1.0 - self._done)
-
-
 def _begin_worker(make: Callable[[int], None], parent: int) -> None:
-    """Let a worker end when the process that wants its work is gone. Its tokenizer uses one core: it has siblings."""
+    """End this worker when its parent is gone; let its tokenizer use one core, as each other worker has one, too."""
     _MAKE.set(make)
     use_one_core_for_tokenizers()
 

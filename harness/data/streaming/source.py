@@ -7,9 +7,10 @@ all samples. A checkpoint keeps where each stream stands, so a resumed run passe
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from harness.data.chat import ConversationEncoder, Encoded
 from harness.data.files.rows import TEXT
 from harness.data.mixing import Shares
 from harness.data.on_disk.cache import fingerprint
-from harness.data.on_disk.progress import Progress
+from harness.data.on_disk.progress import PreparationProgress
 from harness.data.packing import best_fit_decreasing
 from harness.data.pieces import PieceEncoder
 from harness.data.samples import laid_out
@@ -33,72 +34,77 @@ from harness.parallel.generators import seed_of
 from harness.resilience.watch.activity import beat
 
 PACKED_TOGETHER = 256
-"""Conversations of a stream of which each packed sample is made."""
+"""Conversations of a stream that are packed together: samples are made of as many at a time."""
+ENDLESS = 1 << 60
+"""The length of a stream, which has none."""
 
-Ids = npt.NDArray[np.int64]
+Sample: TypeAlias = object
+"""What the collator takes."""
 _MOST_UNUSED = 10_000
-_ROWS_BETWEEN_SIGNS = 64  # of life, while rows are passed over
+_ROWS_BETWEEN_BEATS = 64  # while rows are passed over, so that the watch does not take the rank for hanging
 
 
-def _none() -> Ids:
+def _no_ids() -> npt.NDArray[np.int64]:
     return np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a stream stands: `sample` is the next one, made of `rest` and of the rows from `row` of `section` on.
+class StreamPosition:
+    """Where a stream stands: the next sample is made of `rest` and of the rows from `row` of `section` on.
 
     Attributes:
-        starts: of the documents that begin in `rest`.
+        sample: the number of the next sample.
+        rest: ids that are read, but in no sample yet.
+        starts: where documents begin in `rest`.
         mark: from where `row` can be reached, as `Rows.mark` gives it.
     """
 
     sample: int = 0
     section: int = 0
     row: int = 0
-    rest: Ids = field(default_factory=_none)
-    starts: Ids = field(default_factory=_none)
+    rest: npt.NDArray[np.int64] = field(default_factory=_no_ids)
+    starts: npt.NDArray[np.int64] = field(default_factory=_no_ids)
     mark: Mark = field(default_factory=dict)
 
 
-Sample: TypeAlias = object
-"""What the collator takes."""
-Made = Iterator[tuple[Sample, Place | None]]
-"""Samples, and after each the place of the next; None where the stream can only go on from an earlier one."""
+PositionedSamples = Iterator[tuple[Sample, StreamPosition | None]]
+"""Samples, each with the position of the next one; None where the stream can only go on from an earlier position."""
 
 
-class Layout(Protocol):
-    """Makes samples of rows."""
+class SampleMaker(ABC):
+    """Makes samples of the rows of a stream.
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """How it makes them."""
+    Attributes:
+        key: what the samples depend on besides the rows.
+    """
 
-    def __call__(self, rows: Rows, origin: Place) -> Made:
-        """Give the samples from a place on, without end."""
+    key: tuple[object, ...]
+
+    @abstractmethod
+    def samples(self, rows: Rows, origin: StreamPosition) -> PositionedSamples:
+        """Give the samples from a position on, without end."""
 
 
-class AsTheyAre:
+class RowsAsTheyAre(SampleMaker):
     """Each row is a sample."""
 
-    key: tuple[object, ...] = ()
+    key = ()
 
-    def __call__(self, rows: Rows, origin: Place) -> Made:
-        """Give the rows from a place on."""
-        numbered = enumerate(_neighbours(rows, origin), origin.sample + 1)
-        for sample, (_, row, following, _) in numbered:
-            yield row, Place(sample, *following)
+    def samples(self, rows: Rows, origin: StreamPosition) -> PositionedSamples:
+        """Give the rows from a position on."""
+        for sample, (_, row, following, _) in enumerate(_neighbours(rows, origin), origin.sample + 1):
+            yield row, StreamPosition(sample, *following)
 
 
-class TextBlocks:
+class TextBlocks(SampleMaker):
     """Documents joined and cut into blocks, with position ids if they are packed."""
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, *, packing: bool) -> None:
         self._pieces, self._size, self._packing = PieceEncoder(tokenizer), block_size, packing
-        self.key: tuple[object, ...] = ("blocks", block_size, packing)
+        self.key = ("blocks", block_size, packing)
 
-    def __call__(self, rows: Rows, origin: Place) -> Made:
-        """Give the blocks from a place on."""
+    def samples(self, rows: Rows, origin: StreamPosition) -> PositionedSamples:
+        """Give the blocks from a position on: `input_ids` and, if packed, `position_ids`, int64 [block_size]."""
         sample, rest, starts, size = origin.sample, origin.rest, origin.starts, self._size
         for before, document, following, after in _neighbours(rows, origin):
             part = int(document["part"])
@@ -115,43 +121,41 @@ class TextBlocks:
                 made = {"input_ids": torch.from_numpy(block)}
                 if self._packing:
                     made["position_ids"] = torch.from_numpy(positions_of(inside, size))
-                yield made, Place(sample, *following, rest, starts)
+                yield made, StreamPosition(sample, *following, rest, starts)
 
 
-class ConversationSamples:
-    """Conversations, each padded on the right; or packed, those that were read together, none cut."""
+class ConversationSamples(SampleMaker):
+    """Conversations, each padded on the right; or packed with those that are read together, none cut."""
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, *, packing: bool) -> None:
         self._chat, self._size, self._packing = ConversationEncoder(tokenizer), block_size, packing
-        self.key: tuple[object, ...] = ("conversations", block_size, packing, self._chat.template)
+        self.key = ("conversations", block_size, packing, self._chat.template)
 
-    def __call__(self, rows: Rows, origin: Place) -> Made:
-        """Give the samples from a place on."""
-        return (self._packed if self._packing else self._padded)(rows, origin)
-
-    def _padded(self, rows: Rows, origin: Place) -> Made:
-        for sample, (encoded, following) in enumerate(self._usable(rows, origin), origin.sample + 1):
-            made = laid_out([encoded], self._size, self._chat.end)
-            del made["position_ids"]
-            made["attention_mask"] = (torch.arange(self._size) < len(encoded.ids)).long()
-            yield made, Place(sample, *following)
-
-    def _packed(self, rows: Rows, origin: Place) -> Made:
+    def samples(self, rows: Rows, origin: StreamPosition) -> PositionedSamples:
+        """Give the samples from a position on; padded ones have an `attention_mask`, packed ones `position_ids`."""
         usable, sample = self._usable(rows, origin), origin.sample
+        if not self._packing:
+            for encoded, following in usable:
+                sample += 1
+                made = laid_out([encoded], self._size, self._chat.end)
+                del made["position_ids"]
+                made["attention_mask"] = (torch.arange(self._size) < len(encoded.ids)).long()
+                yield made, StreamPosition(sample, *following)
         while together := list(itertools.islice(usable, PACKED_TOGETHER)):
             bins = best_fit_decreasing([len(encoded.ids) for encoded, _ in together], self._size)
             for number in range(len(bins)):
                 sample += 1
-                place = Place(sample, *together[-1][1]) if number == len(bins) - 1 else None
-                yield laid_out([together[i][0] for i in bins[number]], self._size, self._chat.end), place
+                # within these conversations the stream cannot go on: they are packed anew from the first one
+                position = StreamPosition(sample, *together[-1][1]) if number == len(bins) - 1 else None
+                yield laid_out([together[i][0] for i in bins[number]], self._size, self._chat.end), position
 
-    def _usable(self, rows: Rows, origin: Place) -> Iterator[tuple[Encoded, tuple[int, int]]]:
+    def _usable(self, rows: Rows, origin: StreamPosition) -> Iterator[tuple[Encoded, tuple[int, int]]]:
         """Give the conversations that have an answer within the length of a sample, and where the next row is."""
         unused = 0
         for _, document, following, _ in _neighbours(rows, origin):
             found = self._chat(str(document["conversation"]), str(document["place"]))
             encoded = Encoded(ids=found.ids[: self._size], answers=found.answers[: self._size])
-            if encoded.answers[1:].any():
+            if encoded.answers[1:].any():  # the first token is never predicted
                 unused = 0
                 yield encoded, following
                 continue
@@ -163,36 +167,33 @@ class ConversationSamples:
                 )
 
 
-def layout_of(kind: str | None, tokenizer: Tokenizer, block_size: int, *, packing: bool) -> Layout:
-    """Return how rows of text or of conversations become samples."""
-    makes: type[TextBlocks | ConversationSamples] = TextBlocks if kind == TEXT else ConversationSamples
-    return makes(tokenizer, block_size, packing=packing)
+def sample_maker(kind: str | None, tokenizer: Tokenizer, block_size: int, *, packing: bool) -> SampleMaker:
+    """Return what makes samples of rows of this kind: text or conversations."""
+    maker = TextBlocks if kind == TEXT else ConversationSamples
+    return maker(tokenizer, block_size, packing=packing)
 
 
-def _neighbours(rows: Rows, origin: Place) -> Iterator[tuple[Row, Row, tuple[int, int], Row]]:
-    """Give each row from a place on, with the row before (None: it is the first), the next one's place, and that.
+def _neighbours(rows: Rows, origin: StreamPosition) -> Iterator[tuple[Row, Row, tuple[int, int], Row]]:
+    """Give each row from a position on: the row before (None: it is the first), the row, the next one's section and
+    number, and the next one.
 
-    A place that there is no more, as a file has become shorter, is the beginning of the next section.
+    Where a file has become shorter and the position is past its end, the rows go on with the next section.
     """
     before, first = None, origin.mark.get("row", 0)
-    passed = Progress(max(origin.row - first, 1), "passing over rows", rows.say)
+    progress = PreparationProgress(max(origin.row - first, 1), "passing over rows", rows.say)
     is_there, last = False, first - 1
     for (section, row, found), (*following, after) in itertools.pairwise(rows.since(origin.section, origin.mark)):
         if not is_there and section == origin.section and last < row < origin.row:
             last = row
-            if row % _ROWS_BETWEEN_SIGNS == 0:
+            if row % _ROWS_BETWEEN_BEATS == 0:
                 beat("passing over rows")
-                passed.show(row - first)
+                progress.show(row - first)
         else:
             if not is_there:
-                passed.close()
+                progress.close()
             is_there = True
             yield before, found, (following[0], following[1]), after
         before = found
-
-
-ENDLESS = 1 << 60
-"""The length of a stream, which has none."""
 
 
 class StreamedSource:
@@ -202,9 +203,9 @@ class StreamedSource:
         key: what the samples are made of.
     """
 
-    def __init__(self, rows: Rows, layout: Layout, made_with: str = "") -> None:
-        self._rows, self._layout = rows, layout
-        self._made = fingerprint(made_with, *layout.key)
+    def __init__(self, rows: Rows, maker: SampleMaker, made_with: str = "") -> None:
+        self._rows, self._maker = rows, maker
+        self._made = fingerprint(made_with, *maker.key)
         self.key = fingerprint(rows.key, self._made)
         self.seek({})
 
@@ -212,24 +213,21 @@ class StreamedSource:
         self._go_to(index)
         return self._next()
 
-    def seek(self, position: JsonObject) -> None:
-        """Go on from a position that was kept; from the beginning where it is empty.
-
-        What was left over of a row is of use only to the tokenizer and the sample length that made it.
-        """
-        numbers = {name: position.get(name, 0) for name in ("sample", "section", "row")}
-        is_alike = position.get("made") == self._made
-        rest, starts = (np.array(position[name] if is_alike else (), dtype=np.int64) for name in ("rest", "starts"))
-        self._start(Place(**numbers, rest=rest, starts=starts, mark=position.get("mark", {})))
+    def seek(self, kept: JsonObject) -> None:
+        """Go on from a position that `position` gave; from the beginning where it is empty."""
+        numbers = {name: kept.get(name, 0) for name in ("sample", "section", "row")}
+        # what was left over of a row is of use only to the tokenizer and the sample length that made it
+        is_alike = kept.get("made") == self._made
+        rest, starts = (np.array(kept[name] if is_alike else (), dtype=np.int64) for name in ("rest", "starts"))
+        self._start(StreamPosition(**numbers, rest=rest, starts=starts, mark=kept.get("mark", {})))
 
     def position(self, sample: int) -> JsonObject:
-        """Return where the stream can go on to give this sample: there, or a few samples before."""
+        """Return a position, as JSON, from which the stream can give this sample: there, or a few samples before."""
         self._go_to(sample)
-        place = self._place
-        origin = self._origin
-        mark = self._rows.mark(place.section, place.row) or (origin.mark if origin.section == place.section else {})
-        left_over = {"rest": place.rest.tolist(), "starts": place.starts.tolist(), "made": self._made}
-        return {**vars(place), **left_over, "mark": mark, "at": sample}
+        found, origin = self._position, self._origin
+        mark = self._rows.mark(found.section, found.row) or (origin.mark if origin.section == found.section else {})
+        left_over = {"rest": found.rest.tolist(), "starts": found.starts.tolist(), "made": self._made}
+        return {**vars(found), **left_over, "mark": mark, "at": sample}
 
     def _go_to(self, sample: int) -> None:
         if sample < self._count:  # as after a rollback
@@ -237,13 +235,13 @@ class StreamedSource:
         while self._count < sample:
             self._next()
 
-    def _start(self, origin: Place) -> None:
-        self._origin = self._place = origin
-        self._count, self._coming = origin.sample, self._layout(self._rows, origin)
+    def _start(self, origin: StreamPosition) -> None:
+        self._origin = self._position = origin
+        self._count, self._coming = origin.sample, self._maker.samples(self._rows, origin)
 
     def _next(self) -> Sample:
-        sample, place = next(self._coming)
-        self._count, self._place = self._count + 1, place or self._place
+        sample, position = next(self._coming)
+        self._count, self._position = self._count + 1, position or self._position
         return sample
 
 
@@ -252,7 +250,7 @@ class Streamed(OwnOrder):
 
     Args:
         weights: of the streams, if there are several.
-        buffer: samples that are read at once and shuffled; below 2: they stay in the order of the streams.
+        buffer: samples that are read at once and shuffled; below 2 they stay in the order of the streams.
     """
 
     endless = True
@@ -261,9 +259,9 @@ class Streamed(OwnOrder):
         self.sources, self._buffer = list(sources), max(buffer, 1)
         self._shares = Shares(weights or [1.0])
         self.key = fingerprint(*(source.key for source in sources), *self._shares.shares, self._buffer)
-        self._number = -1  # of the buffer that is held
+        self._number = -1  # of the buffer in memory
         self._held: list[Sample] = []
-        self._begin: JsonObject = {}  # the position at which it begins
+        self._begin: JsonObject = {}  # its position
 
     def __len__(self) -> int:
         return ENDLESS
@@ -293,7 +291,7 @@ class Streamed(OwnOrder):
         return places
 
     def position(self, consumed: int) -> JsonObject:
-        """Return where each source can go on when so many samples were consumed."""
+        """Return where each source can go on after so many samples, as JSON."""
         number = consumed // self._buffer
         if number == self._number:
             return self._begin
@@ -301,19 +299,19 @@ class Streamed(OwnOrder):
         return {"sources": [source.position(count) for source, count in zip(self.sources, before, strict=True)]}
 
     def seek(self, position: JsonObject, consumed: int) -> None:
-        """Give the samples behind `consumed` ones from a position on that was kept.
+        """Go on behind the first `consumed` samples, from a position that `position` gave.
 
-        Where there are other sources than then, each begins anew.
+        Where the number of sources has changed since, each begins anew.
         """
         self._number = -1
         number = consumed // self._buffer
-        places = position.get("sources", [])
-        if len(places) != len(self.sources):
-            places = [{"sample": 0, "at": 0}] * len(self.sources)
+        positions = position.get("sources", [])
+        if len(positions) != len(self.sources):
+            positions = [{"sample": 0, "at": 0}] * len(self.sources)
         counts = self._shares.before(number * self._buffer)
-        for source, place, count in zip(self.sources, places, counts, strict=True):
-            at = place.get("at", count)  # older versions did not keep for which sample a position was asked
-            source.seek({**place, "sample": min(place["sample"] + count - at, count)})
+        for source, kept, count in zip(self.sources, positions, counts, strict=True):
+            at = kept.get("at", count)  # older versions did not keep for which sample a position was asked
+            source.seek({**kept, "sample": min(kept["sample"] + count - at, count)})
 
     def _read(self, index: int) -> Sample:
         (number,), (place,) = self._shares.places(index, 1)

@@ -9,7 +9,7 @@ from datasets import Dataset
 from harness.data.blocks import make_blocks
 from harness.data.on_disk import progress, shards
 from harness.data.on_disk.cache import Preparation
-from harness.data.on_disk.progress import Progress, Speaker
+from harness.data.on_disk.progress import PreparationProgress, Speaker
 from harness.data.tokenizer import ByteTokenizer
 
 
@@ -28,12 +28,12 @@ def test_lines_say_how_far_it_is_also_within_a_shard(workers, tmp_path, monkeypa
 
 def test_a_terminal_gets_a_bar_if_it_takes_some_seconds(monkeypatch):
     terminal = io.StringIO()
-    soon = Progress(4, "tokenising", Speaker(print, terminal))
+    soon = PreparationProgress(4, "tokenising", Speaker(print, terminal))
     soon.show(3.0)
     soon.close()
     assert terminal.getvalue() == ""
     monkeypatch.setattr(progress, "BAR_AFTER_S", 0)
-    long = Progress(4, "tokenising", Speaker(print, terminal))
+    long = PreparationProgress(4, "tokenising", Speaker(print, terminal))
     long._begun -= 30
     long.show(1.0)
     long._bar.refresh()

@@ -27,7 +27,7 @@ from harness.data.samples import make_samples
 from harness.data.streaming import rows as rows_module
 from harness.data.streaming import source as source_module
 from harness.data.streaming.rows import FileRows, IterableRows, read_all
-from harness.data.streaming.source import AsTheyAre, Streamed, StreamedSource, layout_of
+from harness.data.streaming.source import RowsAsTheyAre, Streamed, StreamedSource, sample_maker
 from harness.data.tokenizer import ByteTokenizer, load_tokenizer
 from harness.errors import UserError
 from harness.training.prepare import preflight
@@ -56,7 +56,7 @@ def chats(tmp_path):
 
 def streamed(path, kind, tokenizer, block_size, *, packing=False):
     rows = FileRows(find_files(path), kind)
-    return StreamedSource(rows, layout_of(kind, tokenizer, block_size, packing=packing))
+    return StreamedSource(rows, sample_maker(kind, tokenizer, block_size, packing=packing))
 
 
 def plain(sample):
@@ -222,8 +222,8 @@ ITERABLES = [
 def test_an_iterable_data_set_is_a_stream(make):
     def data():
         rows = IterableRows(Counting(make), "train_dataset", as_they_are=False)
-        layout = AsTheyAre() if rows.kind is None else layout_of(rows.kind, ByteTokenizer(), BLOCK, packing=False)
-        return Streamed([StreamedSource(rows, layout)], buffer=5)
+        maker = RowsAsTheyAre() if rows.kind is None else sample_maker(rows.kind, ByteTokenizer(), BLOCK, packing=False)
+        return Streamed([StreamedSource(rows, maker)], buffer=5)
 
     steps_and_a_resume(data)
     assert data_digest(data()) == data_digest(data())
@@ -233,7 +233,7 @@ def test_an_iterable_of_the_package_datasets_is_shuffled_anew_in_each_pass():
     from datasets import Dataset
 
     dataset = Dataset.from_list([{"input_ids": [i]} for i in range(8)]).to_iterable_dataset().shuffle(1, buffer_size=8)
-    source = StreamedSource(IterableRows(dataset, "train_dataset", as_they_are=False), AsTheyAre())
+    source = StreamedSource(IterableRows(dataset, "train_dataset", as_they_are=False), RowsAsTheyAre())
     first, second = ([source[k]["input_ids"][0] for k in range(start, start + 8)] for start in (0, 8))
     assert sorted(first) == sorted(second) == list(range(8)) and first != second
     kept = source.position(16)
@@ -343,7 +343,7 @@ def test_passing_over_rows_shows_that_it_goes_on(monkeypatch):
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0)
     monkeypatch.setattr(source_module, "beat", beats.append)
     rows = IterableRows(Counting(ITERABLES[2], 2000), "train_dataset", as_they_are=True, say=said.append)
-    source = StreamedSource(rows, AsTheyAre())
+    source = StreamedSource(rows, RowsAsTheyAre())
     source.seek({"sample": 1500, "row": 1500})
     assert source[1500]["input_ids"][0] == 1500
     assert len(beats) > 20 and set(beats) == {"passing over rows"}
@@ -375,8 +375,8 @@ class Stateful(Counting):
 def test_a_data_set_that_knows_where_it_stands_is_asked_for_it(make):
     def stream(buffer=5):
         rows = IterableRows(Stateful(lambda i: make(i % 40), 700), "train_dataset", as_they_are=False)
-        layout = AsTheyAre() if rows.kind is None else layout_of(rows.kind, ByteTokenizer(), BLOCK, packing=False)
-        return Streamed([StreamedSource(rows, layout)], buffer=buffer), rows._dataset
+        maker = RowsAsTheyAre() if rows.kind is None else sample_maker(rows.kind, ByteTokenizer(), BLOCK, packing=False)
+        return Streamed([StreamedSource(rows, maker)], buffer=buffer), rows._dataset
 
     whole, _ = stream()
     for consumed in (600, 1605):  # in the first pass, and in a later one
@@ -401,7 +401,7 @@ def test_an_iterable_of_datasets_goes_on_from_its_state_where_that_is_exact(shuf
     def stream():
         dataset = Dataset.from_list([{"input_ids": [i]} for i in range(900)]).to_iterable_dataset(num_shards=4)
         dataset = dataset.shuffle(1, buffer_size=50) if shuffled else dataset
-        return StreamedSource(IterableRows(dataset, "train_dataset", as_they_are=False), AsTheyAre())
+        return StreamedSource(IterableRows(dataset, "train_dataset", as_they_are=False), RowsAsTheyAre())
 
     whole = stream()
     for at in (700, 1400):
@@ -421,7 +421,7 @@ def test_an_iterable_that_gives_nothing_is_refused():
 
     with pytest.raises(UserError, match="train_dataset is empty"):
         IterableRows(Empty(), "train_dataset", as_they_are=False)
-    source = StreamedSource(IterableRows(Once(), "train_dataset", as_they_are=False), AsTheyAre())
+    source = StreamedSource(IterableRows(Once(), "train_dataset", as_they_are=False), RowsAsTheyAre())
     with pytest.raises(UserError, match="train_dataset gives no sample in pass 2: its __iter__ must begin anew"):
         source[4]
     with pytest.raises(UserError, match="gives more than 4 samples, too many to be held"):
