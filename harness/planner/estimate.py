@@ -73,7 +73,7 @@ class Estimate:
         seconds = {key: value for key, value in asdict(self.seconds).items() if key != "idle"}
         parts = [field.name for field in fields(StageMemory) if field.name != "host"]
         return {
-            "layout": {"pipeline": strategy.pipeline, "tensor": strategy.tensor, "data": strategy.data},
+            "layout": {"pipeline": strategy.pp_size, "tensor": strategy.tp_size, "data": strategy.dp_size},
             "zero_stage": strategy.zero_stage,
             "micro_batch": strategy.micro_batch,
             "gradient_accumulation_steps": strategy.accumulation,
@@ -94,8 +94,8 @@ class Estimate:
             "model_tflops_per_gpu": model_flops / 1e12,
             "mfu": model_flops / self.hardware.flops[self.workload.precision],
             "schedule": strategy.schedule_name,
-            "expert_parallel_size": strategy.expert,
-            "parts_per_stage": strategy.parts_per_stage,
+            "expert_parallel_size": strategy.ep_size,
+            "parts_per_stage": strategy.chunks_per_stage,
             "sequence_parallel": strategy.sequence_parallel,
         }
 
@@ -134,10 +134,10 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
     overlap = zero.get("overlap_comm", resolved.zero_stage == 3)
     whole_gradients = sums_whole(resolved.precision, resolved.zero_stage)
     strategy = Strategy(
-        pipeline=resolved.pp_size,
-        tensor=resolved.tp_size,
-        data=resolved.dp_size,
-        expert=resolved.ep_size,
+        pp_size=resolved.pp_size,
+        tp_size=resolved.tp_size,
+        dp_size=resolved.dp_size,
+        ep_size=resolved.ep_size,
         micro_batch=resolved.micro_batch,
         accumulation=resolved.accumulation,
         zero_stage=resolved.zero_stage,
@@ -152,7 +152,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         partition=resolved.partition,
         split_table=True,
         schedule=SCHEDULES.get(resolved.schedule, "1f1b"),
-        virtual_stages=1 if resolved.chunks.folded else resolved.chunks.each,
+        chunks=1 if resolved.chunks.folded else resolved.chunks.each,
     )
     return workload, strategy
 

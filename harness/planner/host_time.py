@@ -27,9 +27,9 @@ def with_issue(
     """Return the seconds of a layer, of whose own work `device` has the seconds."""
     operations = _operations(workload, strategy, layer)
     if not hardware.is_host:
-        issue = (operations + (2 * COLLECTIVE_OPERATIONS if strategy.tensor > 1 else 0)) * hardware.dispatch_seconds
+        issue = (operations + (2 * COLLECTIVE_OPERATIONS if strategy.tp_size > 1 else 0)) * hardware.dispatch_seconds
         return Seconds(max(device.forward, issue), max(device.backward, 2 * issue))
-    calls = 0 if strategy.tensor == 1 else 2 * (2 if strategy.sequence_parallel else 1)
+    calls = 0 if strategy.tp_size == 1 else 2 * (2 if strategy.sequence_parallel else 1)
     both = calls * HOST_COLLECTIVE + (HOST_LAYER + (HOST_ZERO_3 if strategy.zero_stage == 3 else 0)) / 2
     again = HOST_RECOMPUTED if strategy.recompute == "full" else 0
     once = hardware.dispatch_seconds
@@ -50,7 +50,7 @@ def _operations(workload: Workload, strategy: Strategy, layer: LayerShape) -> in
 
 def held_experts(strategy: Strategy, layer: LayerShape) -> int:
     """Return how many routed experts a rank holds."""
-    return max(1, layer.experts // strategy.expert)
+    return max(1, layer.experts // strategy.ep_size)
 
 
 def micro_batch_issue(hardware: Hardware) -> float:

@@ -46,7 +46,7 @@ def _share(width: int, ranks: int) -> int:
 
 def _projections(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int) -> Seconds:
     """Return the seconds of all matrix products outside of the core of attention."""
-    tp, precision = strategy.tensor, workload.precision
+    tp, precision = strategy.tp_size, workload.precision
     total = Seconds(0.0, 0.0)
     for inner, columns in layer.attention_matrices:
         is_cut = columns not in (layer.q_rank, layer.kv_rank + layer.rope)
@@ -91,13 +91,13 @@ def _summed(hardware: Hardware, workload: Workload, strategy: Strategy, layer: L
 
 def _feed_forward(strategy: Strategy, layer: LayerShape, tokens: int) -> list[tuple[int, int, int]]:
     """Return width, rows and copies of the feed-forward parts of one rank."""
-    parts = [(_share(layer.dense_ffn, strategy.tensor), tokens, 1)] if layer.dense_ffn else []
+    parts = [(_share(layer.dense_ffn, strategy.tp_size), tokens, 1)] if layer.dense_ffn else []
     if layer.experts:
         held = held_experts(strategy, layer)
-        ranks = 1 if strategy.expert > 1 else strategy.tensor
+        ranks = 1 if strategy.ep_size > 1 else strategy.tp_size
         routed = tokens * layer.top_k
-        if strategy.expert > 1:  # the tokens of tensor-parallel ranks are the same; experts see each once
-            routed = -(-routed // strategy.tensor)
+        if strategy.ep_size > 1:  # the tokens of tensor-parallel ranks are the same; experts see each once
+            routed = -(-routed // strategy.tp_size)
         parts.append((_share(layer.expert_ffn, ranks), max(1, routed // held), held))
     return parts
 
@@ -108,7 +108,7 @@ def _attention(hardware: Hardware, workload: Workload, strategy: Strategy, layer
     Forward 2 x context x (query + output) operations a token, and 2.5 times that backward, where scores are computed
     again (Dao 2023).
     """
-    samples, length, tp = strategy.micro_batch, workload.sequence, strategy.tensor
+    samples, length, tp = strategy.micro_batch, workload.sequence, strategy.tp_size
     precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
     tokens = samples * length
     work = 2.0 * tokens * context(layer, length) * (layer.query + layer.output) / tp
@@ -121,13 +121,13 @@ def _attention(hardware: Hardware, workload: Workload, strategy: Strategy, layer
 def _elementwise(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int) -> Seconds:
     """Return the seconds of norms, residuals, rotations and activations."""
     passes = FUSED if workload.habits.fused_elementwise else PLAIN
-    tp = strategy.tensor
+    tp = strategy.tp_size
     fewer = FEWER if workload.fewer_passes and not workload.habits.fused_elementwise else passes
     norm = (passes if layer.plain_norms else fewer)["norm"]
     outside = layer.hidden * (layer.norms * norm + 2 * passes["residual"])
     inside = (layer.query + layer.key) * fewer["rotation"]
     routed_width = layer.top_k * layer.expert_ffn
-    widths = layer.dense_ffn / tp + routed_width / (tp if strategy.expert <= 1 else 1)
+    widths = layer.dense_ffn / tp + routed_width / (tp if strategy.ep_size <= 1 else 1)
     active = widths * passes["gate" if layer.gated else "activation"]
     routed = 4.0 * layer.top_k * layer.hidden  # tokens are put in the order of experts and back
     moved = outside / (tp if strategy.sequence_parallel else 1) + inside / tp + active + routed
@@ -140,7 +140,7 @@ def _elementwise(hardware: Hardware, workload: Workload, strategy: Strategy, lay
 def head_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> Seconds:
     """Return the seconds of logits and loss."""
     tokens = strategy.micro_batch * workload.sequence
-    columns = _share(workload.shape.vocab, strategy.tensor)
+    columns = _share(workload.shape.vocab, strategy.tp_size)
     precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
     logits = tokens * columns / hardware.memory_bytes_per_second
     summed = columns * workload.shape.hidden * 2 * workload.gradient_bytes / hardware.memory_bytes_per_second
@@ -154,7 +154,7 @@ def embedding_seconds(hardware: Hardware, workload: Workload, strategy: Strategy
     """Return the seconds of the look-up, and of adding up the dense gradient of the table."""
     tokens = strategy.micro_batch * workload.sequence
     moved = 3.0 * tokens * workload.shape.hidden * workload.element_bytes
-    table = 2.0 * workload.shape.vocab * workload.shape.hidden * workload.element_bytes / strategy.tensor
+    table = 2.0 * workload.shape.vocab * workload.shape.hidden * workload.element_bytes / strategy.tp_size
     rate = hardware.memory_bytes_per_second
     return Seconds(moved / rate, (2 * moved + table) / rate)
 
@@ -184,9 +184,9 @@ def layer_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, la
 def expert_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
     """Return the seconds in which a layer's tokens travel to their experts and back, forward; a backward takes the
     same."""
-    if not layer.experts or strategy.expert == 1 or not workload.habits.tokens_travel:
+    if not layer.experts or strategy.ep_size == 1 or not workload.habits.tokens_travel:
         return 0.0
     tokens = strategy.micro_batch * workload.sequence
     state = float(tokens * layer.hidden * workload.element_bytes)
-    stride = 1 if strategy.expert <= strategy.tensor else strategy.tensor
-    return 2 * expert_exchange(hardware, strategy.expert, stride, state / strategy.tensor, layer.top_k)
+    stride = 1 if strategy.ep_size <= strategy.tp_size else strategy.tp_size
+    return 2 * expert_exchange(hardware, strategy.ep_size, stride, state / strategy.tp_size, layer.top_k)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import ceil
 
 from harness.config.values.layout_keys import GPIPE
-from harness.planner.passing import Held, passing_bytes, shared_bytes
+from harness.planner.passing import StageLoad, passing_bytes, shared_bytes
 from harness.planner.shape import LayerShape
 from harness.planner.stages import Stage
 from harness.planner.traffic import data_ranks, expert_ranks
@@ -62,7 +62,7 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
         workload,
         strategy,
         stage,
-        Held(
+        StageLoad(
             parameters=held,
             own=own,
             gradients=gradients,
@@ -78,8 +78,8 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
     state = _state_bytes(workload, strategy)
     gaps = 0.0 if workload.on_cpu else ALLOCATOR_SHARE * made
     buffers = max(0.0, passing - made) + gaps + shared_bytes(workload, strategy, held, state)
-    if strategy.pipeline > 1:
-        buffers += 2 * min(strategy.pipeline, strategy.accumulation, 2) * state  # what is sent and received
+    if strategy.pp_size > 1:
+        buffers += 2 * min(strategy.pp_size, strategy.accumulation, 2) * state  # what is sent and received
     return StageMemory(
         parameters=parameters,
         gradients=gradients,
@@ -96,7 +96,7 @@ def local_parameters(workload: Workload, strategy: Strategy, stage: Stage) -> fl
 
     The head is split over tensor-parallel ranks, and so is a table, where it is tied or `split_table` says so.
     """
-    shape, tp = workload.shape, strategy.tensor
+    shape, tp = workload.shape, strategy.tp_size
     total = sum(count * layer_parameters(strategy, layer) for layer, count in stage.layers)
     if stage.is_first:
         total += _table(workload, strategy)
@@ -114,7 +114,7 @@ def _below(workload: Workload, strategy: Strategy, stage: Stage) -> float:
 
 def _table(workload: Workload, strategy: Strategy) -> float:
     shape = workload.shape
-    split = strategy.tensor if shape.tied or strategy.split_table else 1
+    split = strategy.tp_size if shape.tied or strategy.split_table else 1
     return shape.vocab * shape.hidden / split + shape.position_rows * shape.hidden
 
 
@@ -173,15 +173,15 @@ def in_flight(strategy: Strategy, index: int) -> float:
     it). GPipe: all of them. ZB-V: as many as there are stages, on each of them (Qi
     et al. 2024, section 6).
     """
-    stages, times, parts = strategy.pipeline, strategy.accumulation, strategy.virtual_stages
+    stages, times, chunks = strategy.pp_size, strategy.accumulation, strategy.chunks
     if strategy.schedule == GPIPE:
         return times
     if strategy.is_folded:
         return min(stages, times)
-    if parts > 1:
+    if chunks > 1:
         group = ceil(times / max(1, times // stages))
-        ahead = 2 * (stages - 1 - index) + (parts - 1) * group + 1
-        return min(ahead / parts, times)
+        ahead = 2 * (stages - 1 - index) + (chunks - 1) * group + 1
+        return min(ahead / chunks, times)
     return min(stages - index, times)
 
 
@@ -193,7 +193,7 @@ def stage_activations(workload: Workload, strategy: Strategy, stage: Stage, inde
     `index` micro-batches'.
     """
     flight = in_flight(strategy, index)
-    parallel = strategy.tensor if strategy.sequence_parallel else 1
+    parallel = strategy.tp_size if strategy.sequence_parallel else 1
     each = {layer: layer_activations(workload, strategy, layer) for layer, _ in stage.layers}
     put_off = min(index, strategy.accumulation) if strategy.schedule == "zero-bubble" else 0
     whole = sum(count * each[layer] for layer, count in stage.layers)
@@ -211,7 +211,7 @@ def _at_once(strategy: Strategy, stage: Stage) -> int:
 @lru_cache(maxsize=65536)
 def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
     """Return the bytes that autograd keeps of one layer for one micro-batch."""
-    tp, width = strategy.tensor, workload.element_bytes
+    tp, width = strategy.tp_size, workload.element_bytes
     tokens = strategy.micro_batch * workload.sequence
     shared = tp if strategy.sequence_parallel else 1
     whole_input = (
@@ -224,7 +224,7 @@ def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape)
     active = (layer.into_ffn + 2 if layer.gated else 2) * width  # into the activation, out of it, and their product
     inside = layer.dense_ffn * active / tp
     if layer.experts:
-        whole = tp if strategy.expert > 1 else 1  # whole experts: their tokens are shared out instead
+        whole = tp if strategy.ep_size > 1 else 1  # whole experts: their tokens are shared out instead
         inside += layer.top_k * (layer.expert_ffn * active / tp + 2 * layer.hidden * width / whole)
         inside += layer.experts * 8
     return tokens * (outside + attention + inside)
@@ -248,7 +248,7 @@ def _logits(workload: Workload, strategy: Strategy) -> float:
     where they are narrower. Else the logits, their logarithms of probabilities in fp32, and the gradients of both.
     """
     tokens = strategy.micro_batch * workload.sequence
-    elements = tokens * ceil(workload.shape.vocab / strategy.tensor)
+    elements = tokens * ceil(workload.shape.vocab / strategy.tp_size)
     width = workload.element_bytes
     if workload.habits.loss_in_place:
         chunk = LOSS_CHUNK_ON_CPU if workload.on_cpu else LOSS_CHUNK

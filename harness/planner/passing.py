@@ -22,7 +22,7 @@ SHARED_PIECE = 2**22  # bytes; twice that of each rank of a host is mapped (harn
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class StageLoad:
     """What a rank of a stage holds when a step begins to pass through it.
 
     Attributes:
@@ -42,23 +42,23 @@ class Held:
     in_flight: float
 
 
-def passing_bytes(workload: Workload, strategy: Strategy, stage: Stage, held: Held) -> float:
+def passing_bytes(workload: Workload, strategy: Strategy, stage: Stage, load: StageLoad) -> float:
     """Return the bytes at the fullest moment, activations and logits among them."""
-    at_last_layer = _at_last_layer(workload, strategy, held)
-    at_reduction = _at_reduction(workload, strategy, stage, held)
-    at_backward = _at_backward(workload, strategy, stage, held)
-    return max(at_backward, at_last_layer, at_reduction, _at_update(workload, strategy, held))
+    at_last_layer = _at_last_layer(workload, strategy, load)
+    at_reduction = _at_reduction(workload, strategy, stage, load)
+    at_backward = _at_backward(workload, strategy, stage, load)
+    return max(at_backward, at_last_layer, at_reduction, _at_update(workload, strategy, load))
 
 
 def shared_bytes(workload: Workload, strategy: Strategy, held: float, state: float) -> float:
     """Return the bytes of memory that ranks of one host share and that count as this rank's, where it reads them."""
     if not workload.on_cpu:
         return 0.0
-    of_data = 2 * strategy.data * min(SHARED_PIECE, held * workload.element_bytes) if strategy.data > 1 else 0.0
-    return of_data + (2 * strategy.tensor * min(SHARED_PIECE, state) if strategy.tensor > 1 else 0.0)
+    of_data = 2 * strategy.dp_size * min(SHARED_PIECE, held * workload.element_bytes) if strategy.dp_size > 1 else 0.0
+    return of_data + (2 * strategy.tp_size * min(SHARED_PIECE, state) if strategy.tp_size > 1 else 0.0)
 
 
-def _at_backward(workload: Workload, strategy: Strategy, stage: Stage, held: Held) -> float:
+def _at_backward(workload: Workload, strategy: Strategy, stage: Stage, load: StageLoad) -> float:
     """Return the bytes where a backward begins, which makes the gradient of the largest matrix beside what it needs.
 
     The gradients of the first backward are not there yet, but where they have a flat tensor of their own: a stage that
@@ -66,37 +66,37 @@ def _at_backward(workload: Workload, strategy: Strategy, stage: Stage, held: Hel
     each micro-batch's into one more flat tensor; on a CPU the system hands out the pages of that as they are filled.
     """
     width, zero = workload.element_bytes, strategy.zero_stage
-    again = strategy.accumulation > held.in_flight
+    again = strategy.accumulation > load.in_flight
     largest = largest_matrix(workload, strategy, stage) * width
     if workload.habits.sums_in_place:
-        return held.made + _buckets(workload, strategy, held)
+        return load.made + _buckets(workload, strategy, load)
     if zero == 3:
-        whole = held.made + _gathered(workload, strategy, stage, held) + largest
-        if workload.on_cpu and strategy.bucket >= held.parameters:  # filled at the end of the backward alone
+        whole = load.made + _gathered(workload, strategy, stage, load) + largest
+        if workload.on_cpu and strategy.bucket >= load.parameters:  # filled at the end of the backward alone
             return whole
-        return whole + _buckets(workload, strategy, held)
+        return whole + _buckets(workload, strategy, load)
     if zero == 2:
-        begun = held.made + 2 * largest
+        begun = load.made + 2 * largest
         if workload.on_cpu:  # whose buckets, made anew for each backward, take memory as they are filled
-            return begun - (0.0 if again or _sums_apart(workload) else held.gradients)
-        whole = begun + _buckets(workload, strategy, held)
-        return whole + (held.gradients if again and not _sums_apart(workload) else 0.0)
+            return begun - (0.0 if again or _sums_apart(workload) else load.gradients)
+        whole = begun + _buckets(workload, strategy, load)
+        return whole + (load.gradients if again and not _sums_apart(workload) else 0.0)
     is_there = again or strategy.whole_gradients or (zero == 0 and width == 2)
-    return held.made + largest - (0.0 if is_there else held.gradients)
+    return load.made + largest - (0.0 if is_there else load.gradients)
 
 
-def _at_last_layer(workload: Workload, strategy: Strategy, held: Held) -> float:
+def _at_last_layer(workload: Workload, strategy: Strategy, load: StageLoad) -> float:
     """Return the bytes where a backward reaches the first layer: its activations, kept or computed again.
 
     In the step's first backward the gradients of that layer, and of what lies before it, are not there yet.
     """
-    again = strategy.accumulation > held.in_flight or strategy.whole_gradients or workload.habits.sums_in_place
+    again = strategy.accumulation > load.in_flight or strategy.whole_gradients or workload.habits.sums_in_place
     if strategy.zero_stage >= 2:
         return 0.0  # gradients go to their part as they are made, so that the begin of the backward is fuller
-    return held.layer - (0.0 if again else held.below * workload.element_bytes)
+    return load.layer - (0.0 if again else load.below * workload.element_bytes)
 
 
-def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, held: Held) -> float:
+def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, load: StageLoad) -> float:
     """Return the bytes at the end of the last backward.
 
     Without ZeRO, and for bf16 at stage 1, gradients are copied into flat buckets; not in fp32 on a rank that sends none
@@ -107,19 +107,19 @@ def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, held: He
     if workload.habits.sums_in_place:
         return 0.0
     if zero == 3:
-        stay = strategy.accumulation > 1 and strategy.gathers_once and held.parameters <= GATHERED
-        return _buckets(workload, strategy, held) + (_gathered(workload, strategy, stage, held) if stay else 0.0)
+        stay = strategy.accumulation > 1 and strategy.gathers_once and load.parameters <= GATHERED
+        return _buckets(workload, strategy, load) + (_gathered(workload, strategy, stage, load) if stay else 0.0)
     if zero == 0 or strategy.whole_gradients:
-        alone = strategy.data == 1 and zero == 0 and width == 4
-        return 0.0 if alone else min(held.parameters, FLAT_BUCKET) * max(width, workload.gradient_bytes)
-    moved = largest_matrix(workload, strategy, stage) * width + _buckets(workload, strategy, held)
+        alone = strategy.dp_size == 1 and zero == 0 and width == 4
+        return 0.0 if alone else min(load.parameters, FLAT_BUCKET) * max(width, workload.gradient_bytes)
+    moved = largest_matrix(workload, strategy, stage) * width + _buckets(workload, strategy, load)
     if zero == 1:  # a CPU's bucket takes memory as it is filled, and each gradient in it leaves as much
-        return (0.0 if workload.on_cpu else moved) + held.own * width
-    again = strategy.accumulation > held.in_flight and not _sums_apart(workload)
-    return moved + (held.gradients if again else 0.0)
+        return (0.0 if workload.on_cpu else moved) + load.own * width
+    again = strategy.accumulation > load.in_flight and not _sums_apart(workload)
+    return moved + (load.gradients if again else 0.0)
 
 
-def _at_update(workload: Workload, strategy: Strategy, held: Held) -> float:
+def _at_update(workload: Workload, strategy: Strategy, load: StageLoad) -> float:
     """Return the bytes of the flat copy of a rank's gradients that the optimizer steps on, in fp32.
 
     ZeRO-1 and ZeRO-2 make it of the parts that they have put aside, and at stage 1 other ranks' parts are gone by then;
@@ -129,14 +129,14 @@ def _at_update(workload: Workload, strategy: Strategy, held: Held) -> float:
     width, zero = workload.element_bytes, strategy.zero_stage
     if workload.habits.sums_in_place or strategy.offload != "none" or zero == 0 or strategy.whole_gradients:
         return 0.0
-    part = held.own
+    part = load.own
     if zero == 3:
         summed = max(workload.gradient_bytes, width)
         return min(part, SUB_GROUP) * (summed if summed == 4 else summed + 4)
     if zero == 2 and _sums_apart(workload):
         return 0.0
     copied = part * (width if width == 4 else width + 4)
-    return copied + (part * width - held.gradients if zero == 1 else 0.0)
+    return copied + (part * width - load.gradients if zero == 1 else 0.0)
 
 
 def _sums_apart(workload: Workload) -> bool:
@@ -144,7 +144,7 @@ def _sums_apart(workload: Workload) -> bool:
     return workload.gradient_bytes > workload.element_bytes
 
 
-def _buckets(workload: Workload, strategy: Strategy, held: Held) -> float:
+def _buckets(workload: Workload, strategy: Strategy, load: StageLoad) -> float:
     """Return the bytes of ZeRO's buckets: one fills while the other is reduced.
 
     DeepSpeed allocates each whole, however few the parameters are: a second one where gradients travel while layers
@@ -152,37 +152,37 @@ def _buckets(workload: Workload, strategy: Strategy, held: Held) -> float:
     makes the second of what is in it. A CPU's take memory as they are filled. There ZeRO-3 has none, but gradients
     stand until as many are there, and beside them their means.
     """
-    ranks = strategy.data
+    ranks = strategy.dp_size
     if strategy.zero_stage == 0 or strategy.whole_gradients:
         return 0.0
-    filled = min(strategy.bucket, held.parameters)
+    filled = min(strategy.bucket, load.parameters)
     if workload.on_cpu or workload.habits.sums_in_place:
-        if strategy.data == 1:
+        if strategy.dp_size == 1:
             return 0.0
         return (1 + 1 / ranks if workload.on_cpu and strategy.zero_stage == 3 else 2) * filled * workload.element_bytes
     if strategy.zero_stage == 3:
         return (strategy.bucket + filled) * workload.element_bytes
-    is_double = strategy.overlap_data or strategy.pipeline > 1
+    is_double = strategy.overlap_data or strategy.pp_size > 1
     return (strategy.bucket + (strategy.bucket if is_double else filled)) * workload.element_bytes
 
 
-def _gathered(workload: Workload, strategy: Strategy, stage: Stage, held: Held) -> float:
+def _gathered(workload: Workload, strategy: Strategy, stage: Stage, load: StageLoad) -> float:
     """Return the bytes of gathered parameters: what the forward has gathered, as far as it is needed again soon."""
-    if strategy.data == 1:
+    if strategy.dp_size == 1:
         return 0.0
     layer = max((_matrix(strategy, layer) for layer, _ in stage.layers), default=0.0)
-    return max(min(held.parameters, GATHERED), 2 * layer) * workload.element_bytes
+    return max(min(load.parameters, GATHERED), 2 * layer) * workload.element_bytes
 
 
 def largest_matrix(workload: Workload, strategy: Strategy, stage: Stage) -> float:
     """Return the elements of a rank's largest parameter, whose gradient is made at once."""
     shape = workload.shape
-    table = shape.vocab * shape.hidden / strategy.tensor if stage.is_first or stage.is_last else 0.0
+    table = shape.vocab * shape.hidden / strategy.tp_size if stage.is_first or stage.is_last else 0.0
     return max([table, *[_matrix(strategy, layer) for layer, _ in stage.layers]])
 
 
 def _matrix(strategy: Strategy, layer: LayerShape) -> float:
     """Return the elements of the largest matrix of a layer; those of all experts lie in one tensor."""
-    dense = layer.hidden * max(layer.query, layer.output, layer.dense_ffn) / strategy.tensor
-    experts = layer.experts * layer.into_ffn * layer.hidden * layer.expert_ffn / max(strategy.expert, strategy.tensor)
+    dense = layer.hidden * max(layer.query, layer.output, layer.dense_ffn) / strategy.tp_size
+    experts = layer.experts * layer.into_ffn * layer.hidden * layer.expert_ffn / max(strategy.ep_size, strategy.tp_size)
     return max(dense, experts)

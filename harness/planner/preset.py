@@ -44,23 +44,23 @@ def preset(strategy: Strategy, precision: str) -> JsonObject:
     }
     if strategy.offload != "none":
         config["zero_force_ds_cpu_optimizer"] = False
-    if strategy.pipeline > 1:
+    if strategy.pp_size > 1:
         config["pipeline"] = {
-            "stages": strategy.pipeline,
+            "stages": strategy.pp_size,
             "partition": strategy.partition,
             **config["pipeline"],
             "use_reentrant": False,
         }
         if strategy.schedule_name != DEEPSPEED_1F1B:
             config["pipeline"]["schedule"] = strategy.schedule_name
-        if strategy.virtual_stages > 1:
-            config["pipeline"]["parts_per_stage"] = strategy.virtual_stages
-    if strategy.tensor > 1:
-        config["tensor_parallel"] = {"autotp_size": strategy.tensor}
+        if strategy.chunks > 1:
+            config["pipeline"]["parts_per_stage"] = strategy.chunks
+    if strategy.tp_size > 1:
+        config["tensor_parallel"] = {"autotp_size": strategy.tp_size}
         if strategy.sequence_parallel:
             config["tensor_parallel"]["sequence_parallel"] = True
-    if strategy.expert > 1:
-        config["expert_parallel"] = {"enabled": True, "autoep_size": strategy.expert}
+    if strategy.ep_size > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": strategy.ep_size}
     return config
 
 

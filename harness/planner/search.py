@@ -82,15 +82,15 @@ def candidates(task: Task) -> Iterator[Strategy | str]:
             elif task.global_batch % data:
                 yield f"a global batch of {task.global_batch} is no multiple of the data-parallel ranks"
             else:
-                base = Strategy(pipeline=pipeline, tensor=tensor, data=data, split_table=True)
+                base = Strategy(pp_size=pipeline, tp_size=tensor, dp_size=data, split_table=True)
                 yield from _variants(task, base)
                 if task.spreads_experts and 1 < tensor <= max(x.experts for x in task.workload.shape.layers):
-                    yield from _variants(task, replace(base, expert=tensor))
+                    yield from _variants(task, replace(base, ep_size=tensor))
 
 
 def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
     """Yield the ways to run a layout: ZeRO stage, offload, checkpointing, micro-batch and schedule."""
-    samples = task.global_batch // base.data
+    samples = task.global_batch // base.dp_size
     recompute: tuple[Recompute, ...] = ("none", "full")
     habits = task.workload.habits
     is_ours = habits.zero_stage is None
@@ -109,23 +109,23 @@ def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
                     whole_gradients=is_ours and sums_whole(task.workload.precision, stage),
                     bucket=float(bucket_elements(task.workload.shape.hidden)),
                 )
-                if not habits.shares_sequence or base.tensor == 1:
+                if not habits.shares_sequence or base.tp_size == 1:
                     yield from _orders(task, one)
-                if base.tensor > 1 and base.expert == 1 and task.workload.sequence % base.tensor == 0:
+                if base.tp_size > 1 and base.ep_size == 1 and task.workload.sequence % base.tp_size == 0:
                     yield from _orders(task, replace(one, sequence_parallel=True))
 
 
 def _orders(task: Task, one: Strategy) -> Iterator[Strategy]:
     """Yield a layout under each schedule that differs in time or memory."""
     yield one
-    if one.pipeline == 1:
+    if one.pp_size == 1:
         return
-    has_parts = 2 * one.pipeline <= len(task.workload.shape.layers)
-    if has_parts:
-        yield replace(one, virtual_stages=2)
+    has_chunks = 2 * one.pp_size <= len(task.workload.shape.layers)
+    if has_chunks:
+        yield replace(one, chunks=2)
     if one.recompute == "none":  # which would free what zero-bubble keeps
         yield replace(one, schedule="zero-bubble")
-        if has_parts:
+        if has_chunks:
             yield replace(one, schedule="zero-bubble-v")
 
 
@@ -136,14 +136,14 @@ def _small_divisors(samples: int) -> list[int]:
 def _zero(task: Task, base: Strategy) -> list[tuple[int, Offload]]:
     """Return ZeRO stages with what each may offload: 16 bits begin at stage 1, and pipelines end there."""
     habits = task.workload.habits
-    fixed = habits.zero_stage_of_pipeline if base.pipeline > 1 else habits.zero_stage
+    fixed = habits.zero_stage_of_pipeline if base.pp_size > 1 else habits.zero_stage
     if fixed is not None:
         return [(fixed, "none")]
     least = 0 if task.workload.precision == "fp32" else 1
     plain: list[tuple[int, Offload]] = [(least, "none")]
-    if base.data > 1 and least == 0:
+    if base.dp_size > 1 and least == 0:
         plain.append((1, "none"))
-    if base.pipeline > 1 or base.data == 1:
+    if base.pp_size > 1 or base.dp_size == 1:
         return plain
     if task.hardware.is_host:  # which has no other memory to offload to
         return [*plain, (2, "none"), (3, "none")]

@@ -51,11 +51,11 @@ def strategy_stages(workload: Workload, strategy: Strategy) -> tuple[Stage, ...]
     """Return the stages of a strategy."""
     return stages_of(
         workload.shape,
-        strategy.pipeline,
+        strategy.pp_size,
         strategy.partition,
         workload.sequence,
         strategy.recompute == "full",
-        strategy.parts_per_stage,
+        strategy.chunks_per_stage,
         strategy.is_folded,
         strategy.boundaries,
     )
@@ -92,7 +92,7 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
 
 def _left_bubble(strategy: Strategy) -> float:
     """Return the share of 1F1B's waits that the schedule leaves."""
-    return left_waits(strategy.pipeline, strategy.accumulation, strategy.schedule_name, strategy.virtual_stages)
+    return left_waits(strategy.pp_size, strategy.accumulation, strategy.schedule_name, strategy.chunks)
 
 
 def _stage_compute(hardware: Hardware, workload: Workload, strategy: Strategy, stage: Stage) -> float:
@@ -128,16 +128,16 @@ def _pipeline(hardware: Hardware, workload: Workload, strategy: Strategy) -> flo
     Each micro-batch is sent on once forward and once backward, for each part of the model that a stage has. Where that
     overlaps with the passes of other micro-batches, only what fills and empties the pipeline waits for it.
     """
-    if strategy.pipeline == 1:
+    if strategy.pp_size == 1:
         return 0.0
     tokens = strategy.micro_batch * workload.sequence
     state = float(tokens * workload.shape.hidden * workload.element_bytes)
-    state /= strategy.tensor if strategy.sequence_parallel else 1
-    stride = strategy.tensor * strategy.data
+    state /= strategy.tp_size if strategy.sequence_parallel else 1
+    stride = strategy.tp_size * strategy.dp_size
     once = message(hardware, stride, state) + COLLECTIVE_OPERATIONS * hardware.dispatch_seconds
-    is_hidden = workload.habits.overlap_interleaved and strategy.virtual_stages > 1
-    steady = strategy.accumulation * strategy.parts_per_stage * (CONTENTION if is_hidden else 1.0)
-    return 2 * once * (steady + strategy.pipeline - 1)
+    is_hidden = workload.habits.overlap_interleaved and strategy.chunks > 1
+    steady = strategy.accumulation * strategy.chunks_per_stage * (CONTENTION if is_hidden else 1.0)
+    return 2 * once * (steady + strategy.pp_size - 1)
 
 
 def _data(
@@ -153,8 +153,8 @@ def _data(
     contention = 1.0 if hardware.is_host else CONTENTION
     width, times, stage = workload.element_bytes, strategy.accumulation, strategy.zero_stage
     window = compute / times * 2 / 3  # the backward in which gradients are final: of the last micro-batch, and of
-    if strategy.virtual_stages > 1:  # interleaved parts one after the other
-        window *= min(times, strategy.pipeline)
+    if strategy.chunks > 1:  # interleaved chunks one after the other
+        window *= min(times, strategy.pp_size)
     if stage == 3:
         layers = len(workload.shape.layers)
         of_gradients = _half_rings(hardware, strategy, held, experts, _reduced_bytes(workload, strategy), layers)
@@ -186,7 +186,7 @@ def _copied(hardware: Hardware, strategy: Strategy, gradients: float) -> float:
     """
     if not hardware.is_host:
         return 0.0
-    part = 1 / strategy.data
+    part = 1 / strategy.dp_size
     if strategy.zero_stage == 2:
         copies = strategy.accumulation * (2 + part)
     else:

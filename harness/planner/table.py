@@ -65,14 +65,14 @@ def _cells(number: int, one: Estimate) -> tuple[str, ...]:
     row, strategy = one.row(), one.strategy
     return (
         str(number),
-        str(strategy.pipeline),
+        str(strategy.pp_size),
         _tensor(strategy),
-        str(strategy.data),
+        str(strategy.dp_size),
         str(strategy.zero_stage),
         str(strategy.micro_batch),
         str(strategy.accumulation),
         "yes" if row["activation_checkpointing"] else "no",
-        strategy.schedule_name if strategy.pipeline > 1 else "-",
+        strategy.schedule_name if strategy.pp_size > 1 else "-",
         {"none": "no", "optimizer": "states", "optimizer+parameters": "all"}[strategy.offload],
         f"{row['memory_gib']['max']:.1f}",
         f"{row['step_seconds']['total']:.3g}",
@@ -84,8 +84,8 @@ def _cells(number: int, one: Estimate) -> tuple[str, ...]:
 
 def _tensor(strategy: Strategy) -> str:
     """Return the tensor-parallel size, with `ep` where ranks hold whole experts and `sp` where they share sequences."""
-    more = " ep" * (strategy.expert > 1) + " sp" * strategy.sequence_parallel
-    return f"{strategy.tensor}{more}"
+    more = " ep" * (strategy.ep_size > 1) + " sp" * strategy.sequence_parallel
+    return f"{strategy.tp_size}{more}"
 
 
 def estimate_lines(one: Estimate) -> Iterator[str]:
@@ -93,7 +93,7 @@ def estimate_lines(one: Estimate) -> Iterator[str]:
     strategy, row = one.strategy, one.row()
     limit = row["memory_gib"]["limit"]
     yield (
-        f"pipeline {strategy.pipeline} x tensor {strategy.tensor} x data {strategy.data} on {one.hardware.name}, "
+        f"pipeline {strategy.pp_size} x tensor {strategy.tp_size} x data {strategy.dp_size} on {one.hardware.name}, "
         f"{one.workload.precision}, ZeRO-{strategy.zero_stage}, {strategy.accumulation} x {strategy.micro_batch} "
         f"samples of {one.workload.sequence:,} tokens on each data-parallel rank"
     )

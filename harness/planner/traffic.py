@@ -55,27 +55,27 @@ def group_along(hardware: Hardware, size: int, stride: int) -> Group:
 
 def tensor_group(hardware: Hardware, strategy: Strategy) -> Group:
     """Return the tensor-parallel group: neighbouring ranks."""
-    return group_along(hardware, strategy.tensor, 1)
+    return group_along(hardware, strategy.tp_size, 1)
 
 
 def data_ranks(strategy: Strategy) -> int:
     """Return how many ranks hold copies of one part of the model."""
-    return strategy.data
+    return strategy.dp_size
 
 
 def expert_ranks(strategy: Strategy) -> int:
     """Return how many ranks hold copies of one expert, or of one part of it."""
-    return max(1, strategy.tensor * data_ranks(strategy) // max(strategy.expert, strategy.tensor))
+    return max(1, strategy.tp_size * data_ranks(strategy) // max(strategy.ep_size, strategy.tp_size))
 
 
 def data_group(hardware: Hardware, strategy: Strategy) -> Group:
     """Return the ranks that hold copies of one part of the model."""
-    return group_along(hardware, data_ranks(strategy), strategy.tensor)
+    return group_along(hardware, data_ranks(strategy), strategy.tp_size)
 
 
 def expert_group(hardware: Hardware, strategy: Strategy) -> Group:
     """Return the ranks that hold copies of one expert."""
-    return group_along(hardware, expert_ranks(strategy), max(strategy.expert, strategy.tensor))
+    return group_along(hardware, expert_ranks(strategy), max(strategy.ep_size, strategy.tp_size))
 
 
 def half_ring(group: Group, size_bytes: float) -> float:

@@ -49,14 +49,14 @@ class Strategy:
     """How it is laid out.
 
     Attributes:
-        pipeline, tensor, data, expert: ranks along each axis; expert ranks are data ranks (or tensor ranks where
-            `expert` is equal to `tensor`).
+        pp_size, tp_size, dp_size, ep_size: ranks along each axis; expert-parallel ranks are data-parallel ranks, or
+            tensor-parallel ranks where `ep_size` is equal to `tp_size`.
         micro_batch: samples; accumulation: micro-batches of a data-parallel rank in a step.
         zero_stage: what data-parallel ranks share out: 1 optimizer states, 2 gradients too, 3 parameters too.
         recompute: what the backward computes again: nothing, or whole layers.
         recompute_every: layers that are recomputed at once, from the input of their first.
         schedule: of the pipeline; under gpipe all forward passes come first.
-        virtual_stages: parts of the model that go round the stages (Narayanan et al. 2021, interleaved schedule).
+        chunks: model chunks of each stage, which go round the stages (Narayanan et al. 2021, interleaved schedule).
         sequence_parallel: whether tensor-parallel ranks share out what lies between their layers (Korthikanti et al.
             2022).
         split_table: whether tensor-parallel ranks share an embedding that is not tied to the head, as in Megatron-LM
@@ -69,10 +69,10 @@ class Strategy:
         boundaries: of the parts of the model in a run that has chosen them; else `partition` does.
     """
 
-    pipeline: int = 1
-    tensor: int = 1
-    data: int = 1
-    expert: int = 1
+    pp_size: int = 1
+    tp_size: int = 1
+    dp_size: int = 1
+    ep_size: int = 1
     micro_batch: int = 1
     accumulation: int = 1
     zero_stage: int = 0
@@ -80,7 +80,7 @@ class Strategy:
     recompute_every: int = 1
     offload: Offload = "none"
     schedule: Schedule = "1f1b"
-    virtual_stages: int = 1
+    chunks: int = 1
     sequence_parallel: bool = False
     split_table: bool = False
     overlap_data: bool = False
@@ -93,36 +93,36 @@ class Strategy:
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.pipeline * self.tensor * self.data
+        return self.pp_size * self.tp_size * self.dp_size
 
     @property
     def is_folded(self) -> bool:
         """Whether each stage has a part of the first half of the model and one of the second (Qi et al. 2024)."""
-        return self.pipeline > 1 and self.schedule == "zero-bubble-v"
+        return self.pp_size > 1 and self.schedule == "zero-bubble-v"
 
     @property
-    def parts_per_stage(self) -> int:
-        """Parts of the model on each stage."""
-        return 2 if self.is_folded else self.virtual_stages
+    def chunks_per_stage(self) -> int:
+        """Model chunks on each stage."""
+        return 2 if self.is_folded else self.chunks
 
     @property
     def schedule_name(self) -> str:
         """The schedule as `pipeline.schedule` names it."""
-        return self.schedule if self.virtual_stages == 1 else INTERLEAVED
+        return self.schedule if self.chunks == 1 else INTERLEAVED
 
     @property
     def global_batch(self) -> int:
         """Samples a step."""
-        return self.micro_batch * self.accumulation * self.data
+        return self.micro_batch * self.accumulation * self.dp_size
 
 
 def layer_parameters(strategy: Strategy, layer: LayerShape) -> float:
     """Return a rank's parameters of one decoder layer: matrices split, norms and most biases whole."""
     router = layer.hidden * layer.experts
     dense = layer.matrix_parameters - layer.expert_parameters - router
-    return dense / strategy.tensor + layer_experts(strategy, layer) + router + layer.vectors
+    return dense / strategy.tp_size + layer_experts(strategy, layer) + router + layer.vectors
 
 
 def layer_experts(strategy: Strategy, layer: LayerShape) -> float:
     """Return a rank's parameters of a layer's routed experts: whole ones over expert ranks, or parts of each."""
-    return layer.expert_parameters / max(strategy.expert, strategy.tensor)
+    return layer.expert_parameters / max(strategy.ep_size, strategy.tp_size)

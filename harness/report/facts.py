@@ -64,7 +64,7 @@ def step_facts(run: RunFiles, predicted: Predicted) -> list[Fact]:
         facts.append(Fact(f"{predicted.step_seconds * 1e3:,.1f} ms", "a step, predicted", predicted.hardware))
     if found["bubble"] is not None:
         shares = found["bubble"]
-        p, m, schedule = run.profiles[-1].stages, found["micro_batches"], run.profiles[-1].schedule
+        p, m, schedule = run.profiles[-1].pp_size, found["micro_batches"], run.profiles[-1].schedule
         v = run.profiles[-1].parts_per_stage
         of_parts = f" of {v} parts" if v > 1 else ""
         how = (

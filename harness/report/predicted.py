@@ -65,7 +65,7 @@ def _boundaries(run: RunFiles, layers: int, strategy: Strategy) -> tuple[int, ..
     By measured times, by a user's pattern of class names and after layers have moved that is not what is planned.
     """
     found = run.profiles[-1].stage_boundaries if run.profiles else run.about.get("stage_boundaries")
-    if not isinstance(found, list) or len(found) != strategy.pipeline * strategy.parts_per_stage + 1:
+    if not isinstance(found, list) or len(found) != strategy.pp_size * strategy.chunks_per_stage + 1:
         return None
     if found[0] != 0 or found[-1] != layers or any(a >= b for a, b in pairwise(found)):
         return None

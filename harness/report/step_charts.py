@@ -55,7 +55,7 @@ def timeline(profile: StepProfile) -> BarChart:
 def _chosen(profile: StepProfile) -> set[int]:
     """Return the ranks to show: one of each stage, then others, as many as can be told apart."""
     by_place = sorted(profile.ranks, key=lambda rank: (rank.dp_rank, rank.tp_rank, rank.stage))
-    return {rank.rank for rank in by_place[: max(MOST_RANKS, profile.stages)]}
+    return {rank.rank for rank in by_place[: max(MOST_RANKS, profile.pp_size)]}
 
 
 def _row(rank: RankProfile) -> str:
@@ -65,13 +65,13 @@ def _row(rank: RankProfile) -> str:
 def _round(profile: StepProfile, span: Span) -> int:
     """Return which of its stage's chunks computes, counted from 0; for all else 0."""
     is_apart = profile.parts_per_stage > 1 and span.kind in COMPUTING and span.part is not None
-    return span.part // profile.stages if is_apart and span.part is not None else 0
+    return span.part // profile.pp_size if is_apart and span.part is not None else 0
 
 
 def _kinds(profile: StepProfile, pieces: Mapping[tuple[str, int], Sequence[tuple[str, Span]]]) -> Iterator[Bars]:
     """Yield what is of one kind, and of one round of the chunks: each goes to the next stage."""
     seconds = seconds_by_kind([profile])
-    whole, stages, several = sum(seconds.values()), profile.stages, profile.parts_per_stage > 1
+    whole, stages, several = sum(seconds.values()), profile.pp_size, profile.parts_per_stage > 1
     for kind, number in sorted(pieces, key=lambda key: (KINDS.index(key[0]), key[1])):
         if kind not in OF_KIND:
             continue
@@ -143,7 +143,7 @@ def _owner(profile: StepProfile, chunk: int) -> str:
 def memory_chart(profile: StepProfile, predicted: Sequence[Mapping[str, float]]) -> BarChart:
     """Return for each stage the parts of the peak memory of the rank that needs most, and what was predicted."""
     rows: list[tuple[str, Mapping[str, float]]] = []
-    for stage in range(profile.stages):
+    for stage in range(profile.pp_size):
         rows.append((f"stage {stage}", largest_of_stage(profile, stage).memory_bytes))
         if stage < len(predicted):
             rows.append((f"stage {stage}, predicted", predicted[stage]))

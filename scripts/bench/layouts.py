@@ -211,7 +211,7 @@ def main() -> None:
         calibrate(hardware)
         machine = json.loads(hardware.read_text(encoding="utf-8"))
         for ranks in options.ranks:
-            plain = Strategy(data=ranks, accumulation=SAMPLES // ranks)
+            plain = Strategy(dp_size=ranks, accumulation=SAMPLES // ranks)
             empty = empties[ranks] = run(ranks, NOTHING, plain, MEMORY_STEPS, GIVES_BACK)[1]
             chosen = choose(hardware, ranks, None if options.all else options.sample, options.within)
             for one in chosen if options.within is None else []:

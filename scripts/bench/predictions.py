@@ -176,7 +176,7 @@ def rows_table(found: Sequence[Compared], count: int) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for one in sorted(found, key=lambda one: -abs(one.error))[:count]:
         case, strategy = one.case, one.case.strategy
-        layout = f"{strategy.world_size}: pp{strategy.pipeline} tp{strategy.tensor} dp{strategy.data}"
+        layout = f"{strategy.world_size}: pp{strategy.pp_size} tp{strategy.tp_size} dp{strategy.dp_size}"
         yield (
             f"| {case.system} | {case.model} | {case.device} | {layout} | {strategy.micro_batch} x "
             f"{strategy.accumulation} | {case.seconds:.4g} | {one.predicted:.4g} | {one.error:+.1%} |"

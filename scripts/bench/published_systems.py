@@ -53,10 +53,10 @@ class Case:
     def kind(self) -> str:
         """Return which axes of parallelism it used."""
         sizes = {
-            "pp": self.strategy.pipeline,
-            "tp": self.strategy.tensor,
-            "ep": self.strategy.expert,
-            "dp": self.strategy.data,
+            "pp": self.strategy.pp_size,
+            "tp": self.strategy.tp_size,
+            "ep": self.strategy.ep_size,
+            "dp": self.strategy.dp_size,
         }
         axes = " x ".join(name for name, size in sizes.items() if size > 1)
         return f"{axes or 'one device'}, ZeRO-{self.strategy.zero_stage}"
@@ -177,16 +177,16 @@ def strategy_of(row: dict[str, str], like: str) -> Strategy:
     if system.endswith("1F1B-I"):  # parts of one layer, as the published memory says; two layers less at the ends
         parts = (number(row, "layers") + 2) // pp
     return Strategy(
-        pipeline=pp,
-        tensor=tp,
-        data=dp,
-        expert=number(row, "ep", dp if "DeepEP" in row["notes"] else 1),  # which sends tokens to expert-parallel ranks
+        pp_size=pp,
+        tp_size=tp,
+        dp_size=dp,
+        ep_size=number(row, "ep", dp if "DeepEP" in row["notes"] else 1),  # which sends tokens to expert-parallel ranks
         micro_batch=micro,
         accumulation=batch // (dp * micro),
         zero_stage=zero,
         recompute="full" if row["recompute"].startswith("full") else "none",
         schedule=next((value for name, value in schedules.items() if name in system), "1f1b"),
-        virtual_stages=parts,
+        chunks=parts,
         sequence_parallel=tp > 1 and (habits.shares_sequence or row["seq_parallel"].startswith("yes")),
         split_table=True,
         overlap_data=zero >= 2 or habits.overlap_data,

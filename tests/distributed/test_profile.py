@@ -136,7 +136,7 @@ def check_times(steps: list[Any], summary: dict[str, Any]) -> None:
     assert all(passes <= layer.keys() and all(layer[name] > 0 for name in passes) for layer in summary["layers"])
     for step in steps:
         found = bubble(step)
-        assert (found is None) == (step.stages == 1)
+        assert (found is None) == (step.pp_size == 1)
         if found is not None:
             balanced = 1 / (step.micro_batches + 1)
             if step.parts_per_stage > 1:  # a half of it, and a sixth

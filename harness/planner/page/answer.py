@@ -113,9 +113,9 @@ def _row(one: Estimate, found: Found) -> JsonObject:
 def name_of(one: Estimate) -> str:
     """Return a layout as the page's address names it."""
     s = one.strategy
-    more = f".{s.virtual_stages}.{s.sequence_parallel}" if s.virtual_stages > 1 or s.sequence_parallel else ""
+    more = f".{s.chunks}.{s.sequence_parallel}" if s.chunks > 1 or s.sequence_parallel else ""
     return (
-        f"pp{s.pipeline}.tp{s.tensor}.dp{s.data}.ep{s.expert}.zero{s.zero_stage}.micro{s.micro_batch}"
+        f"pp{s.pp_size}.tp{s.tp_size}.dp{s.dp_size}.ep{s.ep_size}.zero{s.zero_stage}.micro{s.micro_batch}"
         f".{s.recompute}.{s.offload}.{s.schedule}{more}"
     )
 

@@ -108,7 +108,7 @@ class StepProfile:
     parts_per_stage: int = 1
 
     @property
-    def stages(self) -> int:
+    def pp_size(self) -> int:
         """The number of pipeline stages."""
         return self.chunks.stages
 

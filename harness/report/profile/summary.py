@@ -26,7 +26,7 @@ def summary(profiles: Sequence[StepProfile]) -> JsonObject:
         "step_seconds": median(profile.seconds for profile in profiles),
         "seconds_by_kind": seconds_by_kind(profiles),
         "bubble": {name: median(share[name] for share in shares) for name in shares[0]} if shares else None,
-        "stages": [_stage(profiles, stage) for stage in range(last.stages)],
+        "stages": [_stage(profiles, stage) for stage in range(last.pp_size)],
         "layers": [_layer(profiles, index) for index in range(len(last.layer_names))],
     }
 

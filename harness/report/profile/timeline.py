@@ -55,11 +55,11 @@ def pipeline_seconds(
 def bubble(profile: StepProfile) -> Bubble | None:
     """Return the bubble of a step; None without pipeline stages."""
     computing = [[span for span in rank.instructions if span.kind in COMPUTING] for rank in profile.ranks]
-    if profile.stages < 2 or not all(computing):
+    if profile.pp_size < 2 or not all(computing):
         return None
     whole = max(spans[-1].end for spans in computing) - min(spans[0].start for spans in computing)
     busy = [sum(span.seconds for span in spans) for spans in computing]
-    m, p = profile.micro_batches, profile.stages
+    m, p = profile.micro_batches, profile.pp_size
     order = profile.schedule, profile.parts_per_stage
     stages = [
         fmean(seconds for rank, seconds in zip(profile.ranks, busy, strict=True) if rank.stage == stage) / m

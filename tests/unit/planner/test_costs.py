@@ -31,7 +31,7 @@ def of(strategy: Strategy, workload: Workload = WORKLOAD) -> Estimate:
 
 @pytest.mark.parametrize(("micro_batches", "share"), [(1, 1 / 2), (2, 1 / 3), (6, 1 / 7)])
 def test_two_equal_stages_idle_by_the_formula(micro_batches, share):
-    one = of(Strategy(pipeline=2, accumulation=micro_batches), replace(WORKLOAD, shape=EVEN)).seconds
+    one = of(Strategy(pp_size=2, accumulation=micro_batches), replace(WORKLOAD, shape=EVEN)).seconds
     assert bubble(2, micro_batches) == pytest.approx(share)
     assert one.idle == pytest.approx(share, rel=0.02)  # the two ends differ a little
     assert one.bubble / (one.bubble + one.compute) == pytest.approx(share, rel=0.02)
@@ -39,13 +39,13 @@ def test_two_equal_stages_idle_by_the_formula(micro_batches, share):
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 2), ("zero-bubble-v", 1)])
 def test_each_part_of_a_stage_sends_every_micro_batch(schedule, virtual):
-    one = Strategy(pipeline=4, accumulation=8)
-    seconds = [of(x).seconds.pipeline for x in (one, replace(one, schedule=schedule, virtual_stages=virtual))]
+    one = Strategy(pp_size=4, accumulation=8)
+    seconds = [of(x).seconds.pipeline for x in (one, replace(one, schedule=schedule, chunks=virtual))]
     assert seconds[1] / seconds[0] == pytest.approx((2 * 8 + 3) / (8 + 3))
 
 
 def test_stages_that_send_while_they_compute_wait_where_the_pipeline_fills_and_empties():
-    one = Strategy(pipeline=4, accumulation=8, virtual_stages=2)
+    one = Strategy(pp_size=4, accumulation=8, chunks=2)
     hidden = replace(WORKLOAD, habits=Habits(overlap_interleaved=True))
     seconds = [of(one, work).seconds.pipeline for work in (WORKLOAD, hidden)]
     assert seconds[1] / seconds[0] == pytest.approx((CONTENTION * 2 * 8 + 3) / (2 * 8 + 3))
@@ -54,7 +54,7 @@ def test_stages_that_send_while_they_compute_wait_where_the_pipeline_fills_and_e
 def test_tokens_travel_to_the_ranks_of_their_experts_where_the_program_sends_them():
     layer = LayerShape(**WIDTHS, experts=8, top_k=2, expert_ffn=256)
     work = Workload(shape=DecoderShape(layers=(layer,), vocab=8), sequence=1024)
-    sent, apart = replace(work, habits=Habits(tokens_travel=True)), Strategy(data=8, expert=8)
+    sent, apart = replace(work, habits=Habits(tokens_travel=True)), Strategy(dp_size=8, ep_size=8)
     traffic = 2 * expert_traffic(H100, sent, apart, layer)
     assert step_seconds(H100, sent, apart).tensor == pytest.approx(traffic) and traffic > 0
     assert step_seconds(H100, work, apart).tensor == 0
@@ -67,7 +67,7 @@ def test_a_ring_moves_each_byte_through_each_rank_almost_twice():
 
 
 def test_the_parts_of_a_step_add_up():
-    row = of(Strategy(pipeline=2, tensor=2, data=2, micro_batch=2, accumulation=4)).row()
+    row = of(Strategy(pp_size=2, tp_size=2, dp_size=2, micro_batch=2, accumulation=4)).row()
     parts = dict(row["step_seconds"])
     assert parts.pop("total") == pytest.approx(sum(parts.values()))
     assert row["tokens_per_second"] == pytest.approx(2 * 4 * 2 * 2048 / row["step_seconds"]["total"])
@@ -86,7 +86,7 @@ def test_the_parts_of_a_step_add_up():
     ],
 )
 def test_model_states_are_shared_out_as_deepspeed_does(precision, stage, each):
-    one = of(Strategy(data=4, zero_stage=stage), replace(WORKLOAD, precision=precision)).stages[0]
+    one = of(Strategy(dp_size=4, zero_stage=stage), replace(WORKLOAD, precision=precision)).stages[0]
     assert one.parameters + one.gradients + one.optimizer == pytest.approx(each * SHAPE.parameters)
 
 
@@ -96,20 +96,20 @@ def test_states_are_shared_out_among_the_ranks_that_hold_copies_of_an_expert(exp
         hidden=64, heads=4, kv_heads=4, query=64, key=64, value=64, output=64, experts=8, top_k=2, expert_ffn=4096
     )
     shape = DecoderShape(layers=(layer,), vocab=64)
-    strategy = Strategy(data=8, expert=expert, zero_stage=1)
+    strategy = Strategy(dp_size=8, ep_size=expert, zero_stage=1)
     one = of(strategy, Workload(shape=shape, sequence=16)).stages[0]
     dense = shape.parameters - layer.expert_parameters
     assert one.optimizer == pytest.approx(12 * (dense / 8 + layer.expert_parameters / expert / copies))
 
 
 def test_stages_hold_the_whole_model_and_a_tied_table_twice():
-    strategy = Strategy(pipeline=4)
+    strategy = Strategy(pp_size=4)
     held = sum(local_parameters(WORKLOAD, strategy, stage) for stage in strategy_stages(WORKLOAD, strategy))
     assert held == SHAPE.parameters + SHAPE.vocab * SHAPE.hidden
 
 
 def test_the_first_stage_keeps_most_activations():
-    stages = of(Strategy(pipeline=4, accumulation=8), replace(WORKLOAD, shape=EVEN)).stages
+    stages = of(Strategy(pp_size=4, accumulation=8), replace(WORKLOAD, shape=EVEN)).stages
     kept = [stage.activations for stage in stages]
     assert kept == sorted(kept, reverse=True)
     assert kept[0] / kept[-1] == pytest.approx(4)
@@ -121,14 +121,14 @@ def test_published_peaks_of_sequence_parallel_runs_are_met(dp, tp, gib):
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
     shape = decoder_of(sizes | {"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True}, "1b")
     work = Workload(shape=shape, sequence=4096)
-    layout = Strategy(data=dp, tensor=tp, micro_batch=8, zero_stage=1, whole_gradients=True, sequence_parallel=True)
+    layout = Strategy(dp_size=dp, tp_size=tp, micro_batch=8, zero_stage=1, whole_gradients=True, sequence_parallel=True)
     assert of(layout, work).peak_bytes / 2**30 == pytest.approx(gib, rel=0.1)
 
 
 def test_on_a_crowded_host_other_ranks_use_the_time_of_those_that_wait():
     cpu, work = load_hardware("cpu"), Workload(shape=EVEN, sequence=128, precision="fp32")
     crowded = replace(cpu, crowding=4.0)
-    four = Strategy(pipeline=4)  # one micro-batch: with a core each, three of four ranks wait at any time
+    four = Strategy(pp_size=4)  # one micro-batch: with a core each, three of four ranks wait at any time
     assert estimate(cpu, work, four).seconds.idle == pytest.approx(3 / 4, rel=0.02)
     assert estimate(crowded, work, four).seconds.idle == pytest.approx(0, abs=0.01)
     alone = Strategy(micro_batch=4)
@@ -151,7 +151,7 @@ def test_checkpointing_trades_memory_for_time():
 def test_sequence_parallelism_stores_less_of_a_layer_and_holds_the_same_parameters():
     untied = replace(WORKLOAD, shape=replace(SHAPE, tied=False))
     whole, shared = (
-        of(Strategy(tensor=4, sequence_parallel=on), untied).row()["memory_gib"]["stages"][0] for on in (False, True)
+        of(Strategy(tp_size=4, sequence_parallel=on), untied).row()["memory_gib"]["stages"][0] for on in (False, True)
     )
     assert shared["parameters"] == whole["parameters"] and shared["activations"] < whole["activations"]
 
@@ -160,7 +160,7 @@ def test_parameters_that_stay_gathered_travel_once_a_step():
     # a narrow link, which nothing hides: gradients go by for each micro-batch, parameters for each pass, or once
     few = replace(WORKLOAD, shape=decoder_of({**EVEN_CONFIG, "num_hidden_layers": 2}, "few"), gradient_bytes=2)
     narrow = replace(H100, node=replace(H100.node, bytes_per_second=1e3))
-    each = Strategy(data=2, zero_stage=3, accumulation=4)
+    each = Strategy(dp_size=2, zero_stage=3, accumulation=4)
     slow, fast = (estimate(narrow, few, replace(each, gathers_once=once)).seconds.data for once in (False, True))
     ends = 3 / 2  # of the first and the last of two layers: two gathers and a reduction
     assert fast / slow == pytest.approx((1 + 4 + ends) / (4 * 2 + 4 + ends), rel=1e-3)
@@ -174,7 +174,7 @@ def test_parameters_that_stay_gathered_travel_once_a_step():
 def test_the_processor_of_a_host_copies_gradients_to_send_them(stage, copies):
     at_once = Link(bytes_per_second=1e30, hop_seconds=0.0)
     host = replace(H100, compute_units=1, node=at_once, network=at_once)
-    strategy = Strategy(data=4, accumulation=3, zero_stage=stage)
+    strategy = Strategy(dp_size=4, accumulation=3, zero_stage=stage)
     gradients = local_parameters(WORKLOAD, strategy, strategy_stages(WORKLOAD, strategy)[0]) * WORKLOAD.gradient_bytes
     width = 1.0 if stage < 2 else WORKLOAD.element_bytes / WORKLOAD.gradient_bytes
     moved = estimate(host, WORKLOAD, strategy).seconds.data * host.memory_bytes_per_second
@@ -184,7 +184,7 @@ def test_the_processor_of_a_host_copies_gradients_to_send_them(stage, copies):
 
 
 def test_offloading_moves_states_to_the_host():
-    plain, off = of(Strategy(data=8, zero_stage=3)), of(Strategy(data=8, zero_stage=3, offload="optimizer"))
+    plain, off = of(Strategy(dp_size=8, zero_stage=3)), of(Strategy(dp_size=8, zero_stage=3, offload="optimizer"))
     assert off.stages[0].optimizer == 0 < plain.stages[0].optimizer
     assert off.stages[0].host >= plain.stages[0].optimizer
     assert off.seconds.optimizer > plain.seconds.optimizer
@@ -193,5 +193,5 @@ def test_offloading_moves_states_to_the_host():
 @pytest.mark.parametrize("name", names())
 def test_every_packaged_device_makes_a_plausible_prediction(name):
     hardware = load_hardware(name)
-    one = estimate(hardware, WORKLOAD, Strategy(data=2, zero_stage=1, micro_batch=2, accumulation=4))
+    one = estimate(hardware, WORKLOAD, Strategy(dp_size=2, zero_stage=1, micro_batch=2, accumulation=4))
     assert 0.1 < one.row()["mfu"] < 0.9

@@ -38,13 +38,13 @@ def issued(layer: LayerShape, strategy: Strategy, **workload: object) -> float:
 
 def test_a_host_issues_two_collectives_with_a_cut_layer():
     assert issued(DENSE, Strategy()) == OPERATIONS
-    assert issued(DENSE, Strategy(tensor=2)) == OPERATIONS + 2 * COLLECTIVE_OPERATIONS
+    assert issued(DENSE, Strategy(tp_size=2)) == OPERATIONS + 2 * COLLECTIVE_OPERATIONS
 
 
 @pytest.mark.parametrize(("precision", "each"), [("bf16", 2), ("fp8", 4)])
 @pytest.mark.parametrize(("ranks", "held"), [(1, 32), (8, 4)])
 def test_experts_that_are_multiplied_one_by_one_are_issued_one_by_one(precision, each, ranks, held):
-    strategy = Strategy(data=ranks, expert=ranks)
+    strategy = Strategy(dp_size=ranks, ep_size=ranks)
     assert issued(SPARSE, strategy, precision=precision) == 2 * OPERATIONS
     one_by_one = issued(SPARSE, strategy, precision=precision, habits=Habits(grouped_experts=False))
     assert one_by_one == 2 * OPERATIONS + each * held
@@ -54,13 +54,13 @@ def test_experts_that_are_multiplied_one_by_one_are_issued_one_by_one(precision,
     ("strategy", "forward", "backward"),
     [
         pytest.param(Strategy(), 0, 0, id="plain"),
-        pytest.param(Strategy(tensor=2), 2 * HOST_COLLECTIVE, 2 * HOST_COLLECTIVE, id="two sums each way"),
+        pytest.param(Strategy(tp_size=2), 2 * HOST_COLLECTIVE, 2 * HOST_COLLECTIVE, id="two sums each way"),
         pytest.param(
-            Strategy(tensor=2, sequence_parallel=True), 4 * HOST_COLLECTIVE, 4 * HOST_COLLECTIVE, id="gathered, too"
+            Strategy(tp_size=2, sequence_parallel=True), 4 * HOST_COLLECTIVE, 4 * HOST_COLLECTIVE, id="gathered, too"
         ),
         pytest.param(Strategy(recompute="full"), 0, HOST_RECOMPUTED, id="recomputed"),
-        pytest.param(Strategy(data=2, zero_stage=2), 0, 0, id="ZeRO-2 has no hooks on layers"),
-        pytest.param(Strategy(data=2, zero_stage=3), HOST_ZERO_3 / 2, HOST_ZERO_3 / 2, id="ZeRO-3 has"),
+        pytest.param(Strategy(dp_size=2, zero_stage=2), 0, 0, id="ZeRO-2 has no hooks on layers"),
+        pytest.param(Strategy(dp_size=2, zero_stage=3), HOST_ZERO_3 / 2, HOST_ZERO_3 / 2, id="ZeRO-3 has"),
     ],
 )
 def test_a_host_that_is_the_device_does_both_one_after_the_other(strategy, forward, backward):

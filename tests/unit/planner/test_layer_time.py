@@ -43,7 +43,7 @@ def test_each_expert_that_is_multiplied_by_itself_starts_its_own_kernels():
 def test_gathers_in_the_precision_of_the_products_have_half_the_bytes(again, forward, backward):
     wires = replace(load_hardware("h100"), node=Link(bytes_per_second=1.0, hop_seconds=1e-9))
     work = Workload(shape=DecoderShape(layers=(DENSE,), vocab=64), sequence=16, precision="fp8")
-    wide = Strategy(tensor=4, sequence_parallel=True)
+    wide = Strategy(tp_size=4, sequence_parallel=True)
     work = replace(work, habits=Habits(gathers_again=again))
     as_narrow = replace(work, habits=Habits(gathers_again=again, narrow_gathers=True))
     whole = layer_traffic(wires, work, wide, DENSE)

@@ -55,7 +55,7 @@ def megatron(shape: DecoderShape, sequence: int = 2048) -> Workload:
 )
 def test_a_layer_keeps_what_the_paper_counts(hidden: int, heads: int, sequence_parallel: bool, outside: float) -> None:
     shape = gpt(hidden, heads)
-    strategy = Strategy(tensor=8, micro_batch=3, sequence_parallel=sequence_parallel)
+    strategy = Strategy(tp_size=8, micro_batch=3, sequence_parallel=sequence_parallel)
     kept = layer_activations(megatron(shape), strategy, shape.layers[0])
     assert kept / (2048 * 3 * hidden) == pytest.approx(outside + 26 / 8)
 
@@ -73,7 +73,7 @@ def test_a_layer_of_experts_keeps_the_tokens_that_are_sent_to_them() -> None:
     layer, work = shape.layers[0], Workload(shape=shape, sequence=16, habits=FUSED)
     one, two = (layer_activations(work, Strategy(), replace(layer, top_k=k)) for k in (1, 2))
     assert two - one == 16 * (32 * 4 * 2 + 2 * 64 * 2)  # two into the activation, one out, the product; in and out
-    parts, wholes = (layer_activations(work, Strategy(tensor=2, expert=e), layer) for e in (1, 2))
+    parts, wholes = (layer_activations(work, Strategy(tp_size=2, ep_size=e), layer) for e in (1, 2))
     assert parts - wholes == 16 * 2 * 2 * 64 * 2 / 2  # a rank sees the tokens of its own experts alone
 
 
@@ -98,7 +98,7 @@ def test_as_many_micro_batches_are_in_flight_as_the_schedule_has(stages: int, mi
     each = 2 * layer_activations(work, Strategy(), shape.layers[0])
 
     def held(schedule: str) -> float:
-        strategy = Strategy(pipeline=stages, accumulation=micro_batches, schedule=schedule)  # type: ignore[arg-type]
+        strategy = Strategy(pp_size=stages, accumulation=micro_batches, schedule=schedule)  # type: ignore[arg-type]
         return stage_activations(work, strategy, stage, index) / each
 
     assert held("1f1b") == most_in_flight(one_forward_one_backward(parts, micro_batches, index))
@@ -112,8 +112,8 @@ def test_as_many_micro_batches_are_in_flight_as_the_schedule_has(stages: int, mi
 @given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 19))
 def test_stages_of_several_parts_hold_what_their_schedule_has_begun(stages: int, each: int, micro_batches: int) -> None:
     round_, folded = ModelChunks(stages, each), ModelChunks(stages, 2, folded=True)
-    one = Strategy(pipeline=stages, accumulation=micro_batches, virtual_stages=each)
-    v_shaped = replace(one, virtual_stages=1, schedule="zero-bubble-v")
+    one = Strategy(pp_size=stages, accumulation=micro_batches, chunks=each)
+    v_shaped = replace(one, chunks=1, schedule="zero-bubble-v")
     for index in range(stages):
         assert each * in_flight(one, index) == pytest.approx(most_in_flight(interleaved(round_, micro_batches, index)))
         now = most = 0
@@ -139,21 +139,23 @@ def test_a_stage_has_the_layers_of_all_its_parts() -> None:
 
 def test_interleaving_keeps_more_by_the_formula() -> None:
     shape = gpt(64, 4, layers=8)
-    plain = Strategy(pipeline=4, accumulation=8)
+    plain = Strategy(pp_size=4, accumulation=8)
     stage = stages_of(shape, 4, "balanced", 32, checkpointed=False)[0]
-    one, two = (stage_activations(megatron(shape, 32), replace(plain, virtual_stages=v), stage, 0) for v in (1, 2))
+    one, two = (stage_activations(megatron(shape, 32), replace(plain, chunks=v), stage, 0) for v in (1, 2))
     assert two / one == pytest.approx(1 + 3 / (4 * 2))
 
 
 @pytest.mark.parametrize(
     ("strategy", "precision", "parameters", "gradients", "optimizer", "host"),
     [
-        pytest.param(Strategy(data=4), "bf16", 2, 2, 8 + 4, 0, id="bf16 without ZeRO has a master copy"),
-        pytest.param(Strategy(data=4, zero_stage=1), "fp16", 2, 2, 3, 0, id="fp16 sums in fp16"),
-        pytest.param(Strategy(data=4, zero_stage=2, offload="optimizer"), "bf16", 2, 0, 0, 3 + 1, id="states away"),
-        pytest.param(Strategy(data=4, zero_stage=1, offload="optimizer"), "bf16", 2, 6, 0, 3 + 6, id="gradients stay"),
+        pytest.param(Strategy(dp_size=4), "bf16", 2, 2, 8 + 4, 0, id="bf16 without ZeRO has a master copy"),
+        pytest.param(Strategy(dp_size=4, zero_stage=1), "fp16", 2, 2, 3, 0, id="fp16 sums in fp16"),
+        pytest.param(Strategy(dp_size=4, zero_stage=2, offload="optimizer"), "bf16", 2, 0, 0, 3 + 1, id="states away"),
         pytest.param(
-            Strategy(data=4, zero_stage=3, offload="optimizer+parameters"), "fp32", 0, 0, 0, 1 + 1 + 3, id="all away"
+            Strategy(dp_size=4, zero_stage=1, offload="optimizer"), "bf16", 2, 6, 0, 3 + 6, id="gradients stay"
+        ),
+        pytest.param(
+            Strategy(dp_size=4, zero_stage=3, offload="optimizer+parameters"), "fp32", 0, 0, 0, 1 + 1 + 3, id="all away"
         ),
     ],
 )
@@ -185,7 +187,7 @@ def test_logits_are_held_as_the_loss_makes_them(precision: str, in_place: bool, 
     (stage,) = stages_of(shape, 1, "balanced", 32, checkpointed=False)
     entries = 2 * 32 * -(-8 // tensor)
     assert entries < LOSS_CHUNK
-    strategy = Strategy(micro_batch=2, tensor=tensor, accumulation=2)  # else gradients take their place
+    strategy = Strategy(micro_batch=2, tp_size=tensor, accumulation=2)  # else gradients take their place
     assert stage_memory(work, strategy, stage, 0).logits == entries * each
 
 
@@ -193,13 +195,13 @@ def test_logits_are_held_as_the_loss_makes_them(precision: str, in_place: bool, 
     ("strategy", "experts"),
     [
         pytest.param(Strategy(), 1.0, id="all"),
-        pytest.param(Strategy(tensor=4), 1 / 4, id="a part of each"),
-        pytest.param(Strategy(tensor=4, expert=4), 1 / 4, id="whole ones"),
-        pytest.param(Strategy(data=8, expert=8), 1 / 8, id="whole ones over data ranks"),
+        pytest.param(Strategy(tp_size=4), 1 / 4, id="a part of each"),
+        pytest.param(Strategy(tp_size=4, ep_size=4), 1 / 4, id="whole ones"),
+        pytest.param(Strategy(dp_size=8, ep_size=8), 1 / 8, id="whole ones over data ranks"),
     ],
 )
 def test_experts_are_shared_out_and_routers_and_norms_are_not(strategy: Strategy, experts: float) -> None:
     layer = decoder_of(MOE, "mixtral").layers[0]
     router, norms = 8 * 64, 2 * 64
     held = layer_parameters(strategy, layer) - router - norms
-    assert held == layer.attention_parameters / strategy.tensor + 8 * 3 * 64 * 32 * experts
+    assert held == layer.attention_parameters / strategy.tp_size + 8 * 3 * 64 * 32 * experts

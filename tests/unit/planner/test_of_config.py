@@ -129,17 +129,17 @@ def test_gradients_are_as_wide_as_the_config_says(changes: dict[str, Any], preci
 )
 def test_a_schedule_is_predicted_by_its_like(schedule: str, predicted: str, parts: int) -> None:
     found = strategy_of(config(pipeline={"stages": 2, "schedule": schedule}), 2)[1]
-    assert (found.pipeline, found.schedule, found.virtual_stages) == (2, predicted, parts)
+    assert (found.pp_size, found.schedule, found.chunks) == (2, predicted, parts)
 
 
 @given(st.sampled_from([2, 3, 4, 6, 8]), st.integers(1, 20), st.sampled_from(list(PREDICTED)))
 def test_a_pipeline_idles_by_the_formula(stages: int, micro_batches: int, name: str) -> None:
     parts = 3 if name == INTERLEAVED else 1
     strategy = Strategy(
-        pipeline=stages,
+        pp_size=stages,
         accumulation=micro_batches,
         schedule=PREDICTED[name],
-        virtual_stages=parts,
+        chunks=parts,
         partition="type:DecoderLayer",
     )
     shape = LONGER if name == ZERO_BUBBLE_V else EVEN  # layers that all numbers of parts divide
@@ -158,15 +158,15 @@ ORDERS: list[tuple[Schedule, int]] = [
 STRATEGIES = st.one_of(
     st.builds(
         lambda p, t, d, m, a, again, order, shares: Strategy(
-            pipeline=p, tensor=t, data=d, micro_batch=m, accumulation=a, zero_stage=1, whole_gradients=True,
+            pp_size=p, tp_size=t, dp_size=d, micro_batch=m, accumulation=a, zero_stage=1, whole_gradients=True,
             recompute="full" if again else "none", sequence_parallel=shares and t > 1,
-            schedule=order[0] if p > 1 else "1f1b", virtual_stages=order[1] if p > 1 else 1,
+            schedule=order[0] if p > 1 else "1f1b", chunks=order[1] if p > 1 else 1,
         ),
         *[st.sampled_from([1, 2])] * 2, *[st.integers(1, 4)] * 3, st.booleans(), st.sampled_from(ORDERS), st.booleans(),
     ),
     st.builds(
         lambda d, m, zero: Strategy(
-            data=d, micro_batch=m, zero_stage=zero[0], offload=zero[1], overlap_data=True,
+            dp_size=d, micro_batch=m, zero_stage=zero[0], offload=zero[1], overlap_data=True,
             gathers_once=zero == (3, "none"),
         ),
         st.integers(2, 4), st.integers(1, 4),
@@ -193,13 +193,13 @@ def test_a_preset_says_its_precision(precision: str, on: tuple[bool, bool]) -> N
 
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
 def test_an_optimizer_of_the_harness_s_own_is_let_run_on_the_host(offload: Offload) -> None:
-    made = preset(Strategy(data=2, zero_stage=2, offload=offload), "bf16")
+    made = preset(Strategy(dp_size=2, zero_stage=2, offload=offload), "bf16")
     assert made.get("zero_force_ds_cpu_optimizer") == (None if offload == "none" else False)
 
 
 def test_a_preset_that_is_refused_or_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
-        write_preset(tmp_path / "a.json", Strategy(tensor=2, pipeline=99), "bf16", "tiny-llama")
+        write_preset(tmp_path / "a.json", Strategy(tp_size=2, pp_size=99), "bf16", "tiny-llama")
     assert len(refused.value.diagnostics) == 1 and not (tmp_path / "a.json").exists()
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match=r"^--write .*folder: cannot be written: is a directory"):

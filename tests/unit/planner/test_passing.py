@@ -9,7 +9,15 @@ import pytest
 from harness.parallel.collectives import host_memory
 from harness.planner.habits import MEGATRON
 from harness.planner.memory import stage_memory
-from harness.planner.passing import FLAT_BUCKET, GATHERED, SHARED_PIECE, SUB_GROUP, Held, passing_bytes, shared_bytes
+from harness.planner.passing import (
+    FLAT_BUCKET,
+    GATHERED,
+    SHARED_PIECE,
+    SUB_GROUP,
+    StageLoad,
+    passing_bytes,
+    shared_bytes,
+)
 from harness.planner.shape import DecoderShape, LayerShape
 from harness.planner.stages import Stage
 from harness.planner.workload import Strategy, Workload
@@ -25,8 +33,8 @@ def passing(
 ) -> float:
     """Bytes for a stage that holds so many parameters, of which 300 belong to its first layer."""
     work = Workload(shape=SHAPE, sequence=1, **{"precision": "fp32", **changes})  # type: ignore[arg-type]
-    own = held / strategy.data
-    step = Held(parameters=held, own=own, gradients=gradients, made=made, layer=layer, below=300, in_flight=1)
+    own = held / strategy.dp_size
+    step = StageLoad(parameters=held, own=own, gradients=gradients, made=made, layer=layer, below=300, in_flight=1)
     return passing_bytes(work, strategy, STAGE, step)
 
 
@@ -36,28 +44,36 @@ def passing(
         pytest.param(Strategy(accumulation=2), 4e6, 9e6, 9e6 + 4000, id="the second backward: whole sums are there"),
         pytest.param(Strategy(), 4e6, 9e6, 5e6 + 4000, id="the first one: they take the place of activations"),
         pytest.param(Strategy(), 4e6, 1e6, 0, id="one rank sends nothing, and copies nothing"),
-        pytest.param(Strategy(data=2), 4e6, 1e6, 4e6, id="several copy all gradients"),
-        pytest.param(Strategy(data=2, zero_stage=1, bucket=100), 4e6, 0, 4000 + 800 + 2e6, id="ZeRO-1: its part"),
+        pytest.param(Strategy(dp_size=2), 4e6, 1e6, 4e6, id="several copy all gradients"),
+        pytest.param(Strategy(dp_size=2, zero_stage=1, bucket=100), 4e6, 0, 4000 + 800 + 2e6, id="ZeRO-1: its part"),
         pytest.param(
-            Strategy(data=2, zero_stage=1), 4e6, 0, 4000 + 4 * (5e8 + 1e6) + 2e6, id="a bucket is allocated whole"
+            Strategy(dp_size=2, zero_stage=1), 4e6, 0, 4000 + 4 * (5e8 + 1e6) + 2e6, id="a bucket is allocated whole"
         ),
         pytest.param(
-            Strategy(data=2, zero_stage=2, bucket=1e7, overlap_data=True), 2e6, 3e6, 3e6 + 8000 + 8e7, id="two, if both"
+            Strategy(dp_size=2, zero_stage=2, bucket=1e7, overlap_data=True),
+            2e6,
+            3e6,
+            3e6 + 8000 + 8e7,
+            id="two, if both",
         ),
         pytest.param(Strategy(zero_stage=3, bucket=1e7), 4e6, 0, 4000 + 4 * (1e7 + 1e6), id="one rank has one too"),
         pytest.param(
-            Strategy(data=2, zero_stage=2, bucket=100), 2e6, 3e6, 3e6 + 8000 + 800, id="ZeRO-2: a gradient and its copy"
+            Strategy(dp_size=2, zero_stage=2, bucket=100),
+            2e6,
+            3e6,
+            3e6 + 8000 + 800,
+            id="ZeRO-2: a gradient and its copy",
         ),
-        pytest.param(Strategy(data=2, zero_stage=2, bucket=100), 2e6, 0, 2e6, id="and the copy that is stepped on"),
+        pytest.param(Strategy(dp_size=2, zero_stage=2, bucket=100), 2e6, 0, 2e6, id="and the copy that is stepped on"),
         pytest.param(
-            Strategy(data=2, zero_stage=2, bucket=100, accumulation=2),
+            Strategy(dp_size=2, zero_stage=2, bucket=100, accumulation=2),
             2e6,
             1e6,
             1e6 + 8000 + 800 + 2e6,
             id="from the second micro-batch on its part is there twice",
         ),
         pytest.param(
-            Strategy(data=2, zero_stage=3, bucket=100), 2e6, 1e6, 1e6 + 4e6 + 800 + 4000, id="ZeRO-3: all parameters"
+            Strategy(dp_size=2, zero_stage=3, bucket=100), 2e6, 1e6, 1e6 + 4e6 + 800 + 4000, id="ZeRO-3: all parameters"
         ),
         pytest.param(
             Strategy(zero_stage=3, bucket=100), 4e6, 0, 4e6, id="but on one rank: the copy that is stepped on"
@@ -74,11 +90,11 @@ def test_the_last_layer_of_a_backward_meets_the_gradients_of_all_others() -> Non
     one, more = Strategy(recompute="full"), Strategy(recompute="full", accumulation=2)
     assert passing(one, 4e6, 1e6, layer=9e5) == 9e5 - 300 * 4  # its own come after it
     assert passing(more, 4e6, 1e6, layer=9e6) == 9e6  # but for those of the micro-batch before
-    assert passing(Strategy(data=2, zero_stage=2, bucket=0), 0, layer=9e6) < 9e6
+    assert passing(Strategy(dp_size=2, zero_stage=2, bucket=0), 0, layer=9e6) < 9e6
 
 
 def test_zero_3_on_a_cpu_keeps_gradients_where_they_are_until_a_bucket_is_full() -> None:
-    small, large = Strategy(data=2, zero_stage=3, bucket=100), Strategy(data=2, zero_stage=3)
+    small, large = Strategy(dp_size=2, zero_stage=3, bucket=100), Strategy(dp_size=2, zero_stage=3)
     assert (
         passing(small, 2e6, 1e6, on_cpu=True) == 1e6 + 4e6 + 4000 + 100 * 4 * 1.5
     )  # a bucket, and the part of its mean
@@ -89,22 +105,22 @@ def test_zero_3_on_a_cpu_keeps_gradients_where_they_are_until_a_bucket_is_full()
 
 
 def test_sums_of_16_bit_gradients_are_copied_as_their_dtypes_ask() -> None:
-    shared = Strategy(data=2, zero_stage=2, bucket=0)
+    shared = Strategy(dp_size=2, zero_stage=2, bucket=0)
     moved = 2 * 2 * LARGEST
     assert passing(shared, 2e6, precision="bf16", gradient_bytes=4) == moved  # the flat tensor of sums is stepped on
     assert passing(shared, 1e6, precision="fp16", gradient_bytes=2) == 0.5e6 * (2 + 4)
-    whole = Strategy(data=2, zero_stage=1, whole_gradients=True)
+    whole = Strategy(dp_size=2, zero_stage=1, whole_gradients=True)
     assert passing(whole, 6e6, precision="bf16", gradient_bytes=4) == 4e6
     assert passing(Strategy(zero_stage=1, whole_gradients=True), 6e6, precision="bf16", gradient_bytes=4) == 4e6
-    assert passing(Strategy(data=2, bucket=7), 4e6, 1e6, habits=MEGATRON) == 1e6
+    assert passing(Strategy(dp_size=2, bucket=7), 4e6, 1e6, habits=MEGATRON) == 1e6
 
 
 def test_what_the_host_holds_is_not_stepped_on_here() -> None:
-    assert passing(Strategy(data=2, zero_stage=2, bucket=0, offload="optimizer"), 0, 0) == 2 * LARGEST * 4
+    assert passing(Strategy(dp_size=2, zero_stage=2, bucket=0, offload="optimizer"), 0, 0) == 2 * LARGEST * 4
 
 
 def test_a_cpu_hands_out_pages_as_they_are_filled() -> None:
-    first, second = (Strategy(data=2, zero_stage=2, bucket=0, accumulation=times) for times in (1, 2))
+    first, second = (Strategy(dp_size=2, zero_stage=2, bucket=0, accumulation=times) for times in (1, 2))
     assert passing(first, 2e6, 5e6, on_cpu=True) == 5e6 + 8000 - 2e6
     assert passing(second, 2e6, 5e6, on_cpu=True) == 5e6 + 8000
     assert passing(replace(second, bucket=100), 2e6, 5e6, on_cpu=True) == 5e6 + 8000  # none is filled yet
@@ -113,17 +129,17 @@ def test_a_cpu_hands_out_pages_as_they_are_filled() -> None:
 
 
 def test_buckets_gathered_parameters_and_sub_groups_have_a_limit() -> None:
-    assert passing(Strategy(data=2), 0, held=4 * FLAT_BUCKET) == FLAT_BUCKET * 4
-    assert passing(Strategy(data=8, zero_stage=3, bucket=0), 0, held=2 * GATHERED) == GATHERED * 4 + LARGEST * 4
+    assert passing(Strategy(dp_size=2), 0, held=4 * FLAT_BUCKET) == FLAT_BUCKET * 4
+    assert passing(Strategy(dp_size=8, zero_stage=3, bucket=0), 0, held=2 * GATHERED) == GATHERED * 4 + LARGEST * 4
     assert passing(Strategy(zero_stage=3, bucket=0), 0, held=4 * SUB_GROUP) == SUB_GROUP * 4
 
 
 def test_ranks_of_a_host_read_what_each_of_them_shares() -> None:
     work = Workload(shape=SHAPE, sequence=1, on_cpu=True)
     assert SHARED_PIECE == host_memory.PIECE_BYTES
-    assert shared_bytes(work, Strategy(data=4), HELD * 1e3, 0) == 4 * 2 * SHARED_PIECE
-    assert shared_bytes(work, Strategy(tensor=2, data=2), 100, 1000) == 2 * 2 * 200 + 2 * 2 * 1000
-    assert shared_bytes(Workload(shape=SHAPE, sequence=1), Strategy(data=4), HELD, 0) == 0
+    assert shared_bytes(work, Strategy(dp_size=4), HELD * 1e3, 0) == 4 * 2 * SHARED_PIECE
+    assert shared_bytes(work, Strategy(tp_size=2, dp_size=2), 100, 1000) == 2 * 2 * 200 + 2 * 2 * 1000
+    assert shared_bytes(Workload(shape=SHAPE, sequence=1), Strategy(dp_size=4), HELD, 0) == 0
 
 
 def test_the_parts_add_up_to_the_fullest_moment() -> None:

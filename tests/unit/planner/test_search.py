@@ -39,9 +39,9 @@ def test_every_layout_has_all_ranks_and_the_whole_batch(world_size: int, batch: 
     assert all((one.world_size, one.global_batch) == (world_size, batch) for one in found)
     assert len(set(found)) == len(found)
     for one in found:
-        assert one.zero_stage >= 1 and (one.pipeline == 1 or one.zero_stage == 1)  # bf16
+        assert one.zero_stage >= 1 and (one.pp_size == 1 or one.zero_stage == 1)  # bf16
         assert one.micro_batch <= 64
-        assert one.schedule == "1f1b" or (one.pipeline > 1 and one.recompute == "none")
+        assert one.schedule == "1f1b" or (one.pp_size > 1 and one.recompute == "none")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_cannot_run_falls_out_with_its_reason(asked: Task, reason: str) -> 
 )
 def test_zero_is_tried_where_it_shares_something(name: str, precision: str, world_size: int, stages: set[Any]) -> None:
     asked = task(world_size, load_hardware(name), precision=precision)
-    data_only = [one for one in strategies(asked) if one.pipeline == one.tensor == 1]
+    data_only = [one for one in strategies(asked) if one.pp_size == one.tp_size == 1]
     assert {(one.zero_stage, one.offload) for one in data_only} == stages
 
 
@@ -93,17 +93,17 @@ def test_schedules_and_shared_sequences_are_tried_where_they_can_run(
 ) -> None:
     asked = task(world_size)
     found = strategies(replace(asked, workload=replace(asked.workload, sequence=length)))
-    assert {(one.schedule_name, one.parts_per_stage) for one in found if one.pipeline == world_size} == orders
-    assert {one.tensor for one in found if one.sequence_parallel} == shared
-    assert {(one.schedule_name, one.parts_per_stage) for one in found if one.pipeline == 1} == {("1f1b", 1)}
+    assert {(one.schedule_name, one.chunks_per_stage) for one in found if one.pp_size == world_size} == orders
+    assert {one.tp_size for one in found if one.sequence_parallel} == shared
+    assert {(one.schedule_name, one.chunks_per_stage) for one in found if one.pp_size == 1} == {("1f1b", 1)}
 
 
 def test_experts_are_spread_over_no_more_ranks_than_there_are() -> None:
     asked = task(4, model=EXPERTS)
     assert asked.spreads_experts
-    assert {(one.tensor, one.expert) for one in strategies(asked)} == {(1, 1), (2, 1), (2, 2), (4, 1)}
-    assert {one.expert for one in strategies(task(4))} == {1}
-    assert {one.expert for one in strategies(asked) if one.sequence_parallel} == {1}
+    assert {(one.tp_size, one.ep_size) for one in strategies(asked)} == {(1, 1), (2, 1), (2, 2), (4, 1)}
+    assert {one.ep_size for one in strategies(task(4))} == {1}
+    assert {one.ep_size for one in strategies(asked) if one.sequence_parallel} == {1}
 
 
 @pytest.mark.parametrize(
@@ -172,10 +172,10 @@ def test_a_plan_like_another_program_has_its_layouts_and_its_habits() -> None:
     asked = task(4, global_batch=8, habits=MEGATRON)
     for one in strategies(asked):
         assert one.zero_stage == 1 and not one.whole_gradients and one.overlap_data
-        assert one.sequence_parallel == (one.tensor > 1) and one.offload == "none"
+        assert one.sequence_parallel == (one.tp_size > 1) and one.offload == "none"
     sharded = strategies(task(4, global_batch=8, habits=TORCHTITAN))
-    assert {one.zero_stage for one in sharded if one.pipeline == 1} == {3}
-    assert {one.zero_stage for one in sharded if one.pipeline > 1} == {1}  # gathered once, not for each micro-batch
+    assert {one.zero_stage for one in sharded if one.pp_size == 1} == {3}
+    assert {one.zero_stage for one in sharded if one.pp_size > 1} == {1}  # gathered once, not for each micro-batch
 
 
 def test_what_is_recommended_leaves_room_for_what_the_prediction_lacks() -> None:

@@ -92,7 +92,7 @@ def test_more_bytes_take_longer_and_an_all_reduce_no_longer_than_both_halves(
 
 
 def test_tensor_ranks_are_neighbours_and_data_ranks_are_as_far_apart_as_tensor_ranks_are_many() -> None:
-    strategy = Strategy(tensor=4, data=4)
+    strategy = Strategy(tp_size=4, dp_size=4)
     assert tensor_group(HARDWARE, strategy) == group_along(HARDWARE, 4, 1)
     assert data_group(HARDWARE, strategy) == group_along(HARDWARE, 4, 4)
 
@@ -135,10 +135,10 @@ def test_a_message_leaves_the_node_where_a_stage_fills_it(stride: int, seconds: 
     [(1, 8, 1, 8), (1, 8, 8, 1), (1, 8, 4, 2), (2, 8, 4, 4), (4, 2, 4, 2), (2, 2, 8, 1)],
 )
 def test_an_expert_has_a_copy_for_each_group_of_ranks_that_hold_all(tensor, data, expert, copies) -> None:
-    assert expert_ranks(Strategy(tensor=tensor, data=data, expert=expert)) == copies
+    assert expert_ranks(Strategy(tp_size=tensor, dp_size=data, ep_size=expert)) == copies
 
 
 def test_ranks_with_copies_of_an_expert_lie_on_other_nodes_where_a_node_holds_all() -> None:
-    assert expert_group(HARDWARE, Strategy(data=16, expert=8)) == group_along(HARDWARE, 2, 8)
-    shared = Strategy(tensor=4, data=4, expert=4)
+    assert expert_group(HARDWARE, Strategy(dp_size=16, ep_size=8)) == group_along(HARDWARE, 2, 8)
+    shared = Strategy(tp_size=4, dp_size=4, ep_size=4)
     assert expert_group(HARDWARE, shared) == data_group(HARDWARE, shared)
