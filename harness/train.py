@@ -20,8 +20,7 @@ from harness.arguments.configure import RunConfig
 from harness.arguments.themes.script import ScriptArguments
 from harness.console import Console, plain_console, quiet
 from harness.errors import UserError
-from harness.resilience.process import records, signals
-from harness.resilience.watch import activity
+from harness.resilience.process import activity, records, signals
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.topology.env import LaunchEnv
 from harness.training.prepare.preflight import check_before_start, limit_trial
@@ -50,14 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.fail(str(error))
         records.record_failure(error)
         return 1
-    records.HERE.rank = env.rank
+    records.THIS_RANK.rank = env.rank
     records.expect_success()
     if all(word.startswith("--local_rank") for word in (sys.argv[1:] if argv is None else argv)):
         if env.rank == 0:
             console.fail(NOTHING_GIVEN)
         return 2
     console = plain_console(env.rank)
-    with signals.watching(console.say, env.parent):
+    with signals.listening(console.say, env.parent):
         code = _main(argv, env, console)
     if code == 0:
         records.record_success()

@@ -1,5 +1,7 @@
-"""The supervisor of a run: it starts the ranks, finds why one failed, and starts them again from the newest checkpoint.
+"""Start, watch and restart a run. No torch outside of `watch` and `process/distributed`.
 
-`ds-harness launch` (`command`) asks `supervisor` for attempts until one succeeds. An `attempt` has one agent on each
-host (`on_host`), which starts the ranks there; `ready` keeps agents for the next one. No torch here.
+`launch` says who starts whom. `supervisor` starts the ranks, finds why one failed, and starts all of them again from
+the newest checkpoint. One start is an `attempt`: an agent on each host (`on_host`) starts the ranks there. Inside the
+ranks, `process` handles signals, process groups and the record of a failure, and `watch` finds a rank that is dead,
+hangs or is slow. Imports go one way: launch -> supervisor -> attempt -> on_host, and watch -> process.
 """

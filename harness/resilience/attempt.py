@@ -18,7 +18,7 @@ from harness.resilience.hosts import HostDevices
 from harness.resilience.on_host.messages import MARK, LineReader, Order
 from harness.resilience.on_host.processes import continue_without_parent
 from harness.resilience.process.records import STOPPED, read_failures, succeeded
-from harness.topology.descriptors import wait_readable
+from harness.topology.processes import wait_readable
 
 SILENT_S = 10.0  # so long after the last sign of life an agent counts as dead
 TOLD_S = 2.0  # the other ranks have so long to record why they fail

@@ -16,7 +16,7 @@ from harness.topology.placement import read_hostfile
 from harness.topology.slurm import Allocation
 
 AGENT = (sys.executable, "-P", "-m", "harness.resilience.on_host.agent")
-HERE = "localhost"
+LOCALHOST = "localhost"
 DEVICES = "CUDA_VISIBLE_DEVICES"
 COUNT_DEVICES = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"
 # What the `deepspeed` command hands on to other hosts, besides its file of further variables.
@@ -40,8 +40,8 @@ class HostDevices:
     @property
     def is_here(self) -> bool:
         """Whether the host is this one."""
-        if self.name in (HERE, socket.gethostname()):
-            return not self.slurm or self.name == HERE
+        if self.name in (LOCALHOST, socket.gethostname()):
+            return not self.slurm or self.name == LOCALHOST
         try:
             with socket.socket() as probe:
                 probe.bind((socket.gethostbyname(self.name), 0))
@@ -100,9 +100,9 @@ def _all_hosts(options: Options) -> list[HostDevices]:
         count = wanted or allocation.tasks_per_node
         names = allocation.hosts
         return [HostDevices(name=name, devices=tuple(range(count)), slurm=True) for name in names]
-    stated = [slots for name, slots in _node_list(options.include) if name == HERE]
+    stated = [slots for name, slots in _node_list(options.include) if name == LOCALHOST]
     count = wanted or (max(map(max, stated)) + 1 if all(stated) and stated else _count_devices())
-    return [HostDevices(name=HERE, devices=tuple(range(count)))]
+    return [HostDevices(name=LOCALHOST, devices=tuple(range(count)))]
 
 
 def _count_devices() -> int:
@@ -158,4 +158,4 @@ def meeting_address(options: Options, first: HostDevices, count: int) -> str:
         return options.master_addr
     if count == 1:
         return LOOPBACK
-    return socket.gethostname() if first.name == HERE else first.name
+    return socket.gethostname() if first.name == LOCALHOST else first.name

@@ -6,16 +6,19 @@ order, as the deepspeed launcher places them, a tensor group is torn apart only 
 its size. The remedy is then to leave slots unused. Other launchers may deal ranks out in turn. No torch here.
 """
 
+from __future__ import annotations
+
 import re
+import socket
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 from harness.errors import UserError
-from harness.topology.hosts import Hosts
 from harness.topology.layout import Layout
 
 HOST_LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)")
@@ -152,3 +155,38 @@ def _remedy(layout: Layout, hosts: Sequence[Host], where: Sequence[int] | None) 
 
 def _torn(layout: Layout, hosts: Sequence[Host], where: Sequence[int] | None = None) -> list[Crossing]:
     return [crossing for crossing in crossings(layout, hosts, where) if crossing.axis == "tensor"]
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_id() -> str:
+    """Return what processes of one host have in common, and no others: its name, and the running kernel's own.
+
+    Containers with names of their own are hosts of their own.
+    """
+    with suppress(OSError):
+        return f"{socket.gethostname()} {BOOT_ID.read_text(encoding='ascii').strip()}"
+    return socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a run; `ids`: that of each rank."""
+
+    ids: tuple[str, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each host, in the order of their first ranks."""
+        return [each.partition(" ")[0] for each in dict.fromkeys(self.ids)]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The number of each rank's host."""
+        order = {each: number for number, each in enumerate(dict.fromkeys(self.ids))}
+        return [order[each] for each in self.ids]
+
+    def ranks_beside(self, rank: int) -> Sequence[int]:
+        """Return the ranks of one's host, its own among them."""
+        return [other for other, each in enumerate(self.ids) if each == self.ids[rank]]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import selectors
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,3 +137,14 @@ def ancestor(word: str) -> int:
     """Return the nearest process above this one with `word` on its command line, or a path to it; 0 if there is
     none."""
     return next((process for process, words in above() if any(word in (w, Path(w).name) for w in words)), 0)
+
+
+def wait_readable(descriptors: Iterable[int], seconds: float) -> list[int]:
+    """Return which of these file descriptors can be read, or have been closed, within some seconds.
+
+    No descriptor is needed for that, so it works where the process may open no more of them.
+    """
+    with selectors.PollSelector() as waiting:
+        for descriptor in dict.fromkeys(descriptors):
+            waiting.register(descriptor, selectors.EVENT_READ)
+        return [key.fd for key, _ in waiting.select(seconds)]

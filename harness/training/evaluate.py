@@ -19,8 +19,8 @@ from harness.data.mixing import parts_of
 from harness.data.streaming.rows import read_all
 from harness.errors import UserError
 from harness.resilience.process import signals
+from harness.resilience.process.activity import Phase, beat, inside
 from harness.resilience.process.distributed import any_rank
-from harness.resilience.watch.activity import Phase, beat, inside
 from harness.topology.agreement import require_alike
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import Loss, RouterLoss

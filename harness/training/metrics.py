@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
-from harness.resilience.watch.activity import inside
+from harness.resilience.process.activity import inside
 from harness.training.engine.losses import Labels, Outputs
 from harness.training.engine.outputs import Preprocess
 

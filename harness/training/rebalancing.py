@@ -23,8 +23,8 @@ from harness.checkpoint.training_state import restore, stored
 from harness.deepspeed.instructions import watch_instructions
 from harness.parallel.pipeline.partition import balanced
 from harness.report.profile.timeline import pipeline_seconds
+from harness.resilience.process.activity import expect_costs, inside
 from harness.resilience.process.moments import Moment, moment, seconds_between
-from harness.resilience.watch.activity import expect_costs, inside
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.engine.build import build_engine

@@ -15,7 +15,7 @@ from torch import nn
 from harness.checkpoint.training_state import EngineState
 from harness.config.values.json_object import JsonObject
 from harness.hf.lora import saved_name
-from harness.topology.hosts import Hosts
+from harness.topology.placement import Hosts
 from harness.training.engine.context import EngineContext
 from harness.training.engine.engine import Engine
 from harness.training.prepare.dataset_check import DatasetCheck

@@ -30,9 +30,9 @@ from harness.data.inputs.datasets import own_tokenizer
 from harness.data.tokenizer import Tokenizer
 from harness.errors import UserError
 from harness.resilience.process import records, signals
+from harness.resilience.process.activity import Phase, inside
 from harness.resilience.process.distributed import largest
 from harness.resilience.process.memory import peak_memory_gib
-from harness.resilience.watch.activity import Phase, inside
 from harness.topology.env import LaunchEnv
 from harness.training.best_model import asked_for, load_best, note_evaluation, own_early_stopping
 from harness.training.callbacks import (

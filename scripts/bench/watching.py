@@ -17,8 +17,8 @@ import torch.distributed as dist
 from report import RESULTS, write_report
 
 from harness import Trainer, TrainingArguments
-from harness.resilience.watch.activity import ACTIVITY
-from harness.resilience.watch.opening import watch_run
+from harness.resilience.process.activity import ACTIVITY
+from harness.resilience.watch.watcher import watch_run
 
 STEPS = 4  # of a round with the watch, and of one without
 

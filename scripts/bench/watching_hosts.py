@@ -11,9 +11,9 @@ import time
 import torch.distributed as dist
 from report import RESULTS, write_report
 
+from harness.resilience.process.activity import Phase
 from harness.resilience.watch import hosts
-from harness.resilience.watch.activity import Phase
-from harness.resilience.watch.diagnosis import Sight, diagnose
+from harness.resilience.watch.diagnosis import RankStatus, diagnose
 from harness.resilience.watch.hosts import OtherHosts
 
 LOOKS = 5  # of the thread that watches, a second
@@ -48,25 +48,25 @@ class CountingStore(dist.Store):
         return all(key in self.held for key in keys)
 
 
-def sight(rank: int, ranks: int) -> Sight:
+def rank_status(rank: int, ranks: int) -> RankStatus:
     """Return a rank that trains."""
-    return Sight(
+    return RankStatus(
         rank=rank, stage=rank % 4, host=f"host-{rank // ranks:04d}.cluster", pid=100_000 + rank, phase=Phase.STEP,
         step=1234, beats=1234 << 20, doing="ForwardPass(3)", still=0.1, unwatched=0.1, silent=0.0, limit=30.0,
         state="S", ending="", waits=True, place="all_reduce", work=0.5,
     )  # fmt: skip
 
 
-def look(host: OtherHosts, rows: list[Sight], *, compares: bool = False) -> None:
+def look(host: OtherHosts, rows: list[RankStatus], *, compares: bool = False) -> None:
     """Judge as the thread that watches does."""
     now = time.monotonic()
     host.show(rows)
     if compares or not (host.is_whole and host.is_well(rows, now)):
-        verdict = diagnose([*rows, *host.sights(now)], is_whole=host.is_whole)
+        verdict = diagnose([*rows, *host.statuses(now)], is_whole=host.is_whole)
         assert verdict is None
 
 
-def seconds_of(host: OtherHosts, rows: list[Sight], *, compares: bool) -> float:
+def seconds_of(host: OtherHosts, rows: list[RankStatus], *, compares: bool) -> float:
     """Return the processor time of a host's second; `compares`: whether it is one in which the ranks are compared."""
     begin = time.process_time()
     host.exchange()
@@ -79,7 +79,9 @@ def measure(count: int, ranks: int) -> dict[str, float]:
     """Return what a second costs so many hosts."""
     store = CountingStore()
     made = [OtherHosts(store, number, count, "run") for number in range(count)]
-    rows = [[sight(rank, ranks) for rank in range(first, first + ranks)] for first in range(0, count * ranks, ranks)]
+    rows = [
+        [rank_status(rank, ranks) for rank in range(first, first + ranks)] for first in range(0, count * ranks, ranks)
+    ]
     for host, own in zip(made, rows, strict=True):
         host.show(own)
         host.exchange()

@@ -112,13 +112,13 @@ class Slow(TrainerCallback):
 
     def once(self, place: str) -> None:
         """Sleep when the steps have a known length, for longer than a hang in a step is allowed."""
-        if records.HERE.step >= STEP + 1 and place not in self.done:
+        if records.THIS_RANK.step >= STEP + 1 and place not in self.done:
             self.done.append(place)
             if self.is_slow(place):
                 time.sleep(1.5)
 
     def is_slow(self, place: str) -> bool:
-        return records.HERE.rank == (0 if place == "compute_metrics" else 1)
+        return records.THIS_RANK.rank == (0 if place == "compute_metrics" else 1)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.once("on_step_begin")

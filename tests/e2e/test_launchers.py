@@ -107,7 +107,7 @@ from harness.resilience.process import records
 
 folder, job = Path(__file__).parent, int(os.environ.get("SLURM_RESTART_COUNT", 0))
 rank, attempt = int(os.environ["RANK"]), int(Path(os.environ["DS_HARNESS_RECORDS"]).name)
-records.HERE.rank = rank
+records.THIS_RANK.rank = rank
 records.expect_success()
 records.begin_step(1)
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(138))

@@ -27,7 +27,7 @@ def train():
         time.sleep(0.02)
     time.sleep(float(sys.argv[2]))
     raise signals.Stopped(signals.received())
-with signals.watching(say, sys.argv[3]):
+with signals.listening(say, sys.argv[3]):
     if sys.argv[1] == "preparing":
         say("ready")
         time.sleep(30)
@@ -42,7 +42,7 @@ ENDING = """
 import os, signal, sys, time
 from harness.resilience.process import signals
 say = lambda text: print(text, flush=True)
-with signals.watching(say):
+with signals.listening(say):
     with open(os.devnull, "w") as log, signals.reported_by(lambda text: print(text, file=log)):
         with signals.at_the_end_of_a_step(say):
             pass
@@ -53,7 +53,7 @@ with signals.watching(say):
 BUILDING = """
 import sys
 from harness.resilience.process import signals
-with signals.watching(print):
+with signals.listening(print):
     from torch.utils.cpp_extension import load_inline
     load_inline("waits", ["#include <torch/extension.h>"], build_directory=sys.argv[1])
 """

@@ -23,7 +23,7 @@ from harness.resilience.process import records
 
 rank, attempt = int(os.environ["RANK"]), int(Path(os.environ["DS_HARNESS_RECORDS"]).name)
 folder = Path(__file__).parent
-records.HERE.rank, records.HERE.stage = rank, rank
+records.THIS_RANK.rank, records.THIS_RANK.stage = rank, rank
 records.expect_success()
 for step in range(1, 4):
     records.begin_step(step)
@@ -143,7 +143,7 @@ def test_a_fault_that_repeats_ends_the_run_with_a_summary(start: Callable[..., s
 
 
 def test_what_the_user_must_fix_is_not_tried_again(start: Callable[..., subprocess.Popen[str]]) -> None:
-    what = 'records.HERE.step = 0; records.record_failure(UserError("no such file")); sys.exit(1)'
+    what = 'records.THIS_RANK.step = 0; records.record_failure(UserError("no such file")); sys.exit(1)'
     text = said(start(what, "--max_restarts", 9), 1)
     assert "restart" not in text
 

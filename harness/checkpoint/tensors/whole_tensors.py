@@ -35,8 +35,8 @@ from harness.hf.weights.conversion import CheckpointFormat
 from harness.hf.weights.tensor_files import SINGLE, OpenFile, Stored, open_safetensors
 from harness.topology.agreement import all_or_none, values_of_all
 from harness.topology.groups import Groups
-from harness.topology.hosts import host_id
 from harness.topology.layout import Axis, Coordinate
+from harness.topology.placement import host_id
 
 
 def require_each_value_once(tensors: Sequence[LocalShard], groups: Groups) -> None:

@@ -29,7 +29,7 @@ from harness.data.batches.padding import at_length, padding_of
 from harness.data.batches.read_ahead import ReadAhead
 from harness.errors import UserError
 from harness.parallel.generators import own_generators, seed_of
-from harness.resilience.watch.activity import inside
+from harness.resilience.process.activity import inside
 from harness.wording import counted
 
 _STEPS_MEASURED = 16  # to learn how much of the data is padding

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from harness.data.tokenizer import ByteTokenizer, Tokenizer
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
-from harness.topology.hosts import host_id
+from harness.topology.placement import host_id
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -31,7 +31,7 @@ from harness.data.streaming.rows import Mark, Row, Rows
 from harness.data.tokenizer import Tokenizer
 from harness.errors import UserError
 from harness.parallel.generators import seed_of
-from harness.resilience.watch.activity import beat
+from harness.resilience.process.activity import beat
 
 PACKED_TOGETHER = 256
 """Conversations of a stream that are packed together: samples are made of as many at a time."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from harness.resilience.process.distributed import shared_store
 from harness.topology.agreement import values_of_all
-from harness.topology.hosts import host_id
+from harness.topology.placement import host_id
 
 ROUND_TRIPS = 9
 

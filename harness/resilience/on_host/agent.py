@@ -20,9 +20,8 @@ from harness.console import print_if_heard
 from harness.resilience.on_host.messages import MARK, LineReader, Order, Preparation, read_message
 from harness.resilience.on_host.processes import become_subreaper, end_with_parent, reap, sweep
 from harness.resilience.on_host.standby import Standby
-from harness.topology.descriptors import wait_readable
 from harness.topology.env import inherited
-from harness.topology.processes import status_of
+from harness.topology.processes import status_of, wait_readable
 
 BEAT_S = 1.0  # between two signs of life
 SILENT_S = 60.0  # a supervisor on another host that says nothing for so long is gone

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 
-from harness.topology.descriptors import wait_readable
+from harness.topology.processes import wait_readable
 
 MARK = "\x1e"  # how a line begins that an agent writes itself; others are what ranks have printed
 

@@ -44,7 +44,7 @@ class Position:
     doing: str = "starting"
 
 
-HERE = Position(host=socket.gethostname())
+THIS_RANK = Position(host=socket.gethostname())
 """The position of this process."""
 
 
@@ -75,15 +75,15 @@ class Failure:
 
 def begin_step(step: int) -> None:
     """Set the step that this rank is about to make, also for a supervisor that finds the rank dead."""
-    HERE.step, HERE.doing = step, "training"
-    _write(f"position-{HERE.rank}.json", asdict(HERE))
+    THIS_RANK.step, THIS_RANK.doing = step, "training"
+    _write(f"position-{THIS_RANK.rank}.json", asdict(THIS_RANK))
 
 
 def record_failure(error: BaseException) -> None:
     """Write `rank-N.json`; the first record of a rank stays."""
     lines = str(error).strip().splitlines()
     failure = Failure(
-        **asdict(HERE),
+        **asdict(THIS_RANK),
         pid=os.getpid(),
         error=type(error).__name__,
         message=lines[0] if lines else "",
@@ -110,14 +110,14 @@ def record_failure_of(position: Position, pid: int, error: str, message: str) ->
 
 def expect_success() -> None:
     """Say that this program records success; rank 0 calls it as the first thing."""
-    if HERE.rank == 0:
+    if THIS_RANK.rank == 0:
         _write(EXPECTED, {"time": time.time()})
 
 
 def record_success() -> None:
     """Write the marker that all work is done; rank 0 calls it as the very last thing."""
-    if HERE.rank == 0:
-        _write(SUCCESS, {"step": HERE.step, "time": time.time()})
+    if THIS_RANK.rank == 0:
+        _write(SUCCESS, {"step": THIS_RANK.step, "time": time.time()})
 
 
 def succeeded(folder: Path) -> bool | None:
@@ -152,7 +152,7 @@ def _write(name: str, record: dict[str, object]) -> None:
     folder = records_folder()
     if folder is None:
         return
-    unfinished = folder / f"{UNFINISHED}{HERE.rank}-{name}"
+    unfinished = folder / f"{UNFINISHED}{THIS_RANK.rank}-{name}"
     with suppress(OSError):
         unfinished.write_text(json.dumps(record), encoding="utf-8")
         unfinished.replace(folder / name)

@@ -6,19 +6,20 @@ reads the signals as they come, and looks after the launcher as well: when that 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
-from harness.resilience.process.builds import abandon_builds
+from harness.resilience.process import activity
 from harness.resilience.process.launcher import Launcher
-from harness.resilience.watch import activity
-from harness.topology.descriptors import wait_readable
+from harness.topology.processes import children_of, command_of, wait_readable
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)  # the later count where ranks get several
 POLL_S = 0.1  # between two looks at the launcher, which has 0.25 s from its SIGINT to its traceback
@@ -38,7 +39,7 @@ class Interrupted(Exception):
     """A signal asks for the end of the run, so an evaluation is left unfinished; the training loop saves and ends."""
 
 
-class Watch:
+class SignalListener:
     """Receives the signals of this process while it is open.
 
     Attributes:
@@ -57,7 +58,7 @@ class Watch:
         self._wakes = launcher.runner_wakes()
         self._open = False
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> SignalListener:
         self._read, self._write = os.pipe()
         for end in (self._read, self._write):
             os.set_blocking(end, False)
@@ -136,7 +137,7 @@ class Watch:
 
 
 @contextmanager
-def watching(say: Callable[[str], None], parent: str = "") -> Iterator[Watch | None]:
+def listening(say: Callable[[str], None], parent: str = "") -> Iterator[SignalListener | None]:
     """Receive signals; nothing is done in a thread that is not the main one, or where they are received already.
 
     `parent` is `LaunchEnv.parent`.
@@ -145,22 +146,22 @@ def watching(say: Callable[[str], None], parent: str = "") -> Iterator[Watch | N
     if active is not None or threading.current_thread() is not threading.main_thread():
         yield active
         return
-    with Watch(say, Launcher.find(parent)) as watch:
-        yield watch
+    with SignalListener(say, Launcher.find(parent)) as listener:
+        yield listener
 
 
 @contextmanager
 def reported_by(say: Callable[[str], None]) -> Iterator[None]:
     """Let `say` print what is said of signals; afterwards, when its file may be closed, as before."""
-    watch = _active()
-    if watch is None:
+    listener = _active()
+    if listener is None:
         yield
         return
-    before, watch.say = watch.say, say
+    before, listener.say = listener.say, say
     try:
         yield
     finally:
-        watch.say = before
+        listener.say = before
 
 
 @contextmanager
@@ -171,26 +172,28 @@ def at_the_end_of_a_step(say: Callable[[str], None], parent: str = "") -> Iterat
     it, that signal is raised again.
     """
     is_outer = _active() is None
-    with watching(say, parent) as watch:
-        if watch is None:
+    with listening(say, parent) as listener:
+        if listener is None:
             yield
             return
-        watch.saves, watch.where = True, "again"
+        listener.saves, listener.where = True, "again"
         try:
             yield
         except BaseException as error:
-            watch.saves, watch.where = False, None  # whoever raised it says why the run ends
-            watch.first = error.number if isinstance(error, Stopped) else watch.first
+            listener.saves, listener.where = False, None  # whoever raised it says why the run ends
+            listener.first = error.number if isinstance(error, Stopped) else listener.first
             raise
-        watch.promise = "the training is done, and the run ends when the model is written; a second one ends it at once"
-    if is_outer and watch.first:
-        signal.raise_signal(watch.first)
+        listener.promise = (
+            "the training is done, and the run ends when the model is written; a second one ends it at once"
+        )
+    if is_outer and listener.first:
+        signal.raise_signal(listener.first)
 
 
 def received() -> int:
     """Return the number of the signal that asked for the end of the run, 0 if none did."""
-    watch = _active()
-    return 0 if watch is None else watch.first
+    listener = _active()
+    return 0 if listener is None else listener.first
 
 
 def precedence(number: int) -> int:
@@ -208,28 +211,45 @@ def of_precedence(place: int) -> int:
 
 def say_nothing() -> None:
     """From here on end by a signal silently: another reason is reported."""
-    if watch := _active():
-        watch.where = None
+    if listener := _active():
+        listener.where = None
 
 
 def resume_command() -> str | None:
     """Return the command by which the user goes on, as far as it is known."""
-    watch = _active()
-    return None if watch is None else watch.launcher.resume_command()
+    listener = _active()
+    return None if listener is None else listener.launcher.resume_command()
 
 
-def _active() -> Watch | None:
-    """Return the watch that receives this process's signals; its handler is the one place that knows it."""
-    watch = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    return watch if isinstance(watch, Watch) else None
+def _active() -> SignalListener | None:
+    """Return the listener that receives this process's signals; its handler is the one place that knows it."""
+    listener = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return listener if isinstance(listener, SignalListener) else None
 
 
 def _forget() -> None:
     """In a forked child: end by signals as usual, and do not hand them to the parent's thread."""
-    if watch := _active():
+    if listener := _active():
         signal.set_wakeup_fd(-1)
-        for number in watch.handlers:
+        for number in listener.handlers:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 os.register_at_fork(after_in_child=_forget)
+
+
+def abandon_builds() -> None:
+    """Stop the compilation that this process has started, and release its lock.
+
+    Torch keeps other processes out by a file, which it removes only where Python ends as usual: the next run would
+    wait for it for ever.
+    """
+    for child in children_of(os.getpid()):
+        if any(Path(word).name == "ninja" for word in command_of(child)[:2]):
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGTERM)  # it ends its compilers, and removes what they have started to write
+    lock = getattr(sys.modules.get("torch.utils.file_baton"), "FileBaton", None)
+    for held in [thing for thing in gc.get_objects() if type(thing) is lock] if lock else []:
+        with suppress(OSError, TypeError):  # not acquired, or released already
+            if os.path.samestat(os.fstat(held.fd), Path(held.lock_file_path).stat()):
+                held.release()

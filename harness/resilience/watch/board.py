@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.resilience.watch.activity import Phase
+from harness.resilience.process.activity import Phase
 
 MAIN = struct.Struct("<dqii64s")  # written where the work is done
 WATCHER = struct.Struct("<dd?d?96s")  # written by the thread that watches

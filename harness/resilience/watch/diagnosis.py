@@ -15,8 +15,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from harness.resilience.process.activity import BEATS_OF_STEP, Phase
 from harness.resilience.process.records import HANG
-from harness.resilience.watch.activity import BEATS_OF_STEP, Phase
 from harness.topology.agreement import spell_ranks
 
 ENDING_S = 10.0  # for a rank that has named its own error: its launcher ends the others meanwhile
@@ -27,7 +27,7 @@ INSIDE = (Phase.STEP, Phase.SLOW)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
+class RankStatus:
     """How a rank looks, seconds counted until now.
 
     Attributes:
@@ -117,25 +117,25 @@ class Verdict:
         return cls(**json.loads(text))
 
 
-def diagnose(sights: Sequence[Sight], *, is_whole: bool = True) -> Verdict | None:
+def diagnose(statuses: Sequence[RankStatus], *, is_whole: bool = True) -> Verdict | None:
     """Return why the run cannot go on; None while it can.
 
     `is_whole`: whether these are all ranks. Those of a part may all wait for others that make progress.
     """
-    if not any(each.phase in (*INSIDE, Phase.LOST) for each in sights if not each.is_gone):
+    if not any(each.phase in (*INSIDE, Phase.LOST) for each in statuses if not each.is_gone):
         return None
-    return _dead(sights) or _silent(sights) or _hang(sights, is_whole)
+    return _dead(statuses) or _silent(statuses) or _hang(statuses, is_whole)
 
 
-def _dead(sights: Sequence[Sight]) -> Verdict | None:
+def _dead(statuses: Sequence[RankStatus]) -> Verdict | None:
     """Find a process that has ended while others need it."""
-    for each in sights:
+    for each in statuses:
         if each.is_gone and each.phase in INSIDE:
             how = each.ending or "has ended"
             memory = "; was it out of memory?" if "SIGKILL" in how else ""
             return _verdict("Dead", each, f"{each.name} {how} in step {each.step}, during: {each.doing}{memory}")
-    waited = max((each.still for each in sights if each.phase in INSIDE and not each.is_gone), default=0.0)
-    ends = [each for each in sights if each.is_gone or each.phase is Phase.FAILED]
+    waited = max((each.still for each in statuses if each.phase in INSIDE and not each.is_gone), default=0.0)
+    ends = [each for each in statuses if each.is_gone or each.phase is Phase.FAILED]
     for each in ends if waited > ENDING_S else []:
         if each.still > ENDING_S:
             how = "failed: its log says why" if each.phase is Phase.FAILED else each.ending or "has ended"
@@ -143,11 +143,11 @@ def _dead(sights: Sequence[Sight]) -> Verdict | None:
     return None
 
 
-def _silent(sights: Sequence[Sight]) -> Verdict | None:
+def _silent(statuses: Sequence[RankStatus]) -> Verdict | None:
     """Find a host that is not heard of any more."""
-    lost = any(each.phase is Phase.LOST for each in sights)
-    limit = SILENT_S if lost else max((each.limit for each in sights if each.phase is Phase.STEP), default=0.0)
-    silent = [each for each in sights if 0 < limit < each.silent]
+    lost = any(each.phase is Phase.LOST for each in statuses)
+    limit = SILENT_S if lost else max((each.limit for each in statuses if each.phase is Phase.STEP), default=0.0)
+    silent = [each for each in statuses if 0 < limit < each.silent]
     if not silent:
         return None
     first = silent[0]
@@ -156,40 +156,40 @@ def _silent(sights: Sequence[Sight]) -> Verdict | None:
     return _verdict("Silent", first, f"{text}; is it down, or the network between the hosts?")
 
 
-def _hang(sights: Sequence[Sight], is_whole: bool) -> Verdict | None:
+def _hang(statuses: Sequence[RankStatus], is_whole: bool) -> Verdict | None:
     """Find ranks that have stopped making progress, and who is at fault."""
-    stopped = [each for each in sights if each.state == "T" and each.is_still]
-    if not stopped and not (is_whole and _waits_for_another(sights) and all(each.is_still for each in sights)):
+    stopped = [each for each in statuses if each.state == "T" and each.is_still]
+    if not stopped and not (is_whole and _waits_for_another(statuses) and all(each.is_still for each in statuses)):
         return None
-    stuck = stopped or [each for each in sights if each.is_stuck]
-    if len(stuck) == len(sights) > 1 and not stopped:
+    stuck = stopped or [each for each in statuses if each.is_stuck]
+    if len(stuck) == len(statuses) > 1 and not stopped:
         stuck = _behind(stuck)
     if not stuck:
-        step = max(each.step for each in sights)
-        wait = " and wait for each other" if all(each.waits for each in sights) else ""
-        text = f"all ranks hang in step {step}{wait}: {_places(sights)}"
+        step = max(each.step for each in statuses)
+        wait = " and wait for each other" if all(each.waits for each in statuses) else ""
+        text = f"all ranks hang in step {step}{wait}: {_places(statuses)}"
         return Verdict(error=HANG, culprit=-1, step=step, message=text)
     first = stuck[0]
     where = "stopped (process state T)" if first.state == "T" else f"at {first.place}"
     others = "".join(f"; {each.name} likewise" for each in stuck[1:2])
-    waiting = [each for each in sights if each not in stuck and each.waits]
+    waiting = [each for each in statuses if each not in stuck and each.waits]
     text = f"{first.name} hangs in step {first.step}, during: {first.doing}, {where}, for {first.still:.0f} s{others}"
     return _verdict(HANG, first, text + _waiting(waiting))
 
 
-def _waits_for_another(sights: Sequence[Sight]) -> bool:
+def _waits_for_another(statuses: Sequence[RankStatus]) -> bool:
     """Whether a rank may wait for another: two are at work, or one waits for what is not at work."""
-    working = [each for each in sights if each.phase in INSIDE and not each.is_gone]
-    return len(sights) > 1 and (len(working) > 1 or any(each.waits for each in working))
+    working = [each for each in statuses if each.phase in INSIDE and not each.is_gone]
+    return len(statuses) > 1 and (len(working) > 1 or any(each.waits for each in working))
 
 
-def _behind(stuck: Sequence[Sight]) -> list[Sight]:
+def _behind(stuck: Sequence[RankStatus]) -> list[RankStatus]:
     """Return the ranks that are behind others of their stage, those furthest behind first."""
     furthest: dict[int, int] = {}
     for each in stuck:
         furthest[each.stage] = max(each.beats, furthest.get(each.stage, 0))
 
-    def is_behind(each: Sight) -> bool:
+    def is_behind(each: RankStatus) -> bool:
         first = furthest[each.stage]
         is_earlier = each.beats // BEATS_OF_STEP < first // BEATS_OF_STEP
         return is_earlier or (each.phase is Phase.STEP and each.beats < first)  # elsewhere ranks may do other things
@@ -197,15 +197,15 @@ def _behind(stuck: Sequence[Sight]) -> list[Sight]:
     return sorted(filter(is_behind, stuck), key=lambda each: each.beats)
 
 
-def _places(sights: Sequence[Sight]) -> str:
+def _places(statuses: Sequence[RankStatus]) -> str:
     """Say where each rank stands, ranks at one place together."""
     ranks: dict[str, list[int]] = {}
-    for each in sights:
+    for each in statuses:
         ranks.setdefault(each.place, []).append(each.rank)
     return ", ".join(f"{spell_ranks(those)} in {place}" for place, those in ranks.items())
 
 
-def _waiting(waiting: Sequence[Sight]) -> str:
+def _waiting(waiting: Sequence[RankStatus]) -> str:
     """Say who waits, in which collectives and instructions."""
     if not waiting:
         return ""
@@ -217,5 +217,5 @@ def _waiting(waiting: Sequence[Sight]) -> str:
     return text + (f", and {len(waiting) - len(ranks)} more" if more else "")
 
 
-def _verdict(error: str, culprit: Sight, message: str) -> Verdict:
+def _verdict(error: str, culprit: RankStatus, message: str) -> Verdict:
     return Verdict(error=error, culprit=culprit.rank, step=culprit.step, message=message)

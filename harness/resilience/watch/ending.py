@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import sys
+import tempfile
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from harness.console import Console
-from harness.resilience.process.records import HANG, HERE, Position, record_failure_of
-from harness.resilience.watch.diagnosis import Sight, Verdict
-from harness.resilience.watch.stacks import stacks
+from harness.resilience.process.records import HANG, THIS_RANK, Position, record_failure_of
+from harness.resilience.watch.diagnosis import RankStatus, Verdict
 
 
 def stacks_file(output_dir: Path, step: int) -> Path:
@@ -18,7 +23,7 @@ def stacks_file(output_dir: Path, step: int) -> Path:
     return output_dir / f"hang-{step}.txt"
 
 
-def announce(verdict: Verdict, sights: Sequence[Sight], path: Path, console: Console) -> None:
+def announce(verdict: Verdict, statuses: Sequence[RankStatus], path: Path, console: Console) -> None:
     """Report a verdict: on standard error, at the head of the file of stacks, and to a supervisor.
 
     Of a process that has ended the supervisor knows more itself.
@@ -26,13 +31,13 @@ def announce(verdict: Verdict, sights: Sequence[Sight], path: Path, console: Con
     message = verdict.message
     if verdict.error == HANG:
         message += f"; the Python stacks of all ranks are in {path}"
-        stopped = [each for each in sights if each.state == "T"]
-        lines = [verdict.message, "", *map(str, sights)]
+        stopped = [each for each in statuses if each.state == "T"]
+        lines = [verdict.message, "", *map(str, statuses)]
         lines += [f"{each.name} is stopped, so it cannot write its stack" for each in stopped]
         _append(path, "\n".join(lines) + "\n")
     console.fail(message)
-    named = HERE.rank if verdict.culprit < 0 else verdict.culprit
-    for each in sights if verdict.error != "Dead" else []:
+    named = THIS_RANK.rank if verdict.culprit < 0 else verdict.culprit
+    for each in statuses if verdict.error != "Dead" else []:
         if each.rank == named:
             position = Position(rank=each.rank, host=each.host, stage=each.stage, step=each.step, doing=each.doing)
             record_failure_of(position, each.pid, verdict.error, message)
@@ -40,7 +45,10 @@ def announce(verdict: Verdict, sights: Sequence[Sight], path: Path, console: Con
 
 def append_stacks(path: Path) -> None:
     """Add the stacks of this rank's threads."""
-    _append(path, f"\n== rank {HERE.rank}, host {HERE.host}, step {HERE.step}, {HERE.doing} ==\n{stacks()}")
+    _append(
+        path,
+        f"\n== rank {THIS_RANK.rank}, host {THIS_RANK.host}, step {THIS_RANK.step}, {THIS_RANK.doing} ==\n{stacks()}",
+    )
 
 
 def _append(path: Path, text: str) -> None:
@@ -51,3 +59,46 @@ def _append(path: Path, text: str) -> None:
             os.write(descriptor, text.encode())
         finally:
             os.close(descriptor)
+
+
+COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/", "/harness/parallel/collectives/")
+HANDLES = ("/deepspeed/", "/torch/cuda/")  # where a method of these names waits for what was begun before
+WAITS = ("wait", "synchronize", "wait_stream")
+
+
+@dataclass(frozen=True)
+class StackFrame:
+    """Where a thread stands.
+
+    Attributes:
+        waits: whether for other ranks.
+        text: the collective that it waits in, else file, line and function.
+    """
+
+    waits: bool
+    text: str
+
+
+def main_frame() -> StackFrame:
+    """Return where the main thread stands now; another thread calls it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001  # its documented name
+    if frame is None:
+        return StackFrame(False, "")
+    if _waits(frame):
+        return StackFrame(True, frame.f_code.co_name)
+    return StackFrame(False, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}")
+
+
+def _waits(frame: FrameType) -> bool:
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    if any(part in file for part in COLLECTIVES):
+        return True
+    return name in WAITS and any(part in file for part in HANDLES)
+
+
+def stacks() -> str:
+    """Return the Python stacks of all threads of this process, the newest call first."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")

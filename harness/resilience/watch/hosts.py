@@ -19,13 +19,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from harness.resilience.watch.activity import Phase
-from harness.resilience.watch.diagnosis import FRESH_S, INSIDE, SILENT_S, Sight, Verdict
+from harness.resilience.process.activity import Phase
+from harness.resilience.watch.diagnosis import FRESH_S, INSIDE, SILENT_S, RankStatus, Verdict
 
 EVERY_S = 1.0
 ANSWER_S = 5.0
 PREFIX = "watch"
-NAMES = tuple(field.name for field in fields(Sight))
+NAMES = tuple(field.name for field in fields(RankStatus))
 NOTHING = b"[]"
 
 
@@ -42,10 +42,10 @@ class Digest:
     is_odd: bool
 
     @classmethod
-    def of(cls, sights: Sequence[Sight]) -> Digest:
+    def of(cls, statuses: Sequence[RankStatus]) -> Digest:
         """Return the digest of a host's rows."""
-        left = max((each.limit - each.still if each.limit else math.inf for each in sights), default=0.0)
-        is_odd = any(each.is_gone or each.state == "T" or each.phase not in INSIDE for each in sights)
+        left = max((each.limit - each.still if each.limit else math.inf for each in statuses), default=0.0)
+        is_odd = any(each.is_gone or each.state == "T" or each.phase not in INSIDE for each in statuses)
         return cls(left, is_odd)
 
 
@@ -56,13 +56,13 @@ class _Heard:
         self.at, self.content = at, content
         digest, _, self._text = content.partition(b"\n")
         self.digest = Digest(*json.loads(digest)[1:])
-        self._rows: list[Sight] | None = None
+        self._rows: list[RankStatus] | None = None
 
-    def sights(self, now: float) -> list[Sight]:
+    def statuses(self, now: float) -> list[RankStatus]:
         """Return the rows as they are by now, if nothing has changed since."""
         if self._rows is None:
             rows = (dict(zip(NAMES, row, strict=True)) for row in json.loads(self._text))
-            self._rows = [Sight(**{**row, "phase": Phase(row["phase"])}) for row in rows]
+            self._rows = [RankStatus(**{**row, "phase": Phase(row["phase"])}) for row in rows]
         silent = now - self.at
         return [replace(row, still=row.still + silent, silent=silent) for row in self._rows]
 
@@ -83,7 +83,7 @@ class OtherHosts:
         self.judges_all = here == 0
         self._here = str(here)
         self._others = [str(number) for number in range(1, count)] if self.judges_all else ["0"]
-        self._shown: tuple[float, Sequence[Sight]] = (-FRESH_S, ())
+        self._shown: tuple[float, Sequence[RankStatus]] = (-FRESH_S, ())
         self._heard: dict[str, _Heard] = {}
         self._verdict = ""
         self._open = True
@@ -94,16 +94,16 @@ class OtherHosts:
         """Stop exchanging rows."""
         self._open = False
 
-    def show(self, sights: Sequence[Sight]) -> None:
+    def show(self, statuses: Sequence[RankStatus]) -> None:
         """Show the rows of this host to the others, some time soon."""
-        self._shown = time.monotonic(), sights
+        self._shown = time.monotonic(), statuses
 
     @property
     def is_whole(self) -> bool:
         """Whether this host knows the rows of all others, and so may judge for the run."""
         return self.judges_all and len(self._heard) == len(self._others)
 
-    def is_well(self, here: Sequence[Sight], now: float) -> bool:
+    def is_well(self, here: Sequence[RankStatus], now: float) -> bool:
         """Whether no verdict can come from the rows: all ranks are heard of and at work, and one makes progress."""
         own = Digest.of(here)
         heard = list(self._heard.values())
@@ -111,9 +111,9 @@ class OtherHosts:
             return False
         return own.left_s > 0 or any(each.digest.left_s > now - each.at for each in heard)
 
-    def sights(self, now: float) -> list[Sight]:
+    def statuses(self, now: float) -> list[RankStatus]:
         """Return the rows of those hosts that have ever been heard of."""
-        return [row for each in list(self._heard.values()) for row in each.sights(now)]
+        return [row for each in list(self._heard.values()) for row in each.statuses(now)]
 
     def verdict(self) -> Verdict | None:
         """Return the verdict of another host."""
@@ -140,12 +140,12 @@ class OtherHosts:
 
     def exchange(self) -> None:
         """Write the rows of this host and read those of the others, once."""
-        shown_at, sights = self._shown
+        shown_at, statuses = self._shown
         if time.monotonic() - shown_at > FRESH_S:  # another rank judges; what this one knows grows old
             self._heard = {}
             return
         with suppress(RuntimeError):  # dist.DistError is one: no answer
-            self._store.set(self._here, _text(shown_at, sights))
+            self._store.set(self._here, _text(shown_at, statuses))
             for name, content in zip(self._others, self._store.multi_get(self._others), strict=True):
                 known = self._heard.get(name)
                 if content != NOTHING and (known is None or content != known.content):
@@ -159,8 +159,8 @@ class OtherHosts:
             self.exchange()
 
 
-def _text(shown_at: float, sights: Sequence[Sight]) -> str:
+def _text(shown_at: float, statuses: Sequence[RankStatus]) -> str:
     """Return a line of the time, which tells rows from the same ones later, and the digest; then a line of the rows."""
-    digest = Digest.of(sights)
-    rows = [[getattr(each, name) for name in NAMES] for each in sights]
+    digest = Digest.of(statuses)
+    rows = [[getattr(each, name) for name in NAMES] for each in statuses]
     return f"{json.dumps([shown_at, digest.left_s, digest.is_odd])}\n{json.dumps(rows, separators=(',', ':'))}"

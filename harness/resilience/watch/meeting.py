@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 from harness.console import Console
 from harness.resilience.process import signals
-from harness.resilience.process.records import HANG, HERE, Position, record_failure_of
+from harness.resilience.process.records import HANG, THIS_RANK, Position, record_failure_of
 from harness.topology.processes import children_of, parent_of, started_with, status_of
 
 EVERY_S = 0.5
@@ -68,9 +68,9 @@ def _is_stopped(process: int) -> bool:
 
 def _end_run(rank: str, late: list[int], console: Console) -> None:
     signals.say_nothing()
-    message = f"rank {rank} (host {HERE.host}) is stopped (process state T), and the others wait for it"
+    message = f"rank {rank} (host {THIS_RANK.host}) is stopped (process state T), and the others wait for it"
     console.fail(message)
-    record_failure_of(Position(rank=int(rank), host=HERE.host), late[0], HANG, message)
+    record_failure_of(Position(rank=int(rank), host=THIS_RANK.host), late[0], HANG, message)
     for process in late:
         with suppress(OSError):
             os.kill(process, signal.SIGKILL)

@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Sequence
 
 from harness.console import Console
-from harness.resilience.watch.activity import ACTIVITY, Phase
-from harness.resilience.watch.diagnosis import Sight
+from harness.resilience.process.activity import ACTIVITY, Phase
+from harness.resilience.watch.diagnosis import RankStatus
 
 KEPT = 0.98  # of the weight of a look at the next one: a memory of some 50 looks, 10 s
 LEAST_LOOKS = 50
@@ -55,14 +55,14 @@ class Stragglers:
         """Whether it is time to compare the ranks again."""
         return now - self._looked_at >= EVERY_S
 
-    def look(self, sights: Sequence[Sight], now: float) -> None:
+    def look(self, statuses: Sequence[RankStatus], now: float) -> None:
         """Compare the ranks, now and then."""
-        if not self.is_due(now) or len(sights) < 2:
+        if not self.is_due(now) or len(statuses) < 2:
             return
         self._looked_at = now
-        if any(each.phase is not Phase.STEP or each.work < 0 for each in sights):
+        if any(each.phase is not Phase.STEP or each.work < 0 for each in statuses):
             return
-        slowest, peers = slowest_rank(sights, ACTIVITY.stage_costs)
+        slowest, peers = slowest_rank(statuses, ACTIVITY.stage_costs)
         rank = -1 if slowest is None else slowest.rank
         self._slowest, self._times = rank, self._times + 1 if rank == self._slowest else 1
         if slowest is not None and self._times >= IN_A_ROW and now >= self._quiet_until:
@@ -73,10 +73,10 @@ class Stragglers:
             )
 
 
-def slowest_rank(sights: Sequence[Sight], costs: Sequence[float]) -> tuple[Sight | None, float]:
+def slowest_rank(statuses: Sequence[RankStatus], costs: Sequence[float]) -> tuple[RankStatus | None, float]:
     """Return the rank that clearly holds the others up, None if none does; and the median of the others' shares."""
-    slowest = max(sights, key=lambda each: each.work)
-    peers = [each for each in sights if each is not slowest]
+    slowest = max(statuses, key=lambda each: each.work)
+    peers = [each for each in statuses if each is not slowest]
     usual = statistics.median(each.work for each in peers)
     expected = 1.0
     if costs:

@@ -10,24 +10,36 @@ import os
 import select
 import signal
 import statistics
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from harness.arguments import TrainingArguments
 from harness.console import Console
+from harness.deepspeed.pipeline import LayerCall
 from harness.resilience.process import signals
-from harness.resilience.process.records import HANG, HERE
-from harness.resilience.watch.activity import ACTIVITY, Phase
+from harness.resilience.process.activity import ACTIVITY, Phase, beat
+from harness.resilience.process.distributed import shared_store
+from harness.resilience.process.records import HANG, THIS_RANK
 from harness.resilience.watch.board import Board
-from harness.resilience.watch.diagnosis import FRESH_S, Sight, Verdict, diagnose
-from harness.resilience.watch.ending import announce, append_stacks, stacks_file
+from harness.resilience.watch.diagnosis import FRESH_S, RankStatus, Verdict, diagnose
+from harness.resilience.watch.ending import announce, append_stacks, main_frame, stacks_file
 from harness.resilience.watch.hosts import OtherHosts
-from harness.resilience.watch.stacks import main_place
 from harness.resilience.watch.stragglers import Stragglers, WorkShare
+from harness.topology.agreement import values_of_all
+from harness.topology.env import run_timeout
+from harness.topology.groups import Groups
+from harness.topology.placement import host_id
 from harness.topology.processes import status_of
 
 POLL_S = 0.2
@@ -104,7 +116,7 @@ class Watcher:
         self._first = self._begun = ACTIVITY.steps  # none has begun under this watch
         self._begun_at = time.monotonic()
         self._seen: tuple[object, ...] = ()
-        self._sights: list[Sight] = []
+        self._statuses: list[RankStatus] = []
         self._states: list[tuple[str, str]] = []
         self._states_at = 0.0
         self._io = self._io_at = 0.0
@@ -140,7 +152,9 @@ class Watcher:
 
     def publish(self) -> None:
         """Show progress."""
-        self.board.show(self.me, time.monotonic(), ACTIVITY.beats, ACTIVITY.phase, HERE.step, HERE.doing.encode()[:63])
+        self.board.show(
+            self.me, time.monotonic(), ACTIVITY.beats, ACTIVITY.phase, THIS_RANK.step, THIS_RANK.doing.encode()[:63]
+        )
 
     def _descriptors(self) -> Iterator[int]:
         """Yield a descriptor for each other process, which wakes the thread when that ends."""
@@ -172,8 +186,8 @@ class Watcher:
     def _look_at_self(self, now: float) -> None:
         """Show where the main thread stands, and take a change of its position or of its input and output for
         progress."""
-        place = main_place()
-        seen = (HERE.step, HERE.doing, ACTIVITY.beats, ACTIVITY.phase)
+        place = main_frame()
+        seen = (THIS_RANK.step, THIS_RANK.doing, ACTIVITY.beats, ACTIVITY.phase)
         if seen != self._seen or (ACTIVITY.phase is Phase.SLOW and self._has_read_or_written(now)):
             self._seen = seen
             self.publish()
@@ -212,25 +226,27 @@ class Watcher:
         """Return why the run is to end, by what the rank that judges says; this one may be it."""
         if text := self.board.verdict:
             return Verdict.load(text)
-        sights = [self._sight(row, now) for row in range(len(self.members))]
-        judge = next((row for row, each in enumerate(sights) if not each.is_gone and each.unwatched < FRESH_S), self.me)
+        statuses = [self._status(row, now) for row in range(len(self.members))]
+        judge = next(
+            (row for row, each in enumerate(statuses) if not each.is_gone and each.unwatched < FRESH_S), self.me
+        )
         if judge != self.me:
             return None
         others, is_whole = self.others, True
         if others is not None:
-            others.show(sights)
+            others.show(statuses)
             if (told := others.verdict()) is not None:
-                self._sights = sights
+                self._statuses = statuses
                 return told
             is_whole = others.is_whole
-            compares = HERE.rank == 0 and self.stragglers.is_due(now)
-            if is_whole and others.is_well(sights, now) and not compares:
+            compares = THIS_RANK.rank == 0 and self.stragglers.is_due(now)
+            if is_whole and others.is_well(statuses, now) and not compares:
                 return None
-            sights = sorted([*sights, *others.sights(now)], key=lambda each: each.rank)
-        self._sights = sights
-        verdict = diagnose(sights, is_whole=is_whole)
-        if verdict is None and HERE.rank == 0:
-            self.stragglers.look(sights, now)
+            statuses = sorted([*statuses, *others.statuses(now)], key=lambda each: each.rank)
+        self._statuses = statuses
+        verdict = diagnose(statuses, is_whole=is_whole)
+        if verdict is None and THIS_RANK.rank == 0:
+            self.stragglers.look(statuses, now)
         return verdict
 
     def _state(self, row: int) -> tuple[str, str]:
@@ -243,12 +259,12 @@ class Watcher:
         is_same = status is not None and status.started == member.started
         return (status.state, status.ending) if status is not None and is_same else ("", "")
 
-    def _sight(self, row: int, now: float) -> Sight:
+    def _status(self, row: int, now: float) -> RankStatus:
         member, shown = self.members[row], self.board.read(row)
         state, ending = self._states[row]
         # a stopped process makes no progress in any phase
         limit = self.limits.of(Phase.STEP, self._median() or 0.0) if state == "T" else shown.limit
-        return Sight(
+        return RankStatus(
             rank=member.rank,
             stage=member.stage,
             host=member.host,
@@ -278,7 +294,7 @@ class Watcher:
         path, judges = stacks_file(self.output_dir, verdict.step), not self.board.verdict
         if judges:
             if self.others is None or self.others.claim(verdict):
-                announce(verdict, self._sights, path, self.console)
+                announce(verdict, self._statuses, path, self.console)
             self.board.verdict = verdict.dump()
         if verdict.error == HANG:
             append_stacks(path)
@@ -305,3 +321,84 @@ class Watcher:
             status = status_of(member.pid)
             if status is not None and status.started == member.started:
                 os.kill(member.pid, signal.SIGKILL)
+
+
+NAMESPACES = ("pid", "net", "mnt")  # ranks in other ones cannot see each other's processes, or not reach them alike
+SHARE_OF_TIMEOUT = 0.8
+
+
+def watch_run(args: TrainingArguments, groups: Groups, console: Console) -> Watcher | None:
+    """Watch the ranks of a run until the watcher is closed; all ranks call it.
+
+    Returns None on a system that shows no processes. An earlier run of this process is not watched any longer.
+    """
+    ACTIVITY.stop_watching()
+    status = status_of(os.getpid())
+    everyone = values_of_all(None if status is None else _myself(groups, status.started))
+    if None in everyone:
+        return None
+    members = [member for member in everyone if member is not None]
+    hosts = list(dict.fromkeys(member.host_id for member in members))
+    mine = members[groups.rank].host_id
+    local = [member for member in members if member.host_id == mine]
+    board, name = _shared_board(local, groups.rank)
+    others = OtherHosts(shared_store(), hosts.index(mine), len(hosts), name) if len(hosts) > 1 else None
+    watcher = Watcher(
+        board,
+        local,
+        [member.rank for member in local].index(groups.rank),
+        Limits(hang=args.hang_seconds, longest=SHARE_OF_TIMEOUT * run_timeout().total_seconds()),
+        console,
+        Path(args.output_dir).absolute(),
+        others,
+    )
+    watcher.start()
+    dist.barrier()  # every row says something before anybody judges by it
+    return watcher
+
+
+def _myself(groups: Groups, started: int) -> Member:
+    ids = [host_id(), *(str(Path(f"/proc/self/ns/{name}").readlink()) for name in NAMESPACES)]
+    return Member(
+        rank=groups.rank,
+        stage=groups.coordinate.stage,
+        host=THIS_RANK.host,
+        host_id=" ".join(ids),
+        pid=os.getpid(),
+        started=started,
+    )
+
+
+def _shared_board(local: list[Member], rank: int) -> tuple[Board, str]:
+    """Return the board of this host's ranks, and a name that all ranks of the run, and no other run, have."""
+    first = local[0].rank == rank
+    folder = Path(tempfile.mkdtemp(prefix="ds-harness-watch-")) if first else None
+    folders = values_of_all(folder)
+    shared = folders[local[0].rank]
+    assert shared is not None and folders[0] is not None
+    board = Board(shared / "board", len(local))
+    dist.barrier()
+    if folder is not None:
+        (folder / "board").unlink()
+        folder.rmdir()
+    return board, folders[0].name
+
+
+def announce_layers(calls: Sequence[LayerCall]) -> None:
+    """Have each layer show when its forward and its backward begin."""
+    for index, call in enumerate(calls):
+        if isinstance(call, nn.Module):
+            call.register_forward_pre_hook(partial(_forward, f"forward of layer {index}"))
+            call.register_forward_hook(partial(_backward, f"backward of layer {index}"))
+
+
+def _forward(doing: str, _layer: nn.Module, _inputs: object) -> None:
+    beat(doing)
+
+
+def _backward(doing: str, _layer: nn.Module, _inputs: object, output: object) -> None:
+    """Show the backward of a layer as soon as the gradient of its output is there."""
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _gradient: beat(doing))
+            return

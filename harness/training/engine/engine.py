@@ -29,7 +29,7 @@ from harness.parallel.draws import DrawKeys
 from harness.parallel.generators import own_generators, seed_of
 from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.values import Value
-from harness.resilience.watch.activity import beat, begin_step
+from harness.resilience.process.activity import beat, begin_step
 from harness.topology.groups import Groups
 from harness.training.engine.evidence import Evidence, GuardedLoss
 from harness.training.engine.losses import RouterLoss, Targets, targets

@@ -20,8 +20,8 @@ from harness.data.batches.collate import IGNORED
 from harness.data.batches.evaluation import EvaluationBatch
 from harness.errors import UserError
 from harness.parallel.comm import gather_from_group, group_size
+from harness.resilience.process.activity import inside
 from harness.resilience.process.distributed import any_rank
-from harness.resilience.watch.activity import inside
 from harness.topology.agreement import values_of_all
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import CausalLoss, Labels, Loss, Outputs, RouterLoss, Targets

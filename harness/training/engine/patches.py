@@ -29,8 +29,8 @@ from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule
 from harness.parallel.tensor.layers import overlap_sums
 from harness.parallel.tensor.summed_gradients import put_off_sums, sum_once
 from harness.parallel.zero.in_place_inputs import copy_hooked_inputs
-from harness.resilience.watch.activity import beat
-from harness.resilience.watch.layers import announce_layers
+from harness.resilience.process.activity import beat
+from harness.resilience.watch.watcher import announce_layers
 from harness.training.engine.context import EngineContext, LayerTraits
 from harness.training.engine.evidence import GuardedLoss
 from harness.training.engine.gradients import UnusedParameters, compress_gradients, correct_clipping

@@ -39,14 +39,14 @@ from harness.parallel.collectives.of_group import (
     sums_in_memory,
 )
 from harness.parallel.memory import keep_freed_memory, malloc_trim
+from harness.resilience.process.activity import ACTIVITY, expect_costs
 from harness.resilience.process.distributed import close_groups, open_groups, require_device, require_precision, start
-from harness.resilience.process.records import HERE
-from harness.resilience.watch.activity import ACTIVITY, expect_costs
+from harness.resilience.process.records import THIS_RANK
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
-from harness.resilience.watch.opening import watch_run
+from harness.resilience.watch.watcher import watch_run
 from harness.topology.agreement import all_or_none, check_agreement, values_of_all
 from harness.topology.groups import build_groups
-from harness.topology.hosts import Hosts, host_id
+from harness.topology.placement import Hosts, host_id
 from harness.training.engine.build import build_engine
 from harness.training.engine.context import EngineContext
 from harness.training.engine.engine import Engine
@@ -145,7 +145,7 @@ def _tell_room(run: Run, states: Sequence[str]) -> None:
 def _join(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
     """Meet the other ranks, and check that all are about to do the same. Also returns the groups open before."""
     args, console, env, data = plan.args, plan.console, plan.env, plan.data
-    HERE.doing = "waiting for the other ranks"
+    THIS_RANK.doing = "waiting for the other ranks"
     with watching_for_stopped_ranks(args.hang_seconds, console):
         device = start(env)
         require_precision(plan.resolved.precision)
@@ -166,7 +166,7 @@ def _join(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
         all_or_none(lambda: lock_directory(plan.output_dir) if env.rank == 0 else None)
         foreign_groups = open_groups()
         groups = build_groups(plan.layout, plan.resolved.chunks.loss_stage)
-        HERE.rank, HERE.stage = groups.rank, groups.coordinate.stage
+        THIS_RANK.rank, THIS_RANK.stage = groups.rank, groups.coordinate.stage
         watch_run(args, groups, console)
     if device.type == "cpu":
         share_memory([groups.tp_group, groups.dp_group])

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from harness.errors import UserError
-from harness.resilience.process.records import HERE
+from harness.resilience.process.records import THIS_RANK
 from harness.topology.agreement import all_or_none, spell_ranks, values_of_all
 
 PATIENCE_S = 3.0  # network file systems may show a new file late
@@ -27,7 +27,7 @@ def require_shared(output_dir: Path, rank: int, world_size: int) -> None:
 
     marker = values_of_all(all_or_none(mark))[0]
     assert marker is not None
-    seen = values_of_all((HERE.host, _appears(output_dir / marker.name)))
+    seen = values_of_all((THIS_RANK.host, _appears(output_dir / marker.name)))
     if rank == 0:
         marker.unlink()
     blind = [number for number, (_, sees) in enumerate(seen) if not sees]

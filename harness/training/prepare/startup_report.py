@@ -20,9 +20,8 @@ from harness.hf.locate import presets
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
 from harness.resilience.process.signals import Stopped
-from harness.topology.hosts import Hosts
 from harness.topology.layout import Layout
-from harness.topology.placement import advise, hosts_of_launch
+from harness.topology.placement import Hosts, advise, hosts_of_launch
 from harness.training.prepare.stages import StageLine
 from harness.training.prepare.trainable import TrainableModel
 from harness.wording import counted

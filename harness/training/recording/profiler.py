@@ -18,7 +18,7 @@ from harness.report.profiling.clocks import Offset, offset_to_first
 from harness.report.profiling.hooks import log_instructions, log_layers
 from harness.report.profiling.memory import StepMemory
 from harness.report.profiling.span_log import Clock, SpanLog
-from harness.resilience.process.records import HERE
+from harness.resilience.process.records import THIS_RANK
 from harness.topology.agreement import values_on_first
 from harness.training.callbacks import MomentValues, TrainerCallback, TrainerControl, TrainerState
 from harness.training.run import Run
@@ -166,7 +166,7 @@ class _Measurement:
             stage=coordinate.stage,
             dp_rank=coordinate.dp_rank,
             tp_rank=coordinate.tp_rank,
-            host=HERE.host,
+            host=THIS_RANK.host,
             start=start,
             end=max((span.end for span in instructions), default=start),
             instructions=instructions,

@@ -19,7 +19,7 @@ from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.parallel.collectives.of_group import shares_memory
 from harness.resilience.process import signals
-from harness.resilience.watch.activity import inside
+from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, values_of_all
 from harness.topology.layout import AXES
 from harness.training.callbacks import StepRecord, TrainerState

@@ -18,8 +18,8 @@ from harness.checkpoint.background_save import BackgroundSave, NotSaved, Writer
 from harness.checkpoint.directories import numbered, set_aside_foreign
 from harness.checkpoint.integrity import require_unused
 from harness.errors import UserError
+from harness.resilience.process.activity import inside
 from harness.resilience.process.distributed import all_arrive, any_rank
-from harness.resilience.watch.activity import inside
 from harness.topology.agreement import all_or_none
 from harness.training.best_model import forget_unsaved, note_checkpoint
 from harness.training.callbacks import TrainerState

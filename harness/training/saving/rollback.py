@@ -12,7 +12,7 @@ from harness.checkpoint import training_state
 from harness.checkpoint.integrity import newest_whole
 from harness.data.batches.stream import BatchStream
 from harness.errors import UserError
-from harness.resilience.watch.activity import inside
+from harness.resilience.process.activity import inside
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFiniteStep

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from harness.cli import main
 from harness.errors import UserError
 from harness.resilience import options
+from harness.resilience.launch import write_batch
 from harness.resilience.options import DEEPSPEED_ONLY, USAGE, Options, _parser, read_options
 from harness.resilience.script import without
-from harness.resilience.slurm import write_batch
 
 PLAIN = read_options(["train.py"])
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from harness.errors import UserError
 from harness.resilience import hosts as module
-from harness.resilience.deepspeed_command import _program
 from harness.resilience.hosts import AGENT, HostDevices, _node_list, find_hosts, meeting_address
+from harness.resilience.launch import _program
 from harness.resilience.options import read_options
 
 AWAY = "203.0.113.7"  # an address of nobody, RFC 5737

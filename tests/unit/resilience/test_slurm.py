@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from harness.errors import UserError
+from harness.resilience.launch import write_batch
 from harness.resilience.options import read_options
-from harness.resilience.slurm import write_batch
 
 SCRIPT = ["scripts/train.py", "--output_dir", "a run"]
 

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import UserError
-from harness.topology.hosts import Hosts, host_id
 from harness.topology.layout import Layout
 from harness.topology.placement import (
     Crossing,
     Host,
+    Hosts,
     advise,
     crossings,
+    host_id,
     host_of_ranks,
     hosts_of_launch,
     place,

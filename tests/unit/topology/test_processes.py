@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from harness.topology.processes import (
     parent_of,
     started_with,
     status_of,
+    wait_readable,
     wakes_of,
 )
 
@@ -95,3 +97,23 @@ def test_the_peak_of_a_process_is_not_that_of_the_larger_one_that_started_it() -
     before, after = map(int, said.split())
     assert 1 << 20 < before < 150 << 20
     assert 60 << 20 < after - before < 80 << 20
+
+
+def test_a_descriptor_of_a_high_number_is_waited_for():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    source, target = os.pipe()
+    high = source if limits[1] <= 1500 else os.dup2(source, 1500)
+    try:
+        assert wait_readable([high], 0) == []
+        os.write(target, b"x")
+        assert wait_readable([high, high], 5) == [high]
+        os.close(target)
+        os.read(high, 1)
+        assert wait_readable([high], 5) == [high]  # closed: read() returns at once
+        begun = time.monotonic()
+        assert wait_readable([], 0.01) == [] and time.monotonic() - begun > 0.009
+    finally:
+        for descriptor in {high, source}:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -17,13 +17,13 @@ from harness.resilience.process import records
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DS_HARNESS_RECORDS", str(tmp_path))
-    monkeypatch.setattr(records, "HERE", records.Position(rank=1, host="here", stage=0))
+    monkeypatch.setattr(records, "THIS_RANK", records.Position(rank=1, host="here", stage=0))
     return tmp_path
 
 
 def test_a_failure_says_where_and_why_and_the_first_one_stays(folder: Path) -> None:
     records.begin_step(7)
-    records.HERE.doing = "saving"
+    records.THIS_RANK.doing = "saving"
     records.record_failure(ValueError("first line\nsecond"))
     records.record_failure(UserError("later"))
     (failure,) = records.read_failures(folder)
@@ -34,7 +34,7 @@ def test_a_failure_says_where_and_why_and_the_first_one_stays(folder: Path) -> N
 
 def test_failures_come_in_the_order_of_time_and_lost_peers_are_known(folder: Path) -> None:
     for rank, error in ((3, RuntimeError("Connection closed by peer [::1]")), (0, UserError("a\n")), (2, OSError())):
-        records.HERE.rank = rank
+        records.THIS_RANK.rank = rank
         records.record_failure(error)
     found = records.read_failures(folder)
     assert [failure.rank for failure in found] == [3, 0, 2]
@@ -47,7 +47,7 @@ def test_failures_come_in_the_order_of_time_and_lost_peers_are_known(folder: Pat
 def test_success_is_of_rank_0_alone(folder: Path) -> None:
     records.record_success()
     assert not (folder / records.SUCCESS).exists()
-    records.HERE.rank = 0
+    records.THIS_RANK.rank = 0
     records.record_success()
     assert (folder / records.SUCCESS).exists()
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness.resilience.watch.activity import Phase
+from harness.resilience.process.activity import Phase
 from harness.resilience.watch.board import MAIN, ROW, VERDICT, WATCHER, Board
 from harness.resilience.watch.diagnosis import LONGEST, Verdict
 

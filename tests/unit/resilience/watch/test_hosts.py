@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from harness.resilience.process.activity import Phase
 from harness.resilience.watch import hosts
-from harness.resilience.watch.activity import Phase
-from harness.resilience.watch.diagnosis import Sight, Verdict, diagnose
+from harness.resilience.watch.diagnosis import RankStatus, Verdict, diagnose
 from harness.resilience.watch.hosts import OtherHosts
-from tests.unit.resilience.watch.test_diagnosis import sight
+from tests.unit.resilience.watch.test_diagnosis import rank_status
 
 VERDICT = Verdict(error="Hang", culprit=3, step=7, message="rank 3 hangs")
 
@@ -53,21 +53,21 @@ def until(condition: Callable[[], object]) -> None:
     assert condition()
 
 
-def shown(*sights: Sight) -> list[tuple[int, Phase, str]]:
-    return [(each.rank, each.phase, each.doing) for each in sights]
+def shown(*statuses: RankStatus) -> list[tuple[int, Phase, str]]:
+    return [(each.rank, each.phase, each.doing) for each in statuses]
 
 
 def test_the_first_host_sees_the_rows_of_all_others_and_these_see_its_own(made: Callable[..., OtherHosts]) -> None:
     first, second, third = (made(number, 3) for number in range(3))
-    assert first.sights(time.monotonic()) == [] and first.verdict() is None
+    assert first.statuses(time.monotonic()) == [] and first.verdict() is None
     assert not any(each.is_whole for each in (first, second, third))
-    first.show([sight(0, doing="übermäßig 🙂"), sight(1, phase=Phase.LOST)])
-    second.show([sight(2)])
-    third.show([sight(3)])
-    until(lambda: len(third.sights(0.0)) == 2 and len(first.sights(0.0)) == 2)
+    first.show([rank_status(0, doing="übermäßig 🙂"), rank_status(1, phase=Phase.LOST)])
+    second.show([rank_status(2)])
+    third.show([rank_status(3)])
+    until(lambda: len(third.statuses(0.0)) == 2 and len(first.statuses(0.0)) == 2)
     of_first = [(0, Phase.STEP, "übermäßig 🙂"), (1, Phase.LOST, "RecvGrad(1)")]
-    assert shown(*third.sights(0.0)) == of_first
-    assert sorted(shown(*first.sights(0.0))) == [(2, Phase.STEP, "RecvGrad(2)"), (3, Phase.STEP, "RecvGrad(3)")]
+    assert shown(*third.statuses(0.0)) == of_first
+    assert sorted(shown(*first.statuses(0.0))) == [(2, Phase.STEP, "RecvGrad(2)"), (3, Phase.STEP, "RecvGrad(3)")]
     assert first.is_whole and not second.is_whole and not third.is_whole  # one host judges for the run
 
 
@@ -88,37 +88,39 @@ WELL: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
 def test_rows_are_looked_at_where_something_may_be_wrong(made: Callable[..., OtherHosts]) -> None:
     first, second = made(0), made(1)
     for step, (here, there, well) in enumerate(WELL):
-        first.show([sight(0)])
-        second.show([sight(1, **there, step=step)])
-        until(lambda step=step: [each.step for each in first.sights(0.0)] == [step])
-        own = [sight(0, **here)]
+        first.show([rank_status(0)])
+        second.show([rank_status(1, **there, step=step)])
+        until(lambda step=step: [each.step for each in first.statuses(0.0)] == [step])
+        own = [rank_status(0, **here)]
         assert first.is_well(own, time.monotonic()) == well, (here, there)
-        assert not well or diagnose([*own, *first.sights(time.monotonic())]) is None  # it hides no verdict
+        assert not well or diagnose([*own, *first.statuses(time.monotonic())]) is None  # it hides no verdict
         assert not first.is_well(own, time.monotonic() + 7)  # the other has fallen silent
 
 
 def test_a_host_that_does_not_hear_of_all_others_blames_nobody_for_a_hang(made: Callable[..., OtherHosts]) -> None:
     second = made(1)
-    made(0).show([sight(0, still=31.0)])
-    second.show([sight(1, still=31.0)])
-    until(lambda: second.sights(0.0))
-    rows = [sight(1, still=31.0), *second.sights(time.monotonic())]
+    made(0).show([rank_status(0, still=31.0)])
+    second.show([rank_status(1, still=31.0)])
+    until(lambda: second.statuses(0.0))
+    rows = [rank_status(1, still=31.0), *second.statuses(time.monotonic())]
     assert diagnose(rows, is_whole=second.is_whole) is None and diagnose(rows) is not None
-    assert diagnose([sight(1, still=31.0, state="T"), *rows[1:]], is_whole=False) is not None  # this needs no other
+    assert (
+        diagnose([rank_status(1, still=31.0, state="T"), *rows[1:]], is_whole=False) is not None
+    )  # this needs no other
 
 
 def test_a_host_that_falls_silent_grows_still_until_it_is_heard_of_again(made: Callable[..., OtherHosts]) -> None:
     first, second = made(0), made(1)
     first.show([])
-    second.show([sight(1, still=0.5)])
-    until(lambda: first.sights(0.0))
+    second.show([rank_status(1, still=0.5)])
+    until(lambda: first.statuses(0.0))
     heard = time.monotonic()
-    (later,) = first.sights(heard + 60)
+    (later,) = first.statuses(heard + 60)
     assert 60 <= later.silent < 66 and later.still == pytest.approx(later.silent + 0.5)
-    second.show([sight(1, still=0.25)])
-    until(lambda: first.sights(0.0)[0].still - first.sights(0.0)[0].silent == pytest.approx(0.25))
+    second.show([rank_status(1, still=0.25)])
+    until(lambda: first.statuses(0.0)[0].still - first.statuses(0.0)[0].silent == pytest.approx(0.25))
     second.close()
-    (again,) = first.sights(time.monotonic())
+    (again,) = first.statuses(time.monotonic())
     assert again.silent < 5 and again.name == "rank 1 (stage 1, host a)"
 
 
@@ -127,7 +129,7 @@ def test_the_first_claim_counts_and_reaches_every_host_that_still_shows_itself(m
     assert second.claim(VERDICT) is True
     assert first.claim(Verdict(error="Dead", culprit=0, step=1, message="")) is False
     assert first.verdict() is None  # it has shown nothing: another rank of it judges
-    first.show([sight(0)])
+    first.show([rank_status(0)])
     until(first.verdict)
     assert first.verdict() == VERDICT
 
@@ -135,10 +137,10 @@ def test_the_first_claim_counts_and_reaches_every_host_that_still_shows_itself(m
 def test_runs_that_share_a_store_hear_nothing_of_each_other(made: Callable[..., OtherHosts]) -> None:
     (first, _), (other, third) = [[made(number, run=run) for number in (0, 1)] for run in "ab"]
     for each in (first, other, third):
-        each.show([sight(7)])
+        each.show([rank_status(7)])
     assert other.claim(VERDICT) is True
-    until(lambda: other.verdict() and other.sights(0.0))
-    assert first.sights(0.0) == [] and first.verdict() is None
+    until(lambda: other.verdict() and other.statuses(0.0))
+    assert first.statuses(0.0) == [] and first.verdict() is None
     assert first.claim(VERDICT) is True
 
 
@@ -147,11 +149,11 @@ def test_rows_that_are_too_old_are_not_sent_on(
 ) -> None:
     first = made(0, 1)
     monkeypatch.setattr(hosts, "FRESH_S", -1.0)  # whatever is shown is too old
-    first.show([sight(0)])
+    first.show([rank_status(0)])
     time.sleep(0.1)
     assert store.get("watch/run/0") == b"[]"
     monkeypatch.setattr(hosts, "FRESH_S", 3.0)
-    first.show([sight(0)])
+    first.show([rank_status(0)])
     until(lambda: store.get("watch/run/0") != b"[]")
     digest, rows = store.get("watch/run/0").splitlines()
     assert json.loads(digest)[1:] == [pytest.approx(29.9), False] and json.loads(rows)[0][0] == 0

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from harness.console import Console
-from harness.resilience.watch.activity import ACTIVITY, Phase
-from harness.resilience.watch.diagnosis import Sight
+from harness.resilience.process.activity import ACTIVITY, Phase
+from harness.resilience.watch.diagnosis import RankStatus
 from harness.resilience.watch.stragglers import AGAIN_S, EVERY_S, IN_A_ROW, LEAST_LOOKS, Stragglers, WorkShare
-from tests.unit.resilience.watch.test_diagnosis import sight
+from tests.unit.resilience.watch.test_diagnosis import rank_status
 
-Looks = Callable[[float], list[Sight]]
+Looks = Callable[[float], list[RankStatus]]
 
 
 @pytest.fixture(autouse=True)
@@ -22,21 +22,23 @@ def alike_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ACTIVITY, "stage_costs", [])
 
 
-def ranks(*works: float, **changes: Any) -> list[Sight]:
-    return [sight(rank, work=work, **changes) for rank, work in enumerate(works)]
+def ranks(*works: float, **changes: Any) -> list[RankStatus]:
+    return [rank_status(rank, work=work, **changes) for rank, work in enumerate(works)]
 
 
-def warnings_of(*looks: tuple[float, list[Sight]]) -> list[str]:
+def warnings_of(*looks: tuple[float, list[RankStatus]]) -> list[str]:
     """What is said after these looks, each at its second."""
     out = io.StringIO()
     stragglers = Stragglers(Console(out=out, error=out, speaks=True))
-    for second, sights in looks:
-        stragglers.look(sights, second)
+    for second, statuses in looks:
+        stragglers.look(statuses, second)
     return out.getvalue().splitlines()
 
 
-def every(seconds: float, count: int, sights: list[Sight], start: float = EVERY_S) -> list[tuple[float, list[Sight]]]:
-    return [(start + seconds * number, sights) for number in range(count)]
+def every(
+    seconds: float, count: int, statuses: list[RankStatus], start: float = EVERY_S
+) -> list[tuple[float, list[RankStatus]]]:
+    return [(start + seconds * number, statuses) for number in range(count)]
 
 
 def test_a_rank_is_named_after_it_was_slow_for_some_time() -> None:
@@ -63,11 +65,11 @@ def test_a_rank_that_catches_up_begins_anew() -> None:
     slow, even, other = ranks(0.4, 0.9), ranks(0.6, 0.6), ranks(0.9, 0.4)
     for between in (even, other):
         looks = [slow] * (IN_A_ROW - 1) + [between] + [slow] * (IN_A_ROW - 1)
-        assert warnings_of(*((EVERY_S * (number + 1), sights) for number, sights in enumerate(looks))) == []
+        assert warnings_of(*((EVERY_S * (number + 1), statuses) for number, statuses in enumerate(looks))) == []
 
 
 @pytest.mark.parametrize(
-    "sights",
+    "statuses",
     [
         pytest.param(ranks(0.9), id="a rank alone"),
         pytest.param(ranks(-1.0, 0.9), id="one was not looked at for long enough"),
@@ -76,8 +78,8 @@ def test_a_rank_that_catches_up_begins_anew() -> None:
         pytest.param(ranks(0.7, 0.9), id="not much slower"),
     ],
 )
-def test_nothing_is_said(sights: list[Sight]) -> None:
-    assert warnings_of(*every(EVERY_S, 3 * IN_A_ROW, sights)) == []
+def test_nothing_is_said(statuses: list[RankStatus]) -> None:
+    assert warnings_of(*every(EVERY_S, 3 * IN_A_ROW, statuses)) == []
 
 
 def test_a_stage_with_more_work_is_expected_to_work_longer(monkeypatch: pytest.MonkeyPatch) -> None:

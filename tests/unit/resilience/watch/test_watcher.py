@@ -7,11 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from harness.resilience.process.records import HERE
-from harness.resilience.watch.activity import ACTIVITY, Phase, beat, inside
+from harness.resilience.process.activity import ACTIVITY, Phase, beat, inside
+from harness.resilience.process.records import THIS_RANK
 from harness.resilience.watch.board import Board
-from harness.resilience.watch.stacks import main_place, stacks
+from harness.resilience.watch.ending import main_frame, stacks
+from harness.resilience.watch.watcher import announce_layers
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def test_a_row_holds_what_was_written_and_a_verdict_is_whole(board: Board) -> No
 
 def test_phases_nest_and_only_the_outermost_shows_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[tuple[Phase, str]] = []
-    monkeypatch.setattr(ACTIVITY, "publish", lambda: shown.append((ACTIVITY.phase, HERE.doing)))
+    monkeypatch.setattr(ACTIVITY, "publish", lambda: shown.append((ACTIVITY.phase, THIS_RANK.doing)))
     monkeypatch.setattr(ACTIVITY, "phase", Phase.OUTSIDE)
     with pytest.raises(ValueError, match="own"), inside("training", Phase.STEP):
         with inside("saving"):
@@ -66,7 +69,7 @@ def test_the_main_thread_is_seen_where_it_stands() -> None:
 
     def look() -> None:
         time.sleep(0.05)
-        found.extend([main_place(), stacks()])
+        found.extend([main_frame(), stacks()])
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -77,3 +80,21 @@ def test_the_main_thread_is_seen_where_it_stands() -> None:
     assert not place.waits  # type: ignore[attr-defined]
     assert "test_watcher.py" in place.text and "test_the_main_thread" in place.text  # type: ignore[attr-defined]
     assert "test_the_main_thread" in str(text) and "in look" in str(text)
+
+
+def test_each_layer_shows_its_forward_and_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(ACTIVITY, "publish", lambda: shown.append(THIS_RANK.doing))
+    layers = [nn.Linear(2, 2), torch.relu, nn.Linear(2, 1)]  # a function has no hooks
+    announce_layers(layers)
+    value = torch.ones(1, 2)
+    for layer in layers:
+        value = layer(value)
+    value.sum().backward()
+    assert shown == [f"{doing} of layer {index}" for doing, index in (("forward", 0), ("forward", 2))] + [
+        f"backward of layer {index}" for index in (2, 0)
+    ]
+    shown.clear()
+    with torch.no_grad():
+        layers[0](torch.ones(1, 2))
+    assert shown == ["forward of layer 0"]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
-from harness.resilience.process.records import HERE, is_lost_peer
+from harness.resilience.process.records import THIS_RANK, is_lost_peer
 from harness.resilience.process.wall_clock import CLOCK
 
 NAMING_S = 10.0  # for the watch to end this process with the name of what was lost, which another host may find out
@@ -28,7 +28,7 @@ class Phase(IntEnum):
 
 @dataclass(slots=True)
 class Activity:
-    """The phase of this process, and a count of its progress; `records.HERE` says the rest.
+    """The phase of this process, and a count of its progress; `records.THIS_RANK` says the rest.
 
     Attributes:
         steps: that this process has begun.
@@ -53,7 +53,7 @@ ACTIVITY = Activity()
 
 def beat(doing: str) -> None:
     """Show progress: this rank now begins `doing`. It costs some microseconds."""
-    HERE.doing = doing
+    THIS_RANK.doing = doing
     ACTIVITY.beats += 1
     ACTIVITY.publish()
 
@@ -73,7 +73,7 @@ def expect_costs(stages: Sequence[float]) -> None:
 @contextmanager
 def inside(doing: str, phase: Phase = Phase.SLOW) -> Iterator[None]:
     """Have the other ranks judge this one by `phase` in the block; an error that leaves the outermost one is shown."""
-    outer, before = ACTIVITY.phase, HERE.doing
+    outer, before = ACTIVITY.phase, THIS_RANK.doing
     ACTIVITY.phase = phase
     beat(doing)
     try:
