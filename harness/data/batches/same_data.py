@@ -1,7 +1,7 @@
 """Compare the data of ranks that must read the same: the first and the last pipeline stage, and tensor-parallel ranks.
 
 Data sets and collators may draw random numbers, so the global generators are seeded before they are called
-(`data/stream.py`). What has a generator of its own, or depends on the rank, would give the first stage other samples
+(`stream.py`). What has a generator of its own, or depends on the rank, would give the first stage other samples
 than the labels on the last stage. Nothing else would notice it, so the first micro-batches are compared.
 """
 

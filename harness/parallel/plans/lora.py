@@ -131,7 +131,9 @@ def _hand_on_hooks(base: nn.Module, wrapper: nn.Module) -> None:
 
 def _follow_parameter(wrapper: Wrapper, base: Wrapper, _name: str, _tensor: TensorParallel) -> None:
     """Cut the adapters of a parameter: of one matrix (out, in), or of all experts' (experts, out, in), or, where the
-    module says `is_transposed`, (experts, in, out). What is left whole has partial gradients (see `partial.py`)."""
+    module says `is_transposed`, (experts, in, out). What is left whole has partial gradients
+    (see `partial_gradients.py`).
+    """
     shard = shard_of(getattr(base, wrapper.parameter_name))
     if shard is None:
         return

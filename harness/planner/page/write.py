@@ -25,7 +25,7 @@ from harness.planner.task import Task
 
 PACKAGE = Path(__file__).resolve().parents[2]
 PARTS = Path(__file__).parent / "parts"
-PYODIDE = "314.0.7"  # as docs/package.json says
+PYODIDE = "314.0.7"  # as scripts/site/package.json says
 SOURCES = ("config", "planner", "topology", "parallel/pipeline", "errors.py", "wording.py")
 """What the planner imports, below `harness`."""
 
