@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness.config import AutoValues, load, resolve
+from harness.config import load, resolve
 from harness.config.model.families import require_trainable_family
 from harness.config.model.shape import read_model_config
 from harness.errors import UserError
@@ -24,8 +24,8 @@ from harness.planner.search import require_fit, search
 from harness.planner.sensitivity import more_devices, more_memory
 from harness.planner.shape import DecoderShape
 from harness.planner.table import estimate_lines, plan_lines
-from harness.planner.task import LARGEST, Task, task_of
-from harness.verb_parser import VerbParser
+from harness.planner.task import Task, task_of
+from harness.verb_parser import VerbParser, positive, run_arguments
 
 BLOCK_SIZE = 1024  # of a run that gives none
 ESTIMATE_EXAMPLE = """example:
@@ -33,14 +33,6 @@ ESTIMATE_EXAMPLE = """example:
 PLAN_EXAMPLE = """example:
   ds-harness plan --model DIRECTORY --world_size 8 --hardware h100 --global_batch_size 256 --block_size 4096
   ds-harness plan --model DIRECTORY --world_size 8 --hardware h100 --row 2 --write my_layout.json"""
-
-
-def positive(text: str) -> int:
-    """Return a whole number of at least 1, given as an argument."""
-    number = int(text)
-    if not 1 <= number <= LARGEST:
-        raise argparse.ArgumentTypeError(f"must be between 1 and {LARGEST:,}")
-    return number
 
 
 def _parser(verb: str, description: str, example: str) -> VerbParser:
@@ -59,21 +51,22 @@ def estimate(argv: Sequence[str]) -> int:
     description = "Predict memory and speed of one DeepSpeed config, before anything is started."
     parser = _parser("estimate", description, ESTIMATE_EXAMPLE)
     parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="a config or a preset")
-    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-        parser.add_argument(f"--{name}", type=positive, help="as in a run")
-    for name in ("pipeline_parallel_size", "tensor_parallel_size", "expert_parallel_size"):
-        parser.add_argument(f"--{name}", type=positive, help="as in a run: overrides the file")
-    for name in ("bf16", "fp16"):
-        parser.add_argument(
-            f"--{name}", action="store_true", default=None, help='as in a run: where the file has "auto"'
+    parser.add_run_arguments(
+        (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "pipeline_parallel_size",
+            "tensor_parallel_size",
+            "expert_parallel_size",
+            "bf16",
+            "fp16",
         )
+    )
     args = parser.parse_args(argv)
     require_trainable_family(args.model)
     hardware = load_hardware(args.hardware, args.world_size)
     _, shape = _decoder(args.model)
-    taken = set(AutoValues.__dataclass_fields__)
-    stated = {name: value for name, value in vars(args).items() if name in taken and value is not None}
-    values = AutoValues(**stated, hidden_size=shape.hidden, given=frozenset(stated))
+    values = run_arguments(args, hidden_size=shape.hidden)
     resolved = resolve(load(args.deepspeed_config), values, model=args.model)
     require_precision(hardware, resolved.precision)
     one = estimate_layout(hardware, *of_config(resolved, shape, args.block_size, on_cpu=hardware.is_host))

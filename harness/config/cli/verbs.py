@@ -7,7 +7,7 @@ import glob
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -21,21 +21,15 @@ from harness.config.resolving.resolved import Resolved
 from harness.config.rules.registry import RULES, by_code
 from harness.config.schema.support import version_warning
 from harness.config.text.document import MAX_BYTES, Document, from_bytes, from_text, load
-from harness.config.values.arguments import OPTIMIZERS, AutoValues
+from harness.config.values.arguments import AutoValues
 from harness.config.view import TARGETS
 from harness.errors import UserError
-from harness.verb_parser import VerbParser
+from harness.verb_parser import VerbParser, positive, run_arguments
 from harness.wording import counted
 
 
 def _parser(verb: str, description: str, example: str) -> VerbParser:
     return VerbParser(verb, description, f"example:\n  {example}")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError("must be a whole number of at least 1")
-    return int(text)
 
 
 def check(argv: Sequence[str]) -> int:
@@ -45,7 +39,7 @@ def check(argv: Sequence[str]) -> int:
     parser.add_argument(
         "files", nargs="+", metavar="FILE", help="files, directories, globs or presets; - is standard input"
     )
-    parser.add_argument("--world_size", type=_positive, help="number of ranks that the run will have")
+    parser.add_argument("--world_size", type=positive, help="number of ranks that the run will have")
     parser.add_argument(
         "--model", help="a preset, a directory with config.json, or a model type: check that the layout fits it"
     )
@@ -158,19 +152,11 @@ def resolve(argv: Sequence[str]) -> int:
     parser = _parser("resolve", 'Replace every "auto" with its value and show where the value comes from.', example)
     parser.add_argument("file", metavar="FILE", help="a config or a preset")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
-    named = [item for item in fields(AutoValues) if item.name != "given"]
-    for argument in named:
-        kind: Callable[[str], object] = _KINDS.get(str(argument.type).partition(" ")[0], int)
-        kind = _positive if argument.name.endswith("_size") else kind
-        choices = tuple(OPTIMIZERS) if argument.name == "optim" else None
-        text = f"as in a run (default: {argument.default})"
-        parser.add_argument(f"--{argument.name}", type=kind, choices=choices, help=text)
+    parser.add_run_arguments(item.name for item in fields(AutoValues) if item.name != "given")
     args = parser.parse_args(argv)
-    stated = {name: value for item in named if (value := getattr(args, name := item.name)) is not None}
     document = load(args.file)
-    values = AutoValues(**stated, given=frozenset(stated))
     try:
-        resolved = resolve_document(document, values, allow_ignored_keys=True)
+        resolved = resolve_document(document, run_arguments(args), allow_ignored_keys=True)
     except ConfigError as error:
         for finding in error.diagnostics:
             print(text_block(finding, document.text, colour=sys.stderr.isatty()), file=sys.stderr)
@@ -182,7 +168,7 @@ def resolve(argv: Sequence[str]) -> int:
 
 
 def _print_filled(resolved: Resolved) -> None:
-    """Return a table of the values that were not in the file, as comments above the config."""
+    """Print the values that were not in the file as comments above the config."""
     width = max((len(item.pointer) for item in resolved.filled), default=0)
     for item in resolved.filled:
         value = "-" if item.value is None else json.dumps(item.value)
@@ -193,13 +179,3 @@ def _print_filled(resolved: Resolved) -> None:
     )
     if "train_batch_size" not in resolved.alone:
         print("# without train_batch_size, for which DeepSpeed alone counts every rank as data-parallel")
-
-
-def _truth(text: str) -> bool:
-    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if text.lower() not in words:
-        raise argparse.ArgumentTypeError("must be true or false")
-    return words[text.lower()]
-
-
-_KINDS: dict[str, Callable[[str], object]] = {"bool": _truth, "float": float, "str": str}

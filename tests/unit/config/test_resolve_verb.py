@@ -57,6 +57,7 @@ def resolved(config: str, words: list[str], capsys: pytest.CaptureFixture[str]) 
         ("--max_steps 90", "/scheduler/params/total_num_steps", 90),
         ("--max_grad_norm 0", "/gradient_clipping", 0.0),
         ("--bf16 true", "/bf16/enabled", True),
+        ("--bf16", "/bf16/enabled", True),
         ("--bf16 NO", "/bf16/enabled", False),
         ("--fp16 1", "/fp16/enabled", True),
         ("--hidden_size 100", "/zero_optimization/reduce_bucket_size", 10_000),
@@ -94,12 +95,12 @@ def test_the_optimizer_of_an_argument_is_written_where_the_file_names_none(
     ("words", "said"),
     [
         ("--optim adamw_apex", "argument --optim: invalid choice: 'adamw_apex'"),
-        ("--bf16 maybe", "argument --bf16: must be true or false"),
-        ("--gradient_checkpointing 2", "argument --gradient_checkpointing: must be true or false"),
+        ("--bf16 maybe", "argument --bf16: 'maybe' is not true or false"),
+        ("--gradient_checkpointing 2", "argument --gradient_checkpointing: '2' is not true or false"),
         ("--world_size 0", "argument --world_size: must be a whole number of at least 1"),
         ("--pipeline_parallel_size -1", "argument --pipeline_parallel_size: must be a whole number of at least 1"),
-        ("--max_steps many", "argument --max_steps: invalid int value: 'many'"),
-        ("--learning_rate high", "argument --learning_rate: invalid float value: 'high'"),
+        ("--max_steps many", "argument --max_steps: 'many' is not a number"),
+        ("--learning_rate high", "argument --learning_rate: 'high' is not a number"),
     ],
 )
 def test_a_value_that_is_none_is_an_unusable_argument(

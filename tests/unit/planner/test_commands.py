@@ -64,6 +64,8 @@ def test_an_estimate_is_what_the_config_runs(capsys):
     extra = ("--global_batch_size", "64", "--per_device_train_batch_size", "2", "--bf16", "--block_size", "2048")
     rows = rows_of(capsys, *ESTIMATE, "--world_size", "8", *extra)
     require_contract(rows)
+    spelled_out = [word for given in extra for word in ([given, "true"] if given == "--bf16" else [given])]
+    assert rows_of(capsys, *ESTIMATE, "--world_size", "8", *spelled_out) == rows
     assert rows[0]["layout"] == {"pipeline": 2, "tensor": 2, "data": 2}
     assert (rows[0]["zero_stage"], rows[0]["micro_batch"], rows[0]["gradient_accumulation_steps"]) == (1, 2, 16)
     assert rows[0]["activation_checkpointing"] is True
