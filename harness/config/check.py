@@ -35,9 +35,9 @@ def check(
         world_size=world_size,
         model=known_shape(model, target),
         target=target,
-        pipeline_override=pipeline_parallel_size,
-        tensor_override=tensor_parallel_size,
-        expert_override=expert_parallel_size,
+        pp_override=pipeline_parallel_size,
+        tp_override=tensor_parallel_size,
+        ep_override=expert_parallel_size,
     )
     return findings(view)
 

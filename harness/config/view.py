@@ -52,9 +52,9 @@ class RunView:
     world_size: int | None = None
     model: ModelShape | None = None
     target: Target = "harness"
-    pipeline_override: int | None = None
-    tensor_override: int | None = None
-    expert_override: int | None = None
+    pp_override: int | None = None
+    tp_override: int | None = None
+    ep_override: int | None = None
     arguments: AutoValues | None = None  # of the run, where there is one
     filled: Mapping[str, object] | None = None  # the file with the arguments in the place of "auto"
 
@@ -121,25 +121,25 @@ class RunView:
         return number if number is not None and number > 0 else None
 
     @cached_property
-    def stages(self) -> int:
+    def pp_size(self) -> int:
         """Pipeline stages that the config, or an argument in its place, asks for."""
-        return self.pipeline_override or self.size("/pipeline/stages") or 1
+        return self.pp_override or self.size("/pipeline/stages") or 1
 
     @cached_property
     def chunks(self) -> ModelChunks:
         """The model chunks by which the schedule cuts it, for the harness."""
         schedule = schedule_name(self.get("/pipeline/schedule")) if self.target == "harness" else None
-        return model_chunks(self.stages, schedule or DEEPSPEED_1F1B, self.size("/pipeline/parts_per_stage"))
+        return model_chunks(self.pp_size, schedule or DEEPSPEED_1F1B, self.size("/pipeline/parts_per_stage"))
 
     @cached_property
-    def tensor(self) -> int:
+    def tp_size(self) -> int:
         """Tensor-parallel ranks that the config, or an argument in its place, asks for."""
-        return self.tensor_override or self.size("/tensor_parallel/autotp_size") or 1
+        return self.tp_override or self.size("/tensor_parallel/autotp_size") or 1
 
     @cached_property
     def sequence_parallel(self) -> bool:
         """Whether tensor-parallel ranks share the sequence between the blocks of a layer."""
-        return self.tensor > 1 and self.on("/tensor_parallel/sequence_parallel")
+        return self.tp_size > 1 and self.on("/tensor_parallel/sequence_parallel")
 
     @property
     def compile_backend(self) -> str | None:
@@ -157,20 +157,20 @@ class RunView:
         return None if asked == AUTO else whole(asked) or 0
 
     @cached_property
-    def expert(self) -> int:
+    def ep_size(self) -> int:
         """Ranks over which the config, or an argument in its place, spreads whole experts."""
         asked = self.size("/expert_parallel/autoep_size") if self.on("/expert_parallel/enabled") else None
-        return self.expert_override or asked or 1
+        return self.ep_override or asked or 1
 
     @cached_property
-    def data_parallel(self) -> int | None:
+    def dp_size(self) -> int | None:
         """Data-parallel ranks; None if the number of ranks is unknown or does not fit the layout.
 
         Without the harness DeepSpeed counts every rank as data-parallel.
         """
         if self.world_size is None:
             return None
-        cut = self.stages * self.tensor if self.target == "harness" else 1
+        cut = self.pp_size * self.tp_size if self.target == "harness" else 1
         if self.target != "harness":  # which has no sequence parallelism
             cut *= self.size("/sequence_parallel_size") or 1
         return self.world_size // cut if self.world_size % cut == 0 else None

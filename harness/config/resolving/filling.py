@@ -14,10 +14,10 @@ REDUCE_BUCKET = "/zero_optimization/reduce_bucket_size"
 _MEANINGFUL_AUTO = {"/data_types/keep_in_fp32_modules", "/tensor_parallel/autotp_size", GRADIENT_BITS}
 
 
-def fill_batch(run: Resolution, data_parallel: int) -> None:
+def fill_batch(run: Resolution, dp_size: int) -> None:
     """Write all three batch sizes; where they do not fit, a rule says so."""
     sizes = stated_sizes(run.config, run.values)
-    batch = complete(sizes.train, sizes.micro, sizes.accumulation, data_parallel)
+    batch = complete(sizes.train, sizes.micro, sizes.accumulation, dp_size)
     if batch is None:
         return
     for pointer, size in {MICRO: batch.micro, ACCUMULATION: batch.accumulation}.items():
@@ -99,14 +99,14 @@ def fill_bucket(run: Resolution, stage: int) -> None:
     run.fill(REDUCE_BUCKET, bucket_elements(run.values.hidden_size), "harness: hidden_size squared, within 4e6 and 5e8")
 
 
-def fill_pipeline(run: Resolution, stages: int) -> None:
+def fill_pipeline(run: Resolution, pp_size: int) -> None:
     """Write the number of stages that runs, and how layers are recomputed where the file does not say."""
-    if stages == 1 and not isinstance(run.get("/pipeline"), dict):
+    if pp_size == 1 and not isinstance(run.get("/pipeline"), dict):
         return
-    if run.get("/pipeline/stages") not in (None, stages):
+    if run.get("/pipeline/stages") not in (None, pp_size):
         source = "--pipeline_parallel_size" if run.values.pipeline_parallel_size else "default"
-        run.fill("/pipeline/stages", stages, source)
-    put(run.config, "/pipeline/stages", stages)
+        run.fill("/pipeline/stages", pp_size, source)
+    put(run.config, "/pipeline/stages", pp_size)
     if run.get("/pipeline/use_reentrant") is None:
         # reentrant checkpointing has no gradient where a layer's input is integer ids
         run.fill("/pipeline/use_reentrant", False, "harness")

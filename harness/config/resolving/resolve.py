@@ -68,13 +68,13 @@ def _with_arguments(document: Document, values: AutoValues, model: ModelShape | 
         document,
         world_size=values.world_size,
         model=model,
-        pipeline_override=values.pipeline_parallel_size,
-        tensor_override=values.tensor_parallel_size,
-        expert_override=values.expert_parallel_size,
+        pp_override=values.pipeline_parallel_size,
+        tp_override=values.tensor_parallel_size,
+        ep_override=values.expert_parallel_size,
         arguments=values,
     )
     run = Resolution(as_read(document.data), values)
-    filling.fill_batch(run, view.data_parallel or 1)
+    filling.fill_batch(run, view.dp_size or 1)
     filling.fill_precision(run)
     filling.fill_optimizer(run)
     filling.fill_checkpointing(run)
@@ -89,22 +89,22 @@ def _with_arguments(document: Document, values: AutoValues, model: ModelShape | 
 
 def _resolved(run: Resolution, view: RunView) -> Resolved:
     """Return the config as DeepSpeed gets it, and what the harness reads from it."""
-    filling.fill_pipeline(run, view.stages)
+    filling.fill_pipeline(run, view.pp_size)
     stage = filling.fill_zero_stage(run, view.precision, view.zero_stage or 0)
     filling.fill_bucket(run, stage)
     filling.remove_autos(run, "", run.config)
     run.config.pop("$schema", None)
-    alone = _for_deepspeed_alone(run, view.stages, view.tensor)
+    alone = _for_deepspeed_alone(run, view.pp_size, view.tp_size)
     for section in ("tensor_parallel", "expert_parallel"):
         run.config.pop(section, None)  # the harness cuts the layers itself; DeepSpeed would do it again
     return Resolved(
         config=run.config,
         alone=alone,
         filled=tuple(run.filled),
-        pp_size=view.stages,
-        tp_size=view.tensor,
-        dp_size=view.data_parallel or 1,
-        ep_size=view.expert,
+        pp_size=view.pp_size,
+        tp_size=view.tp_size,
+        dp_size=view.dp_size or 1,
+        ep_size=view.ep_size,
         sequence_parallel=view.sequence_parallel,
         compile_backend=view.compile_backend,
         micro_batch=run.config["train_micro_batch_size_per_gpu"],
@@ -120,7 +120,7 @@ def _resolved(run: Resolution, view: RunView) -> Resolved:
     )
 
 
-def _for_deepspeed_alone(run: Resolution, pipeline: int, tensor: int) -> JsonObject:
+def _for_deepspeed_alone(run: Resolution, pp_size: int, tp_size: int) -> JsonObject:
     """Return the config for a program without the harness, on the same ranks.
 
     DeepSpeed cuts the layers itself then, by AutoTP, and counts ranks as data-parallel that share a copy of the
@@ -130,10 +130,10 @@ def _for_deepspeed_alone(run: Resolution, pipeline: int, tensor: int) -> JsonObj
     for section, names in {"tensor_parallel": ("sequence_parallel",), "compile": ("enabled", "backend")}.items():
         for name in names:
             alone.get(section, {}).pop(name, None)
-    if tensor > 1:
-        put(alone, "/tensor_parallel/autotp_size", tensor)
+    if tp_size > 1:
+        put(alone, "/tensor_parallel/autotp_size", tp_size)
     elif run.get("/tensor_parallel/autotp_size") is not None:
         put(alone, "/tensor_parallel/autotp_size", 0)
-    if pipeline * tensor > 1:
+    if pp_size * tp_size > 1:
         del alone["train_batch_size"]
     return alone

@@ -73,27 +73,27 @@ class Batch:
     micro: int
     accumulation: int
 
-    def fits(self, data_parallel: int) -> bool:
+    def fits(self, dp_size: int) -> bool:
         """Whether the three agree, each at least 1."""
         sizes_are_positive = min(self.train, self.micro, self.accumulation) > 0
-        return sizes_are_positive and self.train == self.micro * self.accumulation * data_parallel
+        return sizes_are_positive and self.train == self.micro * self.accumulation * dp_size
 
 
-def complete(train: int | None, micro: int | None, accumulation: int | None, data_parallel: int) -> Batch | None:
+def complete(train: int | None, micro: int | None, accumulation: int | None, dp_size: int) -> Batch | None:
     """Return the batch that DeepSpeed makes of what is given; None where it has too little. It need not fit.
 
     Source: DeepSpeedConfig._set_batch_related_parameters.
     """
     if train is not None:
         if micro is not None and accumulation is None:
-            accumulation = train // micro // data_parallel if micro else 0
+            accumulation = train // micro // dp_size if micro else 0
         elif micro is None and accumulation is not None:
-            micro = train // data_parallel // accumulation if accumulation else 0
+            micro = train // dp_size // accumulation if accumulation else 0
         elif micro is None or accumulation is None:
-            micro, accumulation = train // data_parallel, 1
+            micro, accumulation = train // dp_size, 1
     elif micro is not None:
         accumulation = 1 if accumulation is None else accumulation
-        train = micro * accumulation * data_parallel
+        train = micro * accumulation * dp_size
     if train is None or micro is None or accumulation is None:
         return None
     return Batch(train=train, micro=micro, accumulation=accumulation)
@@ -161,15 +161,15 @@ def micro_batches_wanted(stages: int, schedule: str = DEEPSPEED_1F1B, parts_per_
     return enough
 
 
-def misfit(sizes: StatedSizes, data_parallel: int, *, ranks_are_known: bool = True) -> tuple[str, str]:
+def batch_size_conflict(sizes: StatedSizes, dp_size: int, *, ranks_are_known: bool = True) -> tuple[str, str]:
     """Return what is wrong with three sizes that do not multiply, and the sizes that would."""
     name, train, micro, accumulation = sizes.train_name, sizes.train, sizes.micro, sizes.accumulation
     factors = {"micro-batch": micro, "accumulation": accumulation}
     known = [f"{words} {size}" for words, size in factors.items() if size is not None]
-    ranks = [counted(data_parallel, "data-parallel rank")] if ranks_are_known or not known else []
+    ranks = [counted(dp_size, "data-parallel rank")] if ranks_are_known or not known else []
     is_product = len(known) == 2 and bool(ranks)
     message = f"{name} {train} is not {'' if is_product else 'a multiple of '}{' x '.join([*known, *ranks])}"
-    others = (data_parallel if ranks_are_known else 1) * (accumulation or 1)
+    others = (dp_size if ranks_are_known else 1) * (accumulation or 1)
     unit = others * (micro or 1)
     if train is None or unit < 1 or train < 1:
         return message, "use sizes of at least 1"

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.config.values.batch import Batch, StatedSizes, bubble, complete, idle, micro_batches_wanted, misfit
+from harness.config.values.batch import (
+    Batch,
+    StatedSizes,
+    batch_size_conflict,
+    bubble,
+    complete,
+    idle,
+    micro_batches_wanted,
+)
 from harness.config.values.layout_keys import SCHEDULES
 from tests.unit.config.said import refusals_of_run, said
 
@@ -133,7 +141,7 @@ def test_a_size_that_is_proposed_fits(train: int, micro: int | None, steps: int 
     assert batch is not None
     if batch.fits(ranks):
         return
-    _, hint = misfit(StatedSizes(train=train, micro=micro, accumulation=steps, sources={}), ranks)
+    _, hint = batch_size_conflict(StatedSizes(train=train, micro=micro, accumulation=steps, sources={}), ranks)
     whole, _, share = hint.partition("(--per_device")[0].partition(", or a micro-batch of ")
     stated = whole.split(",")[0].removeprefix("use train_batch_size ").split(" or ")
     for proposed in map(int, stated):
@@ -198,7 +206,9 @@ def test_idle_time_is_a_sentence() -> None:
 def test_what_is_proposed_without_ranks_fits_some_number_of_them(train: int, micro: int, steps: int) -> None:
     if train % (micro * steps) == 0:
         return
-    _, hint = misfit(StatedSizes(train=train, micro=micro, accumulation=steps, sources={}), 1, ranks_are_known=False)
+    _, hint = batch_size_conflict(
+        StatedSizes(train=train, micro=micro, accumulation=steps, sources={}), 1, ranks_are_known=False
+    )
     batches, _, shares = hint.partition(" (--per")[0].partition(", or a micro-batch of ")
     for word in batches.removeprefix("use train_batch_size ").split(" or "):
         assert int(word) % (micro * steps) == 0

@@ -53,13 +53,13 @@ CUT = {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}, "sequen
         pytest.param({}, None, id="not known"),
         pytest.param({"world_size": 8}, 2, id="copies of four"),
         pytest.param({"world_size": 6}, None, id="no whole copies"),
-        pytest.param({"world_size": 6, "tensor_override": 1}, 3, id="by a flag"),
+        pytest.param({"world_size": 6, "tp_override": 1}, 3, id="by a flag"),
         pytest.param({"world_size": 6, "target": "deepspeed"}, 2, id="of all ranks, by sequence"),
         pytest.param({"world_size": 8, "target": "hf"}, None, id="which do not divide"),
     ],
 )
 def test_data_parallel_ranks(options: dict[str, Any], ranks: int | None) -> None:
-    assert view(CUT, **options).data_parallel == ranks
+    assert view(CUT, **options).dp_size == ranks
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_the_precision(config: dict[str, Any], precision: str) -> None:
 
 def test_experts_are_spread_where_the_section_is_on() -> None:
     section = {"expert_parallel": {"enabled": True, "autoep_size": 4}}
-    assert view(section).expert == 4 and view(section, expert_override=2).expert == 2
-    assert view({"expert_parallel": {"autoep_size": 4}}).expert == 1
-    assert view({}, expert_override=2).expert == 2
+    assert view(section).ep_size == 4 and view(section, ep_override=2).ep_size == 2
+    assert view({"expert_parallel": {"autoep_size": 4}}).ep_size == 1
+    assert view({}, ep_override=2).ep_size == 2
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ def muon_with_tensor_parallelism(view: RunView) -> Iterator[Finding]:
     The parts of an orthogonal matrix are not what one gets by orthogonalising each part, so the training would depend
     on the number of tensor-parallel ranks. The harness gathers each matrix first, and does not report this.
     """
-    if kind(view) == "muon" and view.tensor > 1 and view.target != "harness":
+    if kind(view) == "muon" and view.tp_size > 1 and view.target != "harness":
         yield about_type(
-            message=f"Muon needs whole matrices, but each of {view.tensor} tensor-parallel ranks holds a part",
+            message=f"Muon needs whole matrices, but each of {view.tp_size} tensor-parallel ranks holds a part",
             hint="use AdamW, or train without tensor parallelism",
             deepspeed="trains, but with different updates than on one rank",
         )

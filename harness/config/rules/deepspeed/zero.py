@@ -186,7 +186,7 @@ def secondary_partition_does_not_fit(view: RunView) -> Iterator[Finding]:
     the ranks of one host.
     """
     size = view.size(f"{ZERO}/zero_hpz_partition_size") or 1
-    ranks = view.data_parallel
+    ranks = view.dp_size
     if view.zero_stage == 3 and ranks and ranks % min(size, ranks):
         yield Finding(
             pointer=f"{ZERO}/zero_hpz_partition_size",

@@ -79,7 +79,7 @@ def gradient_compression_without_effect(view: RunView) -> Iterator[Finding]:
     With one data-parallel rank there is nothing to send. Without the harness nobody reads the section.
     """
     asked = view.get(GRADIENT_BITS) not in (None, 0)
-    if asked and (view.target != "harness" or view.data_parallel == 1):
+    if asked and (view.target != "harness" or view.dp_size == 1):
         alone = view.target == "harness"
         yield Finding(
             pointer=GRADIENT_BITS,

@@ -52,7 +52,7 @@ def no_effect_in_the_harness(view: RunView) -> Iterator[Finding]:
                 hint="remove it",
                 deepspeed="never reads it in a run of the harness",
             )
-    if view.target == "harness" and view.tensor == 1:
+    if view.target == "harness" and view.tp_size == 1:
         for name in ("partition_activations", "contiguous_memory_optimization"):
             if view.on(f"/activation_checkpointing/{name}"):
                 yield Finding(
@@ -132,7 +132,7 @@ _REFUSED = (
     ),
     _Refusal(
         f"{ZERO}/zero_quantized_gradients",
-        lambda view: _zero_3(view) and view.on(f"{ZERO}/zero_quantized_gradients") and view.tensor > 1,
+        lambda view: _zero_3(view) and view.on(f"{ZERO}/zero_quantized_gradients") and view.tp_size > 1,
         "zero_quantized_gradients would sum gradients over all ranks, tensor-parallel ones included",
         "remove it, or set tensor_parallel.autotp_size to 1",
         "reduces quantized gradients over the whole world",

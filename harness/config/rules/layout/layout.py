@@ -32,13 +32,13 @@ def layout_does_not_fit(view: RunView) -> Iterator[Finding]:
     Every data-parallel copy of the model takes stages x tensor-parallel ranks; what is left over would be
     idle, and the harness refuses to start so. It is checked with `--world_size`, and at the start of a run.
     """
-    copy = view.stages * view.tensor
+    copy = view.pp_size * view.tp_size
     if view.target == "harness" and view.world_size is not None and view.world_size % copy:
-        pointer = "/pipeline/stages" if view.stages > 1 else "/tensor_parallel/autotp_size"
+        pointer = "/pipeline/stages" if view.pp_size > 1 else "/tensor_parallel/autotp_size"
         yield Finding(
             pointer=pointer,
             message=f"{counted(view.world_size, 'rank')} cannot be divided into copies of "
-            f"{counted(view.stages, 'pipeline stage')} x {counted(view.tensor, 'tensor-parallel rank')}",
+            f"{counted(view.pp_size, 'pipeline stage')} x {counted(view.tp_size, 'tensor-parallel rank')}",
             hint=f"start a multiple of {copy} ranks, or change the layout",
             deepspeed="does not read the layout here",
             on_value=True,
@@ -118,11 +118,11 @@ def experts_over_other_ranks(view: RunView) -> Iterator[Finding]:
     so that none has to travel: `autoep_size` is 1 or `tensor_parallel.autotp_size`. Without
     `expert_parallel` each expert is cut instead, as every other layer is.
     """
-    if view.target == "harness" and view.expert not in (1, view.tensor):
+    if view.target == "harness" and view.ep_size not in (1, view.tp_size):
         yield Finding(
             pointer="/expert_parallel/autoep_size",
-            message=f"expert-parallel size {view.expert} differs from tensor-parallel size {view.tensor}",
-            hint=f"set tensor_parallel.autotp_size to {view.expert}, or autoep_size to {view.tensor}",
+            message=f"expert-parallel size {view.ep_size} differs from tensor-parallel size {view.tp_size}",
+            hint=f"set tensor_parallel.autotp_size to {view.ep_size}, or autoep_size to {view.tp_size}",
             deepspeed="exchanges tokens between data-parallel ranks",
             on_value=True,
         )
@@ -206,7 +206,7 @@ def sequence_parallel_on_one_rank(view: RunView) -> Iterator[Finding]:
     Sequence parallelism splits the sequence over the ranks of a tensor-parallel group, so it needs at least
     two of them.
     """
-    if view.target == "harness" and view.tensor == 1 and view.on(SEQUENCE_PARALLEL):
+    if view.target == "harness" and view.tp_size == 1 and view.on(SEQUENCE_PARALLEL):
         yield Finding(
             pointer=SEQUENCE_PARALLEL,
             message="sequence_parallel has no effect: there is one tensor-parallel rank",

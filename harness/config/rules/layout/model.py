@@ -38,16 +38,16 @@ def fewer_layers_than_stages(view: RunView) -> Iterator[Finding]:
     elif view.target == "harness" and layers is not None and view.chunks.each > 1 and view.chunks.count > layers:
         yield Finding(
             pointer="/pipeline/schedule",
-            message=f"{view.stages} pipeline stages of {view.chunks.each} model chunks, but the model has only "
+            message=f"{view.pp_size} pipeline stages of {view.chunks.each} model chunks, but the model has only "
             f"{counted(layers, 'decoder layer')}",
             hint=f"use at most {counted(layers, 'model chunk')} in all, or a schedule with one a stage",
             deepspeed="does nothing with the schedule, and runs 1F1B",
             on_value=True,
         )
-    elif view.target == "harness" and layers is not None and view.stages > layers:
+    elif view.target == "harness" and layers is not None and view.pp_size > layers:
         yield Finding(
             pointer="/pipeline/stages",
-            message=f"{view.stages} pipeline stages, but the model has only {counted(layers, 'decoder layer')}",
+            message=f"{view.pp_size} pipeline stages, but the model has only {counted(layers, 'decoder layer')}",
             hint=f"use at most {counted(layers, 'stage')}",
             deepspeed="builds empty stages",
             on_value=True,
@@ -69,10 +69,10 @@ def fewer_heads_than_ranks(view: RunView) -> Iterator[Finding]:
     Key-value heads may be fewer than ranks: then several ranks hold one.
     """
     heads = view.model.heads if view.model is not None else None
-    if view.target == "harness" and heads is not None and view.tensor > heads:
+    if view.target == "harness" and heads is not None and view.tp_size > heads:
         yield Finding(
             pointer="/tensor_parallel/autotp_size",
-            message=f"{view.tensor} tensor-parallel ranks, but the model has only {counted(heads, 'attention head')}",
+            message=f"{view.tp_size} tensor-parallel ranks, but the model has only {counted(heads, 'attention head')}",
             hint=f"set tensor_parallel.autotp_size to at most {heads}",
             deepspeed="does nothing here: the harness splits the layers itself",
             on_value=True,
@@ -96,22 +96,22 @@ def unequal_shares(view: RunView) -> Iterator[Finding]:
     large the largest share is.
     """
     model = view.model
-    if view.target != "harness" or model is None or view.tensor == 1:
+    if view.target != "harness" or model is None or view.tp_size == 1:
         return
     largest = []
-    if model.heads is not None and model.heads >= view.tensor:
+    if model.heads is not None and model.heads >= view.tp_size:
         kv_heads = model.kv_heads if model.kv_heads and model.heads % model.kv_heads == 0 else model.heads
-        shares = Heads(query=model.heads, key_value=kv_heads).queries(view.tensor)
+        shares = Heads(query=model.heads, key_value=kv_heads).queries(view.tp_size)
         largest.append((model.heads, max(stop - start for start, stop in shares), "attention heads"))
-    if view.expert > 1 and model.experts is not None:
-        largest.append((model.experts, -(-model.experts // view.tensor), "experts"))
+    if view.ep_size > 1 and model.experts is not None:
+        largest.append((model.experts, -(-model.experts // view.tp_size), "experts"))
     elif model.intermediate is not None:
-        largest.append((model.intermediate, -(-model.intermediate // view.tensor), "intermediate columns"))
-    unequal = [f"{most} of {total} {what}" for total, most, what in largest if most * view.tensor > total]
+        largest.append((model.intermediate, -(-model.intermediate // view.tp_size), "intermediate columns"))
+    unequal = [f"{most} of {total} {what}" for total, most, what in largest if most * view.tp_size > total]
     if unequal:
         yield Finding(
             pointer="/tensor_parallel/autotp_size",
-            message=f"{view.tensor} tensor-parallel ranks get unequal shares: the largest is {' and '.join(unequal)}",
+            message=f"{view.tp_size} tensor-parallel ranks get unequal shares: the largest is {' and '.join(unequal)}",
             hint="use a size that divides them evenly: all ranks wait for the one with the largest share",
             deepspeed="does nothing here: the harness splits the layers itself",
             on_value=True,
@@ -136,10 +136,10 @@ def fewer_experts_than_ranks(view: RunView) -> Iterator[Finding]:
     does not matter.
     """
     experts = view.model.experts if view.model is not None else None
-    if view.target == "harness" and experts and experts < view.expert:
+    if view.target == "harness" and experts and experts < view.ep_size:
         yield Finding(
             pointer="/expert_parallel/autoep_size",
-            message=f"{view.expert} expert-parallel ranks, but the model has only {counted(experts, 'expert')}",
+            message=f"{view.ep_size} expert-parallel ranks, but the model has only {counted(experts, 'expert')}",
             hint=f"set autoep_size and tensor_parallel.autotp_size to at most {experts}",
             deepspeed="does nothing here: the harness distributes the experts itself",
             on_value=True,
@@ -162,8 +162,8 @@ def no_tensor_parallel_plan(view: RunView) -> Iterator[Finding]:
     model's config.json says. A plan is one file: `models/plans/MODEL_TYPE.json`.
     """
     refusal = view.model.plan_refusal if view.model is not None else None
-    spreads_experts = view.expert > 1  # then the ranks may hold all else whole
-    if view.target == "harness" and view.tensor > 1 and not spreads_experts and refusal is not None:
+    spreads_experts = view.ep_size > 1  # then the ranks may hold all else whole
+    if view.target == "harness" and view.tp_size > 1 and not spreads_experts and refusal is not None:
         yield Finding(
             pointer="/tensor_parallel/autotp_size",
             message=refusal,

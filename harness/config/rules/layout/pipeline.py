@@ -28,10 +28,10 @@ def zero_2_with_pipeline(view: RunView) -> Iterator[Finding]:
     them, so there is nothing to save by sharing them out. DeepSpeed's PipelineEngine refuses it, but only
     after every rank has built its model; the harness refuses it at once. ZeRO-1 works with a pipeline.
     """
-    if view.stages > 1 and view.zero_stage in (2, 3):
+    if view.pp_size > 1 and view.zero_stage in (2, 3):
         yield Finding(
             pointer="/zero_optimization/stage",
-            message=f"ZeRO-{view.zero_stage} cannot run with {view.stages} pipeline stages",
+            message=f"ZeRO-{view.zero_stage} cannot run with {view.pp_size} pipeline stages",
             hint="use ZeRO-1 with the pipeline, or set pipeline.stages to 1",
             severity=Severity.ERROR if view.target == "harness" else None,
             deepspeed="raises AssertionError in PipelineEngine, after the model has been built",
@@ -59,7 +59,7 @@ def reentrant_checkpointing(view: RunView) -> Iterator[Finding]:
     """
     interval = view.size("/pipeline/activation_checkpoint_interval")
     value = view.get("/pipeline/use_reentrant")
-    by_default = value is None and view.target != "harness" and view.stages > 1
+    by_default = value is None and view.target != "harness" and view.pp_size > 1
     if interval and (value is True or by_default):
         yield Finding(
             pointer="/pipeline/use_reentrant" if value else "/pipeline/activation_checkpoint_interval",
@@ -96,13 +96,13 @@ def pipeline_bubble(view: RunView) -> Iterator[Finding]:
         steps = 1 if view.get("/train_batch_size") is None else None
     schedule = schedule_name(view.get("/pipeline/schedule")) if view.target == "harness" else None
     order = schedule or SCHEDULES[0], view.chunks.each
-    wanted = micro_batches_wanted(view.stages, *order)
-    if view.stages == 1 or steps is None or steps >= wanted:
+    wanted = micro_batches_wanted(view.pp_size, *order)
+    if view.pp_size == 1 or steps is None or steps >= wanted:
         return
-    less = bubble(view.stages, wanted, *order)
+    less = bubble(view.pp_size, wanted, *order)
     yield Finding(
         pointer="/gradient_accumulation_steps" if view.has("/gradient_accumulation_steps") else "/pipeline/stages",
-        message=idle(view.stages, steps, *order),
+        message=idle(view.pp_size, steps, *order),
         hint=f"{counted(wanted, 'micro-batch', 'micro-batches')} reduce that to {less:.0%}",
         deepspeed="runs; the stages wait for each other",
         on_value=True,
@@ -130,7 +130,7 @@ def unknown_partition(view: RunView) -> Iterator[Finding]:
 
 def unknown_word(view: RunView, key: str, known: Iterable[str], deepspeed: str) -> Finding:
     """Return what is said of a word of `pipeline` that is not known; a run of several stages refuses it."""
-    pointer, refused = f"/pipeline/{key}", view.target == "harness" and view.stages > 1
+    pointer, refused = f"/pipeline/{key}", view.target == "harness" and view.pp_size > 1
     return Finding(
         pointer=pointer,
         message=f"unknown {key} {view.get(pointer)!r}",
@@ -153,7 +153,7 @@ def unknown_word(view: RunView, key: str, known: Iterable[str], deepspeed: str) 
 )
 def overlap_in_pipeline(view: RunView) -> Iterator[Finding]:
     """overlap_comm is on in a pipeline, where gradients are reduced once, after the last micro-batch."""
-    if view.stages > 1 and view.zero_stage == 1 and view.on("/zero_optimization/overlap_comm"):
+    if view.pp_size > 1 and view.zero_stage == 1 and view.on("/zero_optimization/overlap_comm"):
         yield Finding(
             pointer="/zero_optimization/overlap_comm",
             message="overlap_comm has no effect with pipeline stages",
@@ -182,7 +182,7 @@ def gradients_partitioned_alone(view: RunView) -> Iterator[Finding]:
     alone is enough.
     """
     whole = view.get("/pipeline/pipe_partitioned") is False
-    if whole and view.get("/pipeline/grad_partitioned") is not False and view.tensor > 1 and view.stages > 1:
+    if whole and view.get("/pipeline/grad_partitioned") is not False and view.tp_size > 1 and view.pp_size > 1:
         yield Finding(
             pointer="/pipeline/pipe_partitioned",
             message="with tensor parallelism, pipe_partitioned and grad_partitioned must both be on or both be off",

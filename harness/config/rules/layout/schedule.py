@@ -64,11 +64,11 @@ def zero_bubble_with_recomputation(view: RunView) -> Iterator[Finding]:
     schedule = schedule_name(view.get("/pipeline/schedule"))
     zero_bubble = schedule in SPLIT_BACKWARD and view.target == "harness"
     interval = view.size("/pipeline/activation_checkpoint_interval")
-    if zero_bubble and interval and view.stages > 1:
+    if zero_bubble and interval and view.pp_size > 1:
         yield Finding(
             pointer="/pipeline/schedule",
             message=f"{schedule} keeps the inputs of linear layers for up to "
-            f"{counted(view.stages - 1, 'micro-batch', 'micro-batches')}, which activation checkpointing would free",
+            f"{counted(view.pp_size - 1, 'micro-batch', 'micro-batches')}, which activation checkpointing would free",
             hint="use the schedule 1f1b if memory runs short",
             deepspeed="does nothing with the schedule, and runs 1F1B",
             on_value=True,
@@ -94,7 +94,7 @@ def parts_of_another_schedule(view: RunView) -> Iterator[Finding]:
     """
     asked, schedule = view.size("/pipeline/parts_per_stage"), schedule_name(view.get("/pipeline/schedule"))
     several = schedule == INTERLEAVED
-    if asked is None or schedule is None or view.target != "harness" or view.stages == 1:
+    if asked is None or schedule is None or view.target != "harness" or view.pp_size == 1:
         return
     if asked < 2 if several else asked != view.chunks.each:
         yield Finding(
