@@ -91,7 +91,7 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
     from harness.data.inputs.datasets import script_datasets
     from harness.hf.skeleton import read_source
     from harness.resilience.process.distributed import require_supported
-    from harness.training.recording.metrics import note_wall_clock
+    from harness.training.recording.files import note_wall_clock
     from harness.training.trainer import Trainer
 
     files = script.train_file if script.trains else script.validation_file or script.train_file

@@ -42,9 +42,8 @@ from harness.training.engine import gradients
 from harness.training.engine.build import build_engine
 from harness.training.engine.context import EngineContext
 from harness.training.engine.engine import Engine, PipelineStages
-from harness.training.prepare.compilation import require_compilable
 from harness.training.prepare.stages import choose_boundaries
-from harness.training.prepare.trainable import TrainableModel, trainable_decoder
+from harness.training.prepare.trainable import TrainableModel, require_compilable, trainable_decoder
 
 OF_A_MICRO_BATCH = (
     *("LoadMicroBatch", "ForwardPass", "BackwardPass", "InputGradients", "WeightGradients"),

@@ -1,4 +1,4 @@
-"""Which evaluation was the best, when to stop for want of a better one, and its weights at the end."""
+"""Which evaluation was the best, when to stop early, and loading its weights at the end."""
 
 from __future__ import annotations
 
@@ -60,11 +60,6 @@ def own_early_stopping(callback: TrainerCallback) -> TrainerCallback:
         return callback
     theirs = vars(callback)
     return EarlyStoppingCallback(theirs["early_stopping_patience"], theirs["early_stopping_threshold"] or 0.0)
-
-
-def asked_for(args: TrainingArguments) -> list[TrainerCallback]:
-    """Return the callbacks that the arguments ask for."""
-    return [EarlyStoppingCallback(args.early_stopping_patience)] if args.early_stopping_patience else []
 
 
 def has_metric(args: TrainingArguments, metrics: Mapping[str, object]) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from harness.config.values.json_object import JsonObject
 from harness.data.batches.collate import AnyDataset, Collator, MapDataset, collate
@@ -23,13 +26,12 @@ from harness.resilience.process.activity import Phase, beat, inside
 from harness.resilience.process.distributed import any_rank
 from harness.topology.agreement import require_alike
 from harness.training.engine.engine import Engine
-from harness.training.engine.losses import Loss, RouterLoss
+from harness.training.engine.losses import Labels, Loss, Outputs, RouterLoss
 from harness.training.engine.outputs import KeptOutputs
-from harness.training.metrics import OwnMetrics
 from harness.training.run import Run
 
 if TYPE_CHECKING:
-    from transformers.trainer_utils import PredictionOutput
+    from transformers.trainer_utils import EvalPrediction, PredictionOutput
 
 ROUTER_BATCH = 8
 """Samples of an evaluation micro-batch of a model with a router loss; transformers' default for every model."""
@@ -45,9 +47,7 @@ def default_batch(loss: Loss, micro_batch: int) -> int:
     return ROUTER_BATCH if isinstance(loss, RouterLoss) else micro_batch
 
 
-def evaluation_metrics(
-    run: Run, dataset: AnyDataset, own: OwnMetrics, prefix: str = "eval", *, is_new: bool
-) -> JsonObject:
+def evaluation_metrics(run: Run, dataset: AnyDataset, prefix: str = "eval", *, is_new: bool) -> JsonObject:
     """Return eval_loss, perplexity, eval_samples, eval_seconds and the user's own metrics; all ranks call it.
 
     Args:
@@ -55,19 +55,46 @@ def evaluation_metrics(
         is_new: not the run's own data set, which was looked at when the run began. UserError if it cannot be used, or
             differs between ranks.
     """
-    kept = KeptOutputs(run.engine, own.preprocess) if own.compute is not None else None
+    kept = None if run.compute_metrics is None else KeptOutputs(run.engine, run.preprocess_logits_for_metrics)
     data = _tokens(run, dataset, "eval_dataset") if is_new else read_all(dataset, "eval_dataset")
-    return _evaluated(run, data, own, prefix, kept, is_new=is_new)
+    return _evaluated(run, data, prefix, kept, is_new=is_new)
 
 
-def predict(run: Run, dataset: AnyDataset, own: OwnMetrics, prefix: str) -> PredictionOutput:
+def predict(run: Run, dataset: AnyDataset, prefix: str) -> PredictionOutput:
     """Return the predictions and labels of all samples, and their metrics; all ranks call it and get them."""
     from transformers.trainer_utils import PredictionOutput
 
-    kept = KeptOutputs(run.engine, own.preprocess, everywhere=True)
-    metrics = _evaluated(run, _tokens(run, dataset, "test_dataset"), own, prefix, kept, is_new=True)
+    kept = KeptOutputs(run.engine, run.preprocess_logits_for_metrics, everywhere=True)
+    metrics = _evaluated(run, _tokens(run, dataset, "test_dataset"), prefix, kept, is_new=True)
     predictions, labels = kept.joined()
     return PredictionOutput(predictions=predictions, label_ids=labels, metrics=metrics)
+
+
+def computed_metrics(
+    compute: Callable[[EvalPrediction], Mapping[str, object]], predictions: Outputs, labels: Labels, prefix: str
+) -> JsonObject:
+    """Return the user's metrics by names that begin with the prefix; all ranks call it and get those of rank 0.
+
+    An exception on rank 0 is raised there; a UserError on the others.
+    """
+    from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
+
+    sent: list[JsonObject | None] = [None]
+    try:
+        with inside("compute_metrics"):  # on all ranks: the others wait for rank 0
+            if dist.get_rank() == 0:
+                found: object = compute(EvalPrediction(predictions=predictions, label_ids=labels))
+                if not isinstance(found, Mapping):
+                    kind = type(found).__name__
+                    raise UserError(f"compute_metrics returned {kind}: it must return a dict of numbers by name")
+                named = {str(name): value for name, value in denumpify_detensorize(dict(found)).items()}
+                start = f"{prefix}_"
+                sent = [{name if name.startswith(start) else start + name: value for name, value in named.items()}]
+    finally:  # the others must not wait for ever
+        dist.broadcast_object_list(sent, src=0)
+    if sent[0] is None:
+        raise UserError("compute_metrics failed on rank 0")
+    return sent[0]
 
 
 def _tokens(run: Run, dataset: AnyDataset, name: str) -> MapDataset:
@@ -78,9 +105,7 @@ def _tokens(run: Run, dataset: AnyDataset, name: str) -> MapDataset:
     return later_dataset(data, name, run.data.tokenizer, source, run.args, run.env, run.console)
 
 
-def _evaluated(
-    run: Run, dataset: MapDataset, own: OwnMetrics, prefix: str, kept: KeptOutputs | None, *, is_new: bool
-) -> JsonObject:
+def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | None, *, is_new: bool) -> JsonObject:
     micro_batch = run.args.per_device_eval_batch_size or default_batch(run.trainable.loss, run.resolved.micro_batch)
     if is_new:
         require_alike({"evaluation data": data_digest(dataset)}, run.engine.device)
@@ -88,7 +113,9 @@ def _evaluated(
     start_time = time.perf_counter()
     with kept or nullcontext():
         loss, of_parts = _losses(run, dataset, micro_batch, kept)
-    found = {} if kept is None else own.of(*kept.joined(), prefix)
+    found = {}
+    if kept is not None and run.compute_metrics is not None:
+        found = computed_metrics(run.compute_metrics, *kept.joined(), prefix)
     perplexity = "perplexity" if prefix == "eval" else f"{prefix}_perplexity"
     return {
         f"{prefix}_loss": loss,

@@ -5,6 +5,7 @@ What fp16's dynamic loss scaling skips while the loss is finite is its way of wo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
 
 from torch import Tensor
@@ -14,9 +15,8 @@ from harness.console import Console
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.errors import UserError
 from harness.resilience.process.distributed import any_rank
-from harness.topology.agreement import values_of_all
-from harness.training.engine.engine import Engine, StepOutcome
-from harness.training.engine.evidence import origin
+from harness.topology.agreement import spell_ranks, values_of_all
+from harness.training.engine.engine import Engine, Evidence, StepOutcome
 from harness.wording import counted
 
 
@@ -92,3 +92,21 @@ def _finite(parameter: Tensor) -> bool:
     if held.sum().isfinite():  # takes a tenth of the time, but a sum of finite values may overflow
         return True
     return bool(held.isfinite().all())
+
+
+def origin(seen: Sequence[Evidence], *, loss: bool) -> str:
+    """Return the stage where something first was not finite, with its ranks, in words.
+
+    Forward, that is the first stage that handed on such values, or the last one if none did. Backward, it is the last
+    stage that passed on other gradients than it got: the lowest one that got finite ones.
+    """
+    last = max(each.stage for each in seen)
+    if loss:
+        stage = min((each.stage for each in seen if not each.outputs), default=last)
+        ranks = [each.rank for each in seen if each.stage == stage and not (each.outputs and each.loss)]
+    else:
+        got = {each.stage for each in seen if not each.gradients}
+        stage = min(set(range(last + 1)) - got, default=last)
+        ranks = []
+    ranks = ranks or [each.rank for each in seen if each.stage == stage]
+    return f"first on stage {stage}, {spell_ranks(ranks)}"

@@ -28,10 +28,9 @@ from harness.resilience.process.moments import Moment, moment, seconds_between
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.engine.build import build_engine
-from harness.training.prepare.run import release_engine
 from harness.training.prepare.stages import stage_costs, stage_lines
 from harness.training.run import Run
-from harness.training.saving.writing import progress_of
+from harness.training.saving.checkpoints import progress_of
 
 COMPUTING = ("ForwardPass", "BackwardPass", "InputGradients", "WeightGradients")
 
@@ -72,7 +71,7 @@ def move_layers(run: Run, boundaries: list[int], progress: TrainingProgress) -> 
     files, progress = stored(run.engine_state, progress)
     kept = {stem: [_on_host(held) for held in tensors] for stem, tensors in files}
     files.clear()
-    release_engine(run.engine)
+    run.engine.release()
     run.engine = build_engine(run, trainable.layers, boundaries, trainable.loss, trainable.traits)
     run.boundaries, run.stages = boundaries, stage_lines(trainable, boundaries, run.module, run)
     expect_costs(stage_costs(trainable.costs, boundaries, run.resolved.chunks))

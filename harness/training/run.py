@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.checkpoint.training_state import EngineState
-from harness.config.values.json_object import JsonObject
+from harness.data.batches.stream import dataset_length
 from harness.hf.lora import saved_name
 from harness.topology.placement import Hosts
+from harness.training.callbacks import TrainerState
 from harness.training.engine.context import EngineContext
 from harness.training.engine.engine import Engine
 from harness.training.prepare.dataset_check import DatasetCheck
@@ -24,6 +25,16 @@ from harness.training.prepare.plan import RunPlan
 from harness.training.prepare.sample_prompts import SamplePrompts
 from harness.training.prepare.stages import StageLine
 from harness.training.prepare.trainable import TrainableModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvents:
+    """What the arguments ask for after a step; a step may reach from one epoch into the next."""
+
+    epoch_events: tuple[str, ...]
+    log: bool
+    evaluate: bool
+    save: bool
 
 
 @dataclass(kw_only=True)
@@ -38,7 +49,6 @@ class Run(RunPlan, EngineContext):
         base: checksums of what adapters stand on, by name, on rank 0; empty elsewhere and without adapters.
         boundaries: index of the first pipeline layer of each stage, then the number of layers.
         stages: one line a stage, as reported to the user.
-        hyperparameters: what decides about the steps to come, by the names that a user knows.
         foreign_groups: process groups that were open before the run.
         hosts: which rank runs on which host.
         samples: prompts that the model continues at each evaluation; None without any.
@@ -52,7 +62,6 @@ class Run(RunPlan, EngineContext):
     boundaries: list[int]
     engine: Engine
     stages: list[StageLine]
-    hyperparameters: JsonObject
     foreign_groups: frozenset[dist.ProcessGroup]
     hosts: Hosts
     run_id: str
@@ -76,4 +85,40 @@ class Run(RunPlan, EngineContext):
             adapters=adapters,
             compression=self.engine.compression,
             one_host=len(self.hosts.names) == 1,
+        )
+
+    def initial_state(self) -> TrainerState:
+        """Return the state before the first step."""
+        samples = 0 if self.data.train is None else dataset_length(self.data.train)
+        return TrainerState(
+            max_steps=self.max_steps,
+            is_world_process_zero=self.env.rank == 0,
+            is_local_process_zero=self.env.local_rank == 0,
+            num_train_epochs=-(-self.max_steps * self.resolved.train_batch // samples) if samples else 0,
+            logging_steps=self.args.logging_steps,
+            eval_steps=self.args.eval_steps or self.args.logging_steps,
+            save_steps=self.args.save_steps,
+            train_batch_size=self.resolved.micro_batch,
+        )
+
+    def events_after(self, step: int, before: int, consumed: int) -> StepEvents:
+        """Return what the arguments ask for after a step. After the last one, everything that is enabled is due.
+
+        `before`, `consumed`: samples that the run had used before and after it.
+        """
+        args, last = self.args, step == self.max_steps
+        samples = dataset_length(self.data.train)
+        epoch_ends = consumed // samples > before // samples
+
+        def asks(strategy: str, steps: int) -> bool:
+            return epoch_ends if strategy == "epoch" else strategy == "steps" and steps > 0 and step % steps == 0
+
+        logs = args.logging_strategy != "no" and (last or asks(args.logging_strategy, args.logging_steps))
+        evaluates = self.data.evaluation is not None and args.eval_strategy != "no"
+        saves = (last and args.save_strategy != "best") or asks(args.save_strategy, args.save_steps)
+        return StepEvents(
+            epoch_events=("on_epoch_end", "on_epoch_begin")[: 1 if last else 2] if epoch_ends else (),
+            log=logs,
+            evaluate=evaluates and (last or asks(args.evaluation_strategy, args.eval_steps or args.logging_steps)),
+            save=args.saves and saves,
         )

@@ -13,19 +13,21 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
+import deepspeed
 from transformers import PreTrainedModel
 
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig
+from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
 from harness.console import Console, plain_console
 from harness.data.batches.collate import AnyDataset, Collator, collate
 from harness.data.batches.evaluation import by_prefix
-from harness.data.batches.stream import dataset_length
 from harness.data.inputs.datasets import own_tokenizer
 from harness.data.tokenizer import Tokenizer
 from harness.errors import UserError
@@ -33,8 +35,9 @@ from harness.resilience.process import records, signals
 from harness.resilience.process.activity import Phase, inside
 from harness.resilience.process.distributed import largest
 from harness.resilience.process.memory import peak_memory_gib
+from harness.topology.agreement import all_or_none
 from harness.topology.env import LaunchEnv
-from harness.training.best_model import asked_for, load_best, note_evaluation, own_early_stopping
+from harness.training.best_model import EarlyStoppingCallback, load_best, note_evaluation, own_early_stopping
 from harness.training.callbacks import (
     AnyCallback,
     MomentValues,
@@ -47,30 +50,23 @@ from harness.training.callbacks import (
     keywords,
     take_out,
 )
-from harness.training.due import due_after
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import AUX_LOSS, LossFunction
 from harness.training.engine.outputs import Preprocess
-from harness.training.engine.profiling import communication_summary
 from harness.training.evaluate import evaluation_metrics, predict
-from harness.training.hf_methods import HuggingFaceMethods
-from harness.training.hf_names import require_ours
-from harness.training.metrics import OwnMetrics
+from harness.training.huggingface import missing, require_ours, upload
 from harness.training.nonfinite import NonFinite
-from harness.training.prepare import startup_report
 from harness.training.prepare.plan import RunInputs
-from harness.training.prepare.run import prepare_run, release, training_stream
+from harness.training.prepare.preparation import prepare_run, release, training_stream
 from harness.training.prepare.trainable import Model
 from harness.training.rebalancing import Rebalancer
-from harness.training.recording.profiler import profiler
+from harness.training.recording.files import write_object
+from harness.training.recording.profiler import ProfileCallback
 from harness.training.recording.progress import ProgressCallback
 from harness.training.recording.recorder import Recorder
-from harness.training.run import Run
 from harness.training.saving.checkpoints import Checkpoints
-from harness.training.saving.gathered_model import gather_model, with_config
-from harness.training.saving.resume import begin_or_resume, resume_named
-from harness.training.saving.rollback import Rollback
-from harness.training.saving.writing import write_model
+from harness.training.saving.model import gather_model, write_model
+from harness.training.saving.resume import Rollback, begin_or_resume, resume_named
 from harness.uncaught import show_in_one_line
 
 if TYPE_CHECKING:
@@ -78,7 +74,7 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalPrediction, PredictionOutput, TrainOutput
 
 
-class Trainer(HuggingFaceMethods):
+class Trainer:
     """Trains, evaluates, predicts, saves.
 
     Args:
@@ -144,24 +140,27 @@ class Trainer(HuggingFaceMethods):
             compute_loss_func=compute_loss_func,
             peft_config=peft_config,
             processing_class=processing_class or own_tokenizer(model),
-            metrics=OwnMetrics(compute=compute_metrics, preprocess=preprocess_logits_for_metrics),
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             config=config,
             flags=flags or {},
         )
         with inside("preparing"):
             given = instances(callbacks)
             self.run = run = prepare_run(inputs)
-            self.args, self.control = run.args, TrainerControl()
-            self.train_dataset, self.eval_dataset = run.data.train, run.data.evaluation
+            self.args = run.args
+            self.train_dataset = run.data.train
+            self.eval_dataset = run.data.evaluation
             self.processing_class: Tokenizer | None = run.data.tokenizer
-            self.state = _initial_state(run)
-            self.callbacks: list[TrainerCallback] = [
-                ProgressCallback(run.console, run.trainable.speed_unit),
-                *map(own_early_stopping, given),
-                *asked_for(run.args),
-                *profiler(run.args),
-            ]
-            self.nonfinite = NonFinite(run.args.nonfinite, run.console)
+            self.control = TrainerControl()
+            self.state = run.initial_state()
+            self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console, run.trainable.speed_unit)]
+            self.callbacks += map(own_early_stopping, given)
+            if args.early_stopping_patience:
+                self.callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
+            if args.profile:
+                self.callbacks.append(ProfileCallback(args.profile))
+            self.nonfinite = NonFinite(args.nonfinite, run.console)
             overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint
             self.checkpoints = Checkpoints(run, self.state, self.nonfinite, partial(self._call, "on_save"), overridden)
             self.stream = training_stream(run)
@@ -179,12 +178,14 @@ class Trainer(HuggingFaceMethods):
 
     @inside("training", Phase.STEP)
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> TrainOutput:
-        """Train to the last step; returns the step, the mean loss of this call's steps, and metrics of its speed.
+        """Train to the last step; return that step, the mean loss of this call's steps, and its speed.
 
         `resume_from_checkpoint`: a checkpoint's path, or True for the newest whole one in `output_dir`. A signal that
         asks for the end (SIGTERM, SIGINT, SIGUSR1, SIGHUP; of any rank) raises `signals.Stopped`, a SystemExit, after
         the step and a checkpoint.
         """
+        from transformers.trainer_utils import TrainOutput
+
         if self.stream is None:
             raise UserError("train() needs a train_dataset")
         if resume_from_checkpoint:
@@ -192,8 +193,9 @@ class Trainer(HuggingFaceMethods):
                 resume_named(self.run, resume_from_checkpoint, self.state, self.stream)
             self.checkpoints.resumed(self.run.checkpoint)
         self.checkpoints.require_own_directory()
-        run, state, stop = self.run, self.state, 0
-        first_step, start_time, self.control.should_training_stop = state.global_step, time.perf_counter(), False
+        run, state = self.run, self.state
+        stop, first_step, start_time = 0, state.global_step, time.perf_counter()
+        self.control.should_training_stop = False
         if first_step >= state.max_steps:
             run.console.warn(
                 f"train(): all {state.max_steps} steps are made, so nothing is trained: to go on, make a Trainer with "
@@ -206,47 +208,46 @@ class Trainer(HuggingFaceMethods):
             self._call("on_epoch_begin")
             self.rollback.begin(self.save_checkpoint)
             while state.global_step < state.max_steps and not (stop or self.control.should_training_stop):
-                with self.rollback.guarding(recorder, self.checkpoints.finish):
+                with self.rollback.guarding(recorder, self.checkpoints.finish):  # a step that is not finite is undone
                     record = self.training_step()
                     recorder.step(record)
                     stop = self._after_step(record, recorder)
                     if rebalancer is not None and not stop and rebalancer.after_step(record, state):
                         recorder.describe()
             self._end_training(stop)
-        communication_summary(run.resolved.config)
-        return self._train_output(recorder.mean_loss, state.global_step - first_step, time.perf_counter() - start_time)
-
-    def _train_output(self, loss: float, steps: int, seconds: float) -> TrainOutput:
-        """Return what HuggingFace's Trainer returns of its training."""
-        from transformers.trainer_utils import TrainOutput
-
+        if run.resolved.config.get("comms_logger", {}).get("enabled", False):
+            deepspeed.comm.log_summary()  # which DeepSpeed leaves to the training program
+        steps, seconds, loss = state.global_step - first_step, time.perf_counter() - start_time, recorder.mean_loss
         metrics = {
             "train_runtime": seconds,
-            "train_samples_per_second": steps * self.run.resolved.train_batch / seconds,
+            "train_samples_per_second": steps * run.resolved.train_batch / seconds,
             "train_steps_per_second": steps / seconds,
             "train_loss": loss,
-            "epoch": self.state.epoch,
+            "epoch": state.epoch,
         }
-        return TrainOutput(self.state.global_step, loss, metrics)
+        return TrainOutput(state.global_step, loss, metrics)
 
     @inside("training", Phase.STEP)
     def training_step(self) -> StepRecord:
         """Train on the next global batch; the same step in every layout. All ranks call it.
 
-        `Engine.train_step` makes forward, backward and update: DeepSpeed fuses them, differently in each engine.
+        The stream deals out the micro-batches of this rank's data-parallel coordinate; `Engine.train_step` makes the
+        forward and backward pass of each, and the update; a step that is not finite is judged before it counts.
         """
         run, state, stream = self.run, self.state, self.stream
         assert stream is not None
         records.begin_step(state.global_step + 1)
         self._call("on_step_begin")
         start_time = time.perf_counter()
-        learning_rate = run.engine.learning_rate  # the update moves the schedule on
-        micro_batches = stream.next_step(read=run.engine.reads_data)  # empty on a stage between first and last
+        learning_rate = run.engine.learning_rate  # read before the update, which moves the schedule on
+        # only the first stage needs inputs and only the last labels: stages between get an empty list
+        micro_batches = stream.next_step(read=run.engine.reads_data)
         outcome = run.engine.train_step(micro_batches, state.consumed_samples, stream.length)
-        seconds = time.perf_counter() - start_time
-        self.nonfinite.judge(state.global_step + 1, outcome, run.engine)  # before the step counts
+        seconds = time.perf_counter() - start_time  # the step has waited for the device: its loss is a number
+        self.nonfinite.judge(state.global_step + 1, outcome, run.engine)
         state.global_step += 1
-        state.consumed_samples, state.epoch = stream.consumed, stream.epoch
+        state.consumed_samples = stream.consumed
+        state.epoch = stream.epoch
         units = sum(run.trainable.loss.units(inputs) for inputs, _ in micro_batches)
         device_gib, host_gib = peak_memory_gib(run.device)
         return StepRecord(
@@ -268,7 +269,7 @@ class Trainer(HuggingFaceMethods):
         """Do what is due after a step: callbacks, log, evaluation, checkpoint; return the signal that ends the run."""
         control, checkpoints = self.control, self.checkpoints
         checkpoints.wait_a_moment()
-        due = due_after(record, self.run, self.state, self.stream.before if self.stream else 0)
+        due = self.run.events_after(record.step, self.stream.before if self.stream else 0, record.consumed_samples)
         self._call("on_step_end", record=record)
         for event in due.epoch_events:
             self._call(event)
@@ -296,29 +297,33 @@ class Trainer(HuggingFaceMethods):
         the signal that asks for the end, 0 if none does.
         """
         control, checkpoints = self.control, self.checkpoints
-        saves = control.should_save or checkpoints.is_due
-        asked = (control.should_training_stop, saves, control.should_evaluate, control.should_log)
-        own = [not checkpoints.is_ready, signals.precedence(signals.received()), *asked]
-        waits, stop, *flags = largest(own, self.run.device)
-        control.should_training_stop, control.should_save, control.should_evaluate, control.should_log = map(
-            bool, flags
-        )
-        if not waits and checkpoints.advance():  # callbacks were called
+        own = [
+            not checkpoints.is_ready,
+            signals.precedence(signals.received()),
+            control.should_training_stop,
+            control.should_save or checkpoints.is_due,
+            control.should_evaluate,
+            control.should_log,
+        ]
+        waits, stop, ends, saves, evaluates, logs = largest(own, self.run.device)  # one reduction for all of it
+        control.should_training_stop = bool(ends)
+        control.should_save = bool(saves)
+        control.should_evaluate = bool(evaluates)
+        control.should_log = bool(logs)
+        if not waits and checkpoints.advance():  # its callbacks may have asked for something
             return self._agree_on_control()
         return signals.of_precedence(stop)
 
     def _end_training(self, stop: int) -> None:
         """Finish what training has begun, and end the process where a signal, `stop`, asks for that."""
-        run, state = self.run, self.state
         self.checkpoints.finish()
-        self.nonfinite.summary(state.global_step)
+        self.nonfinite.summary(self.state.global_step)
         if not stop:
             with inside("loading the best model"):
-                load_best(run, state)
+                load_best(self.run, self.state)
         self._call("on_train_end")
         if stop:
-            newest, model_only = self.checkpoints.newest, run.args.save_only_model
-            raise startup_report.stopped(run.console, stop, state.global_step, newest, model_only=model_only)
+            raise self.checkpoints.stopped(stop)
 
     @inside("evaluating")
     def evaluate(
@@ -343,7 +348,7 @@ class Trainer(HuggingFaceMethods):
         is_new = eval_dataset is not None and not isinstance(eval_dataset, str)
         found: JsonObject = {}
         for prefix, each in by_prefix(data, metric_key_prefix).items():
-            metrics = evaluation_metrics(self.run, each, self.run.metrics, prefix, is_new=is_new)
+            metrics = evaluation_metrics(self.run, each, prefix, is_new=is_new)
             self.nonfinite.judge_evaluation(metrics[f"{prefix}_loss"])
             self._call("on_evaluate", metrics=metrics)
             found |= metrics
@@ -352,7 +357,7 @@ class Trainer(HuggingFaceMethods):
     @inside("predicting")
     def predict(self, test_dataset: AnyDataset, metric_key_prefix: str = "test") -> PredictionOutput:
         """Return logits (or what is kept of them), label_ids and metrics, the same on every rank; all ranks call it."""
-        found = predict(self.run, test_dataset, self.run.metrics, metric_key_prefix)
+        found = predict(self.run, test_dataset, metric_key_prefix)
         self._call("on_predict", metrics=found.metrics or {})
         return found
 
@@ -405,19 +410,60 @@ class Trainer(HuggingFaceMethods):
     @property
     def model(self) -> Any:
         """This rank's layers, and the config; `trained_model()` gathers the whole model."""
-        return with_config(self.run)
+        module: Any = self.run.module
+        if self.run.trainable.causal is not None:
+            module.config = self.run.trainable.causal.source.config
+        return module
 
+    def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.state.is_world_process_zero
 
-def _initial_state(run: Run) -> TrainerState:
-    """Return the state of a run before its first step."""
-    samples = 0 if run.data.train is None else dataset_length(run.data.train)
-    return TrainerState(
-        max_steps=run.max_steps,
-        is_world_process_zero=run.env.rank == 0,
-        is_local_process_zero=run.env.local_rank == 0,
-        num_train_epochs=-(-run.max_steps * run.resolved.train_batch // samples) if samples else 0,
-        logging_steps=run.args.logging_steps,
-        eval_steps=run.args.eval_steps or run.args.logging_steps,
-        save_steps=run.args.save_steps,
-        train_batch_size=run.resolved.micro_batch,
-    )
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first rank of its host."""
+        return self.state.is_local_process_zero
+
+    def log_metrics(self, split: str, metrics: Mapping[str, object]) -> None:
+        """Print metrics of `split` (train, eval, test) as a table, on rank 0."""
+        shown = {name: f"{value:,.4f}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
+        width, digits = max(map(len, shown), default=0), max(map(len, shown.values()), default=0)
+        lines = [f"  {name:{width}} = {shown[name]:>{digits}}" for name in sorted(shown)]
+        self.run.console.say("\n".join([f"***** {split} metrics *****", *lines]))
+
+    def save_metrics(self, split: str, metrics: Mapping[str, object], combined: bool = True) -> None:
+        """Write metrics to `output_dir/SPLIT_results.json`, `combined` also into `all_results.json`; rank 0 writes."""
+        folder = Path(self.args.output_dir)
+        if not self.is_world_process_zero():
+            return
+        write_object(folder / f"{split}_results.json", metrics)
+        if combined:
+            everything = folder / "all_results.json"
+            earlier = read_json(everything) if everything.is_file() else {}
+            write_object(everything, {**(earlier if isinstance(earlier, dict) else {}), **metrics})
+
+    def save_state(self) -> None:
+        """Write the state with its history of logs to `output_dir/trainer_state.json`; rank 0 writes."""
+        if self.is_world_process_zero():
+            write_object(Path(self.args.output_dir) / "trainer_state.json", asdict(self.state))
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        *,
+        repo_id: str | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+    ) -> str:
+        """Write the model and upload its files to the hub, as `repo_id` (default: the name of `output_dir`); return the
+        address of the commit. All ranks call it. UserError if it cannot be uploaded.
+        """
+        folder = self.save_model()
+        send = partial(upload, folder, commit_message, repo_id=repo_id, private=private, token=token, revision=revision)
+        return all_or_none(lambda: send() if self.is_world_process_zero() else "")
+
+    if not TYPE_CHECKING:  # a type checker knows the methods that there are
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Refuse in one line what HuggingFace's Trainer has and ours does not."""
+            raise missing(self, name)

@@ -7,7 +7,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from harness.training.recording.metrics import versions
+from harness.training.recording.files import versions
 
 RESULTS = Path(__file__).parent / "results"
 

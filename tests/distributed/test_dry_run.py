@@ -20,7 +20,7 @@ from harness.deepspeed.no_peers import announce_halves
 from harness.dry_run.ledger import Ledger
 from harness.dry_run.memory import Step
 from harness.topology.layout import Layout
-from harness.training.prepare.run import release
+from harness.training.prepare.preparation import release
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import BLOCK, Job, arguments_of, rows, without_shared_memory
 

@@ -20,7 +20,7 @@ from harness.errors import UserError
 from harness.topology.agreement import check_agreement
 from harness.topology.groups import build_groups
 from harness.topology.layout import AXES, Layout
-from harness.training.prepare.shared_output import require_shared
+from harness.training.prepare.preparation import require_shared
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

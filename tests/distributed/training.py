@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness import Trainer, TrainingArguments
 from harness.parallel.plans.experts import run_where_aligned
-from harness.training.prepare import run
+from harness.training.prepare import preparation
 from tests.models import model_of
 
 BLOCK, BATCH = 32, 8
@@ -75,7 +75,7 @@ def arguments_of(job: Job, output_dir: str, **more: Any) -> TrainingArguments:
 
 def without_shared_memory() -> AbstractContextManager[object]:
     """Have runs that are prepared meanwhile send everything by torch.distributed, where it is counted."""
-    return patch.object(run, "share_memory", lambda _groups: None)
+    return patch.object(preparation, "share_memory", lambda _groups: None)
 
 
 def steps_of(trainer: Trainer, steps: int = STEPS) -> Curve:

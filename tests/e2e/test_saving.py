@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from harness.checkpoint.background_save import NotSaved
 from harness.checkpoint.directories import read_progress
-from harness.training.saving.writing import progress_of, stream_position
+from harness.training.saving.checkpoints import progress_of, stream_position
 from tests.distributed.training import tiny_model
 from tests.unit.training.full_disk import full_disk
 

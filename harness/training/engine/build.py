@@ -37,8 +37,7 @@ from harness.resilience.process.distributed import give_timeout, open_groups
 from harness.topology.env import run_timeout
 from harness.training.engine.context import EngineContext, LayerTraits
 from harness.training.engine.engine import Engine, PipelineStages, WholeModel
-from harness.training.engine.evidence import GuardedLoss
-from harness.training.engine.losses import Loss
+from harness.training.engine.losses import GuardedLoss, Loss
 from harness.training.engine.optimizer import own_optimizer, parameter_groups, schedule
 from harness.training.engine.patches import NewEngine, apply_patches
 

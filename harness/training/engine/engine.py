@@ -6,8 +6,10 @@ and ZeRO-3, where every rank passes through all layers. Both take the same micro
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
@@ -31,10 +33,8 @@ from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.values import Value
 from harness.resilience.process.activity import beat, begin_step
 from harness.topology.groups import Groups
-from harness.training.engine.evidence import Evidence, GuardedLoss
-from harness.training.engine.losses import RouterLoss, Targets, targets
+from harness.training.engine.losses import GuardedLoss, RouterLoss, Targets, targets
 from harness.training.engine.optimizer import SchedulePosition
-from harness.training.engine.profiling import flops_profile
 
 Batch: TypeAlias = tuple[Value, Targets]
 
@@ -209,6 +209,13 @@ class Engine(ABC):
             return inputs.to(self.dtype) if inputs.is_floating_point() else inputs
         return tuple(map(self._cast, inputs))
 
+    def release(self) -> None:
+        """Let go of the engine's memory; its process groups stay."""
+        self.deepspeed.destroy()
+        for held in (*self.deepspeed.module.parameters(), self.deepspeed):
+            vars(held).clear()  # hooks of parameters refer to it, which Python cannot tell from a use
+        gc.collect()
+
     @abstractmethod
     def _train(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
         """One step; the mean over micro-batches and data-parallel ranks of the loss, and of its reported parts."""
@@ -321,3 +328,38 @@ def _move(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     return tuple(_move(item, device) for item in value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What one rank has seen of a step.
+
+    Attributes:
+        outputs, loss, gradients: whether what its stage handed on, its losses, and the gradients that it got for what
+            it handed on were finite.
+    """
+
+    rank: int
+    stage: int
+    loss: bool
+    outputs: bool = True
+    gradients: bool = True
+
+
+@contextmanager
+def flops_profile(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Print the section `flops_profiler`'s report of a pipeline's step, which PipelineEngine starts and never ends.
+
+    It speaks of rank 0: its stage, and its last micro-batch.
+    """
+    step = engine.global_steps
+    yield
+    if engine.flops_profiler_enabled() and step == engine.flops_profiler_profile_step() and engine.global_rank == 0:
+        engine.flops_profiler.print_model_profile(
+            profile_step=step,
+            module_depth=engine.flops_profiler_module_depth(),
+            top_modules=engine.flops_profiler_top_modules(),
+            detailed=engine.flops_profiler_detailed(),
+            output_file=engine.flops_profiler_output_file(),
+        )
+        engine.flops_profiler.end_profile()

@@ -260,3 +260,43 @@ def _first(value: Value) -> Tensor:
 
 def _head(value: Value, rows: int) -> Value:
     return value[:rows] if isinstance(value, Tensor) else tuple(tensor[:rows] for tensor in value)
+
+
+class GuardedLoss:
+    """A loss that remembers whether it was finite; with `spoils` its gradient is NaN where it was not.
+
+    Attributes:
+        observer: called with the outputs and targets of each micro-batch, if set.
+        release: lets go of outputs that an engine keeps; called when the loss is known.
+    """
+
+    def __init__(self, loss: Loss, *, spoils: bool) -> None:
+        self.loss = loss
+        self.spoils = spoils
+        self.reports = loss.reports
+        self.count, self.units, self.parts = loss.count, loss.units, loss.parts
+        self.observer: Callable[[Outputs, Targets], None] | None = None
+        self.release: Callable[[], None] = lambda: None
+        self._finite: Tensor | None = None
+
+    def reset(self) -> None:
+        """Forget the losses that were seen."""
+        self._finite = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether all losses since the last reset were finite. Waits for the device."""
+        return self._finite is None or bool(self._finite)
+
+    def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
+        """Return the loss unchanged, and keep whether it is finite."""
+        if self.observer is not None:
+            self.observer(outputs, targets)
+        value = self.loss(outputs, targets)
+        self.release()
+        if value.requires_grad:
+            finite = value.detach().isfinite()
+            self._finite = finite if self._finite is None else self._finite & finite
+            if self.spoils:
+                value.register_hook(lambda gradient: torch.where(finite, gradient, float("nan")))
+        return value

@@ -32,8 +32,8 @@ from harness.parallel.zero.in_place_inputs import copy_hooked_inputs
 from harness.resilience.process.activity import beat
 from harness.resilience.watch.watcher import announce_layers
 from harness.training.engine.context import EngineContext, LayerTraits
-from harness.training.engine.evidence import GuardedLoss
 from harness.training.engine.gradients import UnusedParameters, compress_gradients, correct_clipping
+from harness.training.engine.losses import GuardedLoss
 from harness.training.engine.muon import find_matrices
 
 

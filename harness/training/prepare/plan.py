@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,12 +35,12 @@ from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.training.engine.losses import LossFunction
-from harness.training.metrics import OwnMetrics
-from harness.training.prepare import startup_report
+from harness.training.engine.outputs import Preprocess
 from harness.training.prepare.trainable import Model, adapted
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers.trainer_utils import EvalPrediction
 
 
 @dataclass(kw_only=True)
@@ -65,7 +65,8 @@ class RunInputs:
     peft_config: LoraConfig | None = None
     flags: Mapping[str, object] = field(default_factory=dict)
     config: RunConfig | None = None
-    metrics: OwnMetrics = field(default_factory=OwnMetrics)
+    compute_metrics: Callable[[EvalPrediction], Mapping[str, object]] | None = None
+    preprocess_logits_for_metrics: Preprocess | None = None
 
     @property
     def output_dir(self) -> Path:
@@ -189,8 +190,8 @@ def _require_types(inputs: RunInputs) -> None:
             "data_collator": inputs.data_collator,
             "loss_fn": inputs.loss_fn,
             "compute_loss_func": inputs.compute_loss_func,
-            "compute_metrics": inputs.metrics.compute,
-            "preprocess_logits_for_metrics": inputs.metrics.preprocess,
+            "compute_metrics": inputs.compute_metrics,
+            "preprocess_logits_for_metrics": inputs.preprocess_logits_for_metrics,
         },
         {"train_dataset": inputs.train_dataset, "eval_dataset": inputs.eval_dataset},
         inputs.processing_class,
@@ -238,5 +239,9 @@ def intact_checkpoint(plan: RunPlan, args: TrainingArguments) -> Path | None:
             console.warn(f"resuming from {chosen}: a newer checkpoint is now {path}")
     if chosen is not None and plan.env.rank == 0 and (others := unlisted(chosen)):
         console.warn(f"{chosen} contains {', '.join(others)}, which it was not saved with: ignored")
-    startup_report.beginning(console, args, chosen, [*incomplete, *changed])
+    left_out = [*incomplete, *changed]
+    for line in left_out:
+        console.warn(f"{line}: ignored")
+    if auto and chosen is None:
+        console.say(f"no {'whole ' if left_out else ''}checkpoint in {args.output_dir}: starting from scratch")
     return chosen

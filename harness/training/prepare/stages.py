@@ -1,4 +1,4 @@
-"""Which layers stand on which stage: chosen from what layers cost, and reported."""
+"""Assign layers to pipeline stages by cost, and report the result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from harness.config import Resolved
+from harness.config.values.batch import bubble, idle, micro_batches_wanted
+from harness.config.values.layout_keys import DEEPSPEED_1F1B
 from harness.config.values.model_chunks import ModelChunks
+from harness.console import Console
 from harness.data.batches.collate import MicroBatch
 from harness.deepspeed.pipeline import LayerCall
 from harness.deepspeed.zero3_parameters import held_tensor
@@ -24,6 +28,7 @@ from harness.parallel.pipeline.partition import stage_boundaries
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.values import Value
 from harness.topology.agreement import values_of_all
+from harness.topology.layout import Layout
 from harness.training.engine.context import EngineContext
 from harness.training.engine.losses import Loss, targets
 from harness.training.prepare.trainable import TrainableModel
@@ -187,3 +192,37 @@ def _wait(device: torch.device) -> None:
 def _size(parameter: nn.Parameter) -> int:
     """Elements that this rank holds: under ZeRO-3 its part."""
     return held_tensor(parameter).numel()
+
+
+def batch_warning(
+    stages: int, micro: int, accumulation: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None
+) -> str | None:
+    """How much of a step a pipeline idles, and what to set; None up to a fifth."""
+    order = schedule, parts_per_stage
+    wanted = micro_batches_wanted(stages, *order)
+    if accumulation >= wanted:
+        return None
+    flag = "--gradient_accumulation_steps"
+    remedy = f"{flag} {wanted} leaves {bubble(stages, wanted, *order):.0%}"
+    share = micro * accumulation
+    finer = next((size for size in range(micro - 1, 0, -1) if share % size == 0 and share // size >= wanted), None)
+    if finer is not None:
+        remedy += f"; with the same batch --per_device_train_batch_size {finer} {flag} {share // finer}"
+    return f"{idle(stages, accumulation, *order)}: {remedy}"
+
+
+def report_stages(console: Console, layout: Layout, resolved: Resolved, steps: int, lines: Sequence[StageLine]) -> None:
+    """Report the layout, the batch, and which layers and how many parameters each rank holds."""
+    named = layout.pp_size > 1 and resolved.schedule != DEEPSPEED_1F1B
+    schedule = f", {resolved.schedule}" if named else ""
+    console.say(
+        f"{layout}{schedule}, ZeRO-{resolved.zero_stage}, {resolved.precision}: {counted(steps, 'step')} "
+        f"of {counted(resolved.train_batch, 'sample')} "
+        f"({resolved.accumulation} x {resolved.micro_batch} a data rank)"
+    )
+    for line in lines:
+        console.say(f"  {line}")
+    order = resolved.schedule, resolved.chunks.each
+    warning = batch_warning(layout.pp_size, resolved.micro_batch, resolved.accumulation, *order)
+    if warning is not None:
+        console.warn(warning)

@@ -35,7 +35,7 @@ from harness.parallel.zero.zero3_partition import Zero3Partition
 from harness.training.engine.build import layer_finisher, zero3_partition
 from harness.training.engine.context import EngineContext, LayerTraits, can_keep_fp32, keeps_wanted, obstacle
 from harness.training.engine.losses import CausalLoss, LogitsLoss, Loss, LossFunction, MeanLoss, RouterLoss
-from harness.wording import counted
+from harness.wording import counted, one_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -310,6 +310,23 @@ def trainable_layers(
         loss=MeanLoss(loss_fn),
         example=None if sample is None else sample[0],
     )
+
+
+def require_compilable(trainable: TrainableModel, backend: str) -> None:
+    """Raise UserError for a backend that torch does not have, and for layers that cannot be compiled."""
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise UserError(f"compile.backend: torch has no backend {backend!r}; it has {one_of(known)}")
+    if trainable.causal is None:
+        raise UserError(
+            "compile.enabled compiles the decoder layers of a HuggingFace model; for a list of layers remove it, and "
+            "compile what you like in the layers themselves"
+        )
+    if trainable.traits.draws:
+        raise UserError(
+            "compile.enabled: the model uses dropout or other random numbers, which torch.compile would change; "
+            "set its dropout rates and --neftune_noise_alpha to 0, or remove compile.enabled"
+        )
 
 
 def module_name(layer: object) -> str:

@@ -189,8 +189,3 @@ def step_profile(run: Run, step: int, ranks: list[RankProfile]) -> StepProfile:
         parts_per_stage=run.resolved.chunks.each,
         ranks=[rank.since(first) for rank in ranks],
     )
-
-
-def profiler(args: TrainingArguments) -> list[TrainerCallback]:
-    """Return the callback that `--profile` asks for."""
-    return [ProfileCallback(args.profile)] if args.profile else []

@@ -25,9 +25,8 @@ from harness.topology.layout import AXES
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.engine.outputs import continued
 from harness.training.prepare.sample_prompts import SamplePrompts
-from harness.training.recording.metrics import MetricsFile, note_wall_clock, write_run
+from harness.training.recording.files import MetricsFile, note_wall_clock, origin, write_run
 from harness.training.recording.monitors import Monitors
-from harness.training.recording.origin import origin
 from harness.training.run import Run
 
 SAMPLES = "samples.jsonl"

@@ -6,6 +6,7 @@ put off until then.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,18 +15,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from harness.checkpoint.background_save import BackgroundSave, NotSaved, Writer
-from harness.checkpoint.directories import numbered, set_aside_foreign
+from harness.checkpoint.background_save import BackgroundSave, NotSaved, Target, Writer
+from harness.checkpoint.directories import TrainingProgress, finished_name, numbered, optimizer_name, set_aside_foreign
 from harness.checkpoint.integrity import require_unused
+from harness.config.values.json_object import JsonObject
+from harness.data.streaming.source import Streamed
 from harness.errors import UserError
+from harness.resilience.process import signals
 from harness.resilience.process.activity import inside
 from harness.resilience.process.distributed import all_arrive, any_rank
 from harness.topology.agreement import all_or_none
-from harness.training.best_model import forget_unsaved, note_checkpoint
+from harness.training.best_model import best_as_saved, forget_unsaved, note_checkpoint
 from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFinite
 from harness.training.run import Run
-from harness.training.saving.writing import begin_checkpoint
+from harness.training.saving.model import write_configs
+from harness.training.saving.resume import hyperparameters
 
 MOMENT_S = 1.0  # for the disk, in the step after a save
 PATIENCE_S = 5.0  # for the other ranks, where this one does not know whether they come
@@ -154,6 +159,20 @@ class Checkpoints:
         if self._pending is not None and all_arrive(f"save {self._pending.number}", PATIENCE_S):
             self.finish()
 
+    def stopped(self, number: int) -> signals.Stopped:
+        """Say that the signal `number` ended the run, and where it can go on; return what ends the process."""
+        step, saved, console = self._state.global_step, self.newest, self.run.console
+        name, resumes = signal.Signals(number).name, 'resume_from_checkpoint "auto" resumes'
+        if self.run.args.save_only_model:
+            kept = "no model was saved" if saved is None else f"the model of step {saved} is saved"
+            console.say(f"{name}: stopped after step {step}; {kept}, but no run can go on from it (--save_only_model)")
+        elif saved == step:
+            console.say(f"{name}: saved and stopped after step {step}; {resumes}")
+        else:
+            rest = "there is no checkpoint" if saved is None else f"{resumes} at step {saved}"
+            console.warn(f"{name}: stopped after step {step}, which could not be saved; {rest}")
+        return signals.Stopped(number)
+
     def _begin(self, *, copy: bool) -> BackgroundSave:
         step = self._state.global_step
         self._begun = time.monotonic()
@@ -192,3 +211,54 @@ class Checkpoints:
         self._state_of = None
         if step == self._state.best_global_step:
             forget_unsaved(self.run.args, self._state)
+
+
+def begin_checkpoint(run: Run, state: TrainerState, writer: Writer, *, copy: bool) -> BackgroundSave:
+    """Begin to write the state of a run, or a copy of it, to `output_dir/checkpoint-STEP`; all ranks call it.
+
+    HuggingFace's `from_pretrained` reads its weights, and peft's its adapters.
+    """
+    target = Target(
+        output_dir=run.output_dir,
+        keep=run.args.save_total_limit,
+        best=_best(run, state),
+        model_only=run.args.save_only_model,
+        write_others=lambda folder: write_configs(run, folder),
+    )
+    return BackgroundSave(run.engine_state, target, progress_of(run, state), writer, copy=copy)
+
+
+def _best(run: Run, state: TrainerState) -> Path | None:
+    """Return the checkpoint of the best evaluation: the one that is now written, or the last that was."""
+    if state.best_global_step == state.global_step:
+        return run.output_dir / finished_name(state.global_step)
+    return None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
+
+
+def progress_of(run: Run, state: TrainerState) -> TrainingProgress:
+    """Return where a run stands, but for what its engine counts."""
+    return TrainingProgress(
+        step=state.global_step,
+        consumed_samples=state.consumed_samples,
+        layout=str(run.layout),
+        zero_stage=run.resolved.zero_stage,
+        precision=run.resolved.precision,
+        seed=run.args.seed,
+        data=run.digest,
+        adapters=run.adapters,
+        base=run.base,
+        model=run.trainable.summary,
+        model_config=run.trainable.shaping_config,
+        optimizer=optimizer_name(run.resolved),
+        hyperparameters=hyperparameters(run.args, run.resolved, run.max_steps),
+        skipped_samples=list(state.skipped_samples),
+        run_id=run.run_id,
+        best=best_as_saved(run.args, state),
+        stream=stream_position(run, state.consumed_samples),
+    )
+
+
+def stream_position(run: Run, consumed: int) -> JsonObject:
+    """Return where streamed training data stands; rank 0, which reads it and writes the state, knows it."""
+    data = run.data.train
+    return data.position(consumed) if isinstance(data, Streamed) and run.groups.rank == 0 else {}

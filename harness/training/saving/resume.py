@@ -1,4 +1,4 @@
-"""Go on from a checkpoint, in any layout, with the values that this run was given.
+"""Resume a checkpoint in any layout with the values of this run, or go back to one (`--nonfinite rollback`).
 
 A checkpoint brings back the weights and what the optimizer has gathered. Learning rate, decay, betas, the norm to clip
 to and the schedule are those of the arguments and the JSON of the run that resumes, at the step that was reached.
@@ -7,8 +7,13 @@ to and the schedule are those of the arguments and the JSON of the run that resu
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
+
+from harness.arguments import TrainingArguments
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import (
     TrainingProgress,
@@ -18,17 +23,21 @@ from harness.checkpoint.directories import (
     require_same_model,
     require_same_optimizer,
 )
-from harness.checkpoint.integrity import damage, find_resume, run_id
+from harness.checkpoint.integrity import damage, find_resume, newest_whole, run_id
 from harness.checkpoint.training_state import load_residue
+from harness.config import Resolved
+from harness.config.values.json_object import JsonObject
 from harness.data.batches.stream import BatchStream
 from harness.data.streaming.source import Streamed
 from harness.errors import UserError
+from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, values_of_all
 from harness.training.best_model import restore_best
 from harness.training.callbacks import TrainerState
-from harness.training.prepare.hyperparameters import changes
+from harness.training.nonfinite import NonFiniteStep
 from harness.training.prepare.one_model import require_one_model
 from harness.training.prepare.plan import intact_checkpoint
+from harness.training.recording.recorder import Recorder
 from harness.training.run import Run
 from harness.wording import counted
 
@@ -101,10 +110,133 @@ def resume(run: Run, checkpoint: Path, state: TrainerState, stream: BatchStream 
         return
     if progress.step >= run.max_steps:
         console.say(f"nothing left to train: {counted(run.max_steps, 'step')} done")
-    for line in changes(progress.hyperparameters, run.hyperparameters):
+    for line in changes(progress.hyperparameters, hyperparameters(run.args, run.resolved, run.max_steps)):
         console.warn(line)
     if (progress.seed, progress.data) != (run.args.seed, run.digest):
         console.warn(
             f"{checkpoint} was saved with another seed or other training data: "
             "the order of samples does not continue where it stopped"
         )
+
+
+OF_ADAMW = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+NAMES = {  # of values in the JSON that are arguments otherwise
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.weight_decay": "weight_decay",
+    "optimizer.params.betas.0": "adam_beta1",
+    "optimizer.params.betas.1": "adam_beta2",
+    "optimizer.params.eps": "adam_epsilon",
+    "gradient_clipping": "max_grad_norm",
+}
+SECTIONS = ("optimizer", "scheduler", "fp16", "gradient_clipping", "train_batch_size")
+
+
+def hyperparameters(args: TrainingArguments, resolved: Resolved, max_steps: int) -> JsonObject:
+    """Return what decides about the steps that are still to come, under the names that a user knows."""
+    config = resolved.config
+    values = {} if "optimizer" in config else {name: getattr(args, name) for name in OF_ADAMW}
+    values["learning_rate"] = args.learning_rate  # where the JSON has an optimizer without one, too
+    if "scheduler" not in config:
+        values.update(lr_scheduler_type=args.lr_scheduler_type, warmup_steps=args.warmup(max_steps))
+        values.update(max_steps=max_steps)
+    for section in SECTIONS:
+        if section in config:
+            values.update({NAMES.get(name, name): value for name, value in _flat(section, config[section])})
+    values.pop("optimizer.type", None)  # another one is refused
+    return values
+
+
+def changes(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """One line for each value that a checkpoint was saved with and this run has otherwise."""
+    lines = []
+    for name in (*saved, *(name for name in now if name not in saved)):
+        before, after = (_spelled(values, name) for values in (saved, now))
+        if before != after and saved.get(name, before) != now.get(name, after):  # 1 is 1.0
+            uses = f", which uses {after}" if name in now else ""
+            lines.append(f"{name}: {before} in the checkpoint, {after} in this run{uses}")
+    return lines if saved else []
+
+
+def _spelled(values: Mapping[str, object], name: str) -> str:
+    return str(values[name]) if name in values else "not set"
+
+
+def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Return the single values below a section, each under its path."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}", inner)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _flat(f"{name}.{index}", inner)
+    else:
+        yield name, value
+
+
+AT_MOST = 3
+"""Rollbacks in a row after which the run is not a step further."""
+
+
+class Rollback:
+    """Takes a run back."""
+
+    def __init__(self, run: Run, state: TrainerState, stream: BatchStream | None) -> None:
+        self.run, self.state, self.stream = run, state, stream
+        self._in_a_row, self._failed_at = 0, 0
+        if stream is not None:
+            stream.skipped = state.skipped_samples
+
+    def begin(self, save: Callable[[], object]) -> None:
+        """Save what the training begins with, if that is what there would be to go back to; all ranks call it."""
+        if self.run.args.nonfinite == "rollback" and self._newest() is None:
+            save()
+
+    @contextmanager
+    def guarding(self, recorder: Recorder, settle: Callable[[], None]) -> Iterator[None]:
+        """Go back if the block finds what is not finite; all ranks do.
+
+        `settle` ends a save that goes on beside the training.
+        """
+        try:
+            yield
+        except NonFiniteStep as error:
+            with inside("rolling back"):
+                settle()
+                self._go_back(str(error), recorder)
+        else:
+            if self.state.global_step > self._failed_at:
+                self._in_a_row = 0
+
+    def _go_back(self, reason: str, recorder: Recorder) -> None:
+        assert self.stream is not None
+        run, state = self.run, self.state
+        first, stop = self.stream.consumed - self.stream.global_batch, self.stream.consumed
+        self._in_a_row += 1
+        self._failed_at = max(self._failed_at, state.global_step + 1)
+        if self._in_a_row > AT_MOST or [first, stop] in state.skipped_samples:
+            raise UserError(
+                f"{reason}: training stops after {self._in_a_row - 1} rollbacks that did not help; "
+                "resume with a lower learning rate or other data"
+            )
+        checkpoint = self._checkpoint(reason)
+        state.skipped_samples.append([first, stop])
+        load(run, checkpoint, state, self.stream)
+        recorder.rewind(state.global_step)
+        run.console.warn(
+            f"{reason}: back to {checkpoint}, step {state.global_step}; samples {first} to {stop - 1} of the order "
+            "are left out from now on"
+        )
+
+    def _checkpoint(self, reason: str) -> Path:
+        """Return the newest checkpoint whose files are what was saved; all ranks call it."""
+        newest = self._newest() or self.run.checkpoint
+        found, changed = training_state.first_unchanged(newest, self.run.output_dir, auto=True)
+        for line in changed:
+            self.run.console.warn(f"{line}: ignored")
+        if found is None:
+            raise UserError(f"{reason}: training stops, as there is no checkpoint to go back to")
+        return found
+
+    def _newest(self) -> Path | None:
+        """Return the newest checkpoint as rank 0 sees it, as a shared folder may look different from each host."""
+        return values_of_all(newest_whole(self.run.output_dir) if dist.get_rank() == 0 else None)[0]

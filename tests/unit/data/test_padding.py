@@ -12,7 +12,7 @@ from harness.data.files.documents import as_documents
 from harness.data.on_disk.cache import Preparation
 from harness.data.samples import make_samples
 from harness.data.tokenizer import ByteTokenizer
-from harness.training.prepare import startup_report
+from harness.training.prepare.preparation import report_padding
 
 N, BLOCK = 24, 256
 
@@ -85,7 +85,7 @@ def test_packing_is_suggested_where_most_is_padding():
     said = io.StringIO()
     console = Console(out=said, error=said, speaks=True)
     for share, packed in ((0.76, False), (0.4, False), (0.9, True)):
-        startup_report.padding(console, share, packed=packed)
+        report_padding(console, share, packed=packed)
     assert said.getvalue() == (
         "76% of the tokens of a batch are padding: --packing joins short conversations instead\n"
     )

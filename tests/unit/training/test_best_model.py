@@ -68,12 +68,6 @@ def test_early_stopping_counts_evaluations_in_a_row() -> None:
     assert seen == [(0, False), (1, False), (0, False), (1, False), (2, True)]
 
 
-def test_it_is_asked_for_by_a_flag() -> None:
-    assert best_model.asked_for(arguments()) == []
-    (callback,) = best_model.asked_for(arguments(early_stopping_patience=3, eval_steps=1, eval_strategy="steps"))
-    assert isinstance(callback, EarlyStoppingCallback) and callback.patience == 3
-
-
 @pytest.mark.parametrize(
     ("given", "saves"),
     [

@@ -15,7 +15,7 @@ from harness.config.text.document import from_values
 from harness.config.view import Target
 from harness.parallel.compiling import compile_modules, eager
 from harness.training.engine.context import LayerTraits
-from harness.training.prepare.compilation import require_compilable
+from harness.training.prepare.trainable import require_compilable
 
 
 def model(*, draws: bool = False, causal: object = True) -> Any:

@@ -19,9 +19,8 @@ from harness.arguments import LoraArguments, parse
 from harness.arguments.themes.script import ScriptArguments
 from harness.data.tokenizer import ByteTokenizer
 from harness.resilience.process import signals
-from harness.training.metrics import OwnMetrics
-from harness.training.recording.metrics import MetricsFile
-from harness.training.recording.origin import data_files
+from harness.training.evaluate import computed_metrics
+from harness.training.recording.files import MetricsFile, data_files
 from harness.training.recording.recorder import Recorder, _shown
 from tests.unit.data.test_token_files import datatrove, megatron
 from tests.unit.training.full_disk import full_disk
@@ -206,8 +205,8 @@ def test_numbers_that_json_has_not_are_null_however_deep_they_lie(tmp_path: Path
 
 def test_metrics_by_numbers_are_named_by_them(make: Callable[..., Trainer]) -> None:
     make()  # opens the process group that the metrics are sent through
-    own = OwnMetrics(compute=lambda _: {0: np.float32(0.5), "eval_f1": 1})  # type: ignore[dict-item]
-    assert own.of(None, None, "eval") == {"eval_0": 0.5, "eval_f1": 1}
+    metrics: Any = {0: np.float32(0.5), "eval_f1": 1}
+    assert computed_metrics(lambda _: metrics, None, None, "eval") == {"eval_0": 0.5, "eval_f1": 1}
 
 
 def test_the_files_behind_the_flags_are_listed_with_their_sizes(tmp_path: Path) -> None:

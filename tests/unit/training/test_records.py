@@ -27,8 +27,8 @@ from harness.checkpoint.directories import (
 from harness.checkpoint.integrity import find_resume, newest
 from harness.console import plain_console, quiet
 from harness.hf.skeleton import read_source
-from harness.training.prepare import startup_report
-from harness.training.recording.metrics import MetricsFile
+from harness.training.prepare.preparation import report_origin
+from harness.training.recording.files import MetricsFile
 from tests.unit.training.full_disk import full_disk
 
 
@@ -158,8 +158,8 @@ def test_chatter_goes_to_the_log_and_rank_0_still_speaks(tmp_path: Path, capfd: 
 
 def test_a_directory_without_weights_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     read_source("tiny-llama").config.save_pretrained(tmp_path)
-    startup_report.origin(plain_console(0), read_source("tiny-llama"), 7)  # a preset has none, and nobody expects any
-    startup_report.origin(plain_console(0), read_source(str(tmp_path)), 7)
+    report_origin(plain_console(0), read_source("tiny-llama"), 7)  # a preset has none, and nobody expects any
+    report_origin(plain_console(0), read_source(str(tmp_path)), 7)
     assert capsys.readouterr().out.splitlines() == [
         f"no weights found (safetensors or pytorch_model.bin) in {tmp_path}: initialising from seed 7"
     ]

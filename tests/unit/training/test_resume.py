@@ -25,7 +25,7 @@ from harness.checkpoint.directories import (
 )
 from harness.checkpoint.integrity import find_resume
 from harness.training.engine.optimizer import advance_schedule
-from harness.training.prepare.hyperparameters import changes, hyperparameters
+from harness.training.saving.resume import changes, hyperparameters
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "linear": lambda o: get_scheduler("linear", o, 3, 20),

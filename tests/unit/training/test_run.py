@@ -23,7 +23,7 @@ from harness.data.tokenizer import ByteTokenizer
 from harness.resilience.process.distributed import open_groups
 from harness.topology.env import LaunchEnv
 from harness.training.prepare.plan import RunInputs, plan_run
-from harness.training.prepare.run import release, training_stream
+from harness.training.prepare.preparation import release, training_stream
 
 POINTS = [(torch.tensor([i / 8, 1.0]), torch.tensor([i / 4])) for i in range(8)]
 CONFIG = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}

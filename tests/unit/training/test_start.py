@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ from harness.config import AutoValues, resolve
 from harness.console import Console
 from harness.topology.layout import Layout
 from harness.train import main
-from harness.training.prepare import startup_report
+from harness.training.callbacks import TrainerState
+from harness.training.nonfinite import NonFinite
 from harness.training.prepare.preflight import TRIAL_STEPS, limit_trial
+from harness.training.prepare.stages import report_stages
+from harness.training.saving.checkpoints import Checkpoints
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -47,7 +51,7 @@ def said(stages: int, accumulation: int) -> str:
     values = AutoValues(world_size=stages, pipeline_parallel_size=stages, gradient_accumulation_steps=accumulation)
     out = io.StringIO()
     layout = Layout.from_world(stages, pp_size=stages, tp_size=1)
-    startup_report.stages(
+    report_stages(
         Console(out=out, error=out, speaks=True),
         layout,
         resolve({"train_micro_batch_size_per_gpu": "auto"}, values),
@@ -79,7 +83,12 @@ def test_a_pipeline_that_idles_for_more_than_a_fifth_says_what_to_set(
 def test_a_run_that_saves_the_model_alone_promises_no_resume() -> None:
     def said_of(saved: int | None, *, model_only: bool) -> str:
         out = io.StringIO()
-        startup_report.stopped(Console(out=out, error=out, speaks=True), 15, 7, saved, model_only=model_only)
+        console = Console(out=out, error=out, speaks=True)
+        run = SimpleNamespace(args=TrainingArguments(save_only_model=model_only), console=console, may_hold_a_run=False)
+        state = TrainerState(global_step=7)
+        checkpoints = Checkpoints(run, state, NonFinite("stop", console), lambda *_: None)  # type: ignore[arg-type]
+        checkpoints.newest = saved
+        checkpoints.stopped(15)
         return out.getvalue()
 
     assert "saved and stopped after step 7; resume_from_checkpoint" in said_of(7, model_only=False)

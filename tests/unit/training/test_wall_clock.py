@@ -11,7 +11,7 @@ import pytest
 
 from harness.resilience.process import wall_clock
 from harness.resilience.process.wall_clock import WallClock
-from harness.training.recording import metrics
+from harness.training.recording import files
 
 
 class Time:
@@ -57,11 +57,11 @@ def test_run_json_keeps_the_first_step(
     clock: tuple[Time, WallClock], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moment, counted = clock
-    monkeypatch.setattr(metrics, "CLOCK", counted)
+    monkeypatch.setattr(files, "CLOCK", counted)
     (tmp_path / "run.json").write_text('{"run_id": "7"}')
-    metrics.note_wall_clock(tmp_path, first_step=0.5)
+    files.note_wall_clock(tmp_path, first_step=0.5)
     moment.now += 2
-    metrics.note_wall_clock(tmp_path)
+    files.note_wall_clock(tmp_path)
     found = json.loads((tmp_path / "run.json").read_text())
     assert found == {"run_id": "7", "wall_clock": {"starting": 12.0, "total": 12.0, "first_step": 0.5}}
-    metrics.note_wall_clock(tmp_path / "gone")  # no numbers are worth an error at the end of a run
+    files.note_wall_clock(tmp_path / "gone")  # no numbers are worth an error at the end of a run

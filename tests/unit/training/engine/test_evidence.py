@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from harness.parallel.pipeline.finite import FiniteWatch
-from harness.training.engine.evidence import Evidence, GuardedLoss, origin
-from harness.training.engine.losses import MeanLoss, targets
+from harness.training.engine.engine import Evidence
+from harness.training.engine.losses import GuardedLoss, MeanLoss, targets
+from harness.training.nonfinite import origin
 
 NAN = float("nan")
 

@@ -1,4 +1,4 @@
-"""From what a program hands to the Trainer to one frozen record of the run, before the first step.
+"""From what a program hands to the Trainer to a run that is ready for its first step.
 
 What can be refused without other ranks is refused first (`plan.py`); then all ranks meet and compare what they are
 about to do; only then a model is built.
@@ -6,11 +6,13 @@ about to do; only then a model is built.
 
 from __future__ import annotations
 
-import gc
 import shutil
+import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -22,14 +24,19 @@ from harness.checkpoint.integrity import run_id
 from harness.checkpoint.run_lock import lock_directory, unlock_directory
 from harness.checkpoint.training_state import require_savable
 from harness.checkpoint.trial import try_saving
+from harness.config.schema.support import version_warning
+from harness.console import Console
 from harness.data.batches.collate import MicroBatch, TokenCollator
 from harness.data.batches.evaluation import by_prefix, evaluation_digest
 from harness.data.batches.stream import BatchStream
+from harness.data.preview import BEGIN, END, shown
 from harness.deepspeed.collectives import carry_collectives
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.prints import silence_prints
+from harness.errors import UserError
+from harness.hf.locate import presets
 from harness.hf.lora import base_checksums
-from harness.hf.skeleton import position_limit
+from harness.hf.skeleton import ModelSource, position_limit
 from harness.parallel.collectives.of_group import (
     gathers_in_memory,
     leave_memory,
@@ -44,43 +51,44 @@ from harness.resilience.process.distributed import close_groups, open_groups, re
 from harness.resilience.process.records import THIS_RANK
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.resilience.watch.watcher import watch_run
-from harness.topology.agreement import all_or_none, check_agreement, values_of_all
+from harness.topology.agreement import all_or_none, check_agreement, spell_ranks, values_of_all
 from harness.topology.groups import build_groups
-from harness.topology.placement import Hosts, host_id
+from harness.topology.placement import Hosts, advise, host_id, hosts_of_launch
 from harness.training.engine.build import build_engine
 from harness.training.engine.context import EngineContext
-from harness.training.engine.engine import Engine
 from harness.training.engine.gradients import settle_compression
 from harness.training.engine.losses import logits_loss
-from harness.training.prepare import startup_report
-from harness.training.prepare.compilation import require_compilable
 from harness.training.prepare.dataset_check import OTHERS, DatasetCheck, meaning_of, sample_length
 from harness.training.prepare.forecast import Forecast, forecast, require_memory
-from harness.training.prepare.hyperparameters import hyperparameters
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
 from harness.training.prepare.plan import RunInputs, RunPlan, intact_checkpoint, plan_run
 from harness.training.prepare.sample_prompts import sample_prompts
-from harness.training.prepare.shared_output import require_shared
-from harness.training.prepare.stages import choose_boundaries, stage_costs, stage_lines
-from harness.training.prepare.trainable import TrainableModel, trainable_decoder, trainable_layers
+from harness.training.prepare.stages import choose_boundaries, report_stages, stage_costs, stage_lines
+from harness.training.prepare.trainable import TrainableModel, require_compilable, trainable_decoder, trainable_layers
 from harness.training.prepare.verification import verify_plan
 from harness.training.run import Run
 
 
 def prepare_run(inputs: RunInputs) -> Run:
     """Prepare everything that training needs; all ranks call it. Raises UserError for what the user can correct."""
+    # 1. alone: what this rank knows without the others, so that a wrong flag costs no rendezvous
     plan = plan_run(inputs)
     args, console = plan.args, plan.console
     if console.log is None:  # nothing keeps DeepSpeed's words apart from the program's own
         silence_prints()
-    context, foreign_groups = _join(plan)
+
+    # 2. together: process groups, one checkpoint to resume, one model to begin with
+    context, foreign_groups = _meet(plan)
     hosts = Hosts(tuple(values_of_all(host_id())))
     plan.resolved = context.resolved
     if plan.data.train is not None:
         try_saving(plan.output_dir, several_hosts=len(hosts.names) > 1)
     plan.checkpoint = intact_checkpoint(plan, args)
-    startup_report.placement(console, plan.layout, hosts)
+    if advice := advise(plan.layout, hosts_of_launch(hosts), hosts.numbers):
+        console.warn(advice)  # tensor-parallel groups that cross hosts
     take_first_ranks(tensors_in_memory(plan.model, plan.source, plan.adaptation), context.device, console)
+
+    # 3. the data, by its first samples
     longest = None if plan.source is None else position_limit(plan.source.config)
     collator = plan.data_collator if plan.source is None else TokenCollator(plan.data_collator, None, longest)
     own_loss = plan.loss_fn is not None or plan.compute_loss_func is not None
@@ -90,10 +98,13 @@ def prepare_run(inputs: RunInputs) -> Run:
         console.say(
             "labels: neither the tokens nor the next tokens; the loss shifts them: position i learns label i + 1"
         )
-    startup_report.learnt(console, plan.data)
+    for text in shown(plan.data.train, plan.data.tokenizer):  # a wrong mask is seen here
+        console.say(f"a sample, what is learnt of it between {BEGIN} and {END}: {text}")
+
+    # 4. the model as a list of pipeline layers, which are not built yet: will it fit, can it be cut, what does it cost
     expected = _expected(plan, context, sample, hosts.ranks_beside(context.groups.rank))
     trainable = _trainable(plan, context, sample)
-    if trainable.causal is not None:  # the vocabulary is known now
+    if trainable.causal is not None:  # the vocabulary is known now, so ids are checked against it
         collator = TokenCollator(plan.data_collator, trainable.causal.vocab_size, longest, not own_loss)
         data_check = replace(data_check, collator=collator)
         _first_samples(data_check, plan)
@@ -103,11 +114,19 @@ def prepare_run(inputs: RunInputs) -> Run:
     samples = all_or_none(lambda: sample_prompts(plan, trainable))
     boundaries = choose_boundaries(trainable, context, sample)
     expect_costs(stage_costs(trainable.costs, boundaries, plan.resolved.chunks))
-    startup_report.compilation(console, plan.resolved, context.device)
+
+    # 5. the layers of this rank, and DeepSpeed's engine around them
+    optimizer = plan.resolved.config.get("optimizer", {}).get("type")
+    if optimizer is not None and context.device.type != "cpu":
+        console.say(
+            f"optimizer {optimizer} is DeepSpeed's own: the first use on a machine compiles it, which can take minutes"
+        )
     engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
     stages = stage_lines(trainable, boundaries, engine.deepspeed.module, context)
-    startup_report.stages(console, plan.layout, plan.resolved, plan.max_steps, stages)
-    startup_report.adapters(console, plan.adaptation, trainable)
+    report_stages(console, plan.layout, plan.resolved, plan.max_steps, stages)
+    if plan.adaptation is not None:
+        of_all = f"{trainable.size(trained=True):,} of {trainable.size():,} parameters are trained"
+        console.say(f"  adapters of rank {plan.adaptation.config.r}: {of_all}")
     run = Run(
         **{**vars(plan), **vars(context)},
         data_check=data_check,
@@ -116,7 +135,6 @@ def prepare_run(inputs: RunInputs) -> Run:
         boundaries=boundaries,
         engine=engine,
         stages=stages,
-        hyperparameters=hyperparameters(args, plan.resolved, plan.max_steps),
         foreign_groups=foreign_groups,
         hosts=hosts,
         run_id=values_of_all(run_id(plan.checkpoint))[0],
@@ -127,24 +145,13 @@ def prepare_run(inputs: RunInputs) -> Run:
     if run.resolved.zero_stage != 2:  # which would need up to half as much again
         keep_freed_memory(run.device)
     if args.saves:
-        _tell_room(run, require_savable(run.engine_state))
+        _warn_of_full_disk(run, require_savable(run.engine_state))
     return run
 
 
-def _tell_room(run: Run, states: Sequence[str]) -> None:
-    """Warn if a checkpoint does not fit on the disk. `states`: what the optimizer keeps for each trained weight."""
-    stored = run.trainable.size(trained=run.adaptation is not None)
-    kept = 0 if run.args.save_only_model else len(states) * run.trainable.size(trained=True)
-    needed = (stored + kept) * torch.float32.itemsize
-    with suppress(OSError):
-        disk = shutil.disk_usage(run.output_dir)
-        if run.env.rank == 0 and disk.total and needed > disk.free:  # some file systems, as ramfs, know no size
-            run.console.warn(f"a checkpoint takes about {needed:,} bytes, {room(run.output_dir)}: saves will fail")
-
-
-def _join(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
+def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
     """Meet the other ranks, and check that all are about to do the same. Also returns the groups open before."""
-    args, console, env, data = plan.args, plan.console, plan.env, plan.data
+    args, console, env = plan.args, plan.console, plan.env
     THIS_RANK.doing = "waiting for the other ranks"
     with watching_for_stopped_ranks(args.hang_seconds, console):
         device = start(env)
@@ -158,7 +165,7 @@ def _join(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
             others={
                 "set of arguments": {item.name: str(getattr(args, item.name)) for item in fields(args)},
                 "training data": plan.digest,
-                "evaluation data": evaluation_digest(data.evaluation),
+                "evaluation data": evaluation_digest(plan.data.evaluation),
                 "set of adapters": plan.adapters,
                 "checkpoint to resume": str(plan.checkpoint),
             },
@@ -168,20 +175,22 @@ def _join(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
         groups = build_groups(plan.layout, plan.resolved.chunks.loss_stage)
         THIS_RANK.rank, THIS_RANK.stage = groups.rank, groups.coordinate.stage
         watch_run(args, groups, console)
-    if device.type == "cpu":
+    if device.type == "cpu":  # ranks of one host sum in shared memory, several times as fast as gloo
         share_memory([groups.tp_group, groups.dp_group])
         carry_collectives(sums_in_memory, gathers_in_memory, scatters_in_memory, means_in_memory)
-    startup_report.version(console)
+    if warning := version_warning():
+        console.warn(warning)
     resolved = settle_compression(plan.resolved, groups, device, console)
     context = EngineContext(args=args, resolved=resolved, groups=groups, device=device, max_steps=plan.max_steps)
     return context, foreign_groups
 
 
-def _base(plan: RunPlan) -> dict[str, str]:
-    """Return the checksums of what adapters stand on, on rank 0, which writes them; nothing elsewhere."""
-    if plan.source is None or plan.adaptation is None or plan.env.rank > 0:
-        return {}
-    return base_checksums(plan.source, plan.adaptation.config.modules_to_save or ())
+def _first_samples(check: DatasetCheck, plan: RunPlan) -> MicroBatch | None:
+    """Return a micro-batch of the training data, after a look at both data sets."""
+    micro_batch = plan.resolved.micro_batch
+    for evaluation in by_prefix(plan.data.evaluation).values():
+        check.first_batch(evaluation, plan.args.per_device_eval_batch_size or micro_batch)
+    return check.first_batch(plan.data.train, micro_batch)
 
 
 def _expected(
@@ -201,20 +210,12 @@ def _expected(
     return found
 
 
-def _first_samples(check: DatasetCheck, plan: RunPlan) -> MicroBatch | None:
-    """Return a micro-batch of the training data, after a look at both data sets."""
-    micro_batch = plan.resolved.micro_batch
-    for evaluation in by_prefix(plan.data.evaluation).values():
-        check.first_batch(evaluation, plan.args.per_device_eval_batch_size or micro_batch)
-    return check.first_batch(plan.data.train, micro_batch)
-
-
 def _trainable(plan: RunPlan, context: EngineContext, sample: MicroBatch | None) -> TrainableModel:
     """Return the model as pipeline layers, verified on a tiny copy where that is asked for."""
     if plan.source is None:
         trainable = trainable_layers(cast("Sequence[Layer]", plan.model), plan.loss_fn, sample)
     else:
-        startup_report.origin(plan.console, plan.source, plan.args.seed)
+        report_origin(plan.console, plan.source, plan.args.seed)
         own_loss = logits_loss(plan.loss_fn, plan.compute_loss_func, plan.args.label_smoothing_factor)
         trainable = trainable_decoder(plan.source, context, sample_length(sample), plan.adaptation, own_loss)
     if context.resolved.compile_backend is not None:
@@ -224,6 +225,32 @@ def _trainable(plan: RunPlan, context: EngineContext, sample: MicroBatch | None)
     if plan.checkpoint is not None:
         directories.require_same_model(plan.checkpoint, trainable.summary, trainable.shaping_config)
     return trainable
+
+
+def report_origin(console: Console, source: ModelSource, seed: int) -> None:
+    """Say that a model begins anew where its directory, which might have held weights, holds none."""
+    if source.weights is None and source.name not in presets() and Path(source.name).is_dir():
+        console.say(
+            f"no weights found (safetensors or pytorch_model.bin) in {source.name}: initialising from seed {seed}"
+        )
+
+
+def _base(plan: RunPlan) -> dict[str, str]:
+    """Return the checksums of what adapters stand on, on rank 0, which writes them; nothing elsewhere."""
+    if plan.source is None or plan.adaptation is None or plan.env.rank > 0:
+        return {}
+    return base_checksums(plan.source, plan.adaptation.config.modules_to_save or ())
+
+
+def _warn_of_full_disk(run: Run, states: Sequence[str]) -> None:
+    """Warn if a checkpoint does not fit on the disk. `states`: what the optimizer keeps for each trained weight."""
+    stored = run.trainable.size(trained=run.adaptation is not None)
+    kept = 0 if run.args.save_only_model else len(states) * run.trainable.size(trained=True)
+    needed = (stored + kept) * torch.float32.itemsize
+    with suppress(OSError):
+        disk = shutil.disk_usage(run.output_dir)
+        if run.env.rank == 0 and disk.total and needed > disk.free:  # some file systems, as ramfs, know no size
+            run.console.warn(f"a checkpoint takes about {needed:,} bytes, {room(run.output_dir)}: saves will fail")
 
 
 def training_stream(run: Run) -> BatchStream | None:
@@ -241,8 +268,14 @@ def training_stream(run: Run) -> BatchStream | None:
         one_length=run.engine.needs_one_length,
         workers=run.args.dataloader_num_workers if run.engine.reads_data else 0,
     )
-    startup_report.padding(run.console, stream.padding_share(), packed=run.args.packing)
+    report_padding(run.console, stream.padding_share(), packed=run.args.packing)
     return stream
+
+
+def report_padding(console: Console, share: float, *, packed: bool) -> None:
+    """Point out packing where most of what the first batches compute is padding."""
+    if share > 0.5 and not packed:
+        console.say(f"{share:.0%} of the tokens of a batch are padding: --packing joins short conversations instead")
 
 
 def release(run: Run) -> None:
@@ -250,16 +283,43 @@ def release(run: Run) -> None:
     if not vars(run.engine.deepspeed):  # let go of before: the groups that are open now are another run's
         return
     ACTIVITY.stop_watching()
-    release_engine(run.engine)
+    run.engine.release()
     leave_memory()
     close_groups(run.foreign_groups)
     unlock_directory(run.output_dir)
 
 
-def release_engine(engine: Engine) -> None:
-    """Let go of an engine's memory; its process groups stay."""
-    deepspeed = engine.deepspeed
-    deepspeed.destroy()
-    for held in (*deepspeed.module.parameters(), deepspeed):
-        vars(held).clear()  # hooks of parameters refer to it, which Python cannot tell from a use
-    gc.collect()
+PATIENCE_S = 3.0  # network file systems may show a new file late
+
+
+def require_shared(output_dir: Path, rank: int, world_size: int) -> None:
+    """Raise UserError on all ranks if one does not see what rank 0 writes to `output_dir`; all ranks call it."""
+    if world_size == 1:
+        return
+
+    def mark() -> Path | None:
+        if rank > 0:
+            return None
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=output_dir, prefix="shared-", delete=False) as file:
+            return Path(file.name)
+
+    marker = values_of_all(all_or_none(mark))[0]
+    assert marker is not None
+    seen = values_of_all((THIS_RANK.host, _appears(output_dir / marker.name)))
+    if rank == 0:
+        marker.unlink()
+    blind = [number for number, (_, sees) in enumerate(seen) if not sees]
+    if blind:
+        raise UserError(
+            f"--output_dir {output_dir}: {spell_ranks(blind)} (host {seen[blind[0]][0]}) cannot see what rank 0 (host "
+            f"{seen[0][0]}) writes there: give a folder on a file system that all hosts share"
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there, now or soon."""
+    until = time.monotonic() + PATIENCE_S
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    return path.exists()

@@ -1,4 +1,4 @@
-"""What a run leaves to be read: `metrics.jsonl`, one object a step, and `run.json`, what was run."""
+"""`run.json`: what a run was started with, when, from what code and where, and with which versions."""
 
 from __future__ import annotations
 
@@ -6,22 +6,91 @@ import itertools
 import json
 import os
 import platform
+import shlex
+import subprocess
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
 from pathlib import Path
 
+from harness.arguments.themes.script import PYTHON_STDLIB
 from harness.checkpoint.atomic import replace_text
 from harness.checkpoint.directories import RUN
 from harness.config.values.json_file import parse_json, read_json
 from harness.config.values.json_object import JsonObject
-from harness.config.values.secrets import Secrets
+from harness.config.values.secrets import Secrets, masked_by_name
+from harness.data.files.sources import TOKENS, find_files, find_tokens, source_groups
+from harness.data.preview import composition
 from harness.errors import UserError
 from harness.resilience.process.wall_clock import CLOCK
 from harness.training.callbacks import StepRecord
+from harness.training.run import Run
+
+DATA_FLAGS = ("train_file", "validation_file")
+MOST_FILES = 1000
+
+
+def origin(run: Run, hosts: Sequence[str]) -> JsonObject:
+    """Return what a run was started with, when, from what code and where; `hosts`: of each rank."""
+    tokenizer = run.data.tokenizer
+    return {
+        "command": masked_by_name(shlex.join([sys.executable, *sys.argv])),
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "git": git_state(Path.cwd()),
+        "hosts": list(hosts),
+        "data": {**data_files(run.flags), "digest": run.digest, **composition(run.data.train)},
+        "tokenizer": None
+        if tokenizer is None
+        else {
+            "class": type(tokenizer).__name__,
+            "name_or_path": getattr(tokenizer, "name_or_path", ""),
+            "size": len(tokenizer),
+        },
+    }
+
+
+def data_files(flags: Mapping[str, object]) -> JsonObject:
+    """Return the files behind the script's flags, with their sizes in bytes; the first ones where there are many."""
+    found: JsonObject = {}
+    for name in DATA_FLAGS:
+        given = flags.get(name)
+        if not given:
+            continue
+        words = (given,) if isinstance(given, str) else tuple(given)  # type: ignore[arg-type]  # a flag's words
+        try:
+            groups = source_groups(words)
+            paths = [(group.kind, path) for group in groups for path in group.paths]
+            files = [file for kind, path in paths for file in (find_tokens if kind == TOKENS else find_files)(path)]
+            sizes = {str(file): file.stat().st_size for file in files}
+        except (OSError, UserError) as error:  # removed since they were read
+            found[name] = {"unreadable": str(error)}
+            continue
+        listed = {} if PYTHON_STDLIB in dict(paths).values() else dict(list(sizes.items())[:MOST_FILES])
+        found[name] = {"files": len(sizes), "bytes": sum(sizes.values()), "sizes": listed}
+    return found
+
+
+def git_state(folder: Path) -> JsonObject | None:
+    """Return commit, branch and whether tracked files are changed; None outside of a git checkout."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=5, check=True)
+        return done.stdout.strip()
+
+    try:
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "branch": git("rev-parse", "--abbrev-ref", "HEAD"),
+            "changed": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None
+
 
 PACKAGES = ("ds-harness", "deepspeed", "torch", "transformers", "datasets")
 
@@ -139,3 +208,13 @@ def _or_null(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_or_null(inner) for inner in value]
     return None if isinstance(value, float) and not abs(value) < float("inf") else value
+
+
+def write_object(path: Path, content: Mapping[str, object]) -> None:
+    """Write an object as JSON, without secrets. UserError if that fails."""
+    plain: JsonObject = Secrets.known().without(content)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -1,30 +1,92 @@
-"""The trained model as one HuggingFace model in memory, gathered from all ranks."""
+"""The trained model: as files (HuggingFace's, or peft's adapters), and as one model in memory, gathered from all ranks.
+
+Adapters name the model that they stand on. One that lies in a directory is named by its path; one that began from the
+seed, or in memory, is written beside them, so that peft and `from_pretrained` find it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from harness.checkpoint.exporting.weights import gather_tp, gather_zero3
+from harness.checkpoint.exporting.weights import (
+    export_adapter_config,
+    export_adapters,
+    export_config,
+    export_weights,
+    gather_tp,
+    gather_zero3,
+)
 from harness.checkpoint.tensors.local_shard import saved_tensors
 from harness.errors import UserError
 from harness.hf.causal import CausalModel
+from harness.hf.lora import plain_name, saved_name, sorted_config
 from harness.hf.weights.conversion import untie
+from harness.topology.agreement import all_or_none
 from harness.topology.groups import Groups
 from harness.training.run import Run
 
+BASE = "base_model"
 
-def with_config(run: Run) -> nn.Module:
-    """Return this rank's layers, with the model's `config`."""
-    module: Any = run.module
-    if run.trainable.causal is not None:
-        module.config = run.trainable.causal.source.config
-    return run.module
+
+def write_configs(run: Run, folder: Path) -> None:
+    """Write what HuggingFace needs beside the weights of a checkpoint; called by one rank."""
+    causal, adaptation = run.trainable.causal, run.adaptation
+    if causal is None:
+        return
+    if adaptation is not None:
+        base = causal.source.weights
+        export_adapter_config(sorted_config(adaptation.config), str(base) if isinstance(base, Path) else "", folder)
+        return
+    export_config(causal.source, next(run.module.parameters()).dtype, folder)
+    if run.data.tokenizer is not None:
+        run.data.tokenizer.save_pretrained(folder)
+
+
+def write_model(run: Run, directory: Path) -> None:
+    """Write the trained model, or its adapters, into `directory`; all ranks call it.
+
+    Raises UserError on all ranks if that fails on one, as on a full disk.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the model cannot be written to {directory}: {error.strerror or error}") from error
+    if run.adaptation is None:
+        _write_weights(run, directory)
+    else:
+        causal = run.trainable.causal
+        assert causal is not None  # adapters stand on a HuggingFace model
+        base = causal.source.weights
+        if not isinstance(base, Path):
+            base = directory / BASE
+            base.mkdir(exist_ok=True)
+            _write_weights(run, base)
+        name, config, at = run.trainable.saved_name, run.adaptation.config, str(base.resolve())
+        export_adapters(run.module, run.groups, directory, rename=lambda key: saved_name(name(key)))
+        _on_first_rank(run, lambda: export_adapter_config(sorted_config(config), at, directory))
+    tokenizer = run.data.tokenizer
+    _on_first_rank(run, lambda: tokenizer.save_pretrained(directory) if tokenizer is not None else None)
+
+
+def _write_weights(run: Run, directory: Path) -> None:
+    """Write the model without its adapters."""
+    causal, name = run.trainable.causal, run.trainable.saved_name
+    form = causal.form if causal else None
+    export_weights(run.module, run.groups, directory, rename=lambda key: plain_name(name(key)), form=form)
+    if causal is not None:
+        source, dtype = causal.source, next(run.module.parameters()).dtype
+        _on_first_rank(run, lambda: export_config(source, dtype, directory))
+
+
+def _on_first_rank(run: Run, write: Callable[[], object]) -> None:
+    """Let rank 0 write; all ranks call it and get a UserError if that fails."""
+    all_or_none(lambda: write() if run.groups.rank == 0 else None)
 
 
 @torch.no_grad()

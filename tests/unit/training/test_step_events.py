@@ -1,4 +1,4 @@
-"""What is due after a step, what a user's own metrics become, and the outputs that are kept for them."""
+"""What happens after a step, what a user's own metrics become, and the outputs that are kept for them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from harness import Trainer, TrainingArguments, UserError
-from harness.training.callbacks import StepRecord, TrainerState
-from harness.training.due import Due, due_after
 from harness.training.engine.losses import targets
 from harness.training.engine.outputs import KeptOutputs
-from harness.training.metrics import OwnMetrics
+from harness.training.evaluate import computed_metrics
+from harness.training.run import StepEvents
 
 POINTS = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(20)]
 
@@ -34,15 +33,10 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
     made.close()
 
 
-def due(trainer: Trainer, step: int, **changes: Any) -> Due:
-    """What is due after this step of 8 samples, 20 of which are an epoch."""
+def events_after(trainer: Trainer, step: int, **changes: Any) -> StepEvents:
+    """What the arguments ask for after this step of 8 samples, 20 of which are an epoch."""
     args = arguments(**{"logging_steps": 3, "save_steps": 4, "eval_steps": 5, **changes})
-    run = replace(trainer.run, args=args)
-    record = StepRecord(
-        step=step, loss=1.0, grad_norm=None, learning_rate=0.1, tokens_per_second=1.0, step_seconds=1.0,
-        consumed_samples=8 * step, epoch=8 * step / 20,
-    )  # fmt: skip
-    return due_after(record, run, TrainerState(global_step=step, max_steps=9), 8 * (step - 1))
+    return replace(trainer.run, args=args).events_after(step, before=8 * (step - 1), consumed=8 * step)
 
 
 STEPS = range(1, 10)
@@ -65,7 +59,7 @@ STEPS = range(1, 10)
 def test_the_arguments_say_after_which_steps(
     changes: dict[str, Any], log: list[int], evaluate: list[int], save: list[int], trainer: Trainer
 ) -> None:
-    found = {step: due(trainer, step, **changes) for step in STEPS}
+    found = {step: events_after(trainer, step, **changes) for step in STEPS}
     assert [step for step in STEPS if found[step].log] == log
     assert [step for step in STEPS if found[step].evaluate] == evaluate
     assert [step for step in STEPS if found[step].save] == save
@@ -73,13 +67,9 @@ def test_the_arguments_say_after_which_steps(
 
 def test_an_epoch_ends_in_the_step_that_uses_its_last_sample(trainer: Trainer) -> None:
     both, end = ("on_epoch_end", "on_epoch_begin"), ("on_epoch_end",)
-    assert [due(trainer, step).epoch_events for step in (2, 3, 5, 8)] == [(), both, both, both]
-    last = replace(trainer.run, args=arguments())
-    record = StepRecord(
-        step=5, loss=1.0, grad_norm=None, learning_rate=0.1, tokens_per_second=1.0, step_seconds=1.0,
-        consumed_samples=40, epoch=2.0,
-    )  # fmt: skip
-    assert due_after(record, last, TrainerState(global_step=5, max_steps=5), 32).epoch_events == end
+    assert [events_after(trainer, step).epoch_events for step in (2, 3, 5, 8)] == [(), both, both, both]
+    last = replace(trainer.run, args=arguments(), max_steps=5)
+    assert last.events_after(5, before=32, consumed=40).epoch_events == end
 
 
 def test_a_users_metrics_are_plain_numbers_under_the_prefix(trainer: Trainer) -> None:
@@ -87,17 +77,16 @@ def test_a_users_metrics_are_plain_numbers_under_the_prefix(trainer: Trainer) ->
         error = np.abs(given.predictions - given.label_ids)
         return {"error": error.mean(), "eval_worst": torch.tensor(error.max()), "n": len(error)}
 
-    found = OwnMetrics(compute=compute).of(np.array([1.0, 4.0]), np.array([1.0, 2.0]), "eval")
+    found = computed_metrics(compute, np.array([1.0, 4.0]), np.array([1.0, 2.0]), "eval")
     assert found == {"eval_error": 1.0, "eval_worst": 2.0, "eval_n": 2}
     assert {type(value) for value in found.values()} == {float, int}
-    assert OwnMetrics().of(None, None, "eval") == {}
 
 
 def test_metrics_that_are_no_dict_or_fail_are_named(trainer: Trainer) -> None:
     with pytest.raises(UserError, match="compute_metrics returned float: it must return a dict"):
-        OwnMetrics(compute=lambda given: 1.0).of(None, None, "eval")  # type: ignore[arg-type,return-value]
+        computed_metrics(lambda given: 1.0, None, None, "eval")  # type: ignore[arg-type,return-value]
     with pytest.raises(ZeroDivisionError):
-        OwnMetrics(compute=lambda given: {"a": 1 / 0}).of(None, None, "eval")
+        computed_metrics(lambda given: {"a": 1 / 0}, None, None, "eval")
 
 
 def kept(trainer: Trainer, *micro_batches: tuple[Any, Any, int], **given: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""What HuggingFace's Trainer takes and calls and this one does not: refused in one line that says what to use.
+"""What HuggingFace's Trainer takes and calls and ours does not: refused in one line that says what to use instead.
 
 A method that is overridden here and never called, or a keyword that is dropped, would train something else in silence.
 """
@@ -6,8 +6,9 @@ A method that is overridden here and never called, or a keyword that is dropped,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from pathlib import Path
 
 from harness.config.schema.suggest import nearest
 from harness.errors import UserError, refuse_all
@@ -55,27 +56,38 @@ ARGUMENTS = {
     "model_init": "give the model, or a config, which is initialised from the seed",
 }
 
+MODEL_FILES = [
+    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
+    *("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model", "chat_template*", "README.md"),
+]
+"""The files of `output_dir` that make the model."""
+
+
+class NotHere(UserError, AttributeError):
+    """A method of HuggingFace's Trainer that ours does not have; `hasattr` is false."""
+
+
+def missing(trainer: object, name: str) -> AttributeError:
+    """Return the error for an attribute that our Trainer lacks; for a method of HuggingFace's it says what to use."""
+    if not name.startswith("__") and name in METHODS.keys() | methods_of_transformers():
+        return NotHere(f"Trainer.{name} is a method of HuggingFace's Trainer: {METHODS.get(name, LOOP)}")
+    return AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}")
+
 
 def require_ours(kind: type, base: type, others: Iterable[str]) -> None:
-    """UserError for a Trainer of a class `kind` that overrides what our Trainer `base` never calls, or is given keyword
-    arguments, `others`, that it does not take."""
-    _require_own_methods(kind, base)
-    refuse_arguments(others, base, ARGUMENTS, "Trainer")
+    """Raise UserError for a Trainer of a class `kind` that overrides what our Trainer, `base`, never calls.
 
-
-def _require_own_methods(kind: type, base: type) -> None:
-    """UserError if `kind`, derived from our Trainer `base`, overrides a method that only HuggingFace's calls."""
-    derived = [cls for cls in kind.__mro__ if cls not in base.__mro__]
-    if not derived:
-        return
+    Also for keyword arguments, `others`, that it does not take.
+    """
     known = methods_of_transformers() | METHODS.keys()
-    for cls in derived:
+    for cls in (each for each in kind.__mro__ if each not in base.__mro__):
         for name in vars(cls):
             if name in known and (not hasattr(base, name) or _needs_more(getattr(cls, name), getattr(base, name))):
                 remedy = METHODS.get(name, LOOP)
                 raise UserError(
                     f"{cls.__name__}.{name} is a method of HuggingFace's Trainer that is not called here: {remedy}"
                 )
+    refuse_arguments(others, base, ARGUMENTS, "Trainer")
 
 
 def refuse_arguments(
@@ -104,15 +116,35 @@ def methods_of_transformers() -> frozenset[str]:
 
 def _needs_more(method: Callable[..., object], of_base: Callable[..., object]) -> bool:
     """Whether a method must be given what the one that it overrides does not take."""
-    takes = set(inspect.signature(of_base).parameters)
-    return any(name not in takes for name in _required(method))
+    takes = inspect.signature(of_base).parameters
+    by_name = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    )
+    parameters = list(inspect.signature(method).parameters.items())[1:]  # without self
+    required = [name for name, each in parameters if each.default is each.empty and each.kind in by_name]
+    return any(name not in takes for name in required)
 
 
-def _required(method: Callable[..., object]) -> Iterator[str]:
-    for name, parameter in list(inspect.signature(method).parameters.items())[1:]:
-        if parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_ONLY,
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY,
-        ):
-            yield name
+def upload(
+    folder: Path, message: str, *, repo_id: str | None, private: bool | None, token: str | None, revision: str | None
+) -> str:
+    """Upload the model in `folder` to the hub; return the address of the commit. Raises UserError if that fails."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its client's, whichever that is
+
+    try:
+        api = HfApi(token=token)
+        done = api.upload_folder(
+            repo_id=api.create_repo(repo_id or folder.name, private=private, exist_ok=True).repo_id,
+            folder_path=folder,
+            commit_message=message,
+            revision=revision,
+            allow_patterns=MODEL_FILES,
+            ignore_patterns=["checkpoint-*/*", "logs/*"],
+        )
+    except (HTTPError, OSError, ValueError) as error:  # no token, no network, no such name, no right
+        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"push_to_hub: {said}; the model is in {folder}: `hf upload` can send it") from error
+    return str(done.commit_url)
