@@ -30,7 +30,7 @@ from harness.checkpoint.run_lock import lock_directory
 from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.checkpoint.tensors.tensor_writer import OpenFiles
 from harness.checkpoint.tensors.whole_tensors import PlannedFiles, plan_tensors
-from harness.checkpoint.training_state import EngineState, describe, stored, write_residue
+from harness.checkpoint.training_state import EngineState, describe, write_residue
 from harness.errors import UserError
 from harness.topology.agreement import all_or_none, values_of_all
 
@@ -146,7 +146,7 @@ class BackgroundSave:
         self.path = target.output_dir / f"checkpoint-{progress.step}"
         self._folder = target.output_dir / partial_name(progress.step)
         self._first, self._writer, self._one_host = state.groups.rank == 0, writer, state.one_host
-        files, progress = stored(state, progress)
+        files, progress = state.stored(progress)
         if target.model_only:
             files = [(stem, held) for stem, held in files if stem == state.stem]
             progress = replace(progress, optimizer_states=[], model_only=True)

@@ -76,73 +76,112 @@ class EngineState:
             self.engine.module, self.engine.optimizer, self.groups, rename=self.rename, trained_only=self.adapters
         )
 
+    def require_savable(self) -> list[str]:
+        """Return the names of what the optimizer keeps for each weight; all ranks call it.
 
-def stored(
-    state: EngineState, progress: TrainingProgress
-) -> tuple[list[tuple[str, list[LocalShard]]], TrainingProgress]:
-    """Return what this rank holds of the tensors of each file, and the progress with what the engine counts; all ranks
-    call it. What lies on NVMe is copied into memory."""
-    with states_in_memory(state.engine.optimizer):
-        return _stored(state, progress)
+        Raises:
+            UserError: a checkpoint would lack values of the model or of the optimizer, or no file can hold them.
+        """
+        with states_in_memory(self.engine.optimizer):
+            held = self.held()
+            found = _templates(self.engine.optimizer, held)
+            require_each_value_once(held, self.groups)
+            all_or_none(lambda: require_storable(map(entry_of, held)))
+        return _kinds(found.values())
+
+    def stored(self, progress: TrainingProgress) -> tuple[list[tuple[str, list[LocalShard]]], TrainingProgress]:
+        """Return what this rank holds of each file's tensors, and `progress` with the engine's counters added.
+
+        All ranks call it. What lies on NVMe is copied into memory.
+        """
+        optimizer = self.engine.optimizer
+        with states_in_memory(optimizer):
+            held = self.held()
+            kept = _templates(optimizer, held)
+            counters: dict[str, float] = {}
+            for each, _ in _stepped(held):
+                counters.update(counted(optimizer, each, kept[each.param_group, each.tensor.dim()]))
+            own = [name for name in _kinds(kept.values()) if _of_state(optimizer, held, name)]
+            # a stage may hold nothing that is trained: every rank must still take part in every file
+            of_all = values_of_all((own, counters))
+            names = sorted({name for found, _ in of_all for name in found})
+            files = [(self.stem, held), *((name, _of_state(optimizer, held, name)) for name in names)]
+            return files, replace(
+                progress,
+                skipped_steps=self.engine.skipped_steps,
+                optimizer_states=names,
+                counters={name: value for _, found in of_all for name, value in found.items()},
+                loss_scaling=loss_scaling(optimizer),
+            )
+
+    def load(self, checkpoint: Path) -> TrainingProgress:
+        """Load a checkpoint into the engine; all ranks call it.
+
+        The groups of parameters and the schedule of the learning rate are left as they were built.
+
+        Raises:
+            UserError: on all ranks alike: the saved model is another one, or a rank cannot read.
+        """
+        progress = all_or_none(lambda: read_progress(checkpoint))
+        listed = all_or_none(lambda: read_manifest(checkpoint).files)
+
+        def fill(stem: str, held: Sequence[LocalShard]) -> None:
+            stored = open_whole_tensors(checkpoint, stem, listed, {each.name for each in held})
+            require_stored(checkpoint, stored, held)
+            all_or_none(lambda: read_tensors(stored, held))
+
+        self.restore(progress, fill)
+        return progress
+
+    def restore(self, progress: TrainingProgress, fill: Callable[[str, Sequence[LocalShard]], None]) -> None:
+        """Bring the engine to where `progress` says that a run stood; all ranks call it.
+
+        Args:
+            fill: called with the stem of a checkpoint's file and what this rank holds of its tensors; all ranks call it
+                in the same order.
+        """
+        optimizer = self.engine.optimizer
+        with states_in_memory(optimizer, changed=True):
+            held = self.held()
+            fill(self.stem, held)
+            if progress.optimizer_states:
+                # before its first step an optimizer keeps nothing: its state is made as that step would make it
+                found = _templates(optimizer, held)
+                for each in {id(each.tensor): each for each, _ in _stepped(held)}.values():
+                    make_state(optimizer, each, found[each.param_group, each.tensor.dim()], progress.counters)
+                for name in progress.optimizer_states:
+                    fill(name, _of_state(optimizer, held, name))
+            else:  # an engine that has made steps begins anew
+                for each, _ in _stepped(held):
+                    torch_optimizer(optimizer).state.pop(each.tensor, None)
+            use_stepped_on(optimizer)
+        set_counters(self.engine, progress.step, progress.skipped_steps)
+        set_loss_scaling(optimizer, progress.loss_scaling)
 
 
-def _stored(
-    state: EngineState, progress: TrainingProgress
-) -> tuple[list[tuple[str, list[LocalShard]]], TrainingProgress]:
-    optimizer, held = state.engine.optimizer, state.held()
-    kept = templates(optimizer, held)
-    counters: dict[str, float] = {}
-    for each, _ in stepped(held):
-        counters.update(counted(optimizer, each, kept[each.param_group, each.tensor.dim()]))
-    own = [name for name in kinds(kept.values()) if of_state(optimizer, held, name)]
-    of_all = values_of_all((own, counters))
-    names = sorted({name for found, _ in of_all for name in found})
-    files = [(state.stem, held), *((name, of_state(optimizer, held, name)) for name in names)]
-    return files, replace(
-        progress,
-        skipped_steps=state.engine.skipped_steps,
-        optimizer_states=names,
-        counters={name: value for _, found in of_all for name, value in found.items()},
-        loss_scaling=loss_scaling(optimizer),
-    )
-
-
-def require_savable(state: EngineState) -> list[str]:
-    """Return the names of what the optimizer keeps for each weight; all ranks call it.
-
-    Raises UserError if a checkpoint would lack values of the model or of the optimizer, or no file can hold them.
-    """
-    with states_in_memory(state.engine.optimizer):
-        held = state.held()
-        found = templates(state.engine.optimizer, held)
-        require_each_value_once(held, state.groups)
-        all_or_none(lambda: require_storable(map(entry_of, held)))
-    return kinds(found.values())
-
-
-def templates(optimizer: EngineOptimizer, held: Sequence[LocalShard]) -> dict[tuple[int, int], Template]:
-    """Return what the optimizer keeps, by parameter group and by the dimensions of what is stepped on."""
+def _templates(optimizer: EngineOptimizer, held: Sequence[LocalShard]) -> dict[tuple[int, int], Template]:
+    """Return what the optimizer keeps, by parameter group and by the number of dimensions of what it steps on."""
     found: dict[tuple[int, int], Template] = {}
-    for each, _ in stepped(held):
+    for each, _ in _stepped(held):
         key = each.param_group, each.tensor.dim()
         if key not in found:
             found[key] = template(optimizer, each)
     return found
 
 
-def kinds(templates: Iterable[Template]) -> list[str]:
-    """Return the names of what is kept for each weight, each a file of a checkpoint."""
+def _kinds(templates: Iterable[Template]) -> list[str]:
+    """Return the names of what is kept for each weight (`exp_avg`), each a file of a checkpoint."""
     return sorted({name for found in templates for name in found.elements})
 
 
-def of_state(optimizer: EngineOptimizer, held: Sequence[LocalShard], name: str) -> list[LocalShard]:
+def _of_state(optimizer: EngineOptimizer, held: Sequence[LocalShard], name: str) -> list[LocalShard]:
     """Return what this rank holds of the values `name` of the optimizer."""
     state = torch_optimizer(optimizer).state
     found = ((each, state.get(each.stepped[0].tensor, {}).get(name)) for each in held if each.stepped is not None)
     return [each.of_state(values) for each, values in found if values is not None]
 
 
-def stepped(held: Sequence[LocalShard]) -> list[tuple[SteppedOn, Run]]:
+def _stepped(held: Sequence[LocalShard]) -> list[tuple[SteppedOn, Run]]:
     """Return the tensors that the optimizer steps on, with the run of each that a tensor of the model is."""
     return [each.stepped for each in held if each.stepped is not None]
 
@@ -164,14 +203,18 @@ def write_residue(folder: Path, tensors: dict[str, Tensor], description: str) ->
 def load_residue(reduction: CompressedReduction | None, checkpoint: Path, layout: str, listed: Container[str]) -> bool:
     """Go on with the residues in a checkpoint, or without any where they are of another layout; all ranks call it.
 
-    `listed`: the files of the checkpoint; any other is not read. Return whether all residues that it has are used.
+    Args:
+        listed: the files of the checkpoint; any other is not read.
+
+    Returns:
+        Whether the residues of all ranks are used, or none are needed.
     """
 
     def read() -> dict[str, Tensor] | None:
         path = residue_file(checkpoint)
-        return (
-            None if reduction is None or path.name not in listed else _read_residue(path, describe(reduction, layout))
-        )
+        if reduction is None or path.name not in listed:
+            return None
+        return _read_residue(path, describe(reduction, layout))
 
     found = all_or_none(read)
     whole = all(values_of_all(reduction is None or found is not None))
@@ -201,63 +244,13 @@ def _read_residue(path: Path, description: str) -> dict[str, Tensor] | None:
     return found
 
 
-def load(state: EngineState, checkpoint: Path) -> TrainingProgress:
-    """Load a checkpoint into the engine; all ranks call it.
-
-    The groups of parameters and the schedule of the learning rate are left as they were built.
-
-    Raises UserError, on all ranks alike, if the model is another than the one that was saved, or a rank cannot read.
-    """
-    progress = all_or_none(lambda: read_progress(checkpoint))
-    listed = all_or_none(lambda: read_manifest(checkpoint).files)
-    restore(state, progress, lambda stem, held: _read(checkpoint, stem, listed, held))
-    return progress
-
-
-def restore(state: EngineState, progress: TrainingProgress, fill: Callable[[str, Sequence[LocalShard]], None]) -> None:
-    """Bring an engine to where `progress` says that a run stood; all ranks call it.
-
-    Args:
-        fill: called with the name of a file of a checkpoint and what this rank holds of its tensors; all ranks call it
-            in the same order.
-    """
-    optimizer = state.engine.optimizer
-    with states_in_memory(optimizer, changed=True):
-        _restore_tensors(state, progress, fill)
-    set_counters(state.engine, progress.step, progress.skipped_steps)
-    set_loss_scaling(optimizer, progress.loss_scaling)
-
-
-def _restore_tensors(
-    state: EngineState, progress: TrainingProgress, fill: Callable[[str, Sequence[LocalShard]], None]
-) -> None:
-    optimizer, held = state.engine.optimizer, state.held()
-    fill(state.stem, held)
-    if progress.optimizer_states:
-        found = templates(optimizer, held)
-        for each in {id(each.tensor): each for each, _ in stepped(held)}.values():
-            make_state(optimizer, each, found[each.param_group, each.tensor.dim()], progress.counters)
-        for name in progress.optimizer_states:
-            fill(name, of_state(optimizer, held, name))
-    else:  # an engine that has made steps begins anew
-        for each, _ in stepped(held):
-            torch_optimizer(optimizer).state.pop(each.tensor, None)
-    use_stepped_on(optimizer)
-
-
-def _read(checkpoint: Path, stem: str, listed: Iterable[str], held: Sequence[LocalShard]) -> None:
-    """Fill what this rank holds from the listed files `stem`; all ranks call it, and fail together."""
-    stored = open_whole_tensors(checkpoint, stem, listed, {each.name for each in held})
-    require_stored(checkpoint, stored, held)
-    all_or_none(lambda: read_tensors(stored, held))
-
-
 def first_unchanged(checkpoint: Path | None, output_dir: Path, *, auto: bool) -> tuple[Path | None, list[str]]:
-    """Return the checkpoint, or with `auto` the newest older one, all of whose files are what was saved; all ranks
-    call it.
+    """Return the newest checkpoint with unchanged files, and what is wrong with the newer ones; all ranks call it.
 
-    Returns with it what is wrong with those that are left out. Raises UserError, on all ranks alike, if the one that
-    was named is damaged.
+    Begins with `checkpoint` and, with `auto`, goes on to older ones of `output_dir`.
+
+    Raises:
+        UserError: without `auto`, on all ranks alike: a file of `checkpoint` is not what was saved.
     """
     left_out: list[str] = []
     while checkpoint is not None:

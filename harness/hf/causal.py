@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec
@@ -24,7 +23,6 @@ from harness.errors import UserError
 from harness.hf.attention import on_any_device
 from harness.hf.decoder import (
     Blueprint,
-    EmbeddingNoise,
     SharedSequence,
     decoder_layers,
     embedding_noise,
@@ -167,17 +165,17 @@ def _kept(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> f
 
 @dataclass(frozen=True, kw_only=True)
 class CausalModel:
-    """A decoder cut for one rank's place; nothing of it is built yet but the skeleton.
+    """A decoder cut for one rank; only its skeleton is built.
 
     Attributes:
         layers: the pipeline layers, to be built stage by stage.
         source: where the model comes from, its config as it was read.
         outer: the model's forward around its layers.
-        vocab_size: ids that the logits are for, padding left out.
-        local_logits: whether the epilogue gives this rank's part of the vocabulary instead of all of it.
+        vocab_size: number of logits, without padding.
+        local_logits: whether the epilogue returns only this rank's part of the vocabulary.
         form: how it is written as a HuggingFace checkpoint.
-        unequal: names, with * for numbers, of the layers' parameters of which some tensor-parallel ranks hold more.
-        router: what takes the routers' logits for the model's own router loss; then the last layer gives
+        unequal: names, with * for numbers, of parameters of which some tensor-parallel ranks hold more than others.
+        router: takes the routers' logits for the model's own router loss; the epilogue then returns
             (logits, router loss).
         in_fp32: names of the parameters that the family keeps in float32 in a model of 16 bits.
         shares_sequence: whether each tensor-parallel rank has a share of the tokens between the layers.
@@ -247,28 +245,52 @@ def assemble(
     """Prepare the model that `source` names for this rank; UserError for one that cannot be cut as asked.
 
     Args:
-        tensor: this rank's place in its tensor-parallel group; device, dtype: of the parameters that will be built.
-        seed: of initial weights, where the source has none; finish: called with each layer once its weights are there.
-        whole_experts: whether ranks share out experts instead of parts of each; sequence_parallel: and share tokens.
-        adaptation: adapters that are trained in the place of the weights; noise_alpha: of noise on embeddings.
-        router_loss: whether the model's own loss of its routers is wanted; part: what `finish` keeps of a parameter.
-        whole_logits: whether each rank has all logits; keep_fp32: whether what the family keeps in float32 stays so.
+        tensor: this rank and its tensor-parallel group.
+        device, dtype: of the parameters that will be built.
+        seed: of initial weights, where the source has none.
+        finish: called with each layer once its weights are there (ZeRO-3 partitions them).
+        whole_experts: whether each rank holds whole experts (expert parallelism) instead of a part of each.
+        adaptation: adapters that are trained instead of the weights.
+        router_loss: whether to add the model's own loss of its routers.
+        part: what `finish` keeps of a parameter (ZeRO-3); only that is read or initialised.
+        whole_logits: whether each rank computes all logits.
+        keep_fp32: whether what the family keeps in float32 stays so.
+        noise_alpha: of NEFTune's noise on the embeddings.
+        sequence_parallel: whether tensor-parallel ranks share the tokens between the layers.
     """
     model = source.skeleton()
     plan = _plan(source, model, whole_experts) if tensor.size > 1 else None
-    (weights, form), vocab_size = _weight_source(source, model, seed, part), _vocab_size(model)
-    weights, in_fp32 = _adapt(model, weights, adaptation, source, seed), kept_in_fp32(model, dtype)
-    buffers = buffer_dtypes(model, dtype)
-    outer, router, noise = _run_outside(source, model, device, router_loss, noise_alpha)
-    _require_all_held(outer, form, adapted=adaptation is not None)
+    # the weights before the adapters: a checkpoint of the base has the names of the model without adapters
+    weights, form = _weight_source(source, model, seed, part)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    vocab_size = next(end.get_parameter("weight").shape[0] for end in (head, embedding) if end is not None)
+    if adaptation is not None:
+        inject(model, adaptation.config, keep_ties=isinstance(source.weights, Path))
+        weights = AdaptedWeights(base=weights, adaptation=adaptation, seed=seed)
+    in_fp32 = kept_in_fp32(model, dtype)
+    buffers = buffer_dtypes(model, dtype)  # before `_examine` takes the layers, with their buffers, out
+    noise = embedding_noise(model, noise_alpha)
+    outer, router = _examine(source, model, device, router_loss)
+    outer.draws |= noise is not None
+    if adaptation is None:  # with adapters the layers hold parameters under other names
+        _require_all_held(outer, form)
     local_logits = not whole_logits and _logits_may_be_local(outer, plan, vocab_size, tensor.size)
     cut_layer = partial(_cut, plan=plan, tensor=tensor, config=source.config, local_logits=local_logits, dtype=dtype)
-    kept, filling = in_fp32 if keep_fp32 else frozenset(), weights if source.has_values else NoValues()
-    sequence = _shared_sequence(outer, tensor) if sequence_parallel else None
-    options: Any = dict(dtype=dtype, finish=finish, capture=router, noise=noise, kept=kept, sequence=sequence)
-    options |= {"buffers": buffers}
+    blueprint = Blueprint(
+        outer=outer,
+        cut=cut_layer,
+        source=weights if source.has_values else NoValues(),
+        device=device,
+        dtype=dtype,
+        finish=finish,
+        capture=router,
+        kept=in_fp32 if keep_fp32 else frozenset(),
+        buffers=buffers,
+        noise=noise,
+        sequence=_shared_sequence(outer, tensor) if sequence_parallel else None,
+    )
     return CausalModel(
-        layers=decoder_layers(Blueprint(outer=outer, cut=cut_layer, source=filling, device=device, **options)),
+        layers=decoder_layers(blueprint),
         source=source,
         outer=outer,
         vocab_size=vocab_size,
@@ -281,30 +303,18 @@ def assemble(
     )
 
 
-def _adapt(
-    model: PreTrainedModel, weights: WeightSource, adaptation: Adaptation | None, source: ModelSource, seed: int
-) -> WeightSource:
-    """Put adapters, where there are any, into the model; return where its weights and theirs come from."""
-    if adaptation is None:
-        return weights
-    inject(model, adaptation.config, keep_ties=isinstance(source.weights, Path))
-    return AdaptedWeights(base=weights, adaptation=adaptation, seed=seed)
-
-
-def _run_outside(
-    source: ModelSource, model: PreTrainedModel, device: torch.device, router_loss: bool, noise_alpha: float | None
-) -> tuple[OuterForward, RouterCapture | None, EmbeddingNoise | None]:
-    """Return the model's forward around its layers, what takes its routers' logits, and the noise on its embeddings."""
+def _examine(
+    source: ModelSource, model: PreTrainedModel, device: torch.device, router_loss: bool
+) -> tuple[OuterForward, RouterCapture | None]:
+    """Run the model's forward without its layers; return it, and what takes its routers' logits if `router_loss`."""
+    # before `OuterForward`, which puts a placeholder in the place of the head
     head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
-    noise = embedding_noise(model, noise_alpha)
-    with on_any_device(model):
+    with on_any_device(model):  # flash-attention runs neither in fp32 nor on meta, where the forward is examined
         outer = OuterForward(model, device, source.weights if isinstance(source.weights, Mapping) else {})
-        outer.draws |= noise is not None
-        return outer, router_capture(outer, head) if router_loss else None, noise
+        return outer, router_capture(outer, head) if router_loss else None
 
 
 def _shared_sequence(outer: OuterForward, tensor: TensorParallel) -> SharedSequence | None:
-    """Return how ranks share the tokens; UserError where layers pass on more than a hidden state."""
     if outer.schema.replayed:
         raise UserError(
             f"tensor_parallel.sequence_parallel: {outer.described} passes on more than a hidden state from layer to "
@@ -313,13 +323,8 @@ def _shared_sequence(outer: OuterForward, tensor: TensorParallel) -> SharedSeque
     return None if tensor.group is None else SharedSequence(tensor.group)
 
 
-def _require_all_held(outer: OuterForward, form: CheckpointFormat, *, adapted: bool) -> None:
-    """Raise UserError for a tensor that is saved with the model and that no pipeline layer would hold.
-
-    A model with adapters is not checked: its layers hold parameters under other names.
-    """
-    if adapted:
-        return
+def _require_all_held(outer: OuterForward, form: CheckpointFormat) -> None:
+    """Raise UserError for a tensor that is saved with the model and that no pipeline layer would hold."""
     modules = {**outer.prologue, **dict(zip(outer.layer_names, outer.layers, strict=True)), **outer.epilogue}
     held = {f"{name}.{key}".lstrip(".") for name, module in modules.items() for key in module.state_dict()}
     leaves = (leaf for lazy in form.tensors.values() for leaf in lazy.leaves())
@@ -344,12 +349,6 @@ def _cut(
         text = config.get_text_config(decoder=True)
         cut_with_adapters(layer, plan, tensor, text, local_logits=local_logits)
     run_where_aligned(layer, dtype)
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    """Return the rows of the head, or of the embedding where there is no head."""
-    ends: tuple[nn.Module | None, ...] = model.get_output_embeddings(), model.get_input_embeddings()
-    return next(end.get_parameter("weight").shape[0] for end in ends if end is not None)
 
 
 def require_cut(source: ModelSource, size: int, *, whole_experts: bool = False) -> None:

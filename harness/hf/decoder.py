@@ -74,9 +74,9 @@ def embedding_noise(model: PreTrainedModel, alpha: float | None) -> EmbeddingNoi
 
 @dataclass(frozen=True)
 class SharedSequence:
-    """What decoder layers pass on where each rank of `group` has a share of the tokens.
+    """Split and join the hidden state between layers, of which each rank of `group` holds a share of the tokens.
 
-    Token ids travel as well where the shares are not equal: the length of a sequence is read from them.
+    Where the shares are unequal, token ids travel as well: only they tell the length of the whole sequence.
     """
 
     group: dist.ProcessGroup
@@ -99,7 +99,7 @@ class SharedSequence:
         return payload.hidden.shape[1] * group_size(self.group)
 
     def as_whole(self, payload: StagePayload) -> StagePayload:
-        """Return the same with a hidden state of the whole one's shape and dtype, which takes no memory."""
+        """Return the payload with a hidden state of the whole sequence's shape; a view of one token, so no memory."""
         token = payload.hidden.detach()[:, :1]
         return replace(payload, hidden=token.expand(-1, self.length(payload), *token.shape[2:]))
 
@@ -110,11 +110,11 @@ class SharedSequence:
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """What every layer of a model is built with.
+    """What every pipeline layer of a model is built with.
 
     Attributes:
         outer: the model's forward around its layers.
-        cut: cuts a layer's modules, on meta, for this rank's place in the tensor-parallel group.
+        cut: cuts a layer's modules, on meta, for this tensor-parallel rank.
         source: fills the weights.
         device, dtype: of the parameters.
         finish: called with each layer once its weights are in place (ZeRO-3 partitions them there).

@@ -10,7 +10,6 @@ from typing import Unpack
 import torch.distributed as dist
 
 from harness.arguments import TrainingArguments
-from harness.checkpoint import training_state
 from harness.checkpoint.directories import NAME, finished_name
 from harness.checkpoint.integrity import changed_file, damage
 from harness.config.values.json_object import JsonObject
@@ -172,7 +171,7 @@ def load_best(run: Run, state: TrainerState) -> None:
         state.best_model_checkpoint = None
         run.console.warn(f"the best model cannot be loaded: {checkpoint} is damaged ({problem}): {kept}")
         return
-    step = training_state.load(run.engine_state, checkpoint).step
+    step = run.engine_state.load(checkpoint).step
     run.console.say(f"loaded the best model: {_named(run.args, step, state.best_saved_metric)}")
     if step != state.best_global_step:
         lost = _named(run.args, state.best_global_step, state.best_metric)

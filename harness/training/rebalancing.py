@@ -19,7 +19,6 @@ from torch import nn
 from harness.checkpoint.directories import TrainingProgress
 from harness.checkpoint.tensors.exchange import exchange
 from harness.checkpoint.tensors.local_shard import LocalShard
-from harness.checkpoint.training_state import restore, stored
 from harness.deepspeed.instructions import watch_instructions
 from harness.parallel.pipeline.partition import balanced
 from harness.report.profile.timeline import pipeline_seconds
@@ -68,7 +67,7 @@ def move_layers(run: Run, boundaries: list[int], progress: TrainingProgress) -> 
     What a rank held waits in the host's memory while the new engine is built, so that the device never holds both.
     """
     trainable = run.trainable
-    files, progress = stored(run.engine_state, progress)
+    files, progress = run.engine_state.stored(progress)
     kept = {stem: [_on_host(held) for held in tensors] for stem, tensors in files}
     files.clear()
     run.engine.release()
@@ -79,7 +78,7 @@ def move_layers(run: Run, boundaries: list[int], progress: TrainingProgress) -> 
     def fill(stem: str, want: Sequence[LocalShard]) -> None:
         exchange(kept.pop(stem), want, run.groups.coordinate.stage, run.device)
 
-    restore(run.engine_state, progress, fill)
+    run.engine_state.restore(progress, fill)
     run.engine.schedule.go_to(progress.step - progress.skipped_steps)
 
 

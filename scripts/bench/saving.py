@@ -24,7 +24,6 @@ from report import RESULTS, write_report
 from transformers import LlamaConfig
 
 from harness import Trainer, TrainingArguments
-from harness.checkpoint import training_state
 from harness.checkpoint.directories import read_manifest
 from harness.checkpoint.integrity import changed_file
 
@@ -151,7 +150,7 @@ def speeds(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
         seconds.setdefault("read_plain", []).append(timed(lambda: read_plain(plain)))
         for file in newest.iterdir():
             drop_from_cache(file)
-        seconds.setdefault("load", []).append(timed(lambda path=newest: training_state.load(state, path)))
+        seconds.setdefault("load", []).append(timed(lambda path=newest: state.load(path)))
         for file in newest.iterdir():
             drop_from_cache(file)
         seconds.setdefault("verify", []).append(timed(lambda path=newest: changed_file(path, 0, 1)))

@@ -61,7 +61,7 @@ def plant_everywhere(folder: str) -> list[tuple[str, bool, str, str]]:
     trainer = Trainer("tiny-llama", args, train_dataset=rows())
     trainer.train()
     checkpoint, state = output_dir / "checkpoint-1", trainer.run.engine_state
-    training_state.load(state, checkpoint)
+    state.load(checkpoint)
     listed = (checkpoint / MANIFEST).read_bytes()
     found = []
     for path in sorted(checkpoint.rglob("*")):
@@ -71,11 +71,11 @@ def plant_everywhere(folder: str) -> list[tuple[str, bool, str, str]]:
             verified = said_by(lambda: training_state.first_unchanged(checkpoint, output_dir, auto=False))
             if path.name != MANIFEST:
                 write_manifest(checkpoint, 1, contents(checkpoint))
-            loaded = said_by(lambda: training_state.load(state, checkpoint))
+            loaded = said_by(lambda: state.load(checkpoint))
             found.append((path.name, marker.exists(), verified, loaded))
         path.write_bytes(sound)
         (checkpoint / MANIFEST).write_bytes(listed)
-    training_state.load(state, checkpoint)  # whole again
+    state.load(checkpoint)  # whole again
     trainer.close()
     return found
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
-from harness.checkpoint import training_state
 from harness.checkpoint.directories import read_manifest
 from harness.console import Console
 from tests.distributed.ranks import run_ranks
@@ -127,7 +126,7 @@ def spoil_and_resume(model: str, folder: str) -> tuple[list[int], list[dict[str,
         shutil.copytree(readable, cut)
         os.truncate(cut / "exp_avg_sq.safetensors", 1000)
     try:
-        training_state.load(again.run.engine_state, cut if dist.get_rank() == 1 else readable)
+        again.run.engine_state.load(cut if dist.get_rank() == 1 else readable)
         unread = "accepted"
     except UserError as error:
         unread = str(error)

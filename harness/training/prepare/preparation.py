@@ -22,7 +22,6 @@ from harness.checkpoint import directories
 from harness.checkpoint.atomic import room
 from harness.checkpoint.integrity import run_id
 from harness.checkpoint.run_lock import lock_directory, unlock_directory
-from harness.checkpoint.training_state import require_savable
 from harness.checkpoint.trial import try_saving
 from harness.config.schema.support import version_warning
 from harness.console import Console
@@ -145,7 +144,7 @@ def prepare_run(inputs: RunInputs) -> Run:
     if run.resolved.zero_stage != 2:  # which would need up to half as much again
         keep_freed_memory(run.device)
     if args.saves:
-        _warn_of_full_disk(run, require_savable(run.engine_state))
+        _warn_of_full_disk(run, run.engine_state.require_savable())
     return run
 
 

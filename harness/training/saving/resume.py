@@ -44,7 +44,7 @@ from harness.wording import counted
 
 def load(run: Run, checkpoint: Path, state: TrainerState, stream: BatchStream | None) -> TrainingProgress:
     """Bring engine, schedule, counters and the stream of samples to where a checkpoint was saved; all ranks call it."""
-    progress = training_state.load(run.engine_state, checkpoint)
+    progress = run.engine_state.load(checkpoint)
     listed = all_or_none(lambda: read_manifest(checkpoint).files)
     if not load_residue(run.engine.compression, checkpoint, str(run.layout), listed):
         run.console.say(f"gradient compression: {checkpoint} has no residue of this layout: starting without")

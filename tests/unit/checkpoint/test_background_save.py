@@ -18,7 +18,6 @@ from harness.checkpoint.integrity import changed_file, damage
 from harness.checkpoint.run_lock import lock_directory, unlock_directory
 from harness.checkpoint.tensors import tensor_writer
 from harness.checkpoint.tensors.whole_tensors import PlannedFiles
-from harness.checkpoint.training_state import require_savable
 from harness.errors import UserError
 from harness.topology.groups import Groups
 from tests.unit.checkpoint.engines import engine_state, step, values
@@ -224,7 +223,7 @@ def test_a_tensor_that_no_file_holds_is_refused_before_anything_is_written(group
     state.engine.module.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
     words = r"odd is of torch\.complex128, which cannot be saved: use another dtype"
     with pytest.raises(UserError, match=words):
-        require_savable(state)  # before the first step
+        state.require_savable()  # before the first step
     with pytest.raises(UserError, match=words):
         BackgroundSave(state, Target(output_dir=run, keep=None), progress(1), Writer())
     assert not run.exists()

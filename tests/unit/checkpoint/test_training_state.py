@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from harness.checkpoint.background_save import BackgroundSave, Target, Writer
 from harness.checkpoint.directories import MANIFEST, STATE
 from harness.checkpoint.run_lock import unlock_directory
-from harness.checkpoint.training_state import EngineState, first_unchanged, load
+from harness.checkpoint.training_state import EngineState, first_unchanged
 from harness.errors import UserError
 from harness.topology.groups import Groups
 from tests.unit.checkpoint.engines import engine_state, step, values
@@ -43,7 +43,7 @@ def assert_alike(first: EngineState, second: EngineState) -> None:
 def test_the_next_steps_are_those_of_the_run_that_was_saved(ours: int, theirs: int, groups: Groups, run: Path) -> None:
     old, new = engine_state(groups, theirs), engine_state(groups, ours, seed=1)
     step(old, 3)
-    said = load(new, written(old, run))
+    said = new.load(written(old, run))
     assert (said.step, new.engine.global_steps, new.engine.micro_steps) == (3, 3, 3)
     assert_alike(old, new)
     step(old, 2)
@@ -55,7 +55,7 @@ def test_the_next_steps_are_those_of_the_run_that_was_saved(ours: int, theirs: i
 def test_a_run_in_bf16_goes_on_with_the_weights_that_its_optimizer_steps_on(groups: Groups, run: Path) -> None:
     old, new = engine_state(groups, 1, bf16=True), engine_state(groups, 2, bf16=True, seed=1)
     step(old, 3)
-    load(new, written(old, run))
+    new.load(written(old, run))
     assert_alike(old, new)
     assert values(new)["first.weight"].dtype is torch.float32
     step(old)
@@ -71,11 +71,11 @@ def test_an_engine_that_has_made_steps_goes_back(groups: Groups, run: Path) -> N
     second, there = written(state, run), values(state)
     step(state, 2)
     far = values(state)
-    load(state, second)
+    state.load(second)
     assert all(torch.equal(there[name], tensor) for name, tensor in values(state).items())
     step(state, 2)
     assert all(torch.equal(far[name], tensor) for name, tensor in values(state).items())
-    load(state, first)  # to where the optimizer had kept nothing
+    state.load(first)  # to where the optimizer had kept nothing
     assert all(torch.equal(start[name], tensor) for name, tensor in values(state).items())
     assert state.engine.optimizer.state == {} and state.engine.global_steps == 0
     step(state, 4)
@@ -132,14 +132,14 @@ def test_what_does_not_fit_the_run_is_one_line(
     step(old)
     spoil(path := written(old, run))
     with pytest.raises(UserError) as told:
-        load(engine_state(groups), path)
+        engine_state(groups).load(path)
     assert words in str(told.value) and str(path) in str(told.value) and "\n" not in str(told.value)
 
 
 def test_more_than_the_model_has_is_left_alone(groups: Groups, run: Path) -> None:
     old, new = engine_state(groups), engine_state(groups, seed=1)
     edited(path := written(old, run), "model", lambda tensors: tensors.update(more=torch.zeros(5)))
-    load(new, path)
+    new.load(path)
     assert_alike(old, new)
 
 
@@ -148,7 +148,7 @@ def test_weights_of_another_dtype_are_read_as_this_runs_own(groups: Groups, run:
     edited(
         path := written(old, run), "model", lambda found: found.update({"first.bias": found["first.bias"].bfloat16()})
     )
-    load(new, path)
+    new.load(path)
     assert torch.equal(values(new)["first.bias"], values(old)["first.bias"].bfloat16().float())
 
 
@@ -194,7 +194,7 @@ def test_files_that_were_not_saved_do_not_exist_for_a_reader(groups: Groups, run
         for name in (f"{stem}-00001-of-00001.safetensors", f"{stem}-00001-of-00002.safetensors"):
             save_file(planted, folder / name)
     other = engine_state(groups, seed=1)
-    load(other, folder)
+    other.load(folder)
     assert_alike(other, state)
     step(other)
     step(state)
