@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from harness.errors import UserError
 from harness.hf.forward.outer_forward import OuterForward
-from harness.hf.forward.payload import CarriedTensor, LayerCapture, PayloadSpec, StagePayload, Tokens, captured_name
+from harness.hf.forward.payload import CarriedTensor, PayloadSpec, StagePayload, Tokens
+from harness.hf.forward.router_loss import RouterCapture
 from harness.hf.layers.call import LayerInputs
 from harness.hf.weights.layer_weights import WeightSource, materialise
 from harness.parallel.comm import group_size
@@ -118,10 +119,10 @@ class Blueprint:
         source: fills the weights.
         device, dtype: of the parameters.
         finish: called with each layer once its weights are in place (ZeRO-3 partitions them there).
-        capture: what is taken out of the layers for the loss; the epilogue then gives (logits, what is made of it).
+        capture: takes router logits out of the layers; the epilogue then returns (logits, router loss).
         kept: names of the parameters that stay in float32 whatever `dtype`.
         buffers: dtypes of floating buffers.
-        noise: what is added to the token embeddings in training.
+        noise: added to the token embeddings in training.
         sequence: how tensor-parallel ranks share the hidden state between the layers; None: each has all of it.
     """
 
@@ -131,7 +132,7 @@ class Blueprint:
     device: torch.device
     dtype: torch.dtype
     finish: Callable[[nn.Module], None]
-    capture: LayerCapture | None = None
+    capture: RouterCapture | None = None
     kept: frozenset[str] = frozenset()
     buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
     noise: EmbeddingNoise | None = None
@@ -139,11 +140,11 @@ class Blueprint:
 
     @property
     def schema(self) -> PayloadSpec:
-        """What layers pass on: what the model needs, and what is taken out of it."""
+        """What layers pass on: what the model's forward needs, and router logits."""
         schema, depth, capture = self.outer.schema, len(self.outer.layers), self.capture
         if capture is not None:
             for index in sorted(capture.layers):
-                schema = schema.with_state(CarriedTensor(name=captured_name(capture, index), made=index, used=depth))
+                schema = schema.with_state(CarriedTensor(name=capture.state_name(index), made=index, used=depth))
         return schema
 
 
@@ -151,9 +152,8 @@ class ModelLayer(nn.Module):
     """A pipeline layer that holds modules of the model under their own names.
 
     Args:
-        blueprint: how it is built.
         modules: name in the model -> module on meta.
-        leaves: gives the names of the modules that ZeRO-3 must gather as one; called where that matters.
+        leaves: returns the names of the modules that ZeRO-3 must gather as one; called under ZeRO-3 alone.
     """
 
     recompute = False
@@ -162,14 +162,15 @@ class ModelLayer(nn.Module):
         self, blueprint: Blueprint, modules: Mapping[str, nn.Module], leaves: Callable[[], Iterable[str]] = tuple
     ) -> None:
         super().__init__()
-        # a copy: the modules in `outer` stay whole and on meta, so that a layer can be built once more
+        # a copy: the modules in `outer` stay whole and on meta, so that a layer can be built again
         for name, module in copy.deepcopy(dict(modules)).items():
             _nest(self, name, module)
         whole = copy.deepcopy(self)
+        # cut while on meta: a whole layer of a large model may not fit in memory
         blueprint.cut(self)
         materialise(self, blueprint.device, blueprint.dtype, blueprint.kept, blueprint.buffers)
         blueprint.source.fill(self, whole)
-        # after the copy, which would copy the whole model with this
+        # set after the copies above, which would copy the whole model with it
         self.leaves = leaves
         blueprint.finish(self)
         self.outer = blueprint.outer
@@ -184,7 +185,7 @@ class ModelLayer(nn.Module):
 class Prologue(ModelLayer):
     """Token ids [batch, sequence], or a tuple of token ids and position ids -> hidden state [batch, sequence, width].
 
-    The hidden state comes with what else later layers need, see `forward/payload.py`; so it does from layer to layer.
+    The output holds the hidden state and what else later layers need (`forward/payload.py`), as does each layer's.
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
@@ -198,7 +199,7 @@ class Prologue(ModelLayer):
         tokens = Tokens.of(inputs)
         payload = self.outer.enter(tokens, modules, self.training)
         if not self.schema.bare or tokens.positions is not None:
-            # copies: layer inputs made from them are found again by their memory, which a caller may write to
+            # copies: the cache finds layer inputs by the memory of the ids, which the caller may reuse for other ids
             copies = Tokens(*(tensor.clone() for tensor in tokens.tensors()))
             payload = replace(payload, tokens=copies)
         if self.sequence is not None:
@@ -245,21 +246,26 @@ class DecoderLayer(ModelLayer):
         whole: Tensor,
         shares: Sequence[tuple[int, ...]],
     ) -> Value:
-        """Return what the layer hands on; `whole` is `hidden`, or has the shape of what the ranks have together."""
+        """Run the layer; return what it passes on.
+
+        Args:
+            whole: has the shape of the hidden state of the whole sequence; `hidden` itself where ranks do not share it.
+            shares: sizes by which tensor-parallel ranks divide tensors unequally.
+        """
         layer = self.get_submodule(self.name)
         expect_shapes(lambda: self.outer.facts.drawn_shapes(self.index, inputs, whole), shares)
         if self.capture is None:
             output = inputs.apply(layer, hidden)
         else:
             output, taken = self.capture.run(layer, lambda: inputs.apply(layer, hidden))
-            payload = payload.with_state(captured_name(self.capture, self.index), taken)
+            payload = payload.with_state(self.capture.state_name(self.index), taken)
         return self.schema.close(self.index + 1, self.outer.after(self.index, inputs, output, payload))
 
 
 class Epilogue(ModelLayer):
     """Hidden state [batch, sequence, width] -> logits [batch, sequence, vocabulary or this rank's part of it].
 
-    Where something is taken out of the layers for the loss, it gives a tuple: the logits, then what is made of that.
+    With a router loss it returns (logits, router loss).
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
@@ -276,14 +282,15 @@ class Epilogue(ModelLayer):
         if self.capture is None:
             logits: Tensor = leave().logits
             return logits
-        taken = [payload.states[captured_name(self.capture, index)] for index in sorted(self.capture.layers)]
+        taken = [payload.states[self.capture.state_name(index)] for index in sorted(self.capture.layers)]
         return self.capture.finish(self.outer.model, taken, leave)
 
 
 def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:
-    """Return the model's pipeline layers, tied where the model ties their weights.
+    """Return the model's pipeline layers: prologue, decoder layers, epilogue; tied where the model ties their weights.
 
-    Raises UserError for a tie that cannot be kept.
+    Raises:
+        UserError: a tie cannot be kept.
     """
     outer = blueprint.outer
     middle = [(DecoderLayer, blueprint, index) for index in range(len(outer.layers))]
@@ -296,9 +303,12 @@ def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:
 
 
 def unequal_shares(outer: OuterForward, cut: Callable[[nn.Module], None]) -> frozenset[str]:
-    """Return the names, with * for numbers, of the layers' parameters of which `cut` gives some ranks more than others.
+    """Return the names, with * for numbers, of parameters of which `cut` gives some ranks more than others.
 
-    A layer of each kind is cut on meta. Raises UserError where one cannot be cut.
+    One layer of each kind is cut, on meta.
+
+    Raises:
+        UserError: a layer cannot be cut.
     """
     kinds: dict[Hashable, tuple[str, nn.Module]] = {}
     for name, layer in zip(outer.layer_names, outer.layers, strict=True):
@@ -322,9 +332,10 @@ class Tie:
 
 
 def find_ties(outer: OuterForward) -> list[Tie]:
-    """Return the parameters that are one and the same in two or more pipeline layers (a tied head, a shared block).
+    """Return the parameters that two or more pipeline layers share (a tied head, a shared block).
 
-    Raises UserError if a layer shares some with one layer and others with another: DeepSpeed ties a layer once.
+    Raises:
+        UserError: a layer shares one parameter with one layer, another with another: DeepSpeed ties a layer once.
     """
     places: dict[int, dict[int, str]] = {}  # a parameter's id -> pipeline layer -> its name there
     layers = [{name: layer} for name, layer in zip(outer.layer_names, outer.layers, strict=True)]

@@ -1,8 +1,8 @@
 """Find by running it what a model's forward does around its decoder layers.
 
-A probe runs the forward with random tensors for whatever layers and the modules around them give. Two probes that
-differ in one of these tensors, or in the token ids, show what depends on it: a layer's inputs, or what comes after
-the last layer. A tensor that a later layer than the next depends on is a state that must travel (`payload.py`).
+A probe runs the forward with random tensors as the outputs of all layers and of the modules around them. Two probes
+that differ in one of these tensors, or in the token ids, show what depends on it: a layer's inputs, or what comes after
+the last layer. A tensor that a later layer than the next depends on is a state, which must be passed on (`payload.py`).
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class ForwardAnalysis:
 
 
 class ForwardProbe(ForwardRun):
-    """A run on random tensors that records what comes where.
+    """A run on random tensors that records which tensor arrives where.
 
     Attributes:
-        random: the random tensors, but for `changed` ones; they are drawn once for all probes.
-        sources: name of each random tensor -> index of the layer that gives it, -1: a module before the first layer.
-        calls: what each layer is given: hidden state and inputs.
-        outputs: the hidden state that each layer gives.
-        tail: what the modules after the last layer are given, and the logits.
+        random: the random tensors, without those in `changed`; drawn once for all probes.
+        sources: name of each random tensor -> index of the layer that returns it, -1: a module before the first layer.
+        calls: the arguments of each layer: hidden state and inputs.
+        outputs: the hidden state that each layer returns.
+        tail: the arguments of the modules after the last layer, and the logits.
         phases: name of a module -> how many layers had been reached when it was called.
     """
 
@@ -83,7 +83,7 @@ class ForwardProbe(ForwardRun):
         return self._source(name, -1, like)
 
     def passes_on(self, index: int) -> bool:
-        """Whether layer `index` is given the very hidden state that the layer before it gave."""
+        """Whether layer `index` gets exactly the hidden state that the layer before it returned."""
         return index == 0 or same(self.calls[index][0], self.outputs[index - 1])
 
     def _at_layer(self, index: int, inputs: LayerInputs, hidden: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class ForwardProbe(ForwardRun):
 
 
 def analyze(lifted: LiftedForward) -> ForwardAnalysis:
-    """Find the modules before the first layer, and what travels; UserError if the model cannot be cut."""
+    """Find the modules before the first layer, and what layers pass on; UserError if the model cannot be cut."""
     with DrawnShapes() as drawn:
         try:
             base = ForwardProbe(lifted, {})
@@ -134,7 +134,7 @@ def analyze(lifted: LiftedForward) -> ForwardAnalysis:
         last_use = _last_uses(lifted, base)
     states = tuple(state for name, made in base.sources.items() if (state := _state(name, made, last_use)) is not None)
     replayed = bool(states) or any(not base.passes_on(index) for index in range(len(base.calls)))
-    # from a hidden state that begins otherwise than [batch, sequence] no layer could tell the shape of the ids
+    # masks need the shape of the ids: a hidden state that does not begin with [batch, sequence] does not tell it
     shapes_differ = any(hidden.shape[:2] != (BATCH, SEQUENCE) for hidden, _ in base.calls)
     tokens = replayed or shapes_differ or _last_change(base, other_ids) >= 0
     return ForwardAnalysis(
@@ -178,7 +178,7 @@ def _last_uses(lifted: LiftedForward, base: ForwardProbe) -> dict[str, int]:
     """Return source -> index of the last layer that depends on it; the number of layers: what comes after them."""
 
     def search(sources: Sequence[str]) -> dict[str, int]:
-        """Change all sources at once, then, where that matters, each half of them."""
+        """Change all sources at once, then bisect: most models depend on none, so a few probes do."""
         last = _last_change(base, ForwardProbe(lifted, base.random, changed=sources)) if sources else -1
         if last < 0:
             return {}
@@ -187,14 +187,15 @@ def _last_uses(lifted: LiftedForward, base: ForwardProbe) -> dict[str, int]:
         half = len(sources) // 2
         return search(sources[:half]) | search(sources[half:])
 
-    # the last hidden state is what the epilogue is there for
+    # without the last hidden state: the epilogue reads it in every model
     return search([name for name in base.sources if name != hidden_name(len(base.calls) - 1)])
 
 
 def _last_change(base: ForwardProbe, other: ForwardProbe) -> int:
-    """Return the index of the last layer whose inputs differ, or its hidden state if it is not just passed on.
+    """Return the index of the last layer whose arguments differ between two probes.
 
-    The number of layers: what comes after them differs; -1: nothing does.
+    A hidden state that the layer before returned is no argument in this sense. Returns the number of layers if what
+    comes after them differs, -1 if nothing does.
     """
     if not same(base.tail, other.tail):
         return len(base.calls)

@@ -32,10 +32,13 @@ from harness.parallel.values import Argument, Keyword, Positional
 def find_stack(model: PreTrainedModel) -> str:
     """Return the name of the ModuleList that holds the decoder layers of a model on the meta device.
 
-    It is a list as long as the model is deep, or any list where none is (a layer may count as two). A list inside
-    another one's layer is not looked at (its two attentions, say). Of several, it is the one whose layers the forward
-    calls first when it gets token ids alone (an encoder of images is not called then), else the largest. That its
-    layers are called one after the other is seen when the forward runs. Raises UserError if there is none.
+    It is a list as long as the model is deep, or any list where none is that long (a layer may count as two). A list
+    inside another list's layer does not count. Of several, it is the one whose layer the forward calls first when it
+    gets token ids alone (an encoder of images is not called then), else the largest. Whether its layers are called one
+    after the other is checked when the forward is probed (`analysis.py`).
+
+    Raises:
+        UserError: the model has no such list.
     """
     depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     sizes: dict[str, int] = {}
@@ -85,7 +88,7 @@ def _first_called(model: PreTrainedModel, lists: Iterable[str]) -> str | None:
 def parameter_owners(model: nn.Module, stack: str) -> dict[str, nn.Module]:
     """Return name -> module of all modules outside the stack that hold parameters themselves.
 
-    A module inside of such a one is not listed: it comes with it.
+    A module inside one of them is not listed: it moves with it.
     """
     owners: dict[str, nn.Module] = {}
     wrapped = wrappers_in(model)
@@ -103,7 +106,7 @@ def parameter_owners(model: nn.Module, stack: str) -> dict[str, nn.Module]:
 
 
 def has_own_parameters(module: nn.Module) -> bool:
-    """Return whether the module holds a parameter itself, not by a child."""
+    """Return whether the module itself, not a child, holds a parameter."""
     return any(True for _ in module.parameters(recurse=False))
 
 
@@ -145,11 +148,11 @@ class PlaceholderLayer(AttributeProxy):
 
 
 class PlaceholderModule(AttributeProxy):
-    """Takes the place of a module that holds parameters; gives a tensor of the shape that the module would give.
+    """Takes the place of a module that holds parameters; returns a tensor of the shape that the module would return.
 
     Args:
         original: the module, on the meta device.
-        device: of the tensors that it gives.
+        device: of the tensors that it returns.
         output_of: (an empty tensor of that shape, the arguments) -> the tensor.
     """
 
@@ -169,7 +172,7 @@ class PlaceholderModule(AttributeProxy):
 
 @torch.no_grad()
 def output_like(module: nn.Module, args: Positional, kwargs: Keyword) -> Tensor:
-    """Return a tensor on meta of the shape that a module, on the meta device, gives."""
+    """Return a tensor on meta of the shape that a module, on the meta device, returns."""
     try:
         args, kwargs = tree_map(_to_meta, (args, kwargs))
         output = module(*args, **kwargs)
@@ -207,8 +210,8 @@ class ForwardRun:
 
     Args:
         handler: called where the forward arrives at a layer.
-        known: name -> tensor that a module or a layer gave before, perhaps on another stage; all others give zeros, or
-            None.
+        known: name -> tensor that a module or a layer returned before, perhaps on another stage. All others return
+            zeros, or None.
         dtype: of the floating zeros.
     """
 
@@ -219,12 +222,12 @@ class ForwardRun:
         self._calls: Counter[str] = Counter()
 
     def next_name(self, module: str) -> str:
-        """Return the name of what a module gives at its next call, and count that call."""
+        """Return the name of a module's output at its next call, and count that call."""
         self._calls[module] += 1
         return call_name(module, self._calls[module] - 1)
 
     def module_output(self, module: str, like: Tensor, _arguments: Call) -> Tensor:
-        """Return what a module gives; `like` has the right shape and dtype."""
+        """Return the output of a module's placeholder; `like` has its shape and dtype."""
         name = self.next_name(module)
         if name in self.known:
             return self.known[name]
@@ -232,12 +235,12 @@ class ForwardRun:
 
 
 def keep_hidden(_index: int, _inputs: LayerInputs, hidden: Tensor) -> Tensor:
-    """Handle a layer as if it were not there: it hands on the hidden state."""
+    """Handle a layer as if it were not there: return the hidden state."""
     return hidden
 
 
 def call_name(module: str, call: int) -> str:
-    """Return the name of what a module outside the layers gives at one of its calls in a forward."""
+    """Return the name of the output of a module outside the layers at one of its calls in a forward."""
     return f"{module}:{call}"
 
 
@@ -311,7 +314,8 @@ class LiftedForward:
         try:
             self.run(tokens, run)
         except ReachedLayer as reached:
-            # its traceback holds the frames of all callers, so the logits of a step would stay until a cycle is found
+            # The traceback holds the frames of all callers. With it, a step's logits would stay in memory until
+            # Python's cycle collector runs.
             return reached.with_traceback(None)
         raise RuntimeError("the model's forward ended before its decoder layers were reached")
 

@@ -1,17 +1,20 @@
 """The model's own forward, divided at its decoder layers: what runs before, between and after them.
 
-An `OuterForward` holds a HuggingFace causal decoder on the meta device and finds, by running the model's own forward
-with placeholders, what no table of families could say for all of them:
+An `OuterForward` holds a HuggingFace causal decoder on the meta device. By running the model's own forward with
+placeholders it finds what no table of families could list:
 
 - the prologue: the modules called before the first decoder layer (embeddings, their scaling or norm);
-- the inputs of each layer besides the hidden state (masks, positions, rotary tables). Every stage makes its own:
-  mostly from shape, dtype and device alone, so that nothing but the hidden state crosses; else from the token ids,
-  which then travel with it, and from position ids where the data gives them;
-- the states: what a layer is given that an embedding or an earlier layer gave. It travels, and the forward between
-  the layers is run again with it in its place;
+- the inputs of each layer besides the hidden state (masks, positions, rotary tables). Every stage makes its own,
+  mostly from shape, dtype and device alone, so that only the hidden state is sent. Some need the token ids, which are
+  then sent with it, or the position ids of the data;
+- the states: tensors that a layer gets from an embedding or from a layer before the last one. They are sent, and the
+  forward between the layers runs again with them in their place;
 - the epilogue: the modules called after the last layer (norm, head, scaling).
 
 The real modules live in the pipeline layers (`harness/hf/decoder.py`) and stand in the model only while it runs them.
+Inputs of layers are cached: masks and rotary tables are the same for every micro-batch of a shape. Where they are made
+from token or position ids, they are kept for one micro-batch: for its forward, and for the one that recomputes
+activations.
 """
 
 from __future__ import annotations
@@ -95,7 +98,7 @@ def _share_memory(known: Tokens, tokens: Tokens) -> bool:
 
 
 class OuterForward(LiftedForward):
-    """A decoder's own forward of which is known what runs before and after its layers, and what they are given.
+    """A decoder's own forward, divided into prologue, layers and epilogue.
 
     Args:
         model: the causal language model on the meta device; it is taken over and changed.
@@ -103,9 +106,9 @@ class OuterForward(LiftedForward):
         buffers: values, by name, of the buffers outside the layers, where they are not what the model computes anew.
 
     Attributes:
-        prologue, epilogue: name -> module of everything with parameters that stands before and after the layers.
-        schema: what travels besides the hidden state.
-        draws: whether random numbers are drawn in training (dropout, jitter), as far as runs of its parts show.
+        prologue, epilogue: name -> module with parameters that runs before and after the layers.
+        schema: what is passed on besides the hidden state.
+        draws: whether training draws random numbers (dropout, jitter), as far as runs of its parts show.
 
     Raises:
         UserError: the model has no single stack of decoder layers that are called one after the other, or a module
@@ -115,21 +118,22 @@ class OuterForward(LiftedForward):
     def __init__(
         self, model: PreTrainedModel, device: torch.device, buffers: Mapping[str, Tensor] = MappingProxyType({})
     ) -> None:
-        drops = has_dropout(model)  # asked first: afterwards the layers are no longer in the model
+        drops = has_dropout(model)  # before the layers are taken out of the model
         super().__init__(model, device, buffers)
         self._input_cache = LayerInputCache(self._make_inputs, device)
         analysis = analyze(self)
         self.schema: PayloadSpec = analysis.schema
         self.draws = drops or analysis.draws
         owners = self.owners
-        # what is never called stands last; beside the first layer if it is tied there, where alone it has a gradient
+        # A module that the forward never calls goes to the epilogue. If it is tied to the prologue it goes there, as
+        # only there its parameters get a gradient.
         first = {parameter for name in analysis.prologue for parameter in owners[name].parameters()}
         tied = {name for name in set(owners) - analysis.called if not first.isdisjoint(owners[name].parameters())}
         self.prologue = {name: m for name, m in owners.items() if name in analysis.prologue | tied}
         self.epilogue = {name: m for name, m in owners.items() if name not in self.prologue}
 
     def enter(self, tokens: Tokens, modules: dict[str, nn.Module], training: bool) -> StagePayload:
-        """Return what the model's forward gives its first layer, by the real prologue `modules`."""
+        """Run the prologue with its real `modules`; return what the forward gives the first layer."""
 
         def stop(_index: int, inputs: LayerInputs, hidden: Tensor) -> Tensor:
             raise ReachedLayer(hidden, inputs)
@@ -140,10 +144,10 @@ class OuterForward(LiftedForward):
         return StagePayload(hidden=reached.hidden, states=outputs)
 
     def arguments(self, index: int, payload: StagePayload) -> tuple[Tensor, LayerInputs]:
-        """Return what layer `index` is given: a hidden state, and the rest.
+        """Return the arguments of layer `index`: its hidden state, and the other inputs.
 
-        The rest is made once for all hidden states of a shape and dtype; once a micro-batch where it depends on token
-        or position ids; and at every call where it is made of states, so that they get their gradient.
+        The other inputs are made once for all hidden states of a shape and dtype, or once a micro-batch where they
+        depend on token or position ids, or at every call where they depend on states, so that these get a gradient.
         """
         hidden, tokens = payload.hidden, payload.tokens
         if self.schema.replayed:
@@ -153,7 +157,7 @@ class OuterForward(LiftedForward):
         return hidden, self._input_cache.of_shape(HiddenShape.of(hidden, tokens))[index]
 
     def after(self, index: int, inputs: LayerInputs, output: LayerOutput, payload: StagePayload) -> StagePayload:
-        """Return what layer `index` hands on, having returned `output` for `inputs` and `payload`."""
+        """Return what is passed on after layer `index`, which returned `output` for `inputs` and `payload`."""
         hidden = output[0] if isinstance(output, (tuple, list)) else output
         if not self.schema.replayed:
             return replace(payload, hidden=hidden)
@@ -164,8 +168,11 @@ class OuterForward(LiftedForward):
     def leave(
         self, payload: StagePayload, modules: dict[str, nn.Module], training: bool, **options: object
     ) -> ForwardOutput:
-        """Return what the model's forward makes of the last hidden state, by the real epilogue `modules`: `.logits`,
-        and what `options`, further arguments of the forward, ask for."""
+        """Run the epilogue with its real `modules` on the last hidden state; return the model's output with `.logits`.
+
+        Args:
+            options: further arguments of the forward, such as `output_router_logits`.
+        """
         tokens = payload.tokens or HiddenShape.of(payload.hidden, None).tokens(self.device)
         self._switch_mode(training)
         with self.real(modules):
@@ -173,13 +180,13 @@ class OuterForward(LiftedForward):
 
     @torch.no_grad()
     def finish(self, head: str, output: Tensor, **options: object) -> ForwardOutput:
-        """Return what the model's forward makes of the `output` of its module `head`, as in `leave`."""
+        """Run the forward after its module `head`, as if that had returned `output`; return the model's output."""
         tokens = HiddenShape.of(output, None).tokens(self.device)
         with self.real({head: _Constant(output)}):
             return self.forward(tokens, ForwardRun(keep_hidden, output.dtype), **options)
 
     def _replay(self, index: int, payload: StagePayload) -> tuple[Tensor, LayerInputs]:
-        """Run the forward between the layers again, up to layer `index`; return what that layer is given."""
+        """Run the forward again up to layer `index`, without the layers; return that layer's arguments."""
         if payload.tokens is None:
             raise RuntimeError("the token ids have not travelled with the hidden state")
         with draws_of_layer(0):  # as in `enter`, so that dropout before the layers has the same mask
@@ -187,9 +194,10 @@ class OuterForward(LiftedForward):
         return reached.hidden, reached.inputs
 
     def _replaying(self, payload: StagePayload, stop: int) -> ForwardRun:
-        """Return a run in which all layers before `stop` give what travelled from them."""
+        """Return a run in which every layer before `stop` returns what was passed on from it."""
         known = {**payload.states, hidden_name(stop - 1): payload.hidden}
-        if self.schema.replayed:  # copies: a forward may write to what a module gave, and this one runs many times
+        # a forward may write in place to what a module returned, and this one runs once for every layer
+        if self.schema.replayed:
             known = {name: value.clone() for name, value in known.items()}
 
         def handler(index: int, inputs: LayerInputs, hidden: Tensor) -> Tensor:
@@ -201,7 +209,7 @@ class OuterForward(LiftedForward):
 
     @torch.no_grad()
     def _make_inputs(self, tokens: Tokens, dtype: torch.dtype) -> list[LayerInputs]:
-        """Return the inputs of all layers, for these ids and hidden states of this dtype."""
+        """Make the inputs of all layers, for these ids and for hidden states of this dtype."""
         made: list[LayerInputs] = []
 
         def keep(_index: int, inputs: LayerInputs, hidden: Tensor) -> Tensor:

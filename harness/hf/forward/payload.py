@@ -1,30 +1,28 @@
 """What one pipeline layer passes to the next: the hidden state, and whatever else later layers need.
 
-Most decoders pass on a bare hidden state. Some need more: token ids or position ids that their layers' arguments are
-made from, tensors that an earlier module gave and a later one reads, sums that the loss reads. Then layers pass on a
-flat tuple, `(hidden, *states, ids[, positions])`. Which states lie at which boundary is the same for every
-micro-batch, so their names never travel.
+Most decoders pass on a bare hidden state. Some need more: token ids or position ids from which the arguments of layers
+are made, tensors that one layer computes and a later one reads, router logits for the loss. Then layers pass on a flat
+tuple, `(hidden, *states, ids[, positions])`. Which states cross which boundary is the same for every micro-batch, so
+their names are never sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from harness.hf.layers.call import LayerOutput
 from harness.parallel.values import Value
 
 ForwardOutput: TypeAlias = Any
 """What a causal model's forward returns: an object with `logits`, and perhaps `loss` and `aux_loss`."""
-"""What layers pass on: a bare hidden state or a tuple."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a batch is made of, both [batch, sequence]: token ids, and position ids where the data gives them."""
+    """Token ids of a micro-batch, and position ids where the data gives them; both [batch, sequence]."""
 
     ids: Tensor
     positions: Tensor | None = None
@@ -35,7 +33,7 @@ class Tokens:
         return cls(inputs) if isinstance(inputs, Tensor) else cls(*inputs)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return both, as they stand at the end of a tuple."""
+        """Return ids and position ids, in the order in which they end the tuple."""
         return (self.ids,) if self.positions is None else (self.ids, self.positions)
 
 
@@ -44,8 +42,8 @@ class StagePayload:
     """What reaches a layer.
 
     Attributes:
-        hidden: the output of the layer before.
-        states: name -> what else is passed on. Those that need a gradient have one.
+        hidden: the output of the layer before, [batch, sequence, width].
+        states: name -> tensor of an earlier layer, with its gradient.
         tokens: present if anything but the hidden state is passed on.
     """
 
@@ -60,11 +58,10 @@ class StagePayload:
 
 @dataclass(frozen=True, kw_only=True)
 class CarriedTensor:
-    """A tensor that is passed on; boundary i lies before layer i, the last one before the epilogue.
+    """A tensor that crosses boundaries between layers. Boundary i lies before layer i, the last before the epilogue.
 
     Attributes:
-        name: its name.
-        made: index of the layer that gives it first; -1: the prologue.
+        made: index of the layer that computes it; -1: the prologue.
         used: index of the last layer that reads it; the number of layers: the epilogue.
     """
 
@@ -75,13 +72,13 @@ class CarriedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class PayloadSpec:
-    """What is passed on at each boundary of a model.
+    """What crosses each boundary of a model.
 
     Attributes:
-        states: in the order in which they stand in a tuple.
-        tokens: whether the layers' arguments depend on the token ids.
-        replayed: whether they depend on what modules or layers gave, so that the forward between the layers is run
-            again for each layer with what travelled.
+        states: in their order in the tuple.
+        tokens: whether the arguments of layers depend on the token ids.
+        replayed: whether they depend on outputs of modules or layers. Then, for each layer, the forward before it runs
+            again with the states in the place of the real layers.
     """
 
     states: tuple[CarriedTensor, ...] = ()
@@ -90,15 +87,15 @@ class PayloadSpec:
 
     @property
     def bare(self) -> bool:
-        """Whether nothing but the hidden state travels, unless the data carries position ids."""
+        """Whether only the hidden state is passed on, unless the data has position ids."""
         return not self.states and not self.tokens
 
     def names(self, boundary: int) -> list[str]:
-        """Return the names of the states that are passed on at a boundary."""
+        """Return the names of the states that cross a boundary."""
         return [state.name for state in self.states if state.made < boundary <= state.used]
 
     def open(self, boundary: int, value: Value) -> StagePayload:
-        """Read what was passed on at a boundary."""
+        """Unpack what crossed a boundary."""
         if isinstance(value, Tensor):
             return StagePayload(hidden=value)
         names = self.names(boundary)
@@ -107,8 +104,8 @@ class PayloadSpec:
         return StagePayload(hidden=hidden, states=dict(zip(names, rest, strict=False)), tokens=tokens)
 
     def close(self, boundary: int, payload: StagePayload) -> Value:
-        """Return what is passed on at a boundary."""
-        # a new tensor object for each: activation checkpointing may empty those that it was given
+        """Pack what crosses a boundary: the hidden state alone, or the tuple."""
+        # a new tensor object for each state: activation checkpointing may empty the tensors that it was given
         states = [payload.states[name].view_as(payload.states[name]) for name in self.names(boundary)]
         tokens = () if payload.tokens is None else payload.tokens.tensors()
         return (payload.hidden, *states, *tokens) if states or tokens else payload.hidden
@@ -119,39 +116,5 @@ class PayloadSpec:
 
 
 def hidden_name(index: int) -> str:
-    """Return the name of the hidden state that layer `index` gives, where it travels further than to the next layer."""
+    """Return the name of layer `index`'s hidden state, as a state that a later layer than the next reads."""
     return f"hidden:{index}"
-
-
-class LayerCapture(Protocol):
-    """Takes something out of layers as they run, for the end of the forward.
-
-    Attributes:
-        name: of what is taken.
-        layers: indices of the layers that it is taken from.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def layers(self) -> Collection[int]: ...
-
-    def run(self, layer: nn.Module, call: Callable[[], LayerOutput]) -> tuple[LayerOutput, Tensor]:
-        """Call `call`, which runs `layer`; return what it returned, and what was taken.
-
-        It may run twice for one micro-batch (activation checkpointing), and must give the same both times.
-        """
-
-    def finish(
-        self, model: nn.Module, taken: Sequence[Tensor], forward: Callable[..., ForwardOutput]
-    ) -> tuple[Tensor, ...]:
-        """Return the logits, and what is made of all that was taken, layer by layer.
-
-        `forward`, given further arguments, ends the forward of `model`.
-        """
-
-
-def captured_name(capture: LayerCapture, index: int) -> str:
-    """Return the name of the state that is taken out of layer `index`."""
-    return f"{capture.name}:{index}"

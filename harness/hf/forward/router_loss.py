@@ -1,9 +1,9 @@
-"""The router loss of a mixture of experts, by the model's own forward, wherever its layers lie.
+"""The router loss of a mixture of experts, by the model's own forward, on whatever stages its layers run.
 
-Families record the logits of their routers in one way and make a balancing loss of them in many (Fedus et al. 2021,
-Switch Transformers, arXiv 2101.03961, section 2.2, is the usual one). So both are left to the model: what its class
-declares as its router logits is taken from the layers as they run and handed on, and at the end the model's own
-forward is given all of it, as if its own layers had left it there. Nothing here knows a formula.
+Families compute a balancing loss from the logits of their routers in many ways (Fedus et al. 2021, Switch Transformers,
+arXiv 2101.03961, section 2.2, is the usual one). So that is left to the model: what its class declares as router logits
+is taken from the layers as they run and passed on from stage to stage. At the end the model's own forward gets all of
+it, as if its own layers had recorded it. No formula stands here.
 """
 
 from __future__ import annotations
@@ -44,26 +44,31 @@ class RouterOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterCapture:
-    """Takes the router logits out of the layers, and passes them to the model's own forward at the end.
+    """Takes the router logits out of the layers, and gives them to the model's own forward at the end.
 
-    Of each layer [its routers, *shape of one router's logits] travel, the same on all tensor-parallel ranks.
+    They are the same on all tensor-parallel ranks.
 
     Attributes:
-        name: of what is taken.
         layers: indices of the layers with routers.
-        recorders: what is taken.
-        base: name of the module of the model that returns router logits beside the last hidden state.
-        coefficient: by which the model's own loss multiplies its router loss.
+        recorders: which outputs of which modules are router logits.
+        base: name of the model's module that returns router logits beside the last hidden state.
+        coefficient: factor of the router loss in the model's own loss.
     """
 
-    name: str = ROUTER_LOGITS
     layers: Collection[int]
     recorders: tuple[RouterOutput, ...]
     base: str
     coefficient: float = 0.0
 
+    def state_name(self, index: int) -> str:
+        """Return the name of the state in which the router logits of layer `index` are passed on."""
+        return f"{ROUTER_LOGITS}:{index}"
+
     def run(self, layer: nn.Module, call: Callable[[], LayerOutput]) -> tuple[LayerOutput, Tensor]:
-        """Call `call`, which runs `layer`; return what it returned, and the logits of the layer's routers."""
+        """Call `call`, which runs `layer`; return its output, and its routers' logits, [routers, *shape of one's].
+
+        With activation checkpointing it runs twice for a micro-batch, and returns the same both times.
+        """
         taken: list[Tensor] = []
         with self.taking(layer, taken.append):
             output = call()
@@ -74,14 +79,18 @@ class RouterCapture:
     def finish(
         self, model: nn.Module, taken: Sequence[Tensor], forward: Callable[..., ForwardOutput]
     ) -> tuple[Tensor, Tensor]:
-        """Return the logits and the router loss of `model`, whose forward `forward` ends."""
+        """Return the logits and the router loss of `model`, given the router logits `taken` from each of `layers`.
+
+        Args:
+            forward: ends the forward of `model`; takes further arguments of it.
+        """
         with self.replaying(model, taken):
             output = forward(**WANTED)
         return output.logits, output.aux_loss
 
     @contextmanager
     def replaying(self, model: nn.Module, taken: Sequence[Tensor]) -> Iterator[None]:
-        """Let `model`'s forward find these router logits, as if its own layers had left them."""
+        """Give `model`'s forward these router logits, as if its own layers had recorded them."""
 
         def after_forward(_module: nn.Module, _args: object, output: ForwardOutput) -> ForwardOutput:
             output[ROUTER_LOGITS] = tuple(logits for layer in taken for logits in layer)
@@ -116,13 +125,13 @@ class RouterCapture:
 
 
 def router_capture(outer: OuterForward, head: str | None) -> RouterCapture | None:
-    """Return what takes the router logits of a model for its own router loss; None where it makes none of them.
+    """Return what takes a model's router logits for its own router loss; None for a model without such a loss.
 
     Args:
-        head: the name of the module that makes the logits.
+        head: the name of the module that computes the logits.
 
     Raises:
-        UserError: the model has routers, but its loss of them cannot be made apart from its layers.
+        UserError: the model has routers, but its router loss cannot be computed apart from its layers.
     """
     base = _owner(outer.model, outer.layer_names[0])
     recorders = _recorders(outer.model.get_submodule(base))
@@ -170,10 +179,13 @@ class _Taken(Exception):
 
 @torch.no_grad()
 def _coefficient(outer: OuterForward, capture: RouterCapture, head: str) -> float | None:
-    """Return by how much the model's own loss grows with its router loss; None where it makes no router loss.
+    """Return the factor of the router loss in the model's own loss; None for a model without a router loss.
 
-    The forward ends with even routers and with logits whose cross entropy vanishes, so that nothing is rounded away.
-    Raises UserError where it cannot run so.
+    It is measured: loss with router loss minus loss without, over the router loss. All routers are even, and the logits
+    make the cross entropy 0, so that rounding does not hide the difference.
+
+    Raises:
+        UserError: the forward does not run on these.
     """
     labels = torch.zeros(PROBE.batch, PROBE.sequence, dtype=torch.long, device=outer.device)
     width = next(outer.epilogue[head].parameters()).shape[0]
@@ -195,7 +207,7 @@ def _coefficient(outer: OuterForward, capture: RouterCapture, head: str) -> floa
 
 
 def _logits_shape(outer: OuterForward, capture: RouterCapture) -> torch.Size:
-    """Return the shape of one router's logits; its layer is run no further than to its router."""
+    """Return the shape of one router's logits; its layer runs only up to the router."""
     wanted = min(capture.layers)
 
     def stop(logits: Tensor) -> None:
