@@ -43,7 +43,7 @@ HARMLESS = ("transformers", "peft")
 
 
 def require_plain(model: PreTrainedModel) -> None:
-    """UserError for what a model in memory has and its trained copy would not have or do."""
+    """Raise UserError for what a model in memory has and its trained copy would lose: hooks, forwards, DTensors."""
     for name, module in model.named_modules():
         where = name or type(model).__name__
         for place, kind in HOOKS.items():
@@ -96,7 +96,7 @@ def skeleton_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedM
 
 
 def foreign_modules(model: nn.Module, built: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of what `model` has and `built`, made from its config, has not: other classes, sizes, names."""
+    """Yield name and module of `model` where `built`, made from its config, has another class, size or name."""
     expected = dict(built.named_modules())
     for name, module in model.named_modules():
         other = expected.get(name)
@@ -109,7 +109,7 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _forget_broken_ties(model: PreTrainedModel) -> None:
-    """Take out of the model's list of ties what was untied by hand."""
+    """Remove ties from the model's list that the user has broken by hand."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, other in list(model.all_tied_weights_keys.items()):
         if name in parameters and other in parameters and parameters[name] is not parameters[other]:
@@ -148,10 +148,11 @@ class ModelSource:
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> ModelSource:
-        """Return a model that is already in memory, with its weights and buffers.
+        """Return the source for a model in memory, with its weights and buffers.
 
-        UserError for one of several parts, for one of another class than its config stands for, as it may be no
-        causal decoder, and for what could not be trained as it is (`require_plain`).
+        Raises:
+            UserError: it has several parts, or another class than its config stands for (so it may be no causal
+                decoder), or something that training would lose (`require_plain`).
         """
         if is_composite(model.config):
             raise UserError(
@@ -206,8 +207,7 @@ def _read_generation(directory: Path) -> GenerationConfig | None:
 
 
 def _reason(error: Exception) -> str:
-    """Return what transformers says of a config, in one line: its first, and the second where the first only leads to
-    it."""
+    """Return transformers' message about a config in one line: its first, with the second if the first ends in ":"."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if isinstance(error, KeyError):  # says nothing but the key
         return f"KeyError: {lines[0]}"
@@ -215,15 +215,16 @@ def _reason(error: Exception) -> str:
 
 
 def is_composite(config: PretrainedConfig) -> bool:
-    """Whether a config is that of a model which puts a text decoder beside encoders of images."""
+    """Whether a config is of a vision-language model: a text decoder beside encoders of images."""
     with_images = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return with_images and isinstance(getattr(config, "text_config", None), PretrainedConfig)
 
 
 def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config of the text decoder inside a model of several parts, with a warning; any other config as it is.
+    """Return the config of the text decoder of a vision-language model, with a warning; any other config as it is.
 
-    UserError where transformers has no causal class for the text part alone.
+    Raises:
+        UserError: transformers has no causal class for the text decoder alone.
     """
     if not is_composite(config):
         return config
@@ -243,9 +244,9 @@ def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Return how many token ids a causal model both takes and gives.
+    """Return the number of token ids that a causal model both reads and predicts.
 
-    The rows of its input embedding or of its head, whichever are fewer: a config may name several vocabularies.
+    That is the rows of its input embedding or of its head, whichever are fewer: a config may name several vocabularies.
     """
     ends: tuple[nn.Module | None, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
     return min(end.get_parameter("weight").shape[0] for end in ends if end is not None)
@@ -264,9 +265,10 @@ def _causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return the causal language model of `config` on the meta device, in training mode; UserError if it has none.
+    """Build the causal language model of `config` on the meta device, in training mode.
 
-    Also where it has not the implementation of attention that the config asks for.
+    Raises:
+        UserError: transformers has none, or not with the attention implementation that the config asks for.
     """
     config = copy.deepcopy(config)
     config.use_cache = False

@@ -24,10 +24,9 @@ from harness.parallel.values import Argument, Keyword, Positional
 
 HIDDEN = "hidden_states"
 
-
 Call: TypeAlias = tuple[Positional, Keyword]
 LayerOutput: TypeAlias = Any
-"""What such a layer returns: a hidden state, or a tuple or list that begins with one."""
+"""What a decoder layer returns: a hidden state, or a tuple or list that begins with one."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +107,11 @@ def _mapped(value: Argument, change: Callable[[Tensor], object]) -> Argument:
 
 
 META, CPU = torch.device("meta"), torch.device("cpu")
-# what a forward raises that asks tensors on meta for their values
+# what a forward raises if it reads values of tensors on meta
 ASKS_FOR_VALUES = (NotImplementedError, RuntimeError, ValueError)
-# what a forward raises that asks a placeholder for what it cannot give
+# what a forward raises if a placeholder lacks what it needs
 CANNOT_RUN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-# Linux then grants more than it has; Python names the flag only in later versions
+# Linux then maps more memory than it has; Python names the flag only in later versions
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 Result = TypeVar("Result")
@@ -122,9 +121,9 @@ Result = TypeVar("Result")
 def dry_run(
     layer: nn.Module, inputs: LayerInputs, hidden: Tensor, run: Callable[[nn.Module, LayerInputs, Tensor], Result]
 ) -> Result:
-    """Return `run(layer, inputs, hidden)` with a layer from the meta device, where it runs with the least memory.
+    """Return `run(layer, inputs, hidden)` for a layer on the meta device, run where it takes the least memory.
 
-    Where it runs on no device, the last error is raised.
+    That is meta; else the CPU, on zeros; else the device of `hidden`, whose error is raised.
     """
 
     def attempt(device: torch.device) -> Result:
@@ -142,7 +141,7 @@ def dry_run(
 
 @torch.no_grad()
 def drawn_shapes(layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[torch.Size]:
-    """Return the shapes of the random numbers that a layer on the meta device draws, up to where it looks at values."""
+    """Return the shapes of the random numbers that a layer on the meta device draws, until it reads a value."""
     with DrawnShapes() as drawn, suppress(*ASKS_FOR_VALUES), _shapes_alone(layer):
         inputs.mapped(lambda tensor: tensor.to(META)).apply(layer, hidden.to(META))
     return drawn.shapes
@@ -150,9 +149,9 @@ def drawn_shapes(layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[
 
 @contextmanager
 def _shapes_alone(layer: nn.Module) -> Iterator[None]:
-    """Let transformers' experts do what needs no values and takes any dtype: all tokens at once.
+    """Let transformers' experts compute all tokens at once, which needs no values and takes any dtype.
 
-    Afterwards the layer is as before: a table that its forward has made on meta and kept would be of no use.
+    Afterwards the attributes of all modules are as before: a layer may have cached a table, now on meta.
     """
     before = [(module, dict(vars(module))) for module in layer.modules()]
     configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
@@ -187,7 +186,7 @@ def zeroed(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _zeros(like: Tensor, device: torch.device) -> Tensor:
-    """Return zeros. On the CPU they take no memory until they are written to: their pages are not yet assigned."""
+    """Return zeros. On the CPU they take no memory until they are written to, as the system has assigned no pages."""
     size = prod(like.shape) * like.dtype.itemsize
     if device != CPU or not size:
         return torch.zeros_like(like, device=device)

@@ -47,7 +47,7 @@ class Effect:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOutputSpec:
-    """The structure of what one layer gives.
+    """The structure of one layer's output.
 
     Attributes:
         name: of the layer, with which the names of its tensors begin.
@@ -82,14 +82,14 @@ class LayerOutputSpec:
         return hidden, *tree_unflatten(leaves, self.spec)
 
     def affect(self, inputs: LayerInputs, known: Mapping[str, Tensor]) -> None:
-        """Put into the mappings of `inputs` what the layer would put there, as far as it is in `known`."""
+        """Put into the mappings of `inputs` what the layer would put there, as far as `known` has it."""
         for effect in self.effects:
             leaves = [known.get(name) for name in _named(effect.name, effect.leaves)]
             if all(leaf is not None for leaf in leaves):
                 inputs.argument(effect.place)[effect.key] = tree_unflatten(leaves, effect.spec)
 
     def take(self, inputs: LayerInputs, output: LayerOutput) -> dict[str, Tensor]:
-        """Return the tensors, by name, that the layer gave: it returned `output` when it was given `inputs`."""
+        """Return the tensors, by name, of a layer that returned `output` for `inputs`, without the hidden state."""
         found: dict[str, object] = {}
         if self.extras is not None:
             found |= _named(f"{self.name}.output", tree_flatten(tuple(output[1:]))[0])
@@ -99,9 +99,9 @@ class LayerOutputSpec:
 
 
 def kind_of(layer: nn.Module) -> Hashable:
-    """Return a value that is equal for layers whose outputs have one structure.
+    """Return a key that is equal for layers of equal modules, shapes and settings.
 
-    These have equal modules, shapes and settings, but for numbers such as their index.
+    Their outputs have one structure. Numbers among the settings do not count, as one may be the layer's index.
     """
 
     def settings(module: nn.Module) -> tuple[tuple[str, bool | str], ...]:
@@ -113,9 +113,10 @@ def kind_of(layer: nn.Module) -> Hashable:
 
 @torch.no_grad()
 def output_spec_of(name: str, layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> LayerOutputSpec:
-    """Run a layer of the meta device on `inputs`, and return what it gives besides the hidden state.
+    """Run a layer on the meta device; return the structure of its output besides the hidden state.
 
-    Raises UserError if it does not return a hidden state first, or appends to a list that it is given.
+    Raises:
+        UserError: it does not return a hidden state first, or appends to a list among its arguments.
     """
 
     def run(module: nn.Module, passed: LayerInputs, state: Tensor) -> tuple[LayerOutput, LayerInputs, Contents]:
@@ -160,10 +161,10 @@ def _named(prefix: str, leaves: list[object]) -> dict[str, object]:
 
 @torch.no_grad()
 def leaves_of(layer: nn.Module, run: Callable[[nn.Module], object]) -> frozenset[str]:
-    """Return the names of the modules of `layer`, on the meta device, that are to be leaves; "" is `layer` itself.
+    """Return the names of the modules of `layer`, on the meta device, that must be ZeRO-3 leaves; "" is `layer` itself.
 
     Args:
-        run: calls the module that it is given as the model would, with tensors on the meta device.
+        run: calls its argument, a copy of `layer`, as the model would, with tensors on the meta device.
     """
     watch = _Watch(layer)
     run(watch.layer)
@@ -172,12 +173,12 @@ def leaves_of(layer: nn.Module, run: Callable[[nn.Module], object]) -> frozenset
 
 
 def leaves_of_sequence(sequence: nn.Module, calls: Iterable[LayerCall], inputs: Value) -> list[str]:
-    """Return the names of the modules of `sequence` that are to be leaves.
+    """Return the names of the modules of `sequence` that must be ZeRO-3 leaves.
 
     Args:
         calls: the modules and functions of `sequence`, one after the other, or functions with a module as first
             argument (`functools.partial`).
-        inputs: of the first; tensors, of which only shape and dtype count.
+        inputs: of the first; only the shapes and dtypes of its tensors count.
     """
     names = {id(module): name for name, module in sequence.named_modules()}
     value, leaves = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), inputs), []
@@ -285,7 +286,7 @@ def _within(name: str, outer: str) -> bool:
 
 
 class LayerFacts:
-    """What the layers give, draw, and let ZeRO-3 gather.
+    """Outputs, random numbers and ZeRO-3 leaves of a model's decoder layers, found once for all that are alike.
 
     Args:
         layers: the decoder layers, whole and on the meta device.
@@ -302,14 +303,14 @@ class LayerFacts:
         self._drawn_shapes: dict[tuple[int, torch.Size], list[torch.Size]] = {}
 
     def output_spec(self, index: int) -> LayerOutputSpec:
-        """Return what layer `index` gives besides the hidden state; it must have been observed."""
+        """Return what layer `index` returns besides the hidden state; it must have been observed."""
         return self._output_specs[index]
 
     def observe(self, index: int, inputs: LayerInputs, hidden: Tensor) -> LayerOutputSpec:
-        """Return what layer `index`, given this, gives besides the hidden state; found at its first call."""
+        """Return what layer `index` returns for these arguments besides the hidden state; found at its first call."""
         if index not in self._output_specs:
             layer, name = self._layers[index], self._names[index]
-            kind = kind_of(layer)  # once for all that are alike: one that looks at values takes a second
+            kind = kind_of(layer)  # once for all that are alike: a layer that reads values takes a second
             if kind not in self._output_specs_by_kind:
                 self._output_specs_by_kind[kind] = output_spec_of(name, layer, inputs, hidden)
                 self._examples[kind] = inputs, hidden
@@ -317,7 +318,7 @@ class LayerFacts:
         return self._output_specs[index]
 
     def drawn_shapes(self, index: int, inputs: LayerInputs, hidden: Tensor) -> list[torch.Size]:
-        """Return the shapes of what layer `index`, uncut, draws when it is given this."""
+        """Return the shapes of the random numbers that the uncut layer `index` draws for these arguments."""
         key = index, hidden.shape
         if key not in self._drawn_shapes:
             self._drawn_shapes[key] = drawn_shapes(self._layers[index], inputs, hidden)

@@ -2,8 +2,8 @@
 
 A checkpoint may name, split and arrange its tensors otherwise than the model does: experts one by one, gate and up
 apart, without the base model's prefix, inside a composite model. transformers has the rules (`conversion_mapping`) and
-the code; here that code is run on lazy tensors. So every rank knows what each of its tensors is made of without having
-read one, and an exporting rank into which places of the files its own go. This is the one place that resolves names.
+the code, which runs here on lazy tensors. So every rank knows what each of its tensors is made of before it reads one.
+At an export, it knows to which regions of the files its tensors go. Names are resolved here alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Unconverted(UserError):
 
 @dataclass(frozen=True, eq=False)
 class ParameterRef:
-    """A parameter or buffer of the model, by name: what written tensors are made of."""
+    """A parameter or buffer of the model, by name: a leaf of the tensors that are written."""
 
     name: str
     shape: tuple[int, ...]
@@ -86,8 +86,11 @@ class Checkpoint:
 def open_checkpoint(directory: Path, model: PreTrainedModel) -> Checkpoint:
     """Find every tensor of `model`, a skeleton, in the files of `directory`.
 
-    Warns of tensors that the model has not. Raises UserError, by name, for tensors that are missing or misshapen, and
-    Unconverted where transformers must read them itself.
+    Warns of tensors that the model lacks.
+
+    Raises:
+        UserError: a tensor is missing or has another shape.
+        Unconverted: transformers must read the checkpoint itself.
     """
     stored = open_tensors(directory)
     names = {name: name for name in stored.tensors}
@@ -114,12 +117,12 @@ def open_checkpoint(directory: Path, model: PreTrainedModel) -> Checkpoint:
 
 @torch.no_grad()
 def default_form(model: PreTrainedModel) -> CheckpointFormat:
-    """How `save_pretrained` writes a model that was in no checkpoint before."""
+    """Return how `save_pretrained` writes a model that was in no checkpoint before."""
     return CheckpointFormat(tensors=_written(model, set(model.state_dict()) - set(model.all_tied_weights_keys)))
 
 
 def untie(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Give parameters of the skeleton that are tied to others a place of their own."""
+    """Replace parameters of the skeleton that are tied to others by new ones of their own."""
     for name in names:
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
@@ -176,7 +179,7 @@ def _inside_composite(stored: Iterable[str], model: PreTrainedModel) -> dict[str
 
 
 def _tie(found: dict[str, LazyTensor], model: PreTrainedModel) -> tuple[str, ...]:
-    """Fill in the tied names that are not stored; those that are stored with values of their own are returned."""
+    """Add tied names that are not stored to `found`; return those that are stored with other values."""
     groups: dict[str, list[str]] = {}
     for name, source in model.all_tied_weights_keys.items():
         groups.setdefault(source, [source]).append(name)
@@ -204,7 +207,7 @@ def _equal(one: LazyTensor, other: LazyTensor) -> bool:
 
 
 def _refuse(directory: Path, stored: Iterable[str], info: LoadStateDictInfo, model: PreTrainedModel) -> None:
-    """Raise UserError for what is missing or misshapen, by the names of the checkpoint as far as they can be told."""
+    """Raise UserError for missing and misshapen tensors, by their names in the checkpoint as far as these are known."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     missing = sorted(info.missing_keys & parameters)
     misshapen = sorted(info.mismatched_keys)
@@ -281,7 +284,7 @@ def _form_of(
 
 
 def _whole_leaf(lazy: LazyTensor) -> TensorSource | None:
-    """Return the leaf that this is all of, unmoved; None for anything made of parts."""
+    """Return the one leaf of which this is all, unmoved; None for anything made of parts."""
     only = lazy.patches[0] if len(lazy.patches) == 1 else None
     return only.leaf if only is not None and only.is_whole and only.leaf.name else None
 

@@ -1,8 +1,8 @@
 """Fill a pipeline layer's local parameters: initialised from a seed, or read from a checkpoint.
 
-A layer comes here cut and on the meta device. What it keeps of each tensor stands on the parameter
-(`param.shard`), so nothing here knows how the model is laid out, nor how a checkpoint's tensors come to be the
-model's (`conversion.py`). Memory beyond the layer itself: a few MB, read or drawn at once.
+A layer comes here cut and on the meta device. What the rank keeps of each tensor stands on the parameter
+(`param.shard`). So nothing here knows the layout, nor how a checkpoint's tensors are converted to the model's
+(`conversion.py`). Memory beyond the layer itself is a few MB: no tensor is read or drawn whole.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ def materialise(
 ) -> None:
     """Give every meta parameter and buffer of `layer` memory on `device`; floating parameters get `dtype`.
 
-    A parameter's attributes (`shard` among them) are kept, and so are ties inside the layer. Those in `kept` are
-    float32, and their attribute `kept_in_fp32` says so. `buffers`: dtypes of those that get another one than they have.
+    A parameter's attributes (`shard` among them) are kept, and so are ties inside the layer.
+
+    Args:
+        kept: names of parameters that are float32; they get an attribute `kept_in_fp32`.
+        buffers: dtypes of buffers that change theirs.
     """
     real: dict[int, nn.Parameter] = {}
     for path, module in layer.named_modules():
@@ -75,7 +78,7 @@ def materialise(
 
 @dataclass(frozen=True)
 class NoValues:
-    """No weights at all, for layers whose tensors have none."""
+    """Fills nothing: the tensors of a dry run have no values."""
 
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
         """Leave the layer as it is."""
@@ -95,14 +98,14 @@ class Initialiser:
 
     @torch.no_grad()
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
-        """Draw of the initial values of the uncut layer `whole` what `layer` holds."""
+        """Draw what `layer` holds of the initial values of the uncut layer `whole`."""
         local = dict(_named_tensors(layer))
         values = self.drawn(whole, local.keys(), next(iter(local.values())).device)
         for name, tensor in local.items():
             fill(tensor, values[name], self.part)
 
     def drawn(self, whole: nn.Module, names: Set[str], device: torch.device) -> dict[str, Tensor]:
-        """Return the initial values of `names` in `whole`; those of parameters are lazy: drawn when they are read."""
+        """Return the initial values of `names` in `whole`; of parameters as lazy tensors, drawn when they are read."""
         values = self._buffers(whole, {name for name, _ in whole.named_buffers() if name in names}, device)
         places: dict[int, list[str]] = {}
         for name, parameter in whole.named_parameters(remove_duplicate=False):
@@ -115,7 +118,7 @@ class Initialiser:
         return values
 
     def _drawn(self, whole: nn.Module, names: list[str], device: torch.device, scratch: Scratch) -> Drawn:
-        name = names[0]  # of tied ones the first: in the whole model each is initialised before the others become it
+        name = names[0]  # the first of tied names: transformers initialises a parameter before it ties others to it
         parameter = whole.get_parameter(name)
 
         def initialise(values: Tensor) -> None:
@@ -153,9 +156,9 @@ class Initialiser:
         return found
 
     def _initialise(self, module: nn.Module, name: str, owner: PreTrainedModel, names: Iterable[str]) -> None:
-        """Initialise what is inside, then `module` itself, each by the innermost model of transformers around it.
+        """Initialise children first, then `module`, each by the `_init_weights` of the innermost model around it.
 
-        Only modules that hold one of the tensors `names` are, at any depth.
+        Modules that hold none of the tensors `names`, at any depth, are left out.
         """
         inner = self._models.get(name, owner)
         for child_name, child in module.named_children():
@@ -206,7 +209,7 @@ class CheckpointReader:
 
     @torch.no_grad()
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
-        """Read what `layer` holds, in the order of the files; what is in none is made as in a new model."""
+        """Read what `layer` holds, in the order of the files; what no file has is initialised as in a new model."""
         local = dict(_named_tensors(layer))
         unread = {name for name in local if name not in self.tensors}
         if unread:
@@ -218,9 +221,10 @@ class CheckpointReader:
 
 
 def read_by_transformers(directory: Path, refusal: UserError) -> MemoryReader:
-    """Let transformers read a checkpoint that cannot be read slice by slice; every rank then holds all of it.
+    """Let transformers read a checkpoint that cannot be read in slices; every rank then holds all of it.
 
-    Raises `refusal` if tensors are missing all the same.
+    Raises:
+        UserError: `refusal`, if tensors are missing all the same.
     """
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory, local_files_only=True, dtype=torch.float32, output_loading_info=True
@@ -233,7 +237,7 @@ def read_by_transformers(directory: Path, refusal: UserError) -> MemoryReader:
 
 
 def fill(tensor: Tensor, full: Tensor, part: Zero3Partition | None) -> None:
-    """Copy into a parameter what its rank keeps of the full tensor, of that only `part`; into a buffer all of it."""
+    """Copy into a parameter what its rank keeps of the full tensor (under ZeRO-3 only `part`), into a buffer all."""
     if part is not None and isinstance(tensor, nn.Parameter):
         fill_part(tensor, full, part)
     else:
@@ -250,7 +254,7 @@ def fill_local(tensor: Tensor, full: Tensor) -> None:
 
 
 def fill_part(tensor: Tensor, full: Tensor, part: Zero3Partition) -> None:
-    """Copy into a part of `tensor`, flattened, what belongs there of what its rank keeps of the full tensor."""
+    """Copy the values of the full tensor into `part` of `tensor`; nothing outside `part` is read."""
     shard = getattr(tensor, "shard", None)
     local = full if shard is None else shard.take(full)
     for index in part.boxes(tensor.shape):

@@ -37,15 +37,19 @@ class TensorSource(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def read(self, into: Tensor, box: Box) -> None:
-        """Copy the values in `box` to `into`, which has its sizes and any dtype, device and strides."""
+        """Copy the values in `box` to `into`, which has the sizes of `box` and any dtype, device and strides."""
 
 
 @dataclass(frozen=True, eq=False)
 class TensorSlice:
-    """A box of a leaf and its place in a lazy tensor.
+    """A box of a leaf and where it lies in a lazy tensor, whose dimensions may have another order.
 
-    `start` is where it begins there. `axes` gives for each dimension there the leaf's, or None for one of size 1 that
-    the leaf has not; a dimension of the leaf that is not among them has size 1 in the box.
+    Attributes:
+        leaf: the source of the values.
+        box: the part of the leaf.
+        start: index in the lazy tensor at which the box begins.
+        axes: for each dimension of the lazy tensor the leaf's dimension, or None for one of size 1 that the leaf lacks.
+            A dimension of the leaf that is missing here has size 1 in the box.
     """
 
     leaf: TensorSource
@@ -65,12 +69,12 @@ class TensorSlice:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its leaf, unmoved."""
+        """Whether it is the whole leaf, unmoved."""
         full = all(span == (0, size) for span, size in zip(self.box, self.leaf.shape, strict=True))
         return full and self.axes == tuple(range(len(self.box))) and not any(self.start)
 
     def clipped(self, axis: int, start: int, stop: int) -> TensorSlice | None:
-        """Return the part within (start, stop) along a dimension of the leaf, in its place; None if there is none."""
+        """Return the part within (start, stop) along a dimension of the leaf; None if it is empty."""
         first, last = max(start, self.box[axis][0]), min(stop, self.box[axis][1])
         if first >= last:
             return None
@@ -80,11 +84,11 @@ class TensorSlice:
         return replace(self, box=(*self.box[:axis], (first, last), *self.box[axis + 1 :]), start=tuple(at))
 
     def moved(self, dim: int, by: int) -> TensorSlice:
-        """Shifted along a dimension of the lazy tensor."""
+        """Return the slice, shifted along a dimension of the lazy tensor."""
         return replace(self, start=(*self.start[:dim], self.start[dim] + by, *self.start[dim + 1 :]))
 
     def leaf_view(self, view: Tensor) -> Tensor:
-        """`view`, of this patch's sizes, with its dimensions as the leaf has them."""
+        """Return `view`, which has this slice's sizes, with its dimensions in the order of the leaf."""
         for dim in reversed(range(len(self.axes))):
             if self.axes[dim] is None:
                 view = view.squeeze(dim)
@@ -95,7 +99,7 @@ class TensorSlice:
         return view
 
     def lazy_view(self, values: Tensor) -> Tensor:
-        """`values`, of this patch's box of the leaf, with their dimensions as the lazy tensor has them."""
+        """Return `values`, of this slice's box of the leaf, with their dimensions in the order of the lazy tensor."""
         for missing in (axis for axis in reversed(range(len(self.box))) if axis not in self.axes):
             values = values.squeeze(missing)
         kept = [axis for axis in self.axes if axis is not None]
@@ -126,7 +130,7 @@ class LazyTensor(Tensor):
 
     @classmethod
     def of(cls, leaf: TensorSource) -> LazyTensor:
-        """All of a leaf."""
+        """Return a lazy tensor that is all of `leaf`."""
         rank = len(leaf.shape)
         patch = TensorSlice(leaf, tuple((0, size) for size in leaf.shape), (0,) * rank, tuple(range(rank)))
         return cls([patch], leaf.shape, leaf.dtype)
@@ -137,7 +141,7 @@ class LazyTensor(Tensor):
             patch.leaf.read(patch.leaf_view(into[patch.place]), patch.box)
 
     def leaves(self) -> Iterator[TensorSource]:
-        """Return the sources that it is made of; for a computed one, those that it is computed from."""
+        """Yield the sources that it is made of; for a computed one, those from which it is computed."""
         for patch in self.patches:
             if isinstance(patch.leaf, Computed):
                 for source in patch.leaf.inputs:
@@ -146,7 +150,7 @@ class LazyTensor(Tensor):
                 yield patch.leaf
 
     def with_leaves(self, change: Callable[[str], TensorSource]) -> LazyTensor:
-        """Return the same arrangement of other leaves, which `change` gives by name."""
+        """Return the same arrangement of other leaves: `change` maps the name of a leaf to the new one."""
 
         def changed(leaf: TensorSource) -> TensorSource:
             if not isinstance(leaf, Computed):
@@ -174,7 +178,7 @@ class LazyTensor(Tensor):
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """A leaf whose values `func` makes of whole lazy tensors, once more at every read."""
+    """A leaf whose values `func` computes from whole lazy tensors, again at every read."""
 
     func: Callable[..., Tensor]
     args: tuple[object, ...]
@@ -231,8 +235,11 @@ def realised(lazy: LazyTensor) -> Tensor:
 
 
 def computed(func: Callable[..., Tensor], args: tuple[object, ...], kwargs: dict[str, object]) -> Computed:
-    """Return what `func` would give; its shape is found on the meta device. NotImplementedError if it gives no one
-    tensor."""
+    """Return the result of `func` as a leaf that is computed when it is read; its shape is found on the meta device.
+
+    Raises:
+        NotImplementedError: `func` does not return one tensor.
+    """
     on_meta = _map_lazy(lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"), args, kwargs)
     shaped = func(*on_meta[0], **on_meta[1])
     if not isinstance(shaped, Tensor):
@@ -247,11 +254,11 @@ def _map_lazy(change: Callable[[LazyTensor], object], args: Positional, kwargs: 
     return mapped
 
 
-# -- arrangements: what is done to patches alone -------------------------------------------------------------
+# -- arrangements: operations on slices alone ----------------------------------------------------------------
 
 
 def arrangement(func: Callable[..., object]) -> Callable[..., object] | None:
-    """How an operation of torch that only arranges values is done on patches; None for any other."""
+    """Return how an operation of torch that only arranges values is done on slices; None for any other operation."""
     match func:
         case aten.detach.default | aten.alias.default | aten.clone.default | aten.lift_fresh.default:
             return lambda lazy, **_: LazyTensor(lazy.patches, lazy.shape, lazy.dtype)
