@@ -1,8 +1,8 @@
-"""Who speaks, and where the chatter goes.
+"""What a rank prints for the user, and where all other output goes.
 
-Rank 0 speaks to the user on standard output; an error is one line on standard error. Each line also goes to the logger
-`harness`, where a program can collect it. Under `quiet` everything else
-that a process prints (DeepSpeed's, torch's and the compiler's words, from C++ too) goes to a file of its rank.
+Rank 0 prints status to stdout; any rank prints an error to stderr, as one line. Each line also goes to the logger
+`harness`, where a program can collect it. Under `quiet` everything else that a process prints (DeepSpeed, torch,
+compilers, C++ code) goes to a log file of its rank.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ LOGGER = logging.getLogger("harness")
 
 @dataclass(frozen=True)
 class Console:
-    """The way to the user.
+    """Prints status (rank 0, stdout) and errors (any rank, stderr).
 
     Attributes:
-        out: where rank 0 speaks.
-        error: where an error goes.
-        speaks: whether this rank speaks at all.
-        log: this rank's log file, if its chatter was sent there.
+        out: stream for status lines.
+        error: stream for errors.
+        speaks: whether this rank prints status lines.
+        log: file that the other output of this rank goes to, if any.
     """
 
     out: TextIO
@@ -67,9 +67,9 @@ class Console:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the user sees a terminal, where a line can be redrawn.
+        """Whether stdout is a terminal, so that a progress bar can be redrawn.
 
-        One that does not say how wide it is, as in `docker exec -t`, would show empty bars.
+        False for a terminal of unknown width (`docker exec -t`), where bars would be empty.
         """
         if not self.out.isatty():
             return False
@@ -79,47 +79,49 @@ class Console:
 
 
 def print_if_heard(text: str, stream: TextIO) -> None:
-    """Print a line; if that fails it is lost, and where the reader is gone all further ones are, too."""
+    """Print a line, or drop it if that fails. After a broken pipe all later output of this stream is dropped."""
     with suppress(OSError):
         try:
             print(text, file=stream, flush=True)
         except BrokenPipeError:
-            _let_go(stream.fileno())
+            _discard(stream.fileno())
 
 
-def let_go_of_readers_that_are_gone() -> None:
-    """Send standard output and error nowhere where nobody reads them any more, for this process and those it starts."""
+def drop_output_without_reader() -> None:
+    """Point stdout and stderr to /dev/null if their reader has gone, for this process and those it starts."""
     for descriptor in (1, 2):
         poll = select.poll()
         poll.register(descriptor, 0)
         if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
-            _let_go(descriptor)
+            _discard(descriptor)
 
 
-def _let_go(descriptor: int) -> None:
+def _discard(descriptor: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
 
 
 def plain_console(rank: int) -> Console:
-    """Return the console of a program that keeps its own output where it is."""
+    """Return a console on this process's own stdout and stderr."""
     return Console(out=sys.stdout, error=sys.stderr, speaks=rank == 0)
 
 
 @contextmanager
 def quiet(log: Path, rank: int) -> Iterator[Console]:
-    """Send this process's standard output and error to `log`; yields the console that still reaches the user.
+    """Redirect stdout and stderr of this process to `log`; yield the console that still reaches the user.
 
-    Warnings that this package itself gives stay visible on rank 0. UserError if the log cannot be created; what does
-    not fit on the disk later is lost.
+    Warnings of this package are still shown on rank 0. Output that a full disk does not take is lost.
+
+    Raises:
+        UserError: the log file cannot be created.
     """
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        unheard = _Unheard(log, "a")
+        log_file = _LossyFile(log, "a")
     except OSError as problem:
         raise UserError(f"{log}: cannot be written: {problem.strerror}") from problem
-    with _duplicate(sys.stdout) as out, _duplicate(sys.stderr) as error, _lines_to(unheard) as file:
+    with _duplicate(sys.stdout) as out, _duplicate(sys.stderr) as error, _lines_to(log_file) as file:
         console = Console(out=out, error=error, speaks=rank == 0, log=log)
         saved = os.dup(1), os.dup(2)
         show = warnings.showwarning
@@ -127,7 +129,7 @@ def quiet(log: Path, rank: int) -> Iterator[Console]:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         try:
-            with redirect_stdout(file), redirect_stderr(file):  # where they are not file descriptors 1 and 2
+            with redirect_stdout(file), redirect_stderr(file):  # where Python's streams are not descriptors 1 and 2
                 yield console
         finally:
             for stream in (sys.stdout, sys.stderr):
@@ -141,15 +143,15 @@ def quiet(log: Path, rank: int) -> Iterator[Console]:
 
 def _duplicate(stream: TextIO) -> TextIO:
     stream.flush()
-    return _lines_to(_Unheard(os.dup(stream.fileno()), "w"))
+    return _lines_to(_LossyFile(os.dup(stream.fileno()), "w"))
 
 
-def _lines_to(file: _Unheard) -> TextIO:
+def _lines_to(file: _LossyFile) -> TextIO:
     return io.TextIOWrapper(io.BufferedWriter(file), encoding="utf-8", errors="replace", line_buffering=True)
 
 
-class _Unheard(io.FileIO):
-    """A file whose reader may be gone, or its disk full: a run goes on although its terminal or its pipe was closed."""
+class _LossyFile(io.FileIO):
+    """A file that ignores failed writes: a run goes on after its terminal or pipe was closed, or its disk is full."""
 
     def write(self, data: ReadableBuffer) -> int:
         try:
@@ -159,7 +161,7 @@ class _Unheard(io.FileIO):
 
 
 def _show_ours(console: Console, show: Callable[..., None]) -> Callable[..., None]:
-    shown: set[str] = set()  # by the script and by the Trainer, say
+    shown: set[str] = set()  # one may be given twice: by the script and by the Trainer
 
     def show_warning(
         message: Warning | str,

@@ -1,4 +1,4 @@
-"""One start of all ranks: an agent on each host, what they report, and how it ends."""
+"""One start of all ranks: the agents of the hosts, what they report, and when the attempt is over."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from harness.console import let_go_of_readers_that_are_gone, print_if_heard
+from harness.console import drop_output_without_reader, print_if_heard
 from harness.resilience.cause import Ended
 from harness.resilience.hosts import HostDevices
 from harness.resilience.on_host.messages import MARK, LineReader, Order
@@ -20,9 +20,9 @@ from harness.resilience.on_host.processes import continue_without_parent
 from harness.resilience.process.records import STOPPED, read_failures, succeeded
 from harness.topology.processes import wait_readable
 
-SILENT_S = 10.0  # so long after the last sign of life an agent counts as dead
-TOLD_S = 2.0  # the other ranks have so long to record why they fail
-DONE_S = 60.0  # the other ranks have so long to end after one that a signal has stopped, or when all work is done
+SILENT_S = 10.0  # an agent that sends nothing for so long counts as dead; it sends a heartbeat every second
+TOLD_S = 2.0  # after a failure: time for the other ranks to record why they fail
+DONE_S = 60.0  # after a stop by a signal, or success: time for the other ranks to exit
 PING_S = 1.0
 
 
@@ -30,7 +30,7 @@ class AgentProcess:
     """An agent as the supervisor sees it."""
 
     def __init__(self, host: HostDevices, ssh_port: int | None) -> None:
-        let_go_of_readers_that_are_gone()  # the ranks may print there themselves
+        drop_output_without_reader()  # ranks on this host inherit these streams
         self.host = host
         self.reports: list[dict[str, float]] = []
         self.answered = False
@@ -57,16 +57,16 @@ class AgentProcess:
         """Let the agent start ranks."""
         self.send(order.line())
         assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)  # a stopped agent does not stop the supervisor
+        os.set_blocking(self._process.stdin.fileno(), False)  # else a stopped agent would block the supervisor
 
     def send(self, line: bytes) -> None:
-        """Send a line; an agent that is gone, or stopped for long, does not get it."""
+        """Send a line. It is lost if the agent has exited, or has been stopped for so long that the pipe is full."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.write(line)
 
     def read(self) -> None:
-        """Take in what the agent has written; print what its ranks have."""
+        """Read the agent's reports, and print the output of its ranks."""
         for line in self.lines.read():
             self._heard, self.answered = time.monotonic(), True
             if not line.startswith(MARK):
@@ -77,11 +77,11 @@ class AgentProcess:
                 self.reports.append(report)
 
     def is_lost(self) -> bool:
-        """Whether the agent has ended, or gives no sign of life."""
+        """Whether the agent has exited, or has sent nothing for SILENT_S."""
         return self.lines.is_closed or time.monotonic() - self._heard > SILENT_S
 
     def end(self) -> None:
-        """Let the agent kill its ranks and end; kill it if it does not."""
+        """Tell the agent to kill its ranks and exit; kill it if it does not."""
         self.send(b"%d\n" % signal.SIGKILL)
         try:
             self._process.wait(SILENT_S if self.answered and not self.is_lost() else 0.2)
@@ -106,14 +106,17 @@ class Attempt:
     def __init__(self, agents: Sequence[AgentProcess], ranks: int, records: Path) -> None:
         self.agents, self.ranks, self.records = list(agents), ranks, records
         self.lost: list[HostDevices] = []
-        self._first_end = 0.0  # when something first went wrong, was stopped, or all work was done
+        self._first_end = 0.0  # time of the first failure, stop or success
 
     def run(self, received: list[int], tick: Callable[[Attempt], None]) -> list[Ended]:
-        """Wait for the end of all ranks, or of a moment after the first of them; return those that ended by themselves.
+        """Wait until all ranks have exited, or a grace period after the first failure is over.
 
         Args:
-            received: signals to the supervisor, which are passed on.
-            tick: called again and again meanwhile.
+            received: signals to the supervisor; new ones are sent on to the ranks.
+            tick: called about ten times a second meanwhile.
+
+        Returns:
+            The ranks that exited by themselves. `end` kills the others.
         """
         passed, pinged = 0, 0.0
         while not self._is_over():
@@ -134,7 +137,7 @@ class Attempt:
             agent.send(b"%d\n" % number)
 
     def end(self) -> None:
-        """Kill what is left, on all hosts."""
+        """Kill all ranks that are left, and the agents."""
         for agent in self.agents:
             agent.end()
 
@@ -151,7 +154,7 @@ class Attempt:
             return True
         failures = read_failures(self.records)
         if not (failures or any(end.code for end in ended) or succeeded(self.records)):
-            return False  # a rank that ended well may be the first of many: rank 0 may have much left to do
+            return False  # an exit code of 0 alone ends nothing: rank 0 may still be exporting the model
         self._first_end = self._first_end or time.monotonic()
         wrong = [failure for failure in failures if failure.error != STOPPED]
         is_told = len({end.rank for end in ended} | {failure.rank for failure in wrong}) == self.ranks
@@ -163,7 +166,7 @@ class Attempt:
 
 
 def listen(agents: Sequence[AgentProcess]) -> None:
-    """Read what agents write, waiting a moment for it."""
+    """Wait up to 0.1 s for output of the agents, and read it."""
     wait_readable([agent.lines.descriptor for agent in agents if not agent.lines.is_closed], 0.1)
     for agent in agents:
         agent.read()

@@ -1,4 +1,4 @@
-"""Why an attempt ended, in one line: what failed first, found in the ranks' own records and in how they ended."""
+"""Find why an attempt ended: the first failure, from the ranks' own records and their exit codes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from harness.resilience.process.records import HANG, STOPPED, Failure, Position
 
 USAGE_ERROR = 2  # Python's and argparse's exit code for a command line that cannot be used
-SAME_TIME_S = 1.0  # a rank's death and what its peers say of it come so close to each other
+SAME_TIME_S = 1.0  # errors that peers record within this time of a rank's death are taken for its consequence
 # fmt: off
 OF_CODE = frozenset({
     "ArithmeticError", "AssertionError", "AttributeError", "ConfigError", "FloatingPointError", "ImportError",
@@ -30,13 +30,13 @@ PASSING = tuple(
         *(errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EAGAIN),
     )
 )
-"""What the system says of a disk, a network or a host that may be better after a while."""
+"""The system's messages for a disk, a network or a host that may recover: worth a longer pause and more restarts."""
 OOM_COUNTERS = ("/proc/vmstat", "/sys/fs/cgroup/memory.events")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a rank's process ended: before the supervisor ended all of them.
+    """How a rank's process exited by itself, before the supervisor killed the others.
 
     Attributes:
         code: exit code, negative for a signal.
@@ -57,10 +57,10 @@ class Cause:
         text: one line for the user.
         step: at which it happened; 0: before the first.
         rank: that failed first; None if it was no rank.
-        is_final: whether starting again would end the same way, as the user must fix it.
+        is_final: whether a restart would fail in the same way, because the user must fix it.
         is_stop: whether a signal ended the ranks, after a checkpoint.
-        may_pass: whether it may be over after a while, as a full disk is, rather than be raised by the code again.
-        code: exit code of the run, should it end here.
+        may_pass: whether it may go away by itself (a full disk, a network), unlike an error of the code.
+        code: exit code of the launch if there is no restart.
     """
 
     text: str
@@ -78,10 +78,10 @@ def first_cause(
     """Return what happened first; None if no rank has failed.
 
     Args:
-        failures: as the ranks recorded them, the first one first.
-        ended: ranks that ended by themselves, with another code than 0 or without success.
-        positions: of all ranks, also of those that left no record.
-        oom_kills: processes that the system has killed for memory meanwhile; None: not known.
+        failures: records of the ranks, by time.
+        ended: ranks that exited by themselves, without success.
+        positions: last step of each rank, also of ranks that left no record.
+        oom_kills: processes that the kernel killed for memory during the attempt; None if unknown.
     """
     recorded = {failure.rank for failure in failures}
     silent = [end for end in ended if end.rank not in recorded]
@@ -97,7 +97,7 @@ def first_cause(
 
 
 def oom_kills() -> int | None:
-    """Return how many processes the system has killed for memory so far; None if that cannot be read."""
+    """Return how many processes the kernel has killed for memory since boot; None if that cannot be read."""
     counts = []
     for path in OOM_COUNTERS:
         with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What this process is in the middle of, for the ranks that watch it. No torch: signal handling says goodbye here."""
+"""What this process is doing, for the ranks that watch it. No torch here, because signal handling uses it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from enum import IntEnum
 from harness.resilience.process.records import THIS_RANK, is_lost_peer
 from harness.resilience.process.wall_clock import CLOCK
 
-NAMING_S = 10.0  # for the watch to end this process with the name of what was lost, which another host may find out
+NAMING_S = 10.0  # time for the watch to find which rank was lost, perhaps on another host, and to end this process
 
-BEATS_OF_STEP = 1 << 20  # beats of a step count from a multiple of it, whatever callbacks a rank had before
+# The count of each step begins at a multiple of this: ranks stay comparable whatever they counted between steps.
+BEATS_OF_STEP = 1 << 20
 
 
 class Phase(IntEnum):
-    """How a rank that shows no progress is to be judged."""
+    """How long a rank may go without progress, and whether others wait for it."""
 
     OUTSIDE = 0  # in the user's own code, or ended as it should: nobody waits for it
     STEP = 1  # in the engine's step or forward passes, where every instruction and layer is progress
@@ -31,10 +32,10 @@ class Activity:
     """The phase of this process, and a count of its progress; `records.THIS_RANK` says the rest.
 
     Attributes:
-        steps: that this process has begun.
-        publish: shows both to the other ranks at once; does nothing where nobody watches.
+        steps: number of steps that this process has begun.
+        publish: writes phase and count where the other ranks of the host read them; does nothing without a watch.
         stop_watching: ends the watch of this process, if there is one.
-        stage_costs: what a step is expected to cost on each stage, in any unit; empty where that is not known.
+        stage_costs: expected cost of a step on each stage, in any unit; empty if unknown.
         is_watched: whether there is a watch.
     """
 
@@ -52,27 +53,27 @@ ACTIVITY = Activity()
 
 
 def beat(doing: str) -> None:
-    """Show progress: this rank now begins `doing`. It costs some microseconds."""
+    """Count progress: this rank begins `doing`. Costs a few microseconds."""
     THIS_RANK.doing = doing
     ACTIVITY.beats += 1
     ACTIVITY.publish()
 
 
 def begin_step() -> None:
-    """Show that a step begins, after its data was read."""
+    """Count the begin of a step. Called after its data was read."""
     ACTIVITY.steps += 1
     ACTIVITY.beats = ACTIVITY.steps * BEATS_OF_STEP
     beat("training")
 
 
 def expect_costs(stages: Sequence[float]) -> None:
-    """Note what a step is expected to cost on each stage."""
+    """Set the expected cost of a step on each stage."""
     ACTIVITY.stage_costs = stages
 
 
 @contextmanager
 def inside(doing: str, phase: Phase = Phase.SLOW) -> Iterator[None]:
-    """Have the other ranks judge this one by `phase` in the block; an error that leaves the outermost one is shown."""
+    """Set activity and phase for a block. The other ranks see an error that leaves the outermost block."""
     outer, before = ACTIVITY.phase, THIS_RANK.doing
     ACTIVITY.phase = phase
     beat(doing)
@@ -82,7 +83,9 @@ def inside(doing: str, phase: Phase = Phase.SLOW) -> Iterator[None]:
     except BaseException as error:
         if outer is not Phase.OUTSIDE:
             ACTIVITY.phase = outer
-        elif not (isinstance(error, SystemExit) and not error.code):  # who just ends is missed by the others
+        elif not (
+            isinstance(error, SystemExit) and not error.code
+        ):  # the others see a plain exit as a rank that is gone
             leave(error)
         raise
     ACTIVITY.phase = outer
@@ -90,7 +93,7 @@ def inside(doing: str, phase: Phase = Phase.SLOW) -> Iterator[None]:
 
 
 def leave(error: BaseException | None = None) -> None:
-    """Show that this process is about to end: as it should, or by an error that it reports itself."""
+    """Show that this process is about to exit: normally, or by an error that it reports itself."""
     if error is None:
         ACTIVITY.phase = Phase.OUTSIDE
     elif ACTIVITY.phase not in (Phase.FAILED, Phase.LOST):

@@ -22,11 +22,12 @@ from harness.errors import UserError
 from harness.topology.env import LaunchEnv, run_timeout
 from harness.topology.rendezvous import open_store
 
-DEPRECATED = r"`torch\.distributed\.\w+` is deprecated"  # DeepSpeed calls them, several times a step under ZeRO-3
+# DeepSpeed calls such functions, under ZeRO-3 several times a step
+DEPRECATED = r"`torch\.distributed\.\w+` is deprecated"
 
 
 def start(env: LaunchEnv) -> torch.device:
-    """Initialise torch.distributed for this process, alone or launched; returns this rank's device."""
+    """Initialise torch.distributed and deepspeed.comm for this process; return the device of this rank."""
     accelerator = get_accelerator()
     device = torch.device("cpu")
     if accelerator.device_name() != "cpu":
@@ -52,10 +53,10 @@ def start(env: LaunchEnv) -> torch.device:
 
 
 def device_index(local_rank: int, visible: int) -> int:
-    """Return the number of a rank's device among the `visible` ones; where it sees one alone (CUDA_VISIBLE_DEVICES),
-    that one.
+    """Return the index of a rank's device among `visible` ones: 0 if CUDA_VISIBLE_DEVICES leaves it a single one.
 
-    Raises UserError if there is none left for it.
+    Raises:
+        UserError: more local ranks than visible devices.
     """
     if visible == 1:
         return 0
@@ -65,12 +66,12 @@ def device_index(local_rank: int, visible: int) -> int:
 
 
 def shared_store() -> dist.Store:
-    """Return the key-value store in which all ranks have met."""
+    """Return the key-value store through which the ranks have joined the process group."""
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public name for it
 
 
 def all_arrive(place: str, seconds: float) -> bool:
-    """Whether all ranks call this for the same place within some seconds."""
+    """Whether all ranks call this with the same `place` within `seconds`: a barrier with a time limit."""
     store, ranks = shared_store(), range(dist.get_world_size())
     store.set(f"{place} {dist.get_rank()}", "")
     try:
@@ -81,24 +82,24 @@ def all_arrive(place: str, seconds: float) -> bool:
 
 
 def open_groups() -> frozenset[dist.ProcessGroup]:
-    """All process groups that this process has."""
+    """Return all process groups of this process."""
     return frozenset(dist.distributed_c10d._world.pg_map)  # noqa: SLF001  # torch has no public list of them
 
 
 def give_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Give groups that DeepSpeed has made the run's timeout; on a GPU they would have 10 minutes."""
+    """Set the run's timeout on groups that DeepSpeed has made: their default on a GPU is 10 minutes."""
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(run_timeout(), group)  # noqa: SLF001  # torch has no public name for it
 
 
 def close_groups(kept: frozenset[dist.ProcessGroup]) -> None:
-    """Destroy all process groups but `kept`: with gloo each has threads that never sleep for long."""
+    """Destroy all process groups but `kept`: each gloo group has threads that poll."""
     for group in open_groups() - kept:
-        deepspeed.comm.destroy_process_group(group)  # DeepSpeed's, as it keeps some for its next engine
+        deepspeed.comm.destroy_process_group(group)  # not torch's: DeepSpeed caches some groups for its next engine
 
 
 def largest(values: Sequence[int], device: torch.device) -> list[int]:
-    """Each value's largest on any rank; all ranks call it with as many."""
+    """Return each value's maximum over all ranks; a collective, with equally many values on each rank."""
     if dist.get_world_size() == 1:
         return list(values)
     found = torch.tensor(values, device=device)
@@ -107,7 +108,7 @@ def largest(values: Sequence[int], device: torch.device) -> list[int]:
 
 
 def any_rank(requested: bool, device: torch.device) -> bool:
-    """Whether `requested` is true on any rank; all ranks call it."""
+    """Whether `requested` is true on any rank; a collective."""
     return bool(largest([int(requested)], device)[0])
 
 
@@ -123,7 +124,7 @@ def require_precision(precision: str) -> None:
 
 
 def require_supported(resolved: Resolved) -> None:
-    """Raise UserError for a config that this machine's devices cannot run; no process group is needed."""
+    """Raise UserError for a config that the devices of this machine cannot run. Needs no process group."""
     require_precision(resolved.precision)
     require_device(resolved.config, torch.device(get_accelerator().device_name()))
 

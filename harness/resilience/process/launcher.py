@@ -1,4 +1,4 @@
-"""The processes above a rank: who started it, whether they are still there, and the command that the user typed."""
+"""The launcher of this rank: whether it is still running, and the command that the user typed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pathlib import Path
 
 from harness.topology.processes import DEEPSPEED_LAUNCH, above, command_of, parent_of, wakes_of
 
-RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner")  # its process that the user starts
-WRAPPER = ("ds-harness", "launch")  # which may stand above it
+RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner")  # names of the command that the user starts
+WRAPPER = ("ds-harness", "launch")  # may have started that command
 RESUME = "--resume_from_checkpoint"
 WAKES_EVERY_S = 0.06  # an interrupted `deepspeed` command sleeps at most 0.05 s at a time, for 0.25 s in all
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """What stands above this process.
+    """The chain of processes that started this one.
 
     Attributes:
-        links: (process, its parent), from this process upwards, as far as they belong to the launch; none for a
-            process that no launcher started, which outlives the shell it was started in.
-        command: what the user typed; None where it cannot be known.
-        runner: process of the `deepspeed` command on this host, 0 if there is none.
+        links: (process, parent) pairs of the launch, from this process upwards. Empty without a launcher: such a
+            process goes on when its shell is closed.
+        command: what the user typed; None if unknown.
+        runner: process of the `deepspeed` command on this host; 0 if there is none.
         is_deepspeed: whether DeepSpeed's launcher started this process.
     """
 
@@ -66,14 +66,14 @@ class Launcher:
         return cls(links=tuple(links), command=command, runner=runner, is_deepspeed=True)
 
     def is_gone(self) -> bool:
-        """Whether a process of the launch above this one has ended."""
+        """Whether a process of the launch above this one has exited."""
         try:
             return any(parent_of(process) != parent for process, parent in self.links)
-        except OSError:  # not known now, as where no file can be opened
+        except OSError:  # unknown for now: no file can be opened, for instance
             return False
 
     def runner_wakes(self) -> int:
-        """How often the `deepspeed` command has gone on from waiting; it stays the same while all is well."""
+        """Return how often the `deepspeed` command has woken up: constant while it waits for its children."""
         return wakes_of(self.runner) if self.runner else 0
 
     def is_interrupted(self, wakes: int) -> bool:

@@ -19,7 +19,7 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 @dataclass
 class _Highest:
-    """The peaks before `reset_peak`, in bytes."""
+    """Peaks in bytes, up to the last `reset_peak`."""
 
     device: int = 0
     host: int = 0
@@ -29,8 +29,10 @@ HIGHEST = _Highest()
 
 
 def peak_memory_gib(device: torch.device) -> tuple[float | None, float]:
-    """Return the peak memory so far on the device, None on a CPU, and of the process on the host; all ranks call it
-    and get the largest of all ranks."""
+    """Return the peak memory in GiB on the device (None for a CPU) and on the host: the maximum over all ranks.
+
+    A collective: all ranks call it.
+    """
     on_device = 0 if device.type == "cpu" else max(HIGHEST.device, peak_bytes(device))
     on_host = max(HIGHEST.host, peak_resident_bytes())
     on_device, on_host = largest([on_device, on_host], device)
@@ -38,7 +40,7 @@ def peak_memory_gib(device: torch.device) -> tuple[float | None, float]:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Have `peak_bytes` begin anew; the peak of the run is kept."""
+    """Restart the peak that `peak_bytes` returns. `peak_memory_gib` still returns the peak of the whole run."""
     HIGHEST.host = max(HIGHEST.host, peak_resident_bytes())
     if device.type != "cpu":
         HIGHEST.device = max(HIGHEST.device, peak_bytes(device))
@@ -48,12 +50,12 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak since `reset_peak`: of the resident set on a CPU, else of what the allocator has given out."""
+    """Return the peak in bytes since `reset_peak`: resident set on a CPU, allocated memory on an accelerator."""
     return peak_resident_bytes() if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
 
 
 def host_bytes() -> int:
-    """Return the resident set of this process; its peak where the system does not show it."""
+    """Return the resident set of this process in bytes; its peak where the system shows only that."""
     with suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         return pages * resource.getpagesize()
@@ -66,7 +68,7 @@ def device_limit_bytes(device: torch.device) -> int | None:
 
 
 def host_limit_bytes() -> float:
-    """Return what the processes of this host may hold together: memory and swap, or less where a container says so."""
+    """Return the bytes that all processes of this host may hold: memory and swap, or the limit of the container."""
     limits = [float("inf")]
     with suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

@@ -1,4 +1,4 @@
-"""Moments of a device: a CPU has the program's own clock, an accelerator, which runs behind the program, its events."""
+"""Timestamps of a device: the clock on a CPU; events on an accelerator, which runs behind the program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Moment: TypeAlias = float | torch.Event
 
 
 def moment(device: torch.device) -> Moment:
-    """Return the moment that the device has reached, or will reach, when it has done what it was given."""
+    """Return the moment at which the device finishes the work that is queued so far."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.Event(device, enable_timing=True)
@@ -20,7 +20,7 @@ def moment(device: torch.device) -> Moment:
 
 
 def seconds_between(start: Moment, stop: Moment) -> float:
-    """Return the seconds from one moment of a device to another; waits for the device to reach the second."""
+    """Return the seconds between two moments of a device. Host sync: waits until the device has reached `stop`."""
     if isinstance(start, torch.Event) and isinstance(stop, torch.Event):
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1000

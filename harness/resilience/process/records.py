@@ -1,7 +1,7 @@
-"""What this rank is doing, and what it leaves for the supervisor of `ds-harness launch`: why it failed, or success.
+"""Files by which a rank tells the supervisor of `ds-harness launch` its step, why it failed, or that it succeeded.
 
-The environment variable DS_HARNESS_RECORDS names the folder of one attempt; without it nothing is written. No torch:
-a rank that is refused before it imports torch leaves a record too.
+The environment variable DS_HARNESS_RECORDS names the folder of one attempt; without it nothing is written. No torch
+here: a rank that fails before it imports torch leaves a record too.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from harness.errors import UserError
 from harness.topology.env import records_folder
 
 SUCCESS = "success.json"
-EXPECTED = "expected.json"  # success is to be recorded
+EXPECTED = "expected.json"  # says that this program will record success
 STOPPED = "Stopped"  # the error of a rank that a signal ended after a checkpoint
-HANG = "Hang"  # what ranks report of one that makes no progress; the message says where it is
+HANG = "Hang"  # the error of a rank that makes no progress, recorded by another rank
 LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "ncclremoteerror")
 
 
 @dataclass(slots=True)
 class Position:
-    """Where a rank is. Setting an attribute costs what an assignment costs, so it may be done at every instruction.
+    """What a rank is doing. Mutable and cheap to set, because it changes with every pipeline instruction.
 
     Attributes:
         stage: of the pipeline; None before the layout is known.
-        step: that is being made, counted from 1; 0 before the first.
+        step: current optimizer step, counted from 1; 0 before the first.
         doing: for instance "importing", "training", "saving", or a pipeline instruction.
     """
 
@@ -45,7 +45,7 @@ class Position:
 
 
 THIS_RANK = Position(host=socket.gethostname())
-"""The position of this process."""
+"""What this process is doing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Failure:
         error: name of the exception's type.
         message: its first line.
         is_user_error: whether the user can fix it, and starting again would not.
-        is_lost_peer: whether it only says that another rank is gone.
+        is_lost_peer: whether the error only says that the connection to another rank broke.
         time: seconds since the epoch.
     """
 
@@ -74,13 +74,13 @@ class Failure:
 
 
 def begin_step(step: int) -> None:
-    """Set the step that this rank is about to make, also for a supervisor that finds the rank dead."""
+    """Set the current step, and write it to a file: a rank that is killed cannot report it later."""
     THIS_RANK.step, THIS_RANK.doing = step, "training"
     _write(f"position-{THIS_RANK.rank}.json", asdict(THIS_RANK))
 
 
 def record_failure(error: BaseException) -> None:
-    """Write `rank-N.json`; the first record of a rank stays."""
+    """Write `rank-N.json` unless this rank has one: the first error is the cause."""
     lines = str(error).strip().splitlines()
     failure = Failure(
         **asdict(THIS_RANK),
@@ -95,7 +95,7 @@ def record_failure(error: BaseException) -> None:
 
 
 def record_failure_of(position: Position, pid: int, error: str, message: str) -> None:
-    """Write the record of another rank, which cannot do so itself."""
+    """Write the record of another rank, which hangs or is stopped and cannot do so itself."""
     failure = Failure(
         **asdict(position),
         pid=pid,
@@ -109,24 +109,24 @@ def record_failure_of(position: Position, pid: int, error: str, message: str) ->
 
 
 def expect_success() -> None:
-    """Say that this program records success; rank 0 calls it as the first thing."""
+    """Announce that this program records success, so that exit code 0 alone is none. Rank 0 writes it at the start."""
     if THIS_RANK.rank == 0:
         _write(EXPECTED, {"time": time.time()})
 
 
 def record_success() -> None:
-    """Write the marker that all work is done; rank 0 calls it as the very last thing."""
+    """Record that all work is done. Rank 0 writes it at the very end."""
     if THIS_RANK.rank == 0:
         _write(SUCCESS, {"step": THIS_RANK.step, "time": time.time()})
 
 
 def succeeded(folder: Path) -> bool | None:
-    """Whether rank 0 has recorded success; None for a program that does not."""
+    """Whether rank 0 has recorded success; None for a program that does not record it."""
     return (folder / SUCCESS).exists() or (None if not (folder / EXPECTED).exists() else False)
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone."""
+    """Whether an error only says that the connection to another rank broke."""
     return any(sign in f"{type(error).__name__}: {error}".lower() for sign in LOST_PEER)
 
 
@@ -148,7 +148,7 @@ def _write_first(failure: Failure) -> None:
 
 
 def _write(name: str, record: dict[str, object]) -> None:
-    """Write a record in one step; a full disk is not what ends a run."""
+    """Write a record atomically. A failed write (a full disk) is ignored: it must not end the run."""
     folder = records_folder()
     if folder is None:
         return

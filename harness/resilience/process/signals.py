@@ -1,7 +1,7 @@
-"""SIGTERM, SIGINT, SIGUSR1 and SIGHUP: a run that trains saves and ends; before and after that it ends at once.
+"""Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP: a run that trains saves and exits; otherwise it exits at once.
 
-Python calls a handler only between two instructions of its main thread, which may wait for another rank. So a thread
-reads the signals as they come, and looks after the launcher as well: when that is gone, nobody would end the ranks.
+Python calls a signal handler only between two instructions of the main thread, which may be blocked in a collective.
+So a thread reads the signals from a pipe. It also ends this rank when the launcher is gone, as nobody else would.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from harness.resilience.process import activity
 from harness.resilience.process.launcher import Launcher
 from harness.topology.processes import children_of, command_of, wait_readable
 
-SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)  # the later count where ranks get several
-POLL_S = 0.1  # between two looks at the launcher, which has 0.25 s from its SIGINT to its traceback
-SAME_S = 0.2  # signals so close are one
-FORWARDED_S = 2.0  # how long after a signal to all the launcher's own SIGTERM may come
+# If ranks have received different signals, the one that stands last here is the run's.
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+POLL_S = 0.1  # interval of looks at the launcher; it prints a traceback 0.25 s after a SIGINT
+SAME_S = 0.2  # signals within this time of the first count as one
+FORWARDED_S = 2.0  # the launcher's own SIGTERM may follow so late after a signal to the whole process group
 
 
 class Stopped(SystemExit):
-    """A signal ended the training, after a checkpoint; `code` is the usual exit code, 128 + its number."""
+    """A signal ended the training, after a checkpoint. The exit `code` is 128 + the number of the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -36,24 +37,27 @@ class Stopped(SystemExit):
 
 
 class Interrupted(Exception):
-    """A signal asks for the end of the run, so an evaluation is left unfinished; the training loop saves and ends."""
+    """A signal asks for the end of the run. Raised to leave an evaluation; the training loop then saves."""
 
 
 class SignalListener:
-    """Receives the signals of this process while it is open.
+    """Receives the signals of this process inside its `with` block.
 
     Attributes:
         say: prints a line for the user.
-        first: number of the signal that asked for the end, 0 if none did.
+        first: number of the signal that asked for the end; 0 if none did.
+        saves: whether the training loop will see `first` and save; else a signal ends the process at once.
+        promise: message for the first signal, if any.
+        where: place named in the message of an exit at once; None: no message.
     """
 
     def __init__(self, say: Callable[[str], None], launcher: Launcher) -> None:
         self.launcher = launcher
         self.say = say
         self.first = 0
-        self.saves = False  # whether the main thread will see `first` and save
-        self.promise = ""  # what is reported at the first signal, if anything
-        self.where: str | None = "before the first step"  # of an end at once; None: nothing is said of it
+        self.saves = False
+        self.promise = ""
+        self.where: str | None = "before the first step"
         self._first_at = 0.0
         self._wakes = launcher.runner_wakes()
         self._open = False
@@ -81,7 +85,7 @@ class SignalListener:
         os.close(self._write)
 
     def _noted(self, number: int, frame: FrameType | None) -> None:
-        """Do nothing, in the main thread: the other one reads the signal."""
+        """Do nothing: the listening thread reads the signal from the pipe."""
 
     def _listen(self) -> None:
         while self._open:
@@ -93,7 +97,7 @@ class SignalListener:
                 self._receive(signal.SIGTERM)
 
     def _next(self, seconds: float) -> list[int]:
-        """Return the signals that came within some time."""
+        """Return the signals that arrive within `seconds`."""
         ready = wait_readable([self._read], seconds)
         return [number for number in os.read(self._read, 512) if number in self.handlers] if ready else []
 
@@ -111,7 +115,7 @@ class SignalListener:
             self._end(number)
 
     def _runner_is_interrupted(self) -> bool:
-        """End the `deepspeed` command if it was interrupted; returns whether it was."""
+        """End the `deepspeed` command if it got a SIGINT; return whether it did."""
         wakes, self._wakes = self._wakes, self.launcher.runner_wakes()
         interrupted = self.launcher.is_interrupted(wakes)
         if interrupted:
@@ -119,7 +123,7 @@ class SignalListener:
         return interrupted
 
     def _apart(self, number: int) -> float:
-        """Seconds after the first signal from which on this one is a second one."""
+        """Seconds after the first signal from which another one ends the process at once."""
         return FORWARDED_S if self.launcher.is_deepspeed and number == signal.SIGTERM else SAME_S
 
     def _end(self, number: int) -> None:
@@ -128,17 +132,18 @@ class SignalListener:
             self.say(f"{signal.Signals(number).name} {self.where}: the run has ended")
         sys.stdout.flush()
         sys.stderr.flush()
-        for package in ("multiprocessing", "multiprocess"):  # what they have started would wait for work for ever
+        for package in ("multiprocessing", "multiprocess"):  # their workers would wait for work for ever
             for child in getattr(sys.modules.get(package), "active_children", list)():
                 child.kill()
         abandon_builds()
-        is_stopping = self.where is None and self.first  # the launcher ends the ranks that are left by SIGTERM
+        # The launcher ends the last ranks by SIGTERM, which does not change the exit code.
+        is_stopping = self.where is None and self.first
         os._exit(128 + (self.first if is_stopping else number))
 
 
 @contextmanager
 def listening(say: Callable[[str], None], parent: str = "") -> Iterator[SignalListener | None]:
-    """Receive signals; nothing is done in a thread that is not the main one, or where they are received already.
+    """Receive signals in this block. Does nothing outside of the main thread, or inside of another such block.
 
     `parent` is `LaunchEnv.parent`.
     """
@@ -152,7 +157,7 @@ def listening(say: Callable[[str], None], parent: str = "") -> Iterator[SignalLi
 
 @contextmanager
 def reported_by(say: Callable[[str], None]) -> Iterator[None]:
-    """Let `say` print what is said of signals; afterwards, when its file may be closed, as before."""
+    """Print messages about signals through `say` in this block."""
     listener = _active()
     if listener is None:
         yield
@@ -166,10 +171,10 @@ def reported_by(say: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def at_the_end_of_a_step(say: Callable[[str], None], parent: str = "") -> Iterator[None]:
-    """Keep a signal for `received` instead of ending at once: the caller looks at the end of each step, and saves.
+    """Defer signals: the caller asks `received` at the end of each step, saves and stops.
 
-    A signal after the last step lets the script write the model, as all the work is done; without a script around
-    it, that signal is raised again.
+    After a signal in the last step the script still writes the model, as all work is done. Without an outer `listening`
+    block, that signal is raised again at the end.
     """
     is_outer = _active() is None
     with listening(say, parent) as listener:
@@ -180,7 +185,7 @@ def at_the_end_of_a_step(say: Callable[[str], None], parent: str = "") -> Iterat
         try:
             yield
         except BaseException as error:
-            listener.saves, listener.where = False, None  # whoever raised it says why the run ends
+            listener.saves, listener.where = False, None  # the error itself says why the run ends
             listener.first = error.number if isinstance(error, Stopped) else listener.first
             raise
         listener.promise = (
@@ -191,44 +196,44 @@ def at_the_end_of_a_step(say: Callable[[str], None], parent: str = "") -> Iterat
 
 
 def received() -> int:
-    """Return the number of the signal that asked for the end of the run, 0 if none did."""
+    """Return the number of the signal that asked for the end of the run; 0 if none did."""
     listener = _active()
     return 0 if listener is None else listener.first
 
 
 def precedence(number: int) -> int:
-    """Place of a signal from 1, 0 for none: of what several ranks received the highest is the run's.
+    """Rank a signal from 1, 0 for none: if ranks received different ones, the run takes the highest.
 
-    SIGTERM comes last, as it also stands for the end of the launcher, which another signal may have caused.
+    SIGTERM is the lowest, because it also stands for a launcher that is gone, perhaps through another signal.
     """
     return SIGNALS.index(signal.Signals(number)) + 1 if number else 0
 
 
 def of_precedence(place: int) -> int:
-    """Return the number of the signal at a place; 0 for none."""
+    """Return the signal of a precedence; 0 for none."""
     return SIGNALS[place - 1] if place else 0
 
 
 def say_nothing() -> None:
-    """From here on end by a signal silently: another reason is reported."""
+    """Exit on further signals without a message: another reason is reported."""
     if listener := _active():
         listener.where = None
 
 
 def resume_command() -> str | None:
-    """Return the command by which the user goes on, as far as it is known."""
+    """Return the command that resumes the run; None if it is unknown."""
     listener = _active()
     return None if listener is None else listener.launcher.resume_command()
 
 
 def _active() -> SignalListener | None:
-    """Return the listener that receives this process's signals; its handler is the one place that knows it."""
+    """Return the open listener. Only the installed handler, a bound method, knows it: no global is needed."""
     listener = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return listener if isinstance(listener, SignalListener) else None
 
 
 def _forget() -> None:
-    """In a forked child: end by signals as usual, and do not hand them to the parent's thread."""
+    """In a forked child, restore the default handlers: the pipe belongs to the parent's thread."""
     if listener := _active():
         signal.set_wakeup_fd(-1)
         for number in listener.handlers:
@@ -239,15 +244,14 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def abandon_builds() -> None:
-    """Stop the compilation that this process has started, and release its lock.
+    """Stop a compilation of DeepSpeed's operators in this process, and release torch's lock on it.
 
-    Torch keeps other processes out by a file, which it removes only where Python ends as usual: the next run would
-    wait for it for ever.
+    Torch removes its lock file only when Python exits normally. Otherwise the next run would wait for it for ever.
     """
     for child in children_of(os.getpid()):
         if any(Path(word).name == "ninja" for word in command_of(child)[:2]):
             with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGTERM)  # it ends its compilers, and removes what they have started to write
+                os.kill(child, signal.SIGTERM)  # ninja ends its compilers, and removes their partial output
     lock = getattr(sys.modules.get("torch.utils.file_baton"), "FileBaton", None)
     for held in [thing for thing in gc.get_objects() if type(thing) is lock] if lock else []:
         with suppress(OSError, TypeError):  # not acquired, or released already

@@ -1,4 +1,4 @@
-"""Where the time of this process goes, for `run.json`. No torch: it begins before torch is imported."""
+"""Wall-clock time of this process by activity, for `run.json`. No torch here: the count begins before its import."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 STARTING = "starting"
-"""What a process does until it says something else: it imports, reads its config and its data."""
+"""The first activity of a process: imports, config, data."""
 
 
 class WallClock:
-    """Seconds by activity, each second counted once: what an inner activity takes is not counted for the outer one."""
+    """Seconds by activity. Each second counts once: time of an inner activity is not added to the outer one."""
 
     def __init__(self, since: float) -> None:
         self._begin(since)
@@ -47,7 +47,7 @@ class WallClock:
 
 
 def _start_of_process() -> float:
-    """Return when this process began, by the monotonic clock; now where the system does not tell."""
+    """Return the start of this process on the monotonic clock; the current time if the system does not tell."""
     now = time.monotonic()
     try:
         after_name = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
