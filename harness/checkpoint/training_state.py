@@ -36,8 +36,15 @@ from harness.checkpoint.tensors.whole_tensors import (
 )
 from harness.deepspeed.engine import loss_scaling, set_counters, set_loss_scaling
 from harness.deepspeed.flat_tensors import EngineOptimizer, Run, SteppedOn
-from harness.deepspeed.nvme_states import states_in_memory
-from harness.deepspeed.optimizer_states import Template, counted, make_state, template, torch_optimizer, use_stepped_on
+from harness.deepspeed.optimizer_states import (
+    Template,
+    counted,
+    make_state,
+    states_in_memory,
+    template,
+    torch_optimizer,
+    use_stepped_on,
+)
 from harness.errors import UserError
 from harness.parallel.gradients.compressed import CompressedReduction
 from harness.topology.agreement import all_or_none, values_of_all

@@ -1,25 +1,236 @@
-"""Schedules of one's own on DeepSpeed's PipelineEngine.
+"""Run other schedules than 1F1B on DeepSpeed's PipelineEngine.
 
-The engine executes a list of instructions; it is given another list, and what it does not know yet: a backward pass
-whose weight gradients come later, sends that do not wait, and several model chunks on a stage.
+The engine executes a list of instructions. It is given another list, and three things that it lacks: a backward pass
+whose weight gradients come later, sends that do not wait (`Transfers`), and several model chunks on a stage
+(`ChunkSwitch`).
+
+The engine knows one chunk. What it keeps for a chunk, as buffers and the shapes that it receives, is put away when it
+goes to another chunk. The chunks before and after take the place of its neighbouring stages.
 """
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch.distributed as dist
+from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as of_deepspeed
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from harness.config.values.model_chunks import ModelChunks
-from harness.deepspeed.chunk_switch import ChunkSwitch
 from harness.deepspeed.instructions import Execute, Kind, execute_by, executing
-from harness.deepspeed.transfers import Transfers, open_transfers
+from harness.topology.env import run_timeout
+
+
+@dataclass
+class Transfers:
+    """The transfers of activations, or of gradients, of one stage with the others.
+
+    Each direction has a process group: where a send is held back until its receive begins (NCCL), what goes to later
+    stages must not wait for what goes to earlier ones. The engine names model chunks where it has stages.
+
+    Attributes:
+        groups: by whether a tensor goes to a later stage.
+    """
+
+    engine: PipelineEngine
+    chunks: ModelChunks
+    groups: Mapping[bool, dist.ProcessGroup | None]
+    _under_way: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    _within: deque[Tensor] = field(default_factory=deque)
+
+    def send(self, tensor: Tensor, chunk: int) -> None:
+        """Begin to send a tensor to a chunk, and keep it until it has arrived."""
+        self._under_way = [(work, sent) for work, sent in self._under_way if not work.is_completed()]
+        tensor, stage = tensor.detach().contiguous(), self.chunks.stage_of(chunk)
+        if stage == self.engine.stage_id:
+            self._within.append(tensor)
+            return
+        group = self.groups[stage > self.engine.stage_id]
+        work = dist.isend(tensor, self.engine.grid.stage_to_global(stage_id=stage), group=group)
+        if work is not None:
+            self._under_way.append((work, tensor))
+
+    def receive(self, tensor: Tensor, chunk: int) -> None:
+        """Receive a tensor from a chunk."""
+        stage = self.chunks.stage_of(chunk)
+        if stage == self.engine.stage_id:
+            tensor.copy_(self._within.popleft())
+            return
+        group = self.groups[stage < self.engine.stage_id]
+        dist.recv(tensor, self.engine.grid.stage_to_global(stage_id=stage), group=group)
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way.clear()
+
+    def clear(self) -> None:
+        """Forget what a step that failed has left within the stage."""
+        self._within.clear()
+
+    def carry(self, execute: Execute) -> Execute:
+        """Return an instruction of the engine whose transfers are these."""
+
+        def run(engine: PipelineEngine, **kwargs: object) -> None:
+            with _in_place_of_p2p(self):
+                execute(engine, **kwargs)
+
+        return run
+
+
+def open_transfers(engine: PipelineEngine, chunks: ModelChunks) -> tuple[Transfers, Transfers]:
+    """Return the transfers of activations and those of gradients; all ranks of a pipeline call it together."""
+    activations: dict[bool, dist.ProcessGroup | None] = {True: None}
+    gradients: dict[bool, dist.ProcessGroup | None] = {False: engine.grid.get_pipe_parallel_group()}
+    if chunks.each > 1:  # the way from chunk to chunk leads back
+        activations[False], gradients[True] = _new_group(engine), _new_group(engine)
+    return Transfers(engine, chunks, activations), Transfers(engine, chunks, gradients)
+
+
+def _new_group(engine: PipelineEngine) -> dist.ProcessGroup | None:
+    """Return another group of the stages of this rank's pipeline; all ranks create the groups of all pipelines."""
+    mine = None
+    for ranks in engine.module.topology().get_axis_comm_lists("pipe"):
+        group = dist.new_group(ranks, timeout=run_timeout())
+        mine = group if engine.global_rank in ranks else mine
+    return mine
+
+
+@contextmanager
+def _in_place_of_p2p(transfers: Transfers) -> Iterator[None]:
+    before = p2p.send, p2p.recv
+    p2p.send, p2p.recv = transfers.send, transfers.receive
+    try:
+        yield
+    finally:
+        p2p.send, p2p.recv = before
+
+
+OF_A_CHUNK = (
+    *("pipe_buffers", "num_pipe_buffers", "pipe_recv_buf", "grad_layer", "_grad_layer_buf", "meta_buffer"),
+    *("first_output_send", "first_gradient_send", "pipe_partition_input_meta_cache"),
+    *("pipe_partition_output_meta_cache", "pipe_partition_grad_meta_cache", "grad_partition_grad_layer_meta_cache"),
+)
+"""What the engine keeps for a chunk."""
+
+
+class ChunkSwitch:
+    """Brings an engine that has just been built from chunk to chunk.
+
+    Args:
+        chunks: of the whole model. With one chunk a stage the engine stays as it is.
+    """
+
+    def __init__(self, engine: PipelineEngine, chunks: ModelChunks) -> None:
+        self._engine, self._last = engine, chunks.count - 1
+        self._own = chunks.of_stage(engine.stage_id)
+        self._at: int | None = None
+        self._buffers = 0
+        self._losses: dict[int, Tensor] = {}
+        self._loaded: dict[int, deque[object]] = {chunk: deque() for chunk in self._own if chunk in (0, self._last)}
+        if chunks.each > 1:
+            state = {name: getattr(engine, name) for name in OF_A_CHUNK}
+            self._kept = {chunk: copy.deepcopy(state) for chunk in self._own}
+            self._take_over(chunks.loss_stage)
+
+    def _take_over(self, loss_stage: int) -> None:
+        """Have the engine ask here what depends on the chunk."""
+        engine, reset, next_batch = self._engine, self._engine.reset_activation_shape, self._engine._next_batch
+
+        def reset_activation_shape() -> None:
+            for chunk in self._own:
+                self._enter(chunk)
+                reset()
+            self.leave()
+
+        def load() -> object:
+            if not self._loaded[self._here[0]]:  # a stage with the first and the last chunk reads each batch for both
+                batch = next_batch()
+                for waiting in self._loaded.values():
+                    waiting.append(batch)
+            return self._loaded[self._here[0]].popleft()
+
+        engine.is_first_stage = lambda: 0 in self._here
+        engine.is_last_stage = lambda: self._last in self._here
+        engine._loss_stage_global_rank = lambda: engine.grid.stage_to_global(loss_stage)
+        engine.reset_activation_shape, engine._next_batch = reset_activation_shape, load
+
+    @property
+    def _here(self) -> list[int]:
+        """The chunk at which the engine is; outside of a schedule all of the stage."""
+        return self._own if self._at is None else [self._at]
+
+    def begin(self, buffers: int) -> None:
+        """Begin a schedule in which each chunk holds so many micro-batches at a time."""
+        self.leave()
+        self._buffers = buffers
+        self._losses.clear()
+        for waiting in self._loaded.values():
+            waiting.clear()
+
+    def at_chunk(self, execute: Execute) -> Execute:
+        """Return an instruction that is executed at its chunk. Without one it is of DeepSpeed's schedule.
+
+        The number of its micro-batch is for those who watch.
+        """
+
+        def run(
+            engine: PipelineEngine,
+            buffer_id: int,
+            chunk: int | None = None,
+            micro_batch: int | None = None,  # noqa: ARG001
+        ) -> None:
+            if chunk is not None and len(self._own) > 1:
+                self._enter(chunk)
+            execute(engine, buffer_id=buffer_id)
+
+        return run
+
+    def keep_loss(self, forward: Execute) -> Execute:
+        """Return a forward pass after which another one may come before its backward pass."""
+
+        def run(engine: PipelineEngine, buffer_id: int) -> None:
+            forward(engine, buffer_id=buffer_id)
+            if engine.is_last_stage() and engine.module.training:
+                self._losses[buffer_id] = engine.loss
+
+        return run
+
+    def give_loss(self, backward: Execute) -> Execute:
+        """Return the backward pass of such a forward pass."""
+
+        def run(engine: PipelineEngine, buffer_id: int) -> None:
+            if engine.is_last_stage():
+                engine.loss = self._losses.pop(buffer_id)
+            backward(engine, buffer_id=buffer_id)
+
+        return run
+
+    def leave(self) -> None:
+        """Put away what the engine keeps for the chunk at which it is."""
+        if self._at is not None:
+            self._kept[self._at] = {name: getattr(self._engine, name) for name in OF_A_CHUNK}
+        self._at = None
+
+    def _enter(self, chunk: int) -> None:
+        if chunk == self._at:
+            return
+        self.leave()
+        self._at, engine = chunk, self._engine
+        for name, value in self._kept[chunk].items():
+            setattr(engine, name, value)
+        engine._reserve_pipe_buffers(self._buffers)
+        engine.prev_stage, engine.next_stage = chunk - 1, chunk + 1
+        engine.module.chunk = chunk
 
 
 class InputGradients(of_deepspeed.BufferOpInstruction):  # type: ignore[misc]  # DeepSpeed has no types

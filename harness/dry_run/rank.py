@@ -27,11 +27,9 @@ from harness.dry_run.world import fake_tensors, fake_world
 from harness.hf.layers.call import ASKS_FOR_VALUES
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
-from harness.parallel.pipeline.schedules.following import follow_schedule
-from harness.parallel.pipeline.schedules.instructions import most_in_flight, most_kept
+from harness.parallel.pipeline.schedules.instructions import follow_schedule, most_in_flight, most_kept
 from harness.parallel.pipeline.schedules.orders import ORDERS
-from harness.parallel.pipeline.stage_transport import pack_payload
-from harness.parallel.pipeline.staged_module import build_layers
+from harness.parallel.pipeline.staged_module import build_layers, pack_payload
 from harness.parallel.plans.experts import run_experts_by
 from harness.parallel.values import Value
 from harness.resilience.process.distributed import start

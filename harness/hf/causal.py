@@ -50,12 +50,12 @@ from harness.hf.weights.layer_weights import (
     read_by_transformers,
 )
 from harness.parallel.comm import TensorParallel
-from harness.parallel.pipeline.costs import LayerCost
+from harness.parallel.pipeline.partition import LayerCost
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan, run_where_aligned
 from harness.parallel.plans.lora import cut_with_adapters
 from harness.parallel.plans.plan import Plan, plan_for
-from harness.parallel.zero.zero3_partition import Zero3Partition
+from harness.parallel.zero import Zero3Partition
 
 
 def layer_costs(

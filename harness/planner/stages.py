@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from harness.config.values.model_chunks import ModelChunks
-from harness.parallel.pipeline.costs import LayerCost
-from harness.parallel.pipeline.partition import stage_boundaries
+from harness.parallel.pipeline.partition import LayerCost, stage_boundaries
 from harness.planner.shape import DecoderShape, LayerShape
 
 

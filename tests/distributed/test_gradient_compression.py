@@ -25,8 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import harness.parallel.gradients.compressed
 from harness import Trainer
 from harness.dry_run.ledger import Ledger
-from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, CompressedReduction, wire_share
-from harness.parallel.gradients.link import measure
+from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, CompressedReduction, measure, wire_share
 from harness.parallel.tensor.shard import shard_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model, without_shared_memory, worst

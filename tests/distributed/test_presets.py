@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.cli import main
-from harness.deepspeed.process_groups import avoid_compiling
+from harness.deepspeed.process_wide import avoid_compiling
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

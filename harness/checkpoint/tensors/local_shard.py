@@ -18,7 +18,7 @@ from harness.deepspeed.flat_tensors import EngineOptimizer, Run, SteppedOn, runs
 from harness.deepspeed.zero3_parameters import Partition, held_tensor, is_partitioned
 from harness.hf.weights.lazy_tensor import Box
 from harness.parallel.tensor.shard import Shard, shard_of
-from harness.parallel.zero.zero3_partition import boxes_of_run
+from harness.parallel.zero import boxes_of_run
 from harness.topology.groups import Groups
 
 

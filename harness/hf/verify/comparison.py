@@ -26,8 +26,7 @@ from harness.hf.skeleton import ModelSource
 from harness.hf.verify.tiny_copy import tiny_ids, tiny_model
 from harness.parallel.comm import TensorParallel
 from harness.parallel.generators import own_generators
-from harness.parallel.pipeline.stage_transport import Unpacker, pack_payload
-from harness.parallel.pipeline.staged_module import build_layers
+from harness.parallel.pipeline.staged_module import Unpacker, build_layers, pack_payload
 from harness.parallel.tensor.shard import Shard, shard_of
 
 Cut: TypeAlias = Callable[[ModelSource, TensorParallel], CausalModel]

@@ -33,7 +33,7 @@ from harness.hf.weights.initialization import (
 )
 from harness.hf.weights.lazy_tensor import LazyTensor
 from harness.hf.weights.tensor_files import Stored
-from harness.parallel.zero.zero3_partition import Zero3Partition
+from harness.parallel.zero import Zero3Partition
 
 
 class WeightSource(Protocol):

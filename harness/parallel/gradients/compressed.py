@@ -8,18 +8,60 @@ kept, on the rank that rounded, and added the next time (Seide et al. 2014), at 
 The result for a block depends on that block alone. A weight that several ranks hold alike, on other stages or on
 tensor-parallel ranks, must lie in equal blocks on all of them: so it begins a block of its own, or lies among weights
 that they all have.
+
+Numbers go in blocks of 128 with one scale: 8 or 4 bits a number. A block is one row of bytes: its scale in float32,
+then the numbers. A block with a number that is not finite comes back as NaN, so that whoever reads it sees it.
+
+With "auto" a trial decides whether compression is worth it, from the time that some gradients take (`Choice`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.parallel.gradients.quantize import BLOCK, dequantize, quantize, row_bytes
+from harness.parallel.collectives.of_group import sum_in_place
+
+BLOCK = 128
+"""Numbers that share a scale."""
+_SCALE_BYTES = 4
+
+
+def row_bytes(bits: int) -> int:
+    """Return the bytes of a block on the wire."""
+    return _SCALE_BYTES + BLOCK * bits // 8
+
+
+def quantize(blocks: Tensor, bits: int) -> Tensor:
+    """Return the rows of bytes for float32 blocks of shape (n, BLOCK), rounded to the nearest of 255 or 15 values."""
+    most = 2 ** (bits - 1) - 1
+    largest = blocks.abs().amax(dim=1, keepdim=True)
+    scale = torch.where(largest.isfinite(), largest / most, torch.nan)
+    steps = (blocks / scale).nan_to_num_(nan=0.0).round_().clamp_(-most, most)  # 0 / 0 where a block is zero
+    rows = torch.empty(len(blocks), row_bytes(bits), dtype=torch.uint8, device=blocks.device)
+    rows[:, :_SCALE_BYTES] = scale.view(torch.uint8)
+    if bits == 8:
+        rows[:, _SCALE_BYTES:] = steps.to(torch.int8).view(torch.uint8)
+    else:
+        halves = steps.add_(8).to(torch.uint8)
+        rows[:, _SCALE_BYTES:] = halves[:, ::2] | (halves[:, 1::2] << 4)
+    return rows
+
+
+def dequantize(rows: Tensor, bits: int) -> Tensor:
+    """Return the float32 blocks, of shape (n, BLOCK), that rows of bytes stand for."""
+    scale = rows[:, :_SCALE_BYTES].contiguous().view(torch.float32)
+    body = rows[:, _SCALE_BYTES:]
+    if bits == 8:
+        return body.view(torch.int8).float().mul_(scale)
+    pairs = torch.stack((body & 15, body >> 4), dim=-1)
+    return pairs.view(len(rows), BLOCK).float().sub_(8).mul_(scale)
+
 
 BUCKET = 1 << 22
 """Numbers that are reduced together: 16 MiB in float32. What is held besides the gradients is a few times as much."""
@@ -202,3 +244,72 @@ def _part(flat: Sequence[Tensor], piece: Piece) -> Tensor:
 def wire_share(bits: int) -> float:
     """Return the bytes that a rank sends, as a fraction of those of an all-reduce in float32 (a ring's)."""
     return row_bytes(bits) / (4 * BLOCK)
+
+
+SAMPLE = 1 << 18
+"""Numbers of a trial: 1 MiB in float32. More than 2,048 ranks need more."""
+CLEARLY = 0.8
+"""Fewer bits must take less than this part of the time: they cost accuracy, and a measurement is noisy."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for all ranks, and the seconds of a trial in each way, by the bits (0: float32) of the slowest
+    rank."""
+
+    bits: int
+    seconds: dict[int, float]
+    numbers: int = SAMPLE
+
+    def __str__(self) -> str:
+        shown = ", ".join(
+            f"{'float32' if bits == 0 else f'{bits} bits'} {1e3 * seconds:.1f} ms"
+            for bits, seconds in self.seconds.items()
+        )
+        chosen = f"{self.bits} bits" if self.bits else "off"
+        return f"gradient compression: {chosen} ({self.numbers * 4 / 2**20:.2g} MiB of gradients: {shown})"
+
+
+def measure(group: dist.ProcessGroup | None, device: torch.device) -> Choice:
+    """Try float32, 8 and 4 bits among data-parallel ranks; all ranks of the world call it, and choose alike."""
+    times = torch.tensor([_seconds(bits, group, device) for bits in (0, 8, 4)], dtype=torch.float64, device=device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    seconds = dict(zip((0, 8, 4), times.tolist(), strict=True))
+    return Choice(choose(seconds), seconds, trial_size(1 if group is None else dist.get_world_size(group)))
+
+
+def choose(seconds: dict[int, float]) -> int:
+    """Return the bits, 0 for float32, given the seconds of each way."""
+    bits = 0
+    for fewer in (8, 4):
+        if seconds[fewer] < CLEARLY * seconds[bits]:
+            bits = fewer
+    return bits
+
+
+def trial_size(ranks: int) -> int:
+    """Return how many numbers are tried: SAMPLE, in whole blocks for each rank, of which each has one at least."""
+    return max(1, SAMPLE // (BLOCK * ranks)) * BLOCK * ranks
+
+
+def _seconds(bits: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
+    if group is None:
+        return 0.0
+    ranks = dist.get_world_size(group)
+    values = torch.ones(trial_size(ranks), device=device)
+    residue = Residue.none(len(values), ranks, device)
+
+    def once() -> Tensor:
+        if bits:
+            return compressed_mean(values, residue, bits, group)
+        sum_in_place(values, group)
+        return values
+
+    return min(_timed(once) for _ in range(3))
+
+
+def _timed(work: Callable[[], Tensor]) -> float:
+    start = time.perf_counter()
+    work().flatten()[0].item()  # waits for the device
+    return time.perf_counter() - start

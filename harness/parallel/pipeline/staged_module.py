@@ -1,15 +1,21 @@
 """A list of layers as DeepSpeed runs it: cut into pipeline stages, or whole on every rank for ZeRO-2 and ZeRO-3.
 
-Both forms build only the layers of their own stage, name a parameter `<index of its layer>.<name in the layer>`
-and tie weights alike, so that a checkpoint of one can be read by the other. Layers are what DeepSpeed's
-PipelineModule takes: LayerSpec, TiedLayerSpec, modules, functions; the output of one, a tensor or a tuple of tensors,
-is the input of the next. Every floating tensor of a tuple gets its gradient, on the same stage or from the next.
+Both forms build only the layers of their own stage, name a parameter `<index of its layer>.<name in the layer>` and tie
+weights alike, so that a checkpoint of one can be read by the other. Layers are what DeepSpeed's PipelineModule takes:
+LayerSpec, TiedLayerSpec, modules, functions; the output of one, a tensor or a tuple of tensors, is the input of the
+next. Every floating tensor of a tuple gets its gradient, on the same stage or from the next.
+
+Between stages, DeepSpeed returns gradients for the first tensor of a tuple alone and, with tensor parallelism, refuses
+any further tensor that needs one. So `pack_payload` sends all floating tensors of a tuple as one flat tensor, followed
+by a list of shapes that says how to take it apart, followed by the integer tensors. A bare tensor, and a tuple with
+nothing but int64 after a first tensor of two dimensions or more, travel as they are.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -18,15 +24,161 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed.pipeline import BuiltLayers, GivenStages, Layer, LayerCall, StageBuilder, TiedWeights
-from harness.parallel.draws import DrawKeys
-from harness.parallel.pipeline.finite import FiniteWatch
-from harness.parallel.pipeline.recomputation import is_recomputed, run_block, shared_parameters, split_into_blocks
-from harness.parallel.pipeline.stage_transport import Unpacker, pack_payload
+from harness.parallel.draws import DrawKey, DrawKeys
 from harness.parallel.values import Value
 from harness.topology.layout import Layout
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+END = -1
+PackedShapes = tuple[tuple[int, tuple[int, ...]], ...]
+"""For each tensor of a tuple the place of its dtype in `DTYPES`, and its shape."""
+
+
+def pack_payload(value: Value) -> Value:
+    """Return the form in which a layer's output is sent."""
+    if isinstance(value, Tensor) or _travels_as_it_is(value):
+        return value
+    floats = [tensor for tensor in value if tensor.is_floating_point()]
+    kind = floats[0].dtype
+    for tensor in floats[1:]:
+        kind = torch.promote_types(kind, tensor.dtype)
+    flat = torch.cat([tensor.reshape(-1).to(kind) for tensor in floats])
+    numbers = [n for tensor in value for n in (DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape)]
+    numbers += [END] * sum(value[0].shape[:1])  # by the length of the list, other rows are another form
+    shapes = torch.tensor(numbers, dtype=torch.int64, device=flat.device)
+    return flat, shapes, *(tensor.long() for tensor in value if not tensor.is_floating_point())
+
+
+class Unpacker:
+    """Takes apart what `pack_payload` put together. The shapes are read once for each form of what arrives: reading
+    them waits for the device."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[tuple[tuple[int, ...], ...], PackedShapes] = {}
+
+    def __call__(self, value: Value) -> Value:
+        """Return the layer's output as it was before it was sent."""
+        if isinstance(value, Tensor) or value[0].dim() > 1:
+            return value
+        flat, shapes, *integers = value
+        key = tuple(tuple(tensor.shape) for tensor in value)
+        if key not in self._layouts:
+            self._layouts[key] = _read_shapes(shapes.tolist())
+        layout = self._layouts[key]
+        sizes = [torch.Size(shape).numel() for kind, shape in layout if DTYPES[kind].is_floating_point]
+        floats, rest = iter(flat.split(sizes)), iter(integers)
+        return tuple(
+            next(floats).view(shape).to(DTYPES[kind]) if DTYPES[kind].is_floating_point else next(rest).to(DTYPES[kind])
+            for kind, shape in layout
+        )
+
+
+def _travels_as_it_is(value: tuple[Tensor, ...]) -> bool:
+    return value[0].dim() > 1 and all(tensor.dtype == torch.int64 for tensor in value[1:])
+
+
+def _read_shapes(numbers: list[int]) -> PackedShapes:
+    layout = []
+    while numbers and numbers[0] != END:
+        kind, dim, *rest = numbers
+        layout.append((kind, tuple(rest[:dim])))
+        numbers = rest[dim:]
+    return tuple(layout)
+
+
+class FiniteWatch:
+    """Watches the outputs of one stage."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was seen."""
+        self._outputs: Tensor | None = None
+        self._gradients: Tensor | None = None
+
+    @property
+    def outputs(self) -> bool:
+        """Whether all outputs since the last reset were finite. Waits for the device."""
+        return self._outputs is None or bool(self._outputs)
+
+    @property
+    def gradients(self) -> bool:
+        """Whether all gradients of these outputs were finite. Waits for the device."""
+        return self._gradients is None or bool(self._gradients)
+
+    def see(self, output: Value) -> None:
+        """Watch a tensor, or a tuple of tensors, and the gradients that will arrive for them."""
+        if not torch.is_grad_enabled():
+            return
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                self._outputs = _all_finite(self._outputs, tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(self._see_gradient)
+
+    def _see_gradient(self, gradient: Tensor) -> None:
+        self._gradients = _all_finite(self._gradients, gradient)
+
+
+def _all_finite(known: Tensor | None, tensor: Tensor) -> Tensor:
+    finite = tensor.detach().isfinite().all()
+    return finite if known is None else known & finite
+
+
+def is_recomputed(layers: Sequence[LayerCall]) -> bool:
+    """Whether activation checkpointing applies to layers: by their own `recompute`, else if they have parameters."""
+    modules = [layer for layer in layers if isinstance(layer, nn.Module)]
+    return any(getattr(module, "recompute", any(True for _ in module.parameters())) for module in modules)
+
+
+def shared_parameters(layers: Iterable[LayerCall]) -> set[nn.Parameter]:
+    """Return the parameters that several layers hold."""
+    counts = Counter(parameter for layer in layers for parameter in _parameters(layer))
+    return {parameter for parameter, count in counts.items() if count > 1}
+
+
+def split_into_blocks(
+    layers: Sequence[LayerCall], interval: int, shared: set[nn.Parameter]
+) -> Iterator[tuple[list[tuple[int, LayerCall]], bool]]:
+    """Yield runs of layers with their indices, and whether each run is recomputed.
+
+    A run is up to `interval` neighbours that may be recomputed, or one layer that may not.
+
+    Layers that share parameters are not: each recomputed block has a backward of its own, and ZeRO-2 and ZeRO-3 take
+    a parameter's gradient but once.
+    """
+    block: list[tuple[int, LayerCall]] = []
+    for index, layer in enumerate(layers):
+        if interval > 0 and is_recomputed([layer]) and shared.isdisjoint(_parameters(layer)):
+            block.append((index, layer))
+            if len(block) < interval:
+                continue
+            yield block, True
+        else:
+            if block:
+                yield block, True
+            yield [(index, layer)], False
+        block = []
+    if block:
+        yield block, True
+
+
+def _parameters(layer: LayerCall) -> Iterable[nn.Parameter]:
+    return layer.parameters() if isinstance(layer, nn.Module) else ()
+
+
+def run_block(block: Sequence[tuple[int, LayerCall]], key: DrawKey | None, *given: Tensor) -> Value:
+    """Return the output of layers given with their indices; what they draw depends on `key` alone."""
+    inputs: Value = given if len(given) > 1 else given[0]
+    for index, layer in block:
+        with nullcontext() if key is None else key.layer(index):
+            inputs = layer(inputs)
+    return inputs
 
 
 def deepspeed_topology(layout: Layout) -> PipeModelDataParallelTopology:

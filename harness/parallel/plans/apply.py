@@ -22,14 +22,11 @@ from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.experts import EXPERT_PARAMETER, EXPERTS, cut_experts, ep_dispatch_experts
 from harness.parallel.plans.heads import Attention, attention_at, attention_below, attentions_in, blocks_of, deal
-from harness.parallel.plans.parameter_styles import cut_bare_parameter, cut_head_parameters
-from harness.parallel.plans.plan import ADVICE, InputRule, Plan, PlanRule, wildcard
-from harness.parallel.plans.plan_file import WORDS
-from harness.parallel.plans.styles import STYLE_FUNCTIONS
+from harness.parallel.plans.plan import ADVICE, WORDS, InputRule, Plan, PlanRule, wildcard
+from harness.parallel.plans.styles import STYLE_FUNCTIONS, cut_bare_parameter, cut_head_parameters
 from harness.parallel.plans.target import PlanTarget
 from harness.parallel.tensor.partial_gradients import Values, sum_partial_gradients
-from harness.parallel.tensor.segments import sum_of
-from harness.parallel.tensor.shard import shard_of
+from harness.parallel.tensor.shard import shard_of, sum_of
 from harness.parallel.values import Keyword, Positional
 
 

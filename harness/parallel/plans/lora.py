@@ -27,8 +27,8 @@ from harness.parallel.tensor.layers import (
     RowParallelLinear,
     SharedColumnLinear,
 )
+from harness.parallel.tensor.partial_gradients import GradientSum, sum_gradients, sum_gradients_of_copies
 from harness.parallel.tensor.shard import Shard, cut_parameter, shard_of
-from harness.parallel.tensor.summed_gradients import GradientSum, sum_gradients, sum_gradients_of_copies
 
 Wrapper: TypeAlias = Any
 """A layer of peft's with adapters around another layer, which may be one too."""

@@ -29,8 +29,8 @@ from harness.parallel.tensor.shared_input import copy_once
 from harness.parallel.weight_gradients import linear
 
 
-class Place(TypedDict, total=False):
-    """Which ranks share a new layer, and where and in what its part is made."""
+class FactoryOptions(TypedDict, total=False):
+    """Keyword arguments of a new layer: the group that shares it, and device and dtype of this rank's part."""
 
     group: dist.ProcessGroup | None
     device: torch.device | str | None
@@ -52,9 +52,11 @@ class _CutLinear(nn.Linear):
     weight: nn.Parameter
     weight_transposed: bool
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, **place: Unpack[Place]) -> None:
-        whole = nn.Linear(in_features, out_features, bias, place.get("device"), place.get("dtype"))
-        self._adopt(whole, place.get("group"))
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, **options: Unpack[FactoryOptions]
+    ) -> None:
+        whole = nn.Linear(in_features, out_features, bias, options.get("device"), options.get("dtype"))
+        self._adopt(whole, options.get("group"))
 
     @classmethod
     def from_linear(cls, linear: nn.Module, group: dist.ProcessGroup | None, **cut: Unpack[Cut]) -> Self:
@@ -107,9 +109,9 @@ class ColumnParallelLinear(_CutLinear):
         bias: bool = True,
         *,
         gather_output: bool = False,
-        **place: Unpack[Place],
+        **options: Unpack[FactoryOptions],
     ) -> None:
-        super().__init__(in_features, out_features, bias, **place)
+        super().__init__(in_features, out_features, bias, **options)
         self.gather_output = gather_output
 
     @classmethod
@@ -183,9 +185,9 @@ class RowParallelLinear(_CutLinear):
         bias: bool = True,
         *,
         input_is_parallel: bool = True,
-        **place: Unpack[Place],
+        **options: Unpack[FactoryOptions],
     ) -> None:
-        super().__init__(in_features, out_features, bias, **place)
+        super().__init__(in_features, out_features, bias, **options)
         self.input_is_parallel = input_is_parallel
 
     @classmethod

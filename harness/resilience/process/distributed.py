@@ -17,7 +17,7 @@ from harness.config import ConfigError, Resolved
 from harness.config.check import unsupported_on_cpu
 from harness.config.values.json_object import JsonObject
 from harness.deepspeed.orthogonal import import_muon_without_compiler
-from harness.deepspeed.process_groups import avoid_compiling
+from harness.deepspeed.process_wide import avoid_compiling
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv, run_timeout
 from harness.topology.rendezvous import open_store

@@ -21,7 +21,7 @@ from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import Secrets
 from harness.deepspeed.kept_in_fp32 import keeping_fp32
 from harness.deepspeed.pipeline import Layer
-from harness.deepspeed.process_groups import MpuAdapter, set_secondary_group
+from harness.deepspeed.process_wide import MpuAdapter, set_secondary_group
 from harness.deepspeed.zero3_parameters import PartitionInPlace, restore_linear
 from harness.errors import UserError
 from harness.hf.decoder import ModelLayer
@@ -32,7 +32,7 @@ from harness.parallel.draws import DrawKeys
 from harness.parallel.memory import malloc_trim
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, deepspeed_topology, first_names
 from harness.parallel.values import Value
-from harness.parallel.zero.zero3_partition import Zero3Partition
+from harness.parallel.zero import Zero3Partition
 from harness.resilience.process.distributed import give_timeout, open_groups
 from harness.topology.env import run_timeout
 from harness.training.engine.context import EngineContext, LayerTraits

@@ -26,8 +26,7 @@ from harness.deepspeed.engine import (
 )
 from harness.deepspeed.flat_tensors import run_of_each
 from harness.deepspeed.gradient_reduction import StepGradients, average_with, before_reduction, trained_parameters
-from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, CompressedReduction, wire_share
-from harness.parallel.gradients.link import measure
+from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, CompressedReduction, measure, wire_share
 from harness.parallel.tensor.shard import shard_of
 from harness.topology.agreement import values_of_all
 from harness.topology.groups import Groups

@@ -24,11 +24,11 @@ from harness.deepspeed.gradient_reduction import (
 from harness.deepspeed.instructions import announce_instructions
 from harness.deepspeed.kept_in_fp32 import reduce_fp32_gradients
 from harness.parallel.gradients.compressed import CompressedReduction
-from harness.parallel.pipeline.schedules.following import follow_schedule
+from harness.parallel.pipeline.schedules.instructions import follow_schedule
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule
 from harness.parallel.tensor.layers import overlap_sums
-from harness.parallel.tensor.summed_gradients import put_off_sums, sum_once
-from harness.parallel.zero.in_place_inputs import copy_hooked_inputs
+from harness.parallel.tensor.partial_gradients import put_off_sums, sum_once
+from harness.parallel.zero import copy_hooked_inputs
 from harness.resilience.process.activity import beat
 from harness.resilience.watch.watcher import announce_layers
 from harness.training.engine.context import EngineContext, LayerTraits

@@ -31,7 +31,7 @@ from harness.data.batches.stream import BatchStream
 from harness.data.preview import BEGIN, END, shown
 from harness.deepspeed.collectives import carry_collectives
 from harness.deepspeed.pipeline import Layer
-from harness.deepspeed.prints import silence_prints
+from harness.deepspeed.process_wide import silence_prints
 from harness.errors import UserError
 from harness.hf.locate import presets
 from harness.hf.lora import base_checksums

@@ -28,10 +28,10 @@ from harness.hf.liger import liger_kernels
 from harness.hf.lora import Adaptation, adapted_model, lora_config
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
-from harness.parallel.pipeline.costs import LayerCost
+from harness.parallel.pipeline.partition import LayerCost
 from harness.parallel.pipeline.staged_module import first_names
 from harness.parallel.values import Value
-from harness.parallel.zero.zero3_partition import Zero3Partition
+from harness.parallel.zero import Zero3Partition
 from harness.training.engine.build import layer_finisher, zero3_partition
 from harness.training.engine.context import EngineContext, LayerTraits, can_keep_fp32, keeps_wanted, obstacle
 from harness.training.engine.losses import CausalLoss, LogitsLoss, Loss, LossFunction, MeanLoss, RouterLoss

@@ -14,8 +14,7 @@ from torch.nn import functional
 from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed.schedule import StageProgram, run_schedule
 from harness.parallel.pipeline.schedules.instructions import buffers, instructions
-from harness.parallel.pipeline.schedules.orders import ORDERS
-from harness.parallel.pipeline.schedules.passes import Kind, Pass
+from harness.parallel.pipeline.schedules.orders import ORDERS, Kind, Pass
 from harness.parallel.pipeline.staged_module import StagedModule
 from harness.parallel.weight_gradients import WeightGradients, attach
 from harness.topology.layout import Layout

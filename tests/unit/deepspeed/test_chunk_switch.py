@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from harness.config.values.model_chunks import ModelChunks
-from harness.deepspeed.chunk_switch import OF_A_CHUNK, ChunkSwitch
+from harness.deepspeed.schedule import OF_A_CHUNK, ChunkSwitch
 from tests.unit.deepspeed.pipelines import pipeline
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.config.values.model_chunks import ModelChunks
-from harness.deepspeed import transfers
-from harness.deepspeed.transfers import Transfers, open_transfers
+from harness.deepspeed import schedule
+from harness.deepspeed.schedule import Transfers, open_transfers
 from tests.unit.deepspeed.pipelines import pipeline
 
 ANY: Any = object()
@@ -29,8 +29,8 @@ class Wire:
         self.received: list[tuple[int, object]] = []
         self.waited = 0
         self.arrived = False
-        monkeypatch.setattr(transfers.dist, "isend", self.isend)
-        monkeypatch.setattr(transfers.dist, "recv", self.recv)
+        monkeypatch.setattr(schedule.dist, "isend", self.isend)
+        monkeypatch.setattr(schedule.dist, "recv", self.recv)
 
     def isend(self, tensor: Tensor, to: int, group: object) -> object:
         self.sent.append((tensor, to, group))
@@ -145,7 +145,7 @@ def test_one_part_a_stage_needs_no_groups_of_its_own(each: int, groups: int, mon
     made: list[object] = []
     real = dist.new_group
     monkeypatch.setattr(
-        transfers.dist, "new_group", lambda *args, **kwargs: made.append(real(*args, **kwargs)) or made[-1]
+        schedule.dist, "new_group", lambda *args, **kwargs: made.append(real(*args, **kwargs)) or made[-1]
     )
     activations, gradients = open_transfers(engine, ModelChunks(1, each))
     assert len(made) == groups

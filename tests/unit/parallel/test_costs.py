@@ -2,8 +2,7 @@
 
 import pytest
 
-from harness.parallel.pipeline.costs import LayerCost
-from harness.parallel.pipeline.partition import balanced
+from harness.parallel.pipeline.partition import LayerCost, balanced
 
 WIDTH, LENGTH = 1024, 512
 DECODER_MATMULS = 12 * WIDTH * WIDTH  # attention 4 h^2, MLP with a width of 4 h 8 h^2

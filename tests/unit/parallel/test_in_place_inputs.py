@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.parallel.zero.in_place_inputs import copy_hooked_inputs
+from harness.parallel.zero import copy_hooked_inputs
 
 
 class Router(nn.Module):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from harness.parallel.generators import own_generators, seed_of
-from harness.parallel.pipeline.recomputation import is_recomputed, run_block, shared_parameters, split_into_blocks
+from harness.parallel.pipeline.staged_module import is_recomputed, run_block, shared_parameters, split_into_blocks
 
 KINDS = {"p": lambda: nn.Linear(2, 2), "-": nn.ReLU, "f": lambda: torch.relu}
 

@@ -29,8 +29,7 @@ from harness.parallel.pipeline.schedules.instructions import (
     most_in_flight,
     most_kept,
 )
-from harness.parallel.pipeline.schedules.orders import ORDERS
-from harness.parallel.pipeline.schedules.passes import Kind, Pass, one_forward_one_backward, zero_bubble_h1
+from harness.parallel.pipeline.schedules.orders import ORDERS, Kind, Pass, one_forward_one_backward, zero_bubble_h1
 from harness.parallel.pipeline.schedules.timeline import end_of, idle_share, timeline
 
 SIZES = list(product(range(1, 8), (1, 2, 3, 4, 7, 8, 13)))  # stages, micro-batches

@@ -12,8 +12,15 @@ from torch import nn
 
 from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
-from harness.parallel.tensor.segments import Segment, cut_segments, product_of, read_segments, shard_of_segments, sum_of
-from harness.parallel.tensor.shard import shard_of
+from harness.parallel.tensor.shard import (
+    Segment,
+    cut_segments,
+    product_of,
+    read_segments,
+    shard_of,
+    shard_of_segments,
+    sum_of,
+)
 
 OWNER = SimpleNamespace(num_heads=4, kv_heads=2, head_dim=4)
 WORDS = ["num_heads * head_dim", "kv_heads * head_dim", "kv_heads * head_dim"]

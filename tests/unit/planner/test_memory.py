@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 
 from harness.config.values.model_chunks import ModelChunks
 from harness.errors import UserError
-from harness.parallel.pipeline.schedules.folded import zero_bubble_v
 from harness.parallel.pipeline.schedules.instructions import most_in_flight
-from harness.parallel.pipeline.schedules.interleaved import interleaved
-from harness.parallel.pipeline.schedules.passes import Kind, one_forward_one_backward, zero_bubble_h1
+from harness.parallel.pipeline.schedules.orders import (
+    Kind,
+    interleaved,
+    one_forward_one_backward,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
 from harness.planner.habits import Habits
 from harness.planner.memory import (
     LOSS_CHUNK,

@@ -1,18 +1,24 @@
-"""A stage's passes with what it receives, loads and sends for them: what a pipeline engine executes.
+"""What a pipeline engine executes for a schedule: the passes of a stage, and what it receives, loads and sends.
 
-A stage receives just before the pass that needs it, and sends just after the pass that makes it. A send does not
-wait. Activations and gradients travel apart from each other, as do those of one kind in each direction, and they arrive
-in the order in which they are sent: so no two stages wait for each other even where a send is held back until its
-receive begins. Two neighbouring chunks of one stage exchange in the same way, within the stage.
+A stage receives just before the pass that needs it, and sends just after the pass that makes it. A send does not wait.
+Activations and gradients travel on separate channels, as do the two directions of each, and arrive in the order in
+which they are sent. So no two stages wait for each other, even where a send is held back until its receive begins. Two
+neighbouring chunks of one stage exchange in the same way, within the stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from harness.parallel.pipeline.schedules.passes import Kind, Pass
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from harness.config.values.layout_keys import DEEPSPEED_1F1B
+from harness.config.values.model_chunks import ModelChunks
+from harness.deepspeed.schedule import StageProgram, run_schedule
+from harness.parallel.pipeline.schedules.orders import ORDERS, Kind, Pass
+from harness.parallel.weight_gradients import WeightGradients, attach
 
 
 class Action(StrEnum):
@@ -88,3 +94,28 @@ def buffers(passes: Iterable[Pass]) -> int:
     for each in passes:
         by_chunk.setdefault(each.chunk, []).append(each)
     return max(map(most_in_flight, by_chunk.values()))
+
+
+def follow_schedule(engine: PipelineEngine, name: str, chunks: ModelChunks) -> None:
+    """Have an engine train by the schedule of this name. DeepSpeed's own 1F1B, and an engine of one stage, stay as they
+    are."""
+    if name == DEEPSPEED_1F1B or engine.num_stages == 1:
+        return
+    order, stage = ORDERS[name], engine.stage_id
+    passes = list(order(chunks, engine.micro_batches, stage))
+    gradients = WeightGradients()
+    if any(each.kind is Kind.WEIGHT_GRADIENTS for each in passes):
+        attach(engine.module, gradients)
+
+    def evaluation(micro_batches: int) -> StageProgram:
+        forwards = [each for each in order(chunks, micro_batches, stage) if each.kind is Kind.FORWARD]
+        return _program(forwards, chunks, 1)
+
+    run_schedule(engine, chunks, _program(passes, chunks, buffers(passes)), evaluation, gradients)
+
+
+def _program(passes: Sequence[Pass], chunks: ModelChunks, buffers_of_a_chunk: int) -> StageProgram:
+    return StageProgram(
+        instructions=[(each.action.value, each.micro_batch, each.chunk) for each in instructions(passes, chunks.count)],
+        buffers=buffers_of_a_chunk,
+    )

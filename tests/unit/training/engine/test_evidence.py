@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.parallel.pipeline.finite import FiniteWatch
+from harness.parallel.pipeline.staged_module import FiniteWatch
 from harness.training.engine.engine import Evidence
 from harness.training.engine.losses import GuardedLoss, MeanLoss, targets
 from harness.training.nonfinite import origin

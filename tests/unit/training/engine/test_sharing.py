@@ -13,9 +13,17 @@ from torch import nn
 from harness import TrainingArguments
 from harness.arguments.configure import read_run_config
 from harness.console import plain_console
-from harness.parallel.gradients.compressed import ALIGNED, BUCKET, EXACT, PACKED, arrange
-from harness.parallel.gradients.link import Choice, choose, trial_size
-from harness.parallel.gradients.quantize import BLOCK
+from harness.parallel.gradients.compressed import (
+    ALIGNED,
+    BLOCK,
+    BUCKET,
+    EXACT,
+    PACKED,
+    Choice,
+    arrange,
+    choose,
+    trial_size,
+)
 from harness.parallel.tensor.shard import Shard, mark
 from harness.topology.groups import Groups
 from harness.topology.layout import Layout

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.parallel.pipeline.stage_transport import DTYPES, Unpacker, pack_payload
+from harness.parallel.pipeline.staged_module import DTYPES, Unpacker, pack_payload
 
 
 def test_a_tuple_of_many_kinds_arrives_as_it_was_and_its_gradients_go_back() -> None:

@@ -1,10 +1,21 @@
-"""What DeepSpeed keeps for a whole process, whatever engine it runs."""
+"""What DeepSpeed keeps, compiles and prints for a whole process, whatever engine it runs."""
 
 from __future__ import annotations
 
 import deepspeed
+from deepspeed.runtime.pipe import module, topology
 from deepspeed.utils import groups
 from torch.distributed import ProcessGroup
+
+
+def silence_prints() -> None:
+    """Have DeepSpeed's pipeline print nothing; what it logs and warns of stays."""
+    for place in (module, topology):
+        vars(place)["print"] = _print_nothing
+
+
+def _print_nothing(*_words: object) -> None:
+    """Take the place of `print`."""
 
 
 def avoid_compiling() -> None:

@@ -7,7 +7,7 @@ from math import prod
 import pytest
 import torch
 
-from harness.parallel.zero.zero3_partition import Zero3Partition
+from harness.parallel.zero import Zero3Partition
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
