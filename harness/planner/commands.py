@@ -14,8 +14,7 @@ from harness.config.model.shape import read_model_config
 from harness.errors import UserError
 from harness.planner.calibrate import calibrate
 from harness.planner.counted import counted_decoder
-from harness.planner.estimate import estimate as estimate_layout
-from harness.planner.estimate import of_config, require_precision
+from harness.planner.estimate import Estimate, predict
 from harness.planner.habits import HABITS
 from harness.planner.hardware import load_hardware, names
 from harness.planner.page.write import write_page
@@ -68,8 +67,8 @@ def estimate(argv: Sequence[str]) -> int:
     _, shape = _decoder(args.model)
     values = run_arguments(args, hidden_size=shape.hidden)
     resolved = resolve(load(args.deepspeed_config), values, model=args.model)
-    require_precision(hardware, resolved.precision)
-    one = estimate_layout(hardware, *of_config(resolved, shape, args.block_size, on_cpu=hardware.is_host))
+    one = predict(resolved, shape, args.block_size, hardware=hardware)
+    assert isinstance(one, Estimate)  # its hardware is known
     print(json.dumps([one.row()], indent=2) if args.json else "\n".join(estimate_lines(one)))
     return 0
 

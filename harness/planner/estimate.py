@@ -1,9 +1,9 @@
-"""What one layout needs and does, as the row that both verbs print."""
+"""The one prediction of a layout: `estimate`, `plan`, the start of a run and its report all show this record."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 from harness.config.resolving.resolved import Resolved
 from harness.config.values.json_object import JsonObject
@@ -31,19 +31,63 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """One layout with its prediction."""
+class Prediction:
+    """What a rank of each stage needs in a layout.
 
-    hardware: Hardware
+    Attributes:
+        stages: memory of a rank of each pipeline stage.
+        limit_bytes: of a rank's device, or its share of the host's memory; None where no device is known.
+    """
+
     workload: Workload
     strategy: Strategy
     stages: tuple[StageMemory, ...]
-    seconds: StepSeconds
+    limit_bytes: float | None = None
 
     @property
     def peak_bytes(self) -> float:
         """Of the stage that needs most, on the device."""
         return max(stage.total for stage in self.stages)
+
+    @property
+    def host_bytes(self) -> float:
+        """What the host holds for a rank of the stage that needs most of it."""
+        return max(stage.host for stage in self.stages)
+
+    def memory_gib(self) -> JsonObject:
+        """Return the memory of each stage by what it is for, as JSON: a contract of `estimate`, `plan` and run.json."""
+        parts = [field.name for field in fields(StageMemory) if field.name != "host"]
+        return {
+            "limit": None if self.limit_bytes is None else self.limit_bytes / GIB,
+            "max": self.peak_bytes / GIB,
+            "stages": [
+                {part: getattr(stage, part) / GIB for part in parts} | {"total": stage.total / GIB}
+                for stage in self.stages
+            ],
+        }
+
+    def as_json(self) -> JsonObject:
+        """Return what run.json keeps; `estimate` is the row of a device whose speed is known."""
+        memory = self.memory_gib()
+        for shown, stage in zip(memory["stages"], self.stages, strict=True):
+            shown["states"] = stage.states / GIB
+        return {"memory_gib": memory, "estimate": None}
+
+    def __str__(self) -> str:
+        sizes = sorted(stage.total / GIB for stage in self.stages)
+        between = f"{sizes[0]:.2f} to {sizes[-1]:.2f}" if len(sizes) > 1 else f"{sizes[0]:.2f}"
+        # the interpreter and its libraries lie in the same memory as the tensors, but are not predicted
+        beside = " beside the process itself" if self.workload.on_cpu else ""
+        limit = "" if self.limit_bytes is None else f", of {self.limit_bytes / GIB:.1f}"
+        return f"expected memory: {between} GiB a rank{beside}{limit}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate(Prediction):
+    """A prediction on a device whose speed is known: the seconds of a step, too."""
+
+    hardware: Hardware
+    seconds: StepSeconds
 
     @property
     def fits(self) -> bool:
@@ -56,14 +100,17 @@ class Estimate:
         return self.peak_bytes <= self.hardware.planned_bytes and self.host_bytes <= self.hardware.host_memory_bytes
 
     @property
-    def host_bytes(self) -> float:
-        """What the host holds for a rank of the stage that needs most of it."""
-        return max(stage.host for stage in self.stages)
-
-    @property
     def tokens_per_second(self) -> float:
         """Of all ranks."""
         return self.strategy.global_batch * self.workload.sequence / self.seconds.total
+
+    def as_json(self) -> JsonObject:
+        """Return what run.json keeps."""
+        return {**super().as_json(), "estimate": self.row()}
+
+    def __str__(self) -> str:
+        speed = f"{self.seconds.total:.3g} s a step, {self.tokens_per_second:,.0f} tokens/s ({self.hardware.name})"
+        return f"{super().__str__()}; {speed}"
 
     def row(self) -> JsonObject:
         """Return the row as JSON: a contract."""
@@ -71,7 +118,6 @@ class Estimate:
         rate = self.tokens_per_second / ranks
         model_flops = rate * self.workload.shape.flops_per_token(self.workload.sequence)
         seconds = {key: value for key, value in asdict(self.seconds).items() if key != "idle"}
-        parts = [field.name for field in fields(StageMemory) if field.name != "host"]
         return {
             "layout": {"pipeline": strategy.pp_size, "tensor": strategy.tp_size, "data": strategy.dp_size},
             "zero_stage": strategy.zero_stage,
@@ -79,14 +125,7 @@ class Estimate:
             "gradient_accumulation_steps": strategy.accumulation,
             "activation_checkpointing": strategy.recompute == "full",
             "offload": strategy.offload,
-            "memory_gib": {
-                "limit": self.hardware.limit_bytes / GIB,
-                "max": self.peak_bytes / GIB,
-                "stages": [
-                    {part: getattr(stage, part) / GIB for part in parts} | {"total": stage.total / GIB}
-                    for stage in self.stages
-                ],
-            },
+            "memory_gib": self.memory_gib(),
             "step_seconds": {**seconds, "total": self.seconds.total},
             "bubble_fraction": self.seconds.idle,
             "tokens_per_second": self.tokens_per_second,
@@ -100,13 +139,41 @@ class Estimate:
         }
 
 
+def predict(
+    resolved: Resolved,
+    shape: DecoderShape,
+    sequence: int,
+    *,
+    hardware: Hardware | None = None,
+    on_cpu: bool = False,
+    boundaries: tuple[int, ...] | None = None,
+) -> Prediction:
+    """Predict a resolved config: on `hardware` an `Estimate` with its seconds, else the memory alone.
+
+    Args:
+        sequence: tokens of a sample.
+        on_cpu: whether ranks are processes of a CPU; a `hardware` says so itself.
+        boundaries: of the model chunks in a run that has chosen them; else they are cut as a run would cut them.
+
+    Raises:
+        UserError: for a precision that the device does not have, and for fewer layers than stages.
+    """
+    workload, strategy = of_config(resolved, shape, sequence, on_cpu=on_cpu if hardware is None else hardware.is_host)
+    strategy = replace(strategy, boundaries=boundaries)
+    if hardware is None:
+        return Prediction(workload=workload, strategy=strategy, stages=memory_of(workload, strategy))
+    require_precision(hardware, resolved.precision)
+    return estimate(hardware, workload, strategy)
+
+
 def estimate(hardware: Hardware, workload: Workload, strategy: Strategy) -> Estimate:
-    """Return the prediction for a layout."""
+    """Predict memory and speed of a layout."""
     return Estimate(
-        hardware=hardware,
         workload=workload,
         strategy=strategy,
         stages=memory_of(workload, strategy),
+        limit_bytes=hardware.limit_bytes,
+        hardware=hardware,
         seconds=step_seconds(hardware, workload, strategy),
     )
 

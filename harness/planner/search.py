@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from harness.config.model.shares import Heads
 from harness.config.values.batch import bucket_elements
 from harness.errors import UserError
-from harness.planner.estimate import Estimate, memory_of, require_precision, sums_whole
+from harness.planner.estimate import Estimate, estimate, require_precision, sums_whole
 from harness.planner.hardware import GIB, HEADROOM
-from harness.planner.step import step_seconds
 from harness.planner.task import Task
 from harness.planner.workload import Offload, Recompute, Strategy
 from harness.topology.layout import divisors
@@ -46,7 +45,7 @@ def search(task: Task) -> Found:
         if isinstance(candidate, str):
             reasons[candidate] += 1
             continue
-        one = _scored(task, candidate)
+        one = estimate(task.hardware, task.workload, candidate)
         if one.has_room:
             fitting.append(one)
             continue
@@ -54,16 +53,6 @@ def search(task: Task) -> Found:
         reasons[NO_MEMORY if one.peak_bytes > task.hardware.planned_bytes else NO_HOST_MEMORY] += 1
     fitting.sort(key=lambda one: (-one.tokens_per_second, one.peak_bytes))
     return Found(fitting=fitting, too_large=too_large, reasons=reasons)
-
-
-def _scored(task: Task, strategy: Strategy) -> Estimate:
-    return Estimate(
-        hardware=task.hardware,
-        workload=task.workload,
-        strategy=strategy,
-        stages=memory_of(task.workload, strategy),
-        seconds=step_seconds(task.hardware, task.workload, strategy),
-    )
 
 
 def candidates(task: Task) -> Iterator[Strategy | str]:

@@ -11,7 +11,7 @@ from harness.config.check import check
 from harness.config.text.document import from_values
 from harness.config.values.layout_keys import ZERO_BUBBLE
 from harness.errors import UserError
-from harness.report.predicted import Predicted
+from harness.planner.estimate import Estimate, Prediction
 from harness.report.profile.summary import summary
 from harness.report.run_files import RunFiles
 from harness.wording import counted
@@ -53,15 +53,15 @@ def _median(run: RunFiles, key: str, label: str, form: str) -> Iterator[Fact]:
         yield Fact(form.format(median(values)), label, "median")
 
 
-def step_facts(run: RunFiles, predicted: Predicted) -> list[Fact]:
+def step_facts(run: RunFiles, predicted: Prediction | None) -> list[Fact]:
     """Return what the profiled steps come to: the bubble beside its prediction."""
     if not run.profiles:
         return []
     found, facts = summary(run.profiles), []
     seconds = found["step_seconds"]
     facts.append(Fact(f"{seconds * 1e3:,.1f} ms", "a profiled step", f"median of {len(run.profiles)}"))
-    if predicted.step_seconds is not None:
-        facts.append(Fact(f"{predicted.step_seconds * 1e3:,.1f} ms", "a step, predicted", predicted.hardware))
+    if isinstance(predicted, Estimate):
+        facts.append(Fact(f"{predicted.seconds.total * 1e3:,.1f} ms", "a step, predicted", predicted.hardware.name))
     if found["bubble"] is not None:
         shares = found["bubble"]
         p, m, schedule = run.profiles[-1].pp_size, found["micro_batches"], run.profiles[-1].schedule

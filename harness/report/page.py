@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from harness.planner.estimate import Prediction
 from harness.planner.hardware import Hardware
 from harness.report.charts import BarChart, Chart
 from harness.report.curves import curves, marks_of
@@ -15,7 +16,7 @@ from harness.report.data_charts import data_charts
 from harness.report.facts import Fact, diagnostics, differences, facts, step_facts
 from harness.report.palette import of_run
 from harness.report.plotly_figures import figure
-from harness.report.predicted import Predicted, predict
+from harness.report.predicted import measured_parts, predict_run
 from harness.report.run_files import RunFiles
 from harness.report.step_charts import step_charts
 
@@ -46,7 +47,7 @@ class RunCharts:
     """A run with the charts of its step."""
 
     run: RunFiles
-    predicted: Predicted
+    predicted: Prediction | None
     charts: Sequence[BarChart]
 
 
@@ -54,11 +55,12 @@ def charts_of(
     runs: Sequence[RunFiles], hardware: Hardware | None = None
 ) -> tuple[Sequence[Chart], Sequence[RunCharts]]:
     """Return the curves of all runs, and the charts of each; times are predicted on the given hardware."""
-    predicted = [predict(run, hardware) for run in runs]
-    charts = [
-        [*data_charts(run), *step_charts(run, one.memory_bytes)] for run, one in zip(runs, predicted, strict=True)
-    ]
-    return curves(runs), [RunCharts(*one) for one in zip(runs, predicted, charts, strict=True)]
+    shown = []
+    for run in runs:
+        predicted = predict_run(run, hardware)
+        memory = [measured_parts(stage) for stage in predicted.stages] if predicted else []
+        shown.append(RunCharts(run, predicted, [*data_charts(run), *step_charts(run, memory)]))
+    return curves(runs), shown
 
 
 def page(curve_charts: Sequence[Chart], runs: Sequence[RunCharts], plotly: str) -> str:

@@ -15,12 +15,12 @@ from torch import nn
 from harness.checkpoint.training_state import EngineState
 from harness.data.batches.stream import dataset_length
 from harness.hf.lora import saved_name
+from harness.planner.estimate import Prediction
 from harness.topology.placement import Hosts
 from harness.training.callbacks import TrainerState
 from harness.training.engine.context import EngineContext
 from harness.training.engine.engine import Engine
 from harness.training.prepare.dataset_check import DatasetCheck
-from harness.training.prepare.forecast import Forecast
 from harness.training.prepare.plan import RunPlan
 from harness.training.prepare.sample_prompts import SamplePrompts
 from harness.training.prepare.stages import StageLine
@@ -66,7 +66,7 @@ class Run(RunPlan, EngineContext):
     hosts: Hosts
     run_id: str
     samples: SamplePrompts | None = None
-    expected: Forecast | None = None
+    expected: Prediction | None = None
 
     @property
     def module(self) -> nn.Module:

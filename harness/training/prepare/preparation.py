@@ -45,6 +45,7 @@ from harness.parallel.collectives.of_group import (
     sums_in_memory,
 )
 from harness.parallel.memory import keep_freed_memory, malloc_trim
+from harness.planner.estimate import Prediction
 from harness.resilience.process.activity import ACTIVITY, expect_costs
 from harness.resilience.process.distributed import close_groups, open_groups, require_device, require_precision, start
 from harness.resilience.process.records import THIS_RANK
@@ -58,7 +59,7 @@ from harness.training.engine.context import EngineContext
 from harness.training.engine.gradients import settle_compression
 from harness.training.engine.losses import logits_loss
 from harness.training.prepare.dataset_check import OTHERS, DatasetCheck, meaning_of, sample_length
-from harness.training.prepare.forecast import Forecast, forecast, require_memory
+from harness.training.prepare.forecast import forecast, require_memory
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
 from harness.training.prepare.plan import RunInputs, RunPlan, intact_checkpoint, plan_run
 from harness.training.prepare.sample_prompts import sample_prompts
@@ -194,7 +195,7 @@ def _first_samples(check: DatasetCheck, plan: RunPlan) -> MicroBatch | None:
 
 def _expected(
     plan: RunPlan, context: EngineContext, sample: MicroBatch | None, ranks: Sequence[int]
-) -> Forecast | None:
+) -> Prediction | None:
     """Return what the planner expects of the run, and say so. UserError for what cannot fit. `ranks`: of this host."""
     if plan.source is None or plan.data.train is None:
         return None

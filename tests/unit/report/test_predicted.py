@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.report.predicted import predict
+from harness.report.predicted import measured_parts, predict_run
 from harness.report.run_files import RunFiles
 from tests.unit.report.profile.made import profile
 
@@ -31,7 +31,8 @@ def run(boundaries: list[int] | None, **pipeline: Any) -> RunFiles:
 
 
 def parameters(shown: RunFiles) -> list[float]:
-    return [stage["parameters"] for stage in predict(shown, None).memory_bytes]
+    found = predict_run(shown, None)
+    return [measured_parts(stage)["parameters"] for stage in found.stages] if found else []
 
 
 @pytest.mark.parametrize(
@@ -64,4 +65,4 @@ def test_a_model_that_the_planner_reads_otherwise_than_it_ran_has_no_prediction(
     own = (OUTER + HEAD + 4 * LAYER) // 4
     for counted, stages in ((own, 2), (int(1.02 * own), 2), (2 * own, 0)):
         shown = replace(shown, about={**shown.about, "parameters": counted})
-        assert len(predict(shown, None).memory_bytes) == stages
+        assert len(parameters(shown)) == stages

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +15,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from harness import TrainingArguments, UserError
 from harness.console import plain_console
+from harness.planner.estimate import Prediction
+from harness.report.predicted import predict_run
+from harness.report.run_files import RunFiles
 from harness.resilience.process.memory import host_limit_bytes
 from harness.topology.env import LaunchEnv
 from harness.training.prepare import forecast as forecasts
-from harness.training.prepare.forecast import Forecast, forecast, require_memory
+from harness.training.prepare.forecast import forecast, require_memory
 from harness.training.prepare.plan import RunInputs, RunPlan, plan_run
+from tests.unit.report.profile.made import profile
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -39,7 +45,7 @@ def planned(
     return plan_run(inputs)
 
 
-def expected(plan: RunPlan, ranks: int = 2) -> Forecast:
+def expected(plan: RunPlan, ranks: int = 2) -> Prediction:
     found = forecast(plan, 32, CPU, ranks)
     assert found is not None
     return found
@@ -55,7 +61,7 @@ def test_each_stage_has_its_states_in_float32(tmp_path: Any) -> None:
         )
     # the parameters, their gradients and AdamW's two states
     assert sum(stage.states for stage in found.stages) == 16 * elements
-    assert found.limit == host_limit_bytes() / 2
+    assert found.limit_bytes == host_limit_bytes() / 2
     words = r"expected memory: 0\.0\d to 0\.0\d GiB a rank beside the process itself, of \d+\.\d"
     assert re.fullmatch(words, str(found))
     kept = found.as_json()
@@ -80,9 +86,24 @@ def test_a_device_must_hold_the_states_of_its_rank(tmp_path: Any) -> None:
     plan = planned(tmp_path)
     found, device = expected(plan), torch.device("cuda")
     most = max(stage.states for stage in found.stages)
-    require_memory(Forecast(stages=found.stages, limit=most + 1), plan, range(2), device)
+    require_memory(replace(found, limit_bytes=most + 1), plan, range(2), device)
     with pytest.raises(UserError, match="what a rank takes for parameters"):
-        require_memory(Forecast(stages=found.stages, limit=most - 1), plan, range(2), device)
+        require_memory(replace(found, limit_bytes=most - 1), plan, range(2), device)
+
+
+def test_the_report_shows_what_the_start_of_the_run_has_said(tmp_path: Path) -> None:
+    plan = planned(tmp_path)
+    assert plan.source is not None
+    about = {
+        "model": plan.source.config.to_dict(),
+        "arguments": {"block_size": 32},
+        "layout": {"world_size": 2},
+        "config": plan.resolved.config,
+    }
+    run = RunFiles(name="run", folder=tmp_path, about=about, steps=[], profiles=[replace(profile(), device="cpu")])
+    shown, said = predict_run(run, None), expected(plan)
+    assert shown is not None and shown.stages == said.stages
+    assert said.as_json()["memory_gib"]["stages"][0].items() >= shown.memory_gib()["stages"][0].items()
 
 
 def test_what_the_planner_cannot_count_has_no_forecast(tmp_path: Any) -> None:
@@ -117,5 +138,6 @@ def test_a_model_is_counted_by_itself_and_not_by_what_its_config_may_mean(
 def test_a_guess_warns_where_what_is_certain_refuses(tmp_path: Any) -> None:
     plan = planned(tmp_path)
     found, device = expected(plan), torch.device("cuda")
-    guess = Forecast(stages=found.stages, limit=1.0, guessed=True)
+    shape = replace(found.workload.shape, guessed=True)
+    guess = replace(found, workload=replace(found.workload, shape=shape), limit_bytes=1.0)
     assert "may need more memory than there is" in str(require_memory(guess, plan, range(2), device))
