@@ -58,6 +58,22 @@ class StepOutcome:
     parts: Mapping[str, float]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What one rank has seen of a step.
+
+    Attributes:
+        outputs, loss, gradients: whether the activations that its stage sent on, its losses, and the gradients that
+            it received for those activations were finite.
+    """
+
+    rank: int
+    stage: int
+    loss: bool
+    outputs: bool = True
+    gradients: bool = True
+
+
 class Engine(ABC):
     """A DeepSpeed engine with the loss and the groups that it runs with.
 
@@ -118,11 +134,16 @@ class Engine(ABC):
     def train_step(
         self, micro_batches: Sequence[MicroBatch], consumed_samples: int, length: int | None = None
     ) -> StepOutcome:
-        """Forward, backward and update over one global batch; `micro_batches` is empty where no data is read.
+        """Forward, backward and update over one global batch; all ranks call it.
 
-        `consumed_samples`: by all ranks in the steps before. `length`: that all samples of the step are padded to,
-        None if it does not change. UserError on all ranks if, in the first step, ranks that must read the same data do
-        not.
+        Args:
+            micro_batches: (inputs, labels) of this data-parallel rank, [micro-batch, sequence] each for a decoder;
+                empty where no data is read.
+            consumed_samples: by all ranks in the steps before.
+            length: tokens that all samples of the step are padded to; None if it does not change.
+
+        Raises:
+            UserError: on all ranks if, in the first step, ranks that must read the same data do not.
         """
         begin_step()
         self._expect_length(length)
@@ -132,11 +153,19 @@ class Engine(ABC):
         if self.keys is not None:
             self.keys.begin_step(consumed_samples)
         self._forget()
+
+        # 1. weights of the micro-batches: DeepSpeed takes the mean over micro-batches and data ranks, which is not the
+        #    mean over labels where micro-batches have different numbers of them. So these are counted in the whole
+        #    global batch before the first forward pass.
         whole = [EvaluationBatch(inputs=x, labels=y, rows=len(_first(y))) for x, y in micro_batches]
         batches = self.weigh(whole, self.count(whole))
-        # a function of the step alone, so that a checkpoint need not hold the state of any generator
+
+        # 2. forward, backward, reduction of gradients, clipping, update. What is drawn is a function of the step alone,
+        #    so that a checkpoint need not hold the state of any generator.
         with own_generators(seed_of(self.seed, consumed_samples, self.groups.coordinate.dp_rank), self.device):
-            loss, parts = self._train(batches)
+            loss, parts = self._forward_backward_update(batches)
+
+        # 3. what came of it; turning the loss into a number waits for the device, once a step
         norm = self.deepspeed.get_global_grad_norm()
         norm = None if norm is None else float(norm)
         applied = self.deepspeed.was_step_applied()
@@ -147,6 +176,10 @@ class Engine(ABC):
             applied=applied,
             parts={name: float(value) for name, value in parts.items()},
         )
+
+    @abstractmethod
+    def _forward_backward_update(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """One step; the mean over micro-batches and data-parallel ranks of the loss, and of its reported parts."""
 
     @property
     def scales_loss(self) -> bool:
@@ -217,10 +250,6 @@ class Engine(ABC):
         gc.collect()
 
     @abstractmethod
-    def _train(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """One step; the mean over micro-batches and data-parallel ranks of the loss, and of its reported parts."""
-
-    @abstractmethod
     def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
         """Return the same mean of the loss, forward only."""
 
@@ -248,9 +277,12 @@ class PipelineStages(Engine):
         super()._forget()
         self.deepspeed.module.finite.reset()
 
-    def _train(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def _forward_backward_update(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
         self._require_one_shape(batches)
         with flops_profile(self.deepspeed):
+            # One call for the whole step: DeepSpeed executes this stage's list of instructions (forward, backward, send
+            # and receive of each micro-batch in the order of `pipeline.schedule`, then ReduceTiedGrads, ReduceGrads,
+            # OptimizerStep, which clips). `patches.py` lists what is changed of it. The loss is that of all stages.
             loss = self.deepspeed.train_batch(iter(batches))
         return loss, self.deepspeed.get_additional_losses() or {}
 
@@ -283,28 +315,24 @@ class WholeModel(Engine):
         """What ZeRO-3 has gathered."""
         return GatheredParameters(self.deepspeed)
 
-    def _train(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def _forward_backward_update(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
         total = torch.zeros((), device=self.device)
         parts: dict[str, Tensor] = {}
-        for index, batch in enumerate(batches):
+        for index, (inputs, wanted) in enumerate(batches):
+            # parameters that ZeRO-3 has gathered stay for the next micro-batch, but for the step's last
             with self.gathered.staying(index + 1 < len(batches)):
-                total += self._pass(batch, parts)
+                outputs = self.deepspeed(_move(inputs, self.device))
+                beat("loss")
+                loss = self.loss(outputs, _move(wanted, self.device))
+                for name, value in self.loss.parts(outputs).items():
+                    parts[name] = parts.get(name, 0.0) + value
+                del outputs  # the logits are not needed while the next ones are made
+                self.deepspeed.backward(loss)  # its hooks reduce gradients over the data ranks bucket by bucket
+                beat("optimizer step")
+                self.deepspeed.step()  # counts micro-batches: only the last one clips and updates
+                total += loss.detach()
         means = {name: self._mean(value / len(batches)) for name, value in parts.items()}
         return self._mean(total / len(batches)), means
-
-    def _pass(self, batch: Batch, parts: dict[str, Tensor]) -> Tensor:
-        """Forward and backward of a micro-batch, and the update after a step's last; adds to the loss's parts."""
-        inputs, wanted = batch
-        outputs = self.deepspeed(_move(inputs, self.device))
-        beat("loss")
-        loss = self.loss(outputs, _move(wanted, self.device))
-        for name, value in self.loss.parts(outputs).items():
-            parts[name] = parts.get(name, 0.0) + value
-        del outputs  # the logits are not needed while the next ones are made
-        self.deepspeed.backward(loss)
-        beat("optimizer step")
-        self.deepspeed.step()
-        return loss.detach()
 
     def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
         self.deepspeed.eval()
@@ -328,22 +356,6 @@ def _move(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     return tuple(_move(item, device) for item in value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What one rank has seen of a step.
-
-    Attributes:
-        outputs, loss, gradients: whether what its stage handed on, its losses, and the gradients that it got for what
-            it handed on were finite.
-    """
-
-    rank: int
-    stage: int
-    loss: bool
-    outputs: bool = True
-    gradients: bool = True
 
 
 @contextmanager

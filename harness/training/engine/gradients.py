@@ -70,7 +70,7 @@ def _clip(engine: DeepSpeedEngine, groups: Groups) -> Tensor:
     """Scale all gradients so that their norm is at most the engine's limit; return the norm before."""
     norm = gradient_norm(engine.module.parameters(), groups, engine.device)
     limit = engine.gradient_clipping()
-    if limit:
+    if limit:  # multiplied on the device even where the norm is small enough: a question would wait for the device
         scale = torch.clamp(limit / (norm + 1e-6), max=1.0).float()
         for parameter in engine.module.parameters():
             if parameter.grad is not None:

@@ -8,10 +8,11 @@ micro-batches and data-parallel ranks is the mean over all that was counted, how
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -49,30 +50,34 @@ def targets(labels: Labels, weight: float, rows: int, share: float = 1.0) -> Tar
     return torch.tensor(weight), torch.tensor(rows), torch.tensor(share), *_tensors(labels)
 
 
-class Loss(Protocol):
+class Loss(ABC):
     """A loss of one micro-batch, and what it counts.
 
     Attributes:
         reports: the names of what is reported besides.
     """
 
-    reports: ClassVar[tuple[str, ...]]
+    reports: ClassVar[tuple[str, ...]] = ()
 
+    @abstractmethod
     def count(self, labels: Labels, rows: int, /) -> int:
         """How many labels or samples count in the first `rows` of these labels."""
 
     def units(self, inputs: Value, /) -> int:
-        """Tokens (or samples) of these inputs, for the speed."""
+        """Tokens of these inputs (or samples, of layers of a user's own), for the speed."""
+        return _first(inputs).numel()
 
+    @abstractmethod
     def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
         """Weighted sum of the losses, a scalar in float32."""
 
-    def parts(self, outputs: Outputs, /) -> dict[str, Tensor]:
+    def parts(self, _outputs: Outputs, /) -> dict[str, Tensor]:
         """Return what is reported of these outputs: scalars in float32, each a mean of the micro-batch."""
+        return {}
 
 
 @dataclass(frozen=True)
-class CausalLoss:
+class CausalLoss(Loss):
     """Cross entropy of the next token: position i predicts label i + 1; labels of -100 do not count.
 
     Attributes:
@@ -82,33 +87,24 @@ class CausalLoss:
 
     vocab_size: int
     group: dist.ProcessGroup | None
-    reports: ClassVar[tuple[str, ...]] = ()
 
     def count(self, labels: Tensor, rows: int) -> int:
         """Labels that are predicted and valid."""
         return int((labels[:rows, 1:] != IGNORED).sum())
 
-    def units(self, inputs: Value) -> int:
-        """Tokens."""
-        return _first(inputs).numel()
-
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
         """Weighted sum over valid labels; outputs [batch, sequence, vocabulary or a part], labels [batch, sequence].
 
-        Rows that do not count have no valid label.
+        Padding rows have only label -100.
         """
         weight, _, _, labels = targets
         wanted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # the logits stay as they are: no copy
         size = self.vocab_size if self.group is not None else outputs.shape[-1]
         return vocab_parallel_cross_entropy(outputs, wanted, self.group, size).sum() * weight
 
-    def parts(self, _outputs: Outputs) -> dict[str, Tensor]:
-        """Nothing."""
-        return {}
-
 
 @dataclass(frozen=True)
-class RouterLoss:
+class RouterLoss(Loss):
     """A causal loss, and with it the router loss that the model makes of a whole micro-batch.
 
     The router loss of an optimizer step is the mean over its micro-batches, as transformers' Trainer has it; that of an
@@ -127,10 +123,6 @@ class RouterLoss:
         """Labels that are predicted and valid."""
         return self.causal.count(labels, rows)
 
-    def units(self, inputs: Value) -> int:
-        """Tokens."""
-        return self.causal.units(inputs)
-
     def __call__(self, outputs: tuple[Tensor, Tensor], targets: Targets) -> Tensor:
         """Return the causal loss, plus the share of this micro-batch in the router loss; outputs (logits, router
         loss)."""
@@ -143,11 +135,10 @@ class RouterLoss:
 
 
 @dataclass(frozen=True)
-class MeanLoss:
+class MeanLoss(Loss):
     """A user's own `loss_fn(outputs, labels)` that returns the mean over the samples it is given."""
 
     loss_fn: LossFunction
-    reports: ClassVar[tuple[str, ...]] = ()
 
     def count(self, _labels: Labels, rows: int) -> int:
         """Return the number of samples."""
@@ -168,13 +159,9 @@ class MeanLoss:
         kept = tuple(label[:n] for label in labels)
         return _scalar(self.loss_fn(_head(outputs, n), kept[0] if len(kept) == 1 else kept)).float() * n * weight
 
-    def parts(self, _outputs: Outputs) -> dict[str, Tensor]:
-        """Nothing."""
-        return {}
-
 
 @dataclass(frozen=True)
-class LogitsLoss:
+class LogitsLoss(Loss):
     """A user's own loss of a decoder's logits: `loss_fn(logits, labels)`, the mean over the samples it is given.
 
     A function that takes `num_items_in_batch` is given the number by which to divide its sum over the valid labels, so
@@ -185,7 +172,6 @@ class LogitsLoss:
     """
 
     loss_fn: Callable[..., Tensor]
-    reports: ClassVar[tuple[str, ...]] = ()
 
     @cached_property
     def per_label(self) -> bool:
@@ -196,20 +182,12 @@ class LogitsLoss:
         """Labels that are predicted and valid, or samples."""
         return int((labels[:rows, 1:] != IGNORED).sum()) if self.per_label else rows
 
-    def units(self, inputs: Value) -> int:
-        """Tokens."""
-        return _first(inputs).numel()
-
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
         """Return the loss of the rows that count, in float32, weighted."""
         if not self.per_label:
             return MeanLoss(self.loss_fn)(outputs, targets)
         weight, _, _, labels = targets
         return _scalar(self.loss_fn(outputs, labels, num_items_in_batch=1 / weight)).float()
-
-    def parts(self, _outputs: Outputs) -> dict[str, Tensor]:
-        """Nothing."""
-        return {}
 
 
 def logits_loss(
