@@ -23,6 +23,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def argument_in_type(hint: object, text: str) -> object:
+    """Return the value of a flag in the type of its field, as argparse wants it."""
+    try:
+        return typed(hint, text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is {error}") from error
+
+
 class VerbParser(argparse.ArgumentParser):
     """Reads a verb's arguments; unusable ones are one line on standard error, and exit code 2.
 
@@ -54,7 +62,7 @@ class VerbParser(argparse.ArgumentParser):
             add = partial(
                 self.add_argument,
                 f"--{name}",
-                type=positive if name.endswith("_size") else partial(_typed, hint),
+                type=positive if name.endswith("_size") else partial(argument_in_type, hint),
                 help="as in a run" + ("" if default is None else f" (default: {default})"),
             )
             if takes(hint, bool):
@@ -68,10 +76,3 @@ def run_arguments(args: argparse.Namespace, **known: int) -> AutoValues:
     names = {item.name for item in fields(AutoValues)}
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     return AutoValues(**{**given, **known}, given=frozenset(given))
-
-
-def _typed(hint: object, text: str) -> object:
-    try:
-        return typed(hint, text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is {error}") from error

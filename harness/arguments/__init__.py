@@ -7,7 +7,7 @@ its file. Neither torch nor transformers is imported, so that a wrong argument i
 from harness.arguments.command_line import Parser, add_flags, expanded, parse
 from harness.arguments.flags import Flags, flag
 from harness.arguments.themes.lora import LoraArguments, require_peft
-from harness.arguments.themes.optimizer import SCHEDULES
+from harness.arguments.themes.training import SCHEDULES
 from harness.arguments.training_arguments import TrainingArguments
 
 __all__ = [

@@ -3,15 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from harness.arguments.command_line import own_arguments
 from harness.arguments.flags import noting_given
-from harness.arguments.themes.batches import BatchArguments
 from harness.arguments.themes.checkpoints import CheckpointArguments
-from harness.arguments.themes.layout import LayoutArguments
-from harness.arguments.themes.model import ModelArguments
-from harness.arguments.themes.optimizer import OptimizerArguments
 from harness.arguments.themes.reporting import ReportingArguments
 from harness.arguments.themes.run import RunArguments
-from harness.arguments.words import own_arguments
+from harness.arguments.themes.training import BatchArguments, LayoutArguments, ModelArguments, OptimizerArguments
 from harness.config import AutoValues
 from harness.uncaught import show_in_one_line
 

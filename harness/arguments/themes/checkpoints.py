@@ -73,7 +73,7 @@ class CheckpointArguments(Flags):
         return not name.endswith(("loss", "perplexity")) if self.greater_is_better is None else self.greater_is_better
 
     def check(self) -> None:
-        """Refuse what cannot be done together."""
+        """Refuse flags that contradict each other."""
         if self.save_seconds is not None and not self.save_seconds > 0:
             raise UserError(f"--save_seconds {self.save_seconds}: must be above 0")
         if self.save_seconds is not None and self.save_strategy == "no":

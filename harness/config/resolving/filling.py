@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from harness.config.resolving.resolution import Resolution
+from dataclasses import dataclass, field
+
 from harness.config.resolving.resolved import Filled
-from harness.config.values.arguments import OPTIMIZERS
+from harness.config.values.arguments import OPTIMIZERS, AutoValues
 from harness.config.values.batch import ACCUMULATION, MICRO, TRAIN, bucket_elements, complete, stated_sizes
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import GRADIENT_BITS, size_fault
-from harness.config.values.pointers import AUTO, bf16_section, put, whole
+from harness.config.values.pointers import AUTO, bf16_section, lookup, put, whole
+
+
+@dataclass
+class Resolution:
+    """A resolution under way: the config that is being filled, and what was filled."""
+
+    config: JsonObject
+    values: AutoValues
+    filled: list[Filled] = field(default_factory=list)
+
+    def get(self, pointer: str) -> object:
+        """Return the value at a pointer; None if it is absent."""
+        return lookup(self.config, pointer)
+
+    def fill(self, pointer: str, value: object, source: str) -> None:
+        """Write a value that was not in the file."""
+        put(self.config, pointer, value)
+        self.filled.append(Filled(pointer=pointer, value=value, source=source))
+
 
 REDUCE_BUCKET = "/zero_optimization/reduce_bucket_size"
 _MEANINGFUL_AUTO = {"/data_types/keep_in_fp32_modules", "/tensor_parallel/autotp_size", GRADIENT_BITS}

@@ -15,7 +15,7 @@ from harness.config.check import findings, known_shape, refusals
 from harness.config.diagnostic import ConfigError
 from harness.config.model.shape import ModelShape
 from harness.config.resolving import filling
-from harness.config.resolving.resolution import Resolution
+from harness.config.resolving.filling import Resolution
 from harness.config.resolving.resolved import Resolved
 from harness.config.schema.normalize import as_read
 from harness.config.text.document import Document, from_values

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from harness import TrainingArguments, UserError
 from harness.arguments import LoraArguments, parse
+from harness.arguments.command_line import known_flags
 from harness.arguments.config_file import read_config_file
 from harness.arguments.themes.script import ScriptArguments
-from harness.arguments.words import known_flags
 
 KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
 few = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)

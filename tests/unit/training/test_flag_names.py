@@ -13,10 +13,10 @@ import transformers
 
 from harness import TrainingArguments, UserError
 from harness.arguments import LoraArguments, expanded, parse
+from harness.arguments.command_line import known_flags
 from harness.arguments.flags import ALIASES
 from harness.arguments.other_programs import other_programs
 from harness.arguments.themes.script import ScriptArguments
-from harness.arguments.words import known_flags
 from harness.train import main
 
 KINDS = (ScriptArguments, TrainingArguments, LoraArguments)

@@ -1,0 +1,172 @@
+"""The flags of training itself: samples and steps, the optimizer, how the model computes, and the layout."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from harness.arguments.flags import Flags, flag
+from harness.config.values.arguments import OPTIMIZERS, AutoValues
+from harness.errors import UserError
+
+
+@dataclass(kw_only=True)
+class BatchArguments(Flags):
+    """How long a sample is, how many make a step, and how many steps there are."""
+
+    TITLE: ClassVar[str] = "Samples, batches and steps"
+
+    block_size: int | None = flag(
+        None, "tokens per sample of text or conversations (default: the model's length, at most 1024)", hf_only=True
+    )
+    packing: bool = flag(False, "pack whole documents into blocks; attention stays within each document", hf_only=True)
+    max_steps: int = flag(-1, "optimizer steps; -1: as many as num_train_epochs needs", least=-1)
+    num_train_epochs: float = flag(3.0, "passes through the data, unless max_steps is given", least=0)
+    per_device_train_batch_size: int = flag(AutoValues.per_device_train_batch_size, "samples per micro-batch", least=1)
+    per_device_eval_batch_size: int | None = flag(
+        None, "samples per evaluation micro-batch (default: as in training; with a router loss 8)", least=1
+    )
+    gradient_accumulation_steps: int = flag(
+        AutoValues.gradient_accumulation_steps, "micro-batches per step on each data-parallel rank", least=1
+    )
+    global_batch_size: int | None = flag(
+        None, "samples per step over all ranks, in every layout; sets the accumulation", least=1
+    )
+    shuffle_buffer_size: int = flag(
+        0, "samples of a stream that are read at once and shuffled; 0: they keep the order of the stream", least=0
+    )
+    dataloader_num_workers: int = flag(
+        0, "processes on each rank that read the next steps' samples ahead; 0: the rank reads them itself", least=0
+    )
+
+    def check(self) -> None:
+        """Refuse a run without steps."""
+        if self.max_steps == 0:
+            raise UserError("--max_steps 0: must be at least 1, or -1 to train for --num_train_epochs")
+
+
+# transformers' schedules that need nothing but the number of steps and of warm-up steps
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+)
+
+
+@dataclass(kw_only=True)
+class OptimizerArguments(Flags):
+    """How weights move, where the DeepSpeed JSON says "auto" or nothing."""
+
+    TITLE: ClassVar[str] = "Optimizer and schedule"
+
+    learning_rate: float = flag(AutoValues.learning_rate, "peak learning rate", least=0)
+    lr_scheduler_type: str = flag(AutoValues.lr_scheduler_type, ", ".join(SCHEDULES), choices=SCHEDULES)
+    warmup_steps: float = flag(
+        AutoValues.warmup_steps, "steps of linear warm-up; below 1: the fraction of all steps", least=0
+    )
+    warmup_ratio: float | None = flag(None, "the fraction of all steps, as warmup_steps below 1", least=0)
+    optim: str = flag(AutoValues.optim, f"{', '.join(OPTIMIZERS)}; others as optimizer.type in the DeepSpeed JSON")
+    weight_decay: float = flag(
+        AutoValues.weight_decay, "AdamW's weight decay; not applied to biases and norms", least=0
+    )
+    adam_beta1: float = flag(AutoValues.adam_beta1, "AdamW's beta1", least=0)
+    adam_beta2: float = flag(AutoValues.adam_beta2, "AdamW's beta2", least=0)
+    adam_epsilon: float = flag(AutoValues.adam_epsilon, "AdamW's epsilon", least=0)
+    max_grad_norm: float = flag(AutoValues.max_grad_norm, "clip gradients to this norm; 0: no clipping", least=0)
+
+    def warmup(self, max_steps: int) -> int:
+        """Return the steps of warm-up in a run of `max_steps`."""
+        fraction = self.warmup_steps if self.warmup_ratio is None else self.warmup_ratio
+        return int(fraction) if self.warmup_ratio is None and fraction >= 1 else math.ceil(fraction * max_steps)
+
+    def check(self) -> None:
+        """Refuse two lengths of the warm-up, betas of 1, and an optimizer that only the DeepSpeed JSON can name."""
+        if self.warmup_ratio is not None and self.warmup_steps:
+            raise UserError("--warmup_ratio and --warmup_steps are both given: give one of them")
+        if self.warmup_ratio is not None and self.warmup_ratio > 1:
+            raise UserError(f"--warmup_ratio {self.warmup_ratio}: must be at most 1")
+        for name in ("adam_beta1", "adam_beta2"):
+            if getattr(self, name) >= 1:
+                raise UserError(f"--{name} {getattr(self, name)}: must be below 1")
+        if self.optim not in OPTIMIZERS:
+            known = ", ".join(OPTIMIZERS)
+            raise UserError(f"--optim {self.optim}: give {known}, or name another as optimizer.type in the JSON")
+
+
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
+
+
+@dataclass(kw_only=True)
+class ModelArguments(Flags):
+    """Precision, attention and what is added to the loss."""
+
+    TITLE: ClassVar[str] = "Model and precision"
+
+    bf16: bool = flag(False, "train in bfloat16")
+    fp16: bool = flag(False, "train in float16 with loss scaling")
+    attn_implementation: str | None = flag(
+        None,
+        "eager, sdpa, flash_attention_2 or flash_attention_3; default: the config.json's, else sdpa or eager",
+        choices=ATTENTION,
+        hf_only=True,
+    )
+    use_liger_kernel: bool = flag(
+        False,
+        "norms, feed-forward blocks and rotary embedding by the kernels of liger-kernel, where it is installed",
+        hf_only=True,
+    )
+    gradient_checkpointing: bool | None = flag(
+        None,
+        "compute the activations of decoder layers again in the backward pass; default: as "
+        "pipeline.activation_checkpoint_interval says, which it overrides",
+    )
+    neftune_noise_alpha: float | None = flag(
+        None,
+        "noise on the token embeddings in training, up to alpha / sqrt(tokens x width) (arXiv 2310.05914)",
+        least=0,
+        hf_only=True,
+    )
+    label_smoothing_factor: float = flag(
+        0.0,
+        "share of the loss that is spread evenly over the vocabulary, from 0 to below 1; each rank then holds the "
+        "logits of the whole vocabulary",
+        least=0,
+        hf_only=True,
+    )
+    output_router_logits: bool | None = flag(
+        None, "add the model's router loss (mixture of experts) to the loss; default: as its config says", hf_only=True
+    )
+    router_aux_loss_coef: float | None = flag(
+        None, "factor of the router loss (default: the model's own)", hf_only=True
+    )
+
+    def check(self) -> None:
+        """Refuse to spread all of the loss, or more."""
+        if self.label_smoothing_factor >= 1:
+            raise UserError(f"--label_smoothing_factor {self.label_smoothing_factor}: must be below 1")
+
+
+@dataclass(kw_only=True)
+class LayoutArguments(Flags):
+    """How ranks share the model. They override the DeepSpeed JSON."""
+
+    TITLE: ClassVar[str] = "Layout"
+
+    pipeline_parallel_size: int | None = flag(None, "pipeline stages; overrides pipeline.stages", least=1)
+    tensor_parallel_size: int | None = flag(
+        None, "tensor-parallel ranks; overrides tensor_parallel.autotp_size", least=1
+    )
+    expert_parallel_size: int | None = flag(
+        None,
+        "tensor-parallel ranks that divide the experts among them; overrides expert_parallel.autoep_size",
+        least=1,
+        hf_only=True,
+    )
+    rebalance_steps: int | None = flag(
+        None,
+        "steps between comparisons of the pipeline's stages; layers move where that saves more than 5% of a step",
+        least=1,
+    )
