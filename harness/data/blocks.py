@@ -12,9 +12,9 @@ mapped pages.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,54 +35,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """Documents that become shards.
-
-    Attributes:
-        documents: with columns `text` and perhaps `part`.
-        encoder: makes ids of their rows.
-        dtype: of the ids on disk.
-        lengths: bytes of each row's text.
-        parts: which part of its document each row is.
-    """
-
-    documents: Dataset
-    encoder: PieceEncoder
-    dtype: np.dtype[np.integer]
-    lengths: npt.NDArray[np.integer]
-    parts: npt.NDArray[np.integer]
-
-    @classmethod
-    def of(cls, documents: Dataset, encoder: PieceEncoder, dtype: np.dtype[np.integer]) -> Corpus:
-        """Measure the rows; their text is not read."""
-        lengths, parts = bytes_of_rows(documents, "text"), parts_of(documents)
-        return cls(documents=documents, encoder=encoder, dtype=dtype, lengths=lengths, parts=parts)
-
-    def shards(self) -> list[tuple[int, int]]:
-        """Return the first and the last row + 1 of each shard."""
-        return rows_of_shards(self.lengths)
-
-    def write(self, folder: Path, rows: tuple[int, int]) -> None:
-        """Encode these rows, the first and the last + 1, into `folder`."""
-        first, stop = rows
-        starts: list[int] = []
-        count = 0
-        with (folder / "ids").open("wb") as file:
-            for ids, part in zip(self._encoded(first, stop), self.parts[first:stop], strict=True):
-                if part == 0:
-                    starts.append(count)
-                ids.astype(self.dtype).tofile(file)
-                count += len(ids)
-        np.asarray(starts, dtype=np.int64).tofile(folder / "starts")
-
-    def _encoded(self, first: int, stop: int) -> Iterator[npt.NDArray[np.integer]]:
-        for start, end in batches(self.lengths, first, stop):
-            rows = self.documents[start:end]["text"]
-            before = self.documents[start - 1]["text"] if self.parts[start] > 0 else ""
-            continued = end < len(self.parts) and self.parts[end] > 0
-            after = self.documents[end]["text"] if continued else None
-            yield from self.encoder(rows, self.parts[start:end].tolist(), before, after)
+# Part of the cache key: raise it when the same documents give other ids.
+_FORMAT = 4
 
 
 class TokenIds:
@@ -91,13 +45,6 @@ class TokenIds:
     def __init__(self, ids: Sequence[npt.NDArray[np.integer]], starts: Sequence[npt.NDArray[np.int64]]) -> None:
         self._ids, self._starts = ids, starts
         self._ends = np.cumsum([len(part) for part in ids], dtype=np.int64).tolist()
-
-    @classmethod
-    def of_shards(cls, folders: list[Path], dtype: np.dtype[np.integer]) -> TokenIds:
-        """Map a corpus from its shards."""
-        filled = [folder for folder in folders if (folder / "ids").stat().st_size]
-        ids = [mapped(folder / "ids", dtype) for folder in filled]
-        return cls(ids, [mapped(folder / "starts", np.int64) for folder in filled])
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -126,12 +73,8 @@ class TokenIds:
             start, shard = last, shard + 1
 
 
-# Part of the cache key: raise it when the same documents give other ids.
-_FORMAT = 4
-
-
 class Blocks:
-    """A map-style data set of dicts `input_ids` and, if packed, `position_ids`: int64 of `block_size`."""
+    """A map-style data set of dicts `input_ids` and, if packed, `position_ids`: int64 [block_size]."""
 
     def __init__(self, ids: TokenIds, block_size: int, *, packing: bool) -> None:
         self.ids = ids
@@ -161,7 +104,7 @@ class Blocks:
 
 
 def positions_of(starts: npt.NDArray[np.int64], block_size: int) -> npt.NDArray[np.int64]:
-    """Return the position ids of a block in which documents begin at `starts`."""
+    """Return the position ids [block_size] of a block in which documents begin at `starts`."""
     begins = np.zeros(block_size, dtype=np.int64)
     begins[starts] = starts
     return np.arange(block_size) - np.maximum.accumulate(begins)
@@ -170,21 +113,47 @@ def positions_of(starts: npt.NDArray[np.int64], block_size: int) -> npt.NDArray[
 def make_blocks(
     documents: Dataset, tokenizer: Tokenizer, block_size: int, how: Preparation = USUAL, *, packing: bool = False
 ) -> Blocks:
-    """Return the documents' ids in blocks of `block_size`; with `packing` also position ids.
+    """Return the ids of documents (`text`, perhaps `part`) in blocks of `block_size`; with `packing` also position ids.
 
-    What does not fill the last block is dropped. The ids are kept under a name made from documents and tokenizer: a
-    second call encodes nothing, and one after an interruption what is missing. Raises UserError if `block_size` < 2,
-    the documents do not fill one block, or the cache cannot be written.
+    What does not fill the last block is dropped. The ids are kept under a name made from documents and tokenizer, so a
+    second call encodes nothing, and a call after an interruption only what is missing. Each process takes memory for
+    some MB of text, however long a document is.
+
+    Raises:
+        UserError: `block_size` < 2, the documents do not fill one block, or the cache cannot be written.
     """
     require_block_size(block_size)
-    dtype = smallest_dtype(largest_id(tokenizer))
-    folder = how.folder(_FORMAT, fingerprint_of(documents), identity(tokenizer))
+    encode, dtype = PieceEncoder(tokenizer), smallest_dtype(largest_id(tokenizer))
+    lengths, parts = bytes_of_rows(documents, "text"), parts_of(documents)  # the text is not read
+
+    def encoded(first: int, stop: int) -> Iterator[npt.NDArray[np.integer]]:
+        for start, end in batches(lengths, first, stop):
+            before = documents[start - 1]["text"] if parts[start] > 0 else ""
+            continued = end < len(parts) and parts[end] > 0
+            after = documents[end]["text"] if continued else None
+            yield from encode(documents[start:end]["text"], parts[start:end].tolist(), before, after)
+
+    def write(folder: Path, rows: tuple[int, int]) -> None:
+        starts, count = array("q"), 0
+        with (folder / "ids").open("wb") as file:
+            for ids, part in zip(encoded(*rows), parts[slice(*rows)], strict=True):
+                if part == 0:
+                    starts.append(count)
+                ids.astype(dtype).tofile(file)
+                count += len(ids)
+        np.asarray(starts, dtype=np.int64).tofile(folder / "starts")
+
     try:
-        corpus = Corpus.of(documents, PieceEncoder(tokenizer), dtype)
         folders = make_shards(
-            folder, corpus.shards(), corpus.write, doing="tokenising", say=how.say, workers=how.workers
+            how.folder(_FORMAT, fingerprint_of(documents), identity(tokenizer)),
+            rows_of_shards(lengths),
+            write,
+            doing="tokenising",
+            say=how.say,
+            workers=how.workers,
         )
-        ids = TokenIds.of_shards(folders, dtype)
+        filled = [folder for folder in folders if (folder / "ids").stat().st_size]
+        ids = TokenIds([mapped(f / "ids", dtype) for f in filled], [mapped(f / "starts", np.int64) for f in filled])
     except OSError as error:
         raise how.error(error) from error
     return blocks_of(ids, block_size, packing=packing)

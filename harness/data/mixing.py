@@ -22,11 +22,11 @@ from harness.data.blocks import Blocks
 from harness.data.samples import Samples
 from harness.parallel.generators import seed_of
 
-PERIOD = 1 << 16  # samples after which the sources follow each other as before; shares are multiples of its inverse
+PERIOD = 1 << 16  # samples after which the pattern of sources repeats; shares are multiples of its inverse
 
 
 class Shares:
-    """How sources follow each other. Any run of samples holds each source in its share, to within a sample or two.
+    """The order in which samples are taken from several sources: each source in its share, to within a sample or two.
 
     Attributes:
         shares: of the sources; their sum is 1.
@@ -45,7 +45,7 @@ class Shares:
             self._rank[self._pattern == source] = np.arange(slots)
 
     def places(self, consumed: int, count: int) -> tuple[Indices, Indices]:
-        """Return source and number in it of each of `count` samples after the first `consumed`."""
+        """Return source, and number in it, of each of the `count` samples that follow the first `consumed`."""
         period, slot = np.divmod(np.arange(consumed, consumed + count, dtype=np.int64), PERIOD)
         numbers = self._pattern[slot]
         return numbers, period * self.slots[numbers] + self._rank[slot]
@@ -60,7 +60,7 @@ class Shares:
 
 
 def _slots(shares: Sequence[float]) -> list[int]:
-    """Return how many samples of a period each source gives: at least one, by largest remainders."""
+    """Return how many samples of a period each source gives: largest remainders, but at least one."""
     exact = [share * PERIOD for share in shares]
     slots = [max(int(each), 1) for each in exact]
     nearest = sorted(range(len(shares)), key=lambda i: (slots[i] - exact[i], i))
@@ -110,7 +110,7 @@ class Joined:
         return found
 
     def padded_to(self, length: int) -> Joined:
-        """Return these samples at another length, to read those that are not longer."""
+        """Return the same samples at another length; only those that are not longer may be read."""
         joined = Joined([source.padded_to(length) for source in self.sources], self.names)
         joined.block_size = length
         return joined
@@ -150,7 +150,7 @@ def joined(sources: Sequence[Source], weights: Sequence[float] = (), names: Sequ
 
 
 def described(data: MapDataset | None) -> Iterator[str]:
-    """Give a line for each source of which there is something to say: what became of it, and its share."""
+    """Give a line for each source that has a share or a summary of what became of its conversations."""
     for number, source in enumerate(data.sources if isinstance(data, Joined) else [data]):
         summary = source.summary if isinstance(source, Samples) else ""
         if isinstance(data, Mixture) and isinstance(source, Blocks | Samples):
@@ -161,7 +161,7 @@ def described(data: MapDataset | None) -> Iterator[str]:
 
 
 def parts_of(data: MapDataset) -> dict[str, MapDataset]:
-    """Return the sources of a data set by short names, the ends of their paths; nothing where it has not several."""
+    """Return the sources of a data set by their file names; nothing if there is only one source."""
     if not isinstance(data, Joined) or len(data.names) < 2:
         return {}
     parts: dict[str, MapDataset] = {}

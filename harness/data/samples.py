@@ -15,7 +15,6 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,55 +38,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-@dataclass(frozen=True, kw_only=True)
-class Conversations:
-    """Conversations that become shards.
-
-    Attributes:
-        documents: with columns `conversation` and `place`.
-        encoder: makes ids of one.
-        longest: ids that are kept of each; one of which no answer is left is dropped.
-        dtype: of the ids on disk.
-        lengths: bytes of each conversation.
-    """
-
-    documents: Dataset
-    encoder: ConversationEncoder
-    longest: int
-    dtype: np.dtype[np.integer]
-    lengths: npt.NDArray[np.integer]
-
-    @classmethod
-    def of(
-        cls, documents: Dataset, encoder: ConversationEncoder, longest: int, dtype: np.dtype[np.integer]
-    ) -> Conversations:
-        """Measure the conversations; they are not read."""
-        lengths = bytes_of_rows(documents, "conversation")
-        return cls(documents=documents, encoder=encoder, longest=longest, dtype=dtype, lengths=lengths)
-
-    def shards(self) -> list[tuple[int, int]]:
-        """Return the first and the last row + 1 of each shard."""
-        return rows_of_shards(self.lengths)
-
-    def write(self, folder: Path, rows: tuple[int, int]) -> None:
-        """Encode these rows, the first and the last + 1, into `folder`."""
-        ends, lost, learnt = array("q"), array("q"), 0
-        with (folder / "ids").open("wb") as ids, (folder / "answers").open("wb") as answers:
-            for start, stop in batches(self.lengths, *rows):
-                batch = self.documents[start:stop]
-                for conversation, place in zip(batch["conversation"], batch["place"], strict=True):
-                    encoded = self.encoder(conversation, place)
-                    kept = encoded.answers[: self.longest]
-                    if not kept[1:].any():  # the first token is never predicted
-                        continue
-                    encoded.ids[: self.longest].astype(self.dtype).tofile(ids)
-                    kept.tofile(answers)
-                    ends.append((ends[-1] if ends else 0) + len(kept))
-                    lost.append(len(encoded.ids) - len(kept))
-                    learnt += int(np.count_nonzero(kept[1:]))
-        np.asarray(ends, dtype=np.int64).tofile(folder / "ends")
-        np.asarray(lost, dtype=np.int64).tofile(folder / "lost")
-        np.asarray([learnt], dtype=np.int64).tofile(folder / "learnt")
+# Part of the cache key: raise it when the same conversations give other samples.
+_FORMAT = 5
 
 
 class EncodedConversations:
@@ -138,19 +90,15 @@ class EncodedConversations:
         return sum(int(np.count_nonzero(lost)) for lost in self._lost), sum(int(lost.sum()) for lost in self._lost)
 
 
-# Part of the cache key: raise it when the same conversations give other samples.
-_FORMAT = 5
-
-
 class Samples:
-    """A map-style data set of dicts `input_ids`, `labels` and, if packed, `position_ids`: int64 of `block_size`.
+    """A map-style data set of dicts `input_ids`, `labels` and, if packed, `position_ids`: int64 [block_size].
 
     Batches of it are padded to their longest sample, as `batches/padding.py` says.
 
     Args:
         conversations: each at its own length.
         bins: the conversations of each sample; None: one a sample, not packed.
-        pad: the id that fills up.
+        pad: the id of padding.
         summary: what became of the conversations, one line.
     """
 
@@ -176,7 +124,7 @@ class Samples:
         return np.add.reduceat(self.conversations.lengths(list(chain(*members))), starts)
 
     def padded_to(self, length: int) -> Samples:
-        """Return these samples at another length, to read those that are not longer."""
+        """Return the same samples at another length; only those that are not longer may be read."""
         return Samples(self.conversations, self.bins, length, pad=self.pad, summary=self.summary)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -191,7 +139,7 @@ class Samples:
 
 
 def laid_out(conversations: Iterable[Encoded], block_size: int, pad: int) -> dict[str, Tensor]:
-    """Return a sample of conversations that fit into it, one behind the other, filled up with the id `pad`."""
+    """Lay out conversations one behind the other: ids padded with `pad`, labels, position ids, each [block_size]."""
     ids = np.full(block_size, pad, dtype=np.int64)
     labels = np.full(block_size, IGNORED, dtype=np.int64)
     positions = np.empty(block_size, dtype=np.int64)
@@ -212,43 +160,56 @@ def make_samples(
 ) -> Samples:
     """Return conversations (`conversation`, `place`) as samples of `block_size`; kept as `make_blocks` keeps its ids.
 
-    What is longer than `block_size` loses its end; where no answer is left the conversation is dropped. Raises
-    UserError for a tokenizer without a chat template, a conversation that it cannot write, and if none is left.
+    What is longer than `block_size` loses its end; where no answer is left the conversation is dropped.
+
+    Raises:
+        UserError: the tokenizer has no chat template, the template cannot write a conversation, or none is left.
     """
     require_block_size(block_size)
-    encoder = ConversationEncoder(tokenizer)
-    dtype = smallest_dtype(largest_id(tokenizer))
-    data = fingerprint_of(documents)
-    folder = how.folder("samples", _FORMAT, data, block_size, identity(tokenizer), encoder.template)
+    encode, dtype = ConversationEncoder(tokenizer), smallest_dtype(largest_id(tokenizer))
+    lengths = bytes_of_rows(documents, "conversation")  # the conversations are not read
+
+    def write(folder: Path, rows: tuple[int, int]) -> None:
+        ends, lost, learnt = array("q"), array("q"), 0
+        with (folder / "ids").open("wb") as ids, (folder / "answers").open("wb") as answers:
+            for start, stop in batches(lengths, *rows):
+                batch = documents[start:stop]
+                for conversation, place in zip(batch["conversation"], batch["place"], strict=True):
+                    encoded = encode(conversation, place)
+                    kept = encoded.answers[:block_size]
+                    if not kept[1:].any():  # the first token is never predicted
+                        continue
+                    encoded.ids[:block_size].astype(dtype).tofile(ids)
+                    kept.tofile(answers)
+                    ends.append((ends[-1] if ends else 0) + len(kept))
+                    lost.append(len(encoded.ids) - len(kept))
+                    learnt += int(np.count_nonzero(kept[1:]))
+        for name, values in {"ends": ends, "lost": lost, "learnt": [learnt]}.items():
+            np.asarray(values, dtype=np.int64).tofile(folder / name)
+
+    def write_bins(folder: Path, _: None) -> None:
+        bins = best_fit_decreasing(conversations.lengths(), block_size)
+        bins.indices.astype(np.int64).tofile(folder / "indices")
+        bins.ends.astype(np.int64).tofile(folder / "ends")
+
+    key = "samples", _FORMAT, fingerprint_of(documents), block_size, identity(tokenizer), encode.template
+    folder, bins = how.folder(*key), None
     try:
-        source = Conversations.of(documents, encoder, block_size, dtype)
-        folders = make_shards(
-            folder, source.shards(), source.write, doing="encoding conversations", say=how.say, workers=how.workers
-        )
+        doing = "encoding conversations"
+        folders = make_shards(folder, rows_of_shards(lengths), write, doing=doing, say=how.say, workers=how.workers)
         conversations = EncodedConversations(folders, dtype)
-        bins = _packed(conversations, folder, block_size) if packing and len(conversations) else None
+        if packing and len(conversations):
+            (packed,) = make_shards(folder / "packed", [None], write_bins, doing="packing")
+            bins = Bins(mapped(packed / "indices", np.int64), mapped(packed / "ends", np.int64))
     except OSError as error:
         raise how.error(error) from error
     if not len(conversations):
         raise UserError(
             f"none of {counted(len(documents), 'conversation')} has an answer within the first "
-            f"{counted(block_size, 'token')}: "
-            "raise --block_size"
+            f"{counted(block_size, 'token')}: raise --block_size"
         )
     summary = _summary(len(documents), conversations, bins, block_size)
     return Samples(conversations, bins, block_size, pad=end_of_document_id(tokenizer), summary=summary)
-
-
-def _packed(conversations: EncodedConversations, folder: Path, size: int) -> Bins:
-    """Return which conversations share a block of `size`, mapped from `folder`; found out once."""
-
-    def write(place: Path, _: None) -> None:
-        bins = best_fit_decreasing(conversations.lengths(), size)
-        bins.indices.astype(np.int64).tofile(place / "indices")
-        bins.ends.astype(np.int64).tofile(place / "ends")
-
-    (place,) = make_shards(folder / "packed", [None], write, doing="packing")
-    return Bins(*(mapped(place / name, np.int64) for name in ("indices", "ends")))
 
 
 def _summary(total: int, conversations: EncodedConversations, bins: Bins | None, size: int) -> str:

@@ -1,9 +1,8 @@
-"""Evaluation data: equally many micro-batches of equal shape on every rank, whatever the number of samples.
+"""Evaluation data: the same number of micro-batches, of the same shape, on every rank, for any number of samples.
 
-Under a pipeline, tensor parallelism or ZeRO-3 a rank that comes out one batch short leaves the others waiting
-for ever. So what is missing at the end is filled with samples already seen, and nothing of them is counted:
-the mean is the sum over `rows` (or over labels that are not -100) divided by their number, both summed over
-the data ranks.
+Under a pipeline, tensor parallelism or ZeRO-3 a rank with one batch less would leave the others waiting for ever. So
+the last micro-batches are filled with samples that were seen before and do not count: the mean is the sum over `rows`
+(or over labels that are not -100) divided by their number, both summed over the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class EvaluationBatch:
 
 
 def evaluation_steps(n: int, micro_batch: int, dp_size: int = 1) -> int:
-    """Micro-batches on each data rank for `n` samples: enough for all."""
+    """Return how many micro-batches each data-parallel rank needs for `n` samples."""
     return -(-n // (micro_batch * dp_size))
 
 
@@ -71,10 +70,10 @@ def evaluation_batches(
     alike: int = 1,
     data_collator: Collator = collate,
 ) -> Iterator[EvaluationBatch]:
-    """Each sample once over all data ranks, in the order of the data set; `evaluation_steps` batches a rank.
+    """Give each sample once over all data-parallel ranks, in the order of the data set.
 
-    Micro-batch k goes to data rank k % dp_size. Each call starts anew and leaves nothing behind, so it can
-    be abandoned and repeated. Raises UserError if there are no samples.
+    Each rank gets `evaluation_steps` micro-batches; the k-th of all goes to rank k % dp_size. A call keeps no state,
+    so it can be abandoned and repeated. Raises UserError if there are no samples.
 
     Args:
         rows: the samples; by default all.
@@ -114,6 +113,6 @@ def _batches(
 
 
 def _are_token_labels(inputs: Value, labels: torch.Tensor) -> bool:
-    """Whether the labels are a language model's, one a token, so that -100 takes one out of the loss."""
+    """Whether there is one label for each token, as of a language model, where -100 takes a token out of the loss."""
     ids = inputs[0] if isinstance(inputs, (tuple, list)) else inputs
     return isinstance(ids, torch.Tensor) and ids.dtype == labels.dtype == torch.long and ids.shape == labels.shape

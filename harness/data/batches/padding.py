@@ -1,8 +1,8 @@
-"""How far samples of unequal length are padded: to the longest of a micro-batch, of a step, or of the data set.
+"""Choose the length that samples are padded to: the longest of a micro-batch, of a step, or of the data set.
 
-Padding at the right is seen by nothing that counts, so its length changes no number. Three things need one length for
-all micro-batches of a step: pipeline stages, which exchange the shape of their activations once, random draws, whose
-shape decides what is drawn, and router losses, which count padding too. Then it is the same in every layout.
+No token that counts attends to padding on its right, so its length changes no result. Three things need one length for
+all micro-batches of a step: pipeline stages, which exchange the shape of their activations once; random draws, whose
+shape decides what is drawn; and router losses, which count padding too. Then it is the same in every layout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from harness.data.batches.collate import MapDataset
 
-MULTIPLE = 8  # lengths that matrix units like, and fewer shapes for what is kept by shape
+MULTIPLE = 8  # suits matrix units, and makes fewer shapes for caches by shape
 
 
 @runtime_checkable
@@ -34,7 +34,7 @@ class PaddedSamples(MapDataset, Protocol):
         """Return the tokens of these samples, by default of all, without padding."""
 
     def padded_to(self, length: int) -> Self:
-        """Return the same samples at another length, to read those that are not longer."""
+        """Return the same samples at another length; only those that are not longer may be read."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Worker processes that read the next steps while the present one computes: torch's DataLoader, a step being one item.
+"""Worker processes that read the next steps while the present one computes: torch's DataLoader, whose item is a step.
 
-What a step reads is planned beforehand, so the workers change neither order nor numbers. They end when this process
-does, however it does; signals to the whole run are left to it.
+What a step reads is planned beforehand, so workers change neither order nor results. They end when this process ends,
+in whatever way, and leave the signals that a run gets to it.
 
-The tensors of a step come together, in one piece of shared memory. Torch's way is a file descriptor for each tensor: a
-step of several hundred exceeds the usual limit of 1,024, and is lost without a word.
+All tensors of a step come in one piece of shared memory. Torch would open a file descriptor for each tensor: several
+hundred of them exceed the usual limit of 1,024, and the step would be lost without an error.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _as_it_is(item: Step) -> Step:
 
 
 def _begin_worker(_number: int) -> None:
-    """Let the signals of the run pass, and end with the process that reads: by its word, or when it is gone."""
+    """Block the signals that a run gets; end when the parent itself sends one, or is gone."""
     signal.set_wakeup_fd(-1)  # what this process gets is not to be told to its parent
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     threading.Thread(target=_end_at_its_parents_word, daemon=True).start()

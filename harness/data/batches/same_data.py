@@ -1,8 +1,9 @@
 """Compare the data of ranks that must read the same: the first and the last pipeline stage, and tensor-parallel ranks.
 
 Data sets and collators may draw random numbers, so the global generators are seeded before they are called
-(`stream.py`). What has a generator of its own, or depends on the rank, would give the first stage other samples
-than the labels on the last stage. Nothing else would notice it, so the first micro-batches are compared.
+(`batches/stream.py`). A data set that has a generator of its own, or depends on the rank, would give the first stage
+samples that do not belong to the labels of the last stage. The loss alone would not show it, so the first micro-batches
+are compared.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from functools import cache
 from math import isfinite
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING
 
 from harness.arguments.themes.script import PYTHON_STDLIB
 from harness.data.files.readers import SUFFIXES, decodes, kind_of_file
@@ -29,16 +28,19 @@ from harness.data.files.rows import TEXT, columns_of
 from harness.data.files.token_files import require_token_files, token_paths
 from harness.errors import UserError
 
-if TYPE_CHECKING:
-    pass
-
 TOKENS = "tokens"
 """The kind of files that hold token ids; see `token_files.py`."""
+DESCRIBE_DATA = (".json", ".csv")
+"""Suffixes that count in a directory only where there is nothing else."""
+
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
+# Not the library itself: what is installed beside it, its tests (two thirds of the bytes) and its programs.
+_BESIDE_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"})
 
 
 @dataclass(frozen=True)
 class SourceGroup:
-    """Sources of one kind that become one data set; `weight`: its share of the samples, in proportion to others'."""
+    """Sources of one kind that become one data set; `weight` is its share of the samples, relative to the others."""
 
     paths: tuple[str, ...]
     kind: str
@@ -46,7 +48,7 @@ class SourceGroup:
 
 
 def source_groups(words: Sequence[str], flag: str = "--train_file") -> list[SourceGroup]:
-    """Return what these words name, each source looked at. UserError for a source or weight that is unusable."""
+    """Return the sources that these words name. UserError for a source or weight that cannot be used."""
     split = [_split(word) for word in words]
     weighted = [path for path, weight in split if weight is not None]
     if not split:
@@ -65,7 +67,7 @@ def source_groups(words: Sequence[str], flag: str = "--train_file") -> list[Sour
 
 
 def validation_group(words: Sequence[str]) -> SourceGroup:
-    """Return what `--validation_file` names, looked at. UserError for weights: every sample counts once."""
+    """Return the sources of `--validation_file`. UserError for weights: every sample counts once."""
     groups = source_groups(words, "--validation_file")
     if groups[0].weight is not None:
         raise UserError(f"--validation_file {words[0]}: weights are for --train_file: every sample here counts once")
@@ -73,7 +75,7 @@ def validation_group(words: Sequence[str]) -> SourceGroup:
 
 
 def _split(word: str) -> tuple[str, float | None]:
-    """Return a path and the weight behind it. A path that exists as it stands has none."""
+    """Split a word into a path and its weight; a path that exists as it stands has none."""
     path, colon, text = word.rpartition(":")
     if not colon or Path(word).exists() or not _names_something(path):
         return word, None
@@ -87,7 +89,7 @@ def _split(word: str) -> tuple[str, float | None]:
 
 
 def _kind(path: str) -> str:
-    """Return what a source's rows are, or TOKENS; UserError if it cannot be used."""
+    """Return the kind of a source's rows, or TOKENS; UserError if it cannot be used."""
     if files := find_tokens(path):
         require_token_files(files)
         return TOKENS
@@ -95,8 +97,10 @@ def _kind(path: str) -> str:
 
 
 def find_tokens(path: str) -> list[Path]:
-    """Return the token files that a path names: a file, Megatron's prefix, or those in a directory or glob without
-    text. Hidden files, and the .json and .csv files that describe token files, do not count."""
+    """Return the token files of a path: a file, Megatron's prefix, or a directory or glob without text.
+
+    Hidden files, and the .json and .csv files that describe token files, are left out.
+    """
     if glob.has_magic(path) and not Path(path).exists():
         matches = map(Path, sorted(glob.glob(path, recursive=True)))  # noqa: PTH207  # may be absolute
         files = [file for match in matches for file in (visible_files(match) if match.is_dir() else [match])]
@@ -113,16 +117,8 @@ def _names_something(path: str) -> bool:
     return path == PYTHON_STDLIB or Path(path).exists() or glob.has_magic(path) or bool(token_paths(path))
 
 
-# Not the library itself: what is installed beside it, its tests (two thirds of the bytes) and its programs.
-_BESIDE_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
-
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
-
-DESCRIBE_DATA = (".json", ".csv")
-
-
 def preflight(source: str | os.PathLike[str]) -> str:
-    """Return what a source's rows are (a kind of `rows.py`), each of its files looked at. UserError if one is unusable.
+    """Return the kind of a source's rows, as in `rows.py`. UserError for a file that cannot be used.
 
     Costs one directory listing and the first row of each file; the rest of a file is not read.
     """
@@ -150,7 +146,7 @@ def preflight(source: str | os.PathLike[str]) -> str:
 
 @cache
 def _looked_at(file: Path, size: int, _changed_ns: int) -> str | None:
-    """Return what the rows of a file are. Each is opened once, however often a start asks for it."""
+    """Return the kind of a file's rows; a start asks for it several times, and opens each file once."""
     return kind_of_file(file) if size else None
 
 
@@ -210,7 +206,7 @@ def _stdlib_files() -> list[Path]:
     """Return the .py files of the standard library of the Python that runs, without tests and installed packages."""
     top = Path(sysconfig.get_path("stdlib"))
     files = (
-        [file for file in visible_files(top, frozenset(_BESIDE_STDLIB)) if file.suffix == ".py" and decodes(file)]
+        [file for file in visible_files(top, _BESIDE_STDLIB) if file.suffix == ".py" and decodes(file)]
         if top.is_dir()
         else []
     )

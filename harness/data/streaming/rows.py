@@ -1,6 +1,6 @@
-"""Rows of a stream without end: those of files, one file after the other, or of an IterableDataset, pass after pass.
+"""Rows without end: of files, one file after the other, or of an IterableDataset, pass after pass.
 
-Each row comes with its section, a file or a pass, and its number in it, so that a stream can go on from there.
+Each row comes with its section (the file or the pass) and its number in it, so that a stream can go on from there.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _ROWS_PER_STATE = 256
 
 
 class Rows(ABC):
-    """Rows that are read over and over.
+    """Rows that are read again and again.
 
     Attributes:
-        key: what they are.
-        kind: that of the rows, as in `files/rows.py`; None for samples as a program made them.
-        say: gets a line now and then while rows are passed over.
+        key: a fingerprint of the data.
+        kind: of the rows, as in `files/rows.py`; None for samples that a program has made.
+        say: gets a line of progress while rows are passed over.
     """
 
     key: str
@@ -66,7 +66,7 @@ class Rows(ABC):
         """Give section, number and content of each row from a section's mark on, without end; {}: its first row."""
 
     def mark(self, section: int, row: int) -> Mark:
-        """Return the last mark from which the row before this one is read too; {} if that is the first row."""
+        """Return the last mark at or before the row that precedes this one; {} if that is the first row."""
         found = [mark for number, mark in self._marks if number == section and mark["row"] < row]
         return max(found, key=lambda mark: mark["row"], default={})
 
@@ -180,11 +180,11 @@ class IterableRows(Rows):
 
 
 def _state_of(dataset: object) -> JsonObject | None:
-    """Return where a data set stands; None if it cannot say, or not so that it is written down or leads back there."""
+    """Return the state of a data set; None if there is none that is JSON and leads back to the same row."""
     if not (callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))):
         return None
     held: list[object] = [getattr(dataset, "_ex_iterable", None)]
-    while held:  # the package `datasets` leaves out what a shuffle buffer holds
+    while held:  # the states of `datasets` leave out what a shuffle buffer holds
         one = held.pop()
         if type(one).__name__ == "BufferShuffledExamplesIterable":
             return None
