@@ -1,10 +1,15 @@
 """Save what a run needs to go on, while it goes on.
 
-The step that saves waits until each rank has copied what it holds. A thread of each rank then writes its own part and
-waits for the disk. The threads never talk to each other: they work in phases, and the main threads start the next one
-when all ranks have ended the last, which they find out where they agree after a step anyway. Files exist before ranks
-write to them, all is written before it is hashed, and the manifest and the name come last. Older checkpoints lose their
-names then, and are removed while the run goes on.
+The step that saves waits only until each rank has copied what it holds. A thread of each rank then writes its part and
+waits for the disk.
+
+The threads never communicate: a collective of theirs could run between those of the training step in another order on
+each rank, and hang. They work in phases instead. The main threads start the next phase when all ranks have ended the
+last, which they learn where ranks agree after a step anyway. Files exist before ranks write to them, all is written
+before it is hashed, and the manifest and the name come last. Older checkpoints then lose their names, and are removed
+while the run goes on.
+
+The memory for the copies is allocated at the first save and kept: fresh memory costs several times what a copy costs.
 """
 
 from __future__ import annotations
@@ -73,8 +78,8 @@ def _fill(copies: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 T = TypeVar("T")
 
 Phases: TypeAlias = Generator[Callable[[], object], Any, list[Path]]
-"""What the thread of this rank does; each gives back to the generator what it returned. The folders to be removed come
-last."""
+"""What the thread of this rank does, one call after the other; the result of each is sent back to the generator, which
+returns the folders to be removed."""
 _NUMBERS = itertools.count()
 
 
@@ -89,7 +94,7 @@ class Target:
     Attributes:
         keep: how many newest checkpoints remain, the best one counted; None for all.
         best: the checkpoint that remains in any case.
-        model_only: leave out what the optimizer keeps.
+        model_only: whether to leave out what the optimizer keeps.
         write_others: called on rank 0 with the folder of a checkpoint, to add files to it.
     """
 
@@ -108,15 +113,15 @@ class Writer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def run(self, phase: Callable[[], T]) -> Future[T]:
-        """Do something in the thread."""
+        """Start `phase` in the thread."""
         return self._thread.submit(phase)
 
     def wait(self) -> None:
-        """Wait until the thread has done all that it was given."""
+        """Wait until the thread has done everything it was given."""
         self.run(lambda: None).result()
 
     def copied(self, files: Sequence[tuple[str, list[LocalShard]]]) -> list[tuple[str, list[LocalShard]]]:
-        """Return what is held with copies of the values that this rank writes."""
+        """Return the shards with copies of the values that this rank writes; others are not copied."""
         owned = [held for _, tensors in files for held in tensors if held.owned]
         copies = iter(self._buffer.copy([held.values for held in owned], self._thread))
         return [
@@ -141,7 +146,7 @@ class BackgroundSave:
 
         Without a copy, nothing that is saved may change until the checkpoint is whole.
         """
-        writer.wait()  # it may still remove what the last save has replaced
+        writer.wait()  # its thread may still remove what the last save has replaced
         self.number, self.step = next(_NUMBERS), progress.step
         self.path = target.output_dir / f"checkpoint-{progress.step}"
         self._folder = target.output_dir / partial_name(progress.step)
@@ -175,10 +180,12 @@ class BackgroundSave:
         wait([self._running], max(0.0, seconds))
 
     def advance(self) -> bool:
-        """Wait for the phase that runs on all ranks, and begin the next one; returns whether the checkpoint is whole.
+        """Wait for the running phase on all ranks, and start the next; return whether the checkpoint is whole.
 
-        All ranks call it. Raises NotSaved on all of them if the files cannot be written; older checkpoints are as they
-        were.
+        All ranks call it.
+
+        Raises:
+            NotSaved: on all ranks: the files cannot be written. Older checkpoints are as they were.
         """
         result = self._try(self._running.result)
         try:
@@ -252,13 +259,13 @@ class BackgroundSave:
 
 
 def _in_memory(action: Callable[[], T]) -> T:
-    """Return what `action` returns; UserError if this host has not the memory for it, which training may still have."""
+    """Return what `action` returns; UserError, not a crash, if this host lacks the memory: training can still go on."""
     try:
         return action()
     except MemoryError as error:
         raise UserError(f"rank {dist.get_rank()} has no memory for it: {error or 'out of memory'}") from error
     except RuntimeError as error:
-        text = str(error)  # of torch's allocator, and of a thread that cannot be started
+        text = str(error)  # raised by torch's allocator, or where a thread cannot be started
         if not any(words in text for words in ("can't allocate memory", "out of memory", "can't start new thread")):
             raise
         lines = text.strip().splitlines()

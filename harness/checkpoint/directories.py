@@ -45,7 +45,10 @@ class Manifest:
 
 
 def contents(folder: Path, share: int = 0, shares: int = 1) -> Files:
-    """Return every `shares`-th file in a folder, from number `share` on."""
+    """Return sizes and checksums of every `shares`-th file in a folder, from number `share` on.
+
+    So ranks divide the work of hashing.
+    """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     return {path.relative_to(folder).as_posix(): (path.stat().st_size, checksum(path)) for path in files[share::shares]}
 
@@ -113,26 +116,27 @@ class TrainingProgress:
     Attributes:
         step: optimizer steps done.
         consumed_samples: samples seen by all ranks together.
-        layout: that it was saved in, as `Layout` prints it; any other can go on from it.
-        zero_stage: 0 to 3; any other can go on from it.
-        precision: fp32, bf16 or fp16; any other can go on from it.
+        layout: of the run that saved it, as `Layout` prints it; a run in any other layout can resume it.
+        zero_stage: 0 to 3; a run with any other can resume it.
+        precision: fp32, bf16 or fp16; a run with any other can resume it.
         seed: of the order of samples.
         data: digest of the training data.
-        adapters: what shapes the adapters that are trained; empty where the weights themselves are.
-        base: checksums, by name, of the weights that the adapters stand on; empty without adapters.
-        model: its layers and their size.
-        model_config: of a HuggingFace model the values of its config that shape its computation.
+        adapters: the settings of the adapters that are trained, as JSON; empty where the weights themselves are.
+        base: checksums, by name, of the base model's weights; empty without adapters.
+        model: layers and sizes, as text.
+        model_config: the values of a HuggingFace config that shape the computation.
         optimizer: its name.
-        hyperparameters: learning rate, schedule and what else the run was given that may change from here on.
+        hyperparameters: learning rate, schedule and other settings that a resumed run may change.
         run_id: of the run that saved it.
-        skipped_steps: of `step`, those that made no update.
-        skipped_samples: where in the order of samples batches are left out: the place of the first, and past the last.
-        optimizer_states: what the optimizer keeps for each weight, each a file of its name; none before the first step.
+        skipped_steps: steps among `step` that made no update (fp16 overflow).
+        skipped_samples: ranges [first, past the last) in the order of samples that are left out.
+        optimizer_states: names of what the optimizer keeps for each weight (`exp_avg`), each a file; none before the
+            first step.
         counters: what the optimizer counts, such as its steps.
-        best: which evaluation was the best so far, and by what metric.
-        model_only: whether what the optimizer keeps was left out, so that no run can go on from it.
-        loss_scaling: where the scaler of the loss stood (fp16); empty elsewhere.
-        stream: where streamed training data stood; empty for other data.
+        best: the best evaluation so far, and its metric.
+        model_only: whether optimizer states were left out, so that no run can resume it.
+        loss_scaling: the state of the loss scaler (fp16); empty elsewhere.
+        stream: the position in streamed training data; empty for other data.
     """
 
     step: int
@@ -176,7 +180,7 @@ def numbered(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def read_progress(checkpoint: Path) -> TrainingProgress:
-    """Return what a checkpoint says of itself; UserError if it cannot be read."""
+    """Read a checkpoint's `state.json`; UserError if it cannot be read."""
     path = checkpoint / STATE
     try:
         stated = read_json(path)
@@ -197,7 +201,7 @@ def _require_types(progress: TrainingProgress) -> None:
 
 
 def _is_of(value: object, kind: object) -> bool:
-    """Whether a value from JSON is of a field's type. A whole number may stand for any other; true is none."""
+    """Whether a value from JSON is of a field's type. A float may be written as a whole number; true is no number."""
     match get_origin(kind), get_args(kind):
         case builtins.list, (element,):
             return isinstance(value, list) and all(_is_of(each, element) for each in value)
@@ -214,9 +218,9 @@ def optimizer_name(resolved: Resolved) -> str:
 
 
 def require_same_optimizer(checkpoint: Path, resolved: Resolved) -> None:
-    """Raise UserError if a checkpoint was saved by another optimizer than the run's, whose state means something else.
+    """Raise UserError if a checkpoint has the state of another optimizer than the run's, or no optimizer state at all.
 
-    Layout, ZeRO stage and precision may be others. Without any state, too.
+    Layout, ZeRO stage and precision may differ.
     """
     progress = read_progress(checkpoint)
     if progress.model_only:
@@ -225,13 +229,13 @@ def require_same_optimizer(checkpoint: Path, resolved: Resolved) -> None:
             f"with --model_name_or_path {checkpoint}"
         )
     saved, ours = progress.optimizer, optimizer_name(resolved)
-    adams = {"adam", "adamw"}  # what they keep is the same
+    adams = {"adam", "adamw"}  # both keep the same state, and differ in weight decay alone
     if saved and saved.lower() != ours.lower() and not {saved.lower(), ours.lower()} <= adams:
         raise UserError(f"{checkpoint} contains the state of {saved}, but this run uses {ours}: use the saved one")
 
 
 def require_same_adapters(checkpoint: Path, adapters: str) -> None:
-    """Raise UserError if a checkpoint holds other adapters than the run's, or one of both has none."""
+    """Raise UserError if a checkpoint holds other adapters than the run trains, or only one of the two has adapters."""
     saved = read_progress(checkpoint).adapters
     if saved != adapters:
         theirs, ours = ("adapters" if text else "all weights" for text in (saved, adapters))
@@ -259,7 +263,7 @@ def require_same_base(checkpoint: Path, base: Mapping[str, str]) -> None:
 
 
 def require_same_model(checkpoint: Path, model: str, model_config: JsonObject) -> None:
-    """Raise UserError if a checkpoint is of a model of other layers or sizes than the run's, or of another config."""
+    """Raise UserError if a checkpoint's model has other layers, sizes or config values than the run's."""
     saved = read_progress(checkpoint)
     if saved.model and saved.model != model:
         raise UserError(
@@ -276,7 +280,10 @@ def require_same_model(checkpoint: Path, model: str, model_config: JsonObject) -
 
 
 def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tuple[int, str]]) -> Path:
-    """Give a checkpoint whose `files` are all written its state, its manifest and its name; one rank calls it."""
+    """Complete a checkpoint whose `files` are written: its state, its manifest, then its name; one rank calls it.
+
+    The name comes last, after all else is on the disk, because whatever has the name counts as whole.
+    """
     partial = output_dir / partial_name(progress.step)
     final = output_dir / finished_name(progress.step)
     (partial / STATE).write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
@@ -284,7 +291,7 @@ def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tup
     write_manifest(partial, progress.step, {**files, STATE: stated}, progress.run_id)
     _sync(partial)
     replaced = output_dir / f"writing-replaced-{progress.step}"
-    remove([replaced])  # of a run that was killed while it removed it
+    remove([replaced])  # left by a run that was killed while it removed it
     if not os.path.lexists(final):  # a link that leads nowhere has the name, too
         partial.rename(final)
     elif not exchange(partial, final):  # then there is a moment when neither has it
@@ -296,10 +303,9 @@ def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tup
 
 
 def set_aside_newer(output_dir: Path, resumed: Path) -> list[Path]:
-    """Rename the checkpoints that are newer than the one that a run goes on from; return their new paths.
+    """Rename the checkpoints that are newer than the resumed one; return their new paths.
 
-    They belong to steps that the run now makes once more, so they must not count as its newest. The resumed one may
-    have any name.
+    The run now makes their steps again, so they must not count as its newest. The resumed one may have any name.
     """
     step = read_progress(resumed).step
     return [_renamed(path, "abandoned") for number, path in numbered(output_dir) if number > step]
@@ -317,9 +323,10 @@ def _renamed(checkpoint: Path, word: str) -> Path:
 
 
 def prune(output_dir: Path, kept: Sequence[Path] | None, best: Path | None = None) -> list[Path]:
-    """Take the names of checkpoints from those that are older than all of `kept` (None: none), but for the best one.
+    """Rename checkpoints that are older than all of `kept` (None: keep all), except the best one.
 
-    Returns the folders that may now be removed, what unfinished saves have left among them: that takes its time.
+    Returns the folders that may now be removed, leftovers of unfinished saves among them. Removing takes long, so the
+    caller does it in the background.
     """
     for step, path in numbered(output_dir) if kept else []:
         if kept and path in kept:
@@ -331,7 +338,7 @@ def prune(output_dir: Path, kept: Sequence[Path] | None, best: Path | None = Non
 
 
 def remove(folders: Sequence[Path]) -> None:
-    """Remove folders with all that is in them, as far as that is allowed; of a link to one, the link alone."""
+    """Remove folders with their contents, as far as that is allowed; of a link to a folder, the link alone."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)  # leaves links
         with suppress(OSError):
@@ -347,8 +354,7 @@ def _sync(folder: Path) -> None:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Give an earlier run's file or folder a name that is free, as `metrics.1.jsonl`; returns it, None where there is
-    none."""
+    """Rename an earlier run's file or folder to a free name such as `metrics.1.jsonl`; return that, or None."""
     if not path.is_dir() and not (path.is_file() and path.stat().st_size):
         return None
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))

@@ -1,7 +1,8 @@
 """Is a checkpoint still what was saved? Its manifest lists its files, with their sizes and checksums.
 
-Sizes are looked at before anything is built, checksums by all ranks together, each its share, before one is loaded: a
-rank that found a damaged file alone, while it loads, would leave the others waiting. Importing this needs no torch.
+Sizes are compared before anything is built. Checksums are compared by all ranks together, each its share of the files,
+before anything is loaded: a rank that found a damaged file alone would leave the others waiting. Importing this needs
+no torch.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def unlisted(checkpoint: Path) -> list[str]:
-    """Return the files in a checkpoint that it was not saved with, hidden ones left out; nothing reads them.
+    """Return the files in a checkpoint that it was not saved with, without hidden ones; nothing reads them.
 
-    UserError if its list cannot be read.
+    Raises:
+        UserError: the manifest cannot be read.
     """
     listed = read_manifest(checkpoint).files
     found = (path.relative_to(checkpoint) for path in checkpoint.rglob("*") if not path.is_dir())
@@ -71,7 +73,7 @@ def unlisted(checkpoint: Path) -> list[str]:
 def require_listed_weights(directory: Path) -> None:
     """Raise UserError if a model's directory is a checkpoint with weights that it was not saved with.
 
-    They might be read in the place of its own, as the names of files decide which are.
+    They could be read instead of its own weights, as transformers chooses files by their names.
     """
     if is_checkpoint(directory):
         kinds = (".safetensors", ".bin", ".index.json")
@@ -100,8 +102,10 @@ def listed_files(directory: Path) -> Iterator[Path]:
 
 
 def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:
-    """Return the first file of this rank's share whose content is not what was saved, in words; None if there is
-    none. It raises nothing, as other ranks wait for the answer."""
+    """Say which file of this rank's share is not what was saved; None if all are.
+
+    It raises nothing, as other ranks wait for the answer.
+    """
     try:
         files = sorted(read_manifest(checkpoint).files.items())
     except UserError as error:
@@ -120,8 +124,9 @@ def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:
 def find_resume(output_dir: Path, wanted: str | None, *, overwrites: bool = False) -> Path | None:
     """Return the checkpoint that `--resume_from_checkpoint` means, None for a fresh start.
 
-    Raises UserError if a named checkpoint is not whole, or if this run would overwrite another one: by a fresh start,
-    or by going on from a checkpoint of a run elsewhere; not if it `overwrites`, as the user asks it to.
+    Raises:
+        UserError: the named checkpoint is not whole; or this run would overwrite another one, by a fresh start or by
+            resuming a checkpoint of a run elsewhere, and the user did not ask for that (`overwrites`).
     """
     if wanted == "auto":
         return newest_whole(output_dir)
@@ -147,7 +152,7 @@ def require_unused(output_dir: Path) -> None:
 def newest(output_dir: Path, count: int | None, last_step: int) -> list[Path] | None:
     """Return the newest `count` whole checkpoints up to a step, which are kept; None keeps all.
 
-    Those of later steps are not what the run has come to: a damaged one must not take the place of a good one.
+    Checkpoints of later steps do not count: the run is not there yet, so they are left over from before a resume.
     """
     steps = ((step, path) for step, path in reversed(numbered(output_dir)) if step <= last_step)
     whole = (path for _, path in steps if damage(path) is None)
@@ -155,7 +160,7 @@ def newest(output_dir: Path, count: int | None, last_step: int) -> list[Path] | 
 
 
 def newest_whole(output_dir: Path, before: Path | None = None) -> Path | None:
-    """Return the newest checkpoint of a run, or the newest older than `before`, of which nothing is missing."""
+    """Return the newest whole checkpoint of a run, or the newest whole one that is older than `before`."""
     name = None if before is None else NAME.fullmatch(before.name)  # it may be gone by now
     step = None if name is None else int(name[1])
     others = foreign(output_dir)
@@ -164,7 +169,7 @@ def newest_whole(output_dir: Path, before: Path | None = None) -> Path | None:
 
 
 def damaged(output_dir: Path, chosen: Path | None) -> list[str]:
-    """One line for each checkpoint that is newer than the chosen one, and what is wrong with it."""
+    """Return one line for each damaged checkpoint that is newer than the chosen one."""
     newer = []
     for _, path in reversed(numbered(output_dir)):
         if path == chosen:
@@ -218,5 +223,5 @@ def _wrong_size(checkpoint: Path, name: str, saved: int) -> str | None:
 
 
 def _is_special(mode: int) -> bool:
-    """Whether this is the mode of a pipe, a device or a socket, which might be read for ever."""
+    """Whether this is the mode of a pipe, a device or a socket: reading one may never end."""
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
