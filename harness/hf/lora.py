@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 NAME = "default"
 PREFIX = "base_model.model."
 INSTALL = "peft is not installed: pip install 'ds-harness[peft]'"
-# what of peft's LoraConfig may differ from its default; anything else would need the base weights or other layers
+# fields of peft's LoraConfig that may differ from their default; others would need the base weights or other layers
 SUPPORTED = frozenset(
     {
         *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
@@ -56,12 +56,11 @@ SUPPORTED = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptation:
-    """What is trained instead of a model's own weights.
+    """The adapters that are trained instead of a model's own weights.
 
     Attributes:
         config: peft's LoraConfig.
-        tensors: values of adapters by their names in the model; those that are not there are initialised by peft's
-            rule (A random, B zero).
+        tensors: values of adapters by name in the model; others are initialised by peft's rule (A random, B zero).
     """
 
     config: LoraConfig
@@ -69,8 +68,7 @@ class Adaptation:
 
 
 def lora_config(given: object) -> LoraConfig:
-    """Return a copy of peft's LoraConfig `given` after a check; UserError if it asks for what cannot be trained
-    here."""
+    """Check peft's LoraConfig `given`, and return a copy; UserError for settings that are not supported."""
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -93,8 +91,13 @@ def lora_config(given: object) -> LoraConfig:
 
 
 def adapted_model(model: Any) -> tuple[ModelSource, Adaptation] | None:
-    """Source and adaptation of a model in memory that has adapters: a PeftModel, or what transformers loads from an
-    adapter's directory. None for any other; UserError for what cannot be trained here."""
+    """Return source and adaptation of a model in memory with adapters, None for a model without.
+
+    Such a model is a PeftModel, or what transformers loads from an adapter's directory.
+
+    Raises:
+        UserError: not exactly one adapter is active, or its config is not supported.
+    """
     peft = sys.modules.get("peft")  # without it no model has adapters
     if peft is not None and isinstance(model, peft.PeftModel):
         base = model.get_base_model()
@@ -123,10 +126,13 @@ def adapted_model(model: Any) -> tuple[ModelSource, Adaptation] | None:
 
 
 def inject(model: PreTrainedModel, config: LoraConfig, *, keep_ties: bool) -> None:
-    """Put peft's layers into `model`, on meta, and freeze the rest; what `config` leaves open is settled in it.
+    """Put peft's layers into `model`, on meta, and freeze the rest; peft sets what `config` leaves open.
 
-    UserError if no module fits, if one that does is no linear layer, or if `keep_ties` and tied weights would be
-    parted, so that a checkpoint holds no values for one of them.
+    Args:
+        keep_ties: whether tied weights must stay tied, because the checkpoint has values for only one of them.
+
+    Raises:
+        UserError: no module fits the targets, one that fits is no linear layer, or tied weights would be untied.
     """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import Linear
@@ -166,7 +172,7 @@ def inject(model: PreTrainedModel, config: LoraConfig, *, keep_ties: bool) -> No
 
 @torch.no_grad()
 def _is_linear(layer: Any) -> bool:
-    """Whether a linear layer (on meta) with a forward of its own still makes (..., out) of (..., in)."""
+    """Whether a linear layer (on meta) with a forward of its own still maps (..., in) to (..., out)."""
     if type(layer).forward in (nn.Linear.forward, Conv1D.forward):
         return True
     try:
@@ -177,15 +183,17 @@ def _is_linear(layer: Any) -> bool:
 
 
 def _tied(model: PreTrainedModel) -> set[tuple[str, str]]:
-    """Pairs of names, without adapters, that are one parameter."""
+    """Return pairs of names, without adapters, of the same parameter."""
     parameters = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     ties = model.all_tied_weights_keys
     return {(name, other) for name, other in ties.items() if parameters.get(name) is parameters.get(other)}
 
 
 def _require_found(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Warn of target modules that are not in the model, as a list may serve several families; UserError for
-    `modules_to_save` that are not, which peft passes over."""
+    """Raise UserError for `modules_to_save` that the model lacks, which peft ignores; warn of missing target modules.
+
+    Only a warning, as one list of targets may serve several families.
+    """
     names = [f".{plain_name(name)}" for name, _ in model.named_modules()]
     for name in sorted(config.modules_to_save or ()):
         if not any(known.endswith(name) for known in names):
@@ -232,9 +240,10 @@ def sorted_config(config: LoraConfig) -> LoraConfig:
 
 
 def fingerprint(adaptation: Adaptation | None, base_seed: int | None = None) -> str:
-    """All that shapes adapters, as JSON: equal for two runs that can go on from each other's checkpoints.
+    """Return the settings of adapters as JSON, equal for runs that can resume each other's checkpoints; "" without.
 
-    Empty without adapters. `base_seed`: of a base that has no weights of its own, else None.
+    Args:
+        base_seed: of a base model without weights of its own, else None.
     """
     if adaptation is None:
         return ""
@@ -285,7 +294,7 @@ BLOCKS, BLOCK = 8, 1 << 12  # blocks that are read of a larger one, and the elem
 
 
 def base_checksums(source: ModelSource, trained: Sequence[str] = ()) -> dict[str, str]:
-    """Return CRC-32 in hex, by name, of the weights that adapters stand on; none for a base that is made from the seed.
+    """Return CRC-32 in hex, by name, of the base model's weights; nothing for a base that is initialised from the seed.
 
     Args:
         trained: names of modules that are trained whole beside the adapters: their weights are left out.
@@ -303,7 +312,10 @@ def base_checksums(source: ModelSource, trained: Sequence[str] = ()) -> dict[str
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Return the CRC-32 of a tensor of any shape, or of blocks of it."""
+    """Return the CRC-32 of a small tensor's values, or of a few blocks of a large one, which would take minutes.
+
+    Values are compared in float32, so that the same model in memory, in a wider dtype, has the same checksum.
+    """
     total, count = 0, tensor.numel()
     last = max(count - BLOCK, 0)
     spans = [(0, count)] if count <= WHOLE else [(at := last * n // (BLOCKS - 1), at + BLOCK) for n in range(BLOCKS)]

@@ -44,7 +44,7 @@ MANY = 100_000  # values; what fewer of them leave behind when they are freed is
 
 
 def gather_zero3(tensors: Sequence[Tensor]) -> ExitStack:
-    """Under ZeRO-3 the whole of parameters that are spread over the data group, while the context lasts."""
+    """Under ZeRO-3, gather partitioned parameters while the returned context lasts."""
     stack = ExitStack()
     spread = [tensor for tensor in tensors if is_partitioned(tensor)]
     if spread:
@@ -55,8 +55,7 @@ def gather_zero3(tensors: Sequence[Tensor]) -> ExitStack:
 
 
 def gather_tp(local: Tensor, groups: Groups) -> Tensor:
-    """Return the whole tensor, on the first rank of the tensor-parallel group (elsewhere the shard); all of them call
-    it."""
+    """Return the whole tensor on the group's first tensor-parallel rank, the shard elsewhere; all of them call it."""
     shard, local = shard_of(local), local.detach()
     if shard is None or groups.tp_group is None:
         return local
@@ -158,7 +157,8 @@ class _Export:
         local: this rank's tensors, by their names in the form.
         mine: the tensors that this rank's stage writes, made of those.
         places: where they go.
-        failed: why this rank could not write; kept for the end, as the others compute with it until then.
+        failed: why this rank could not write; raised at the end, as until then other ranks wait for its part in
+            gathering tensors.
     """
 
     local: Mapping[str, Tensor]
@@ -187,7 +187,7 @@ class _Export:
             self.failed.append(error)
 
     def write_patches(self) -> None:
-        """Write what is but an arrangement of this rank's tensors, each rank what it holds of them."""
+        """Write tensors that only rearrange values of this rank's tensors; each rank writes what it holds."""
         uses: dict[str, list[tuple[FileRegion, TensorSlice]]] = {name: [] for name in self.local}
         for name, lazy in self.mine.items():
             for patch in lazy.patches:
@@ -202,7 +202,7 @@ class _Export:
                         self._write(region, part.start, part.lazy_view(values[_index(part.box, box)]))
 
     def write_computed(self) -> None:
-        """Write what must be computed from whole tensors, which the first rank of the tensor group then holds."""
+        """Write tensors that must be computed from whole ones, which the first tensor-parallel rank gathers for it."""
         for name, lazy in self.mine.items():
             patches = [patch for patch in lazy.patches if isinstance(patch.leaf, Computed)]
             if not patches:

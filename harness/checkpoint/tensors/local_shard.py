@@ -24,16 +24,17 @@ from harness.topology.groups import Groups
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalShard:
-    """Elements of a tensor that this rank holds.
+    """The elements of a tensor that this rank holds.
 
     Attributes:
         name: in the checkpoint.
         shape: of this rank's tensor-parallel shard, or of the whole tensor.
-        shard: where the shard lies in the whole; None for a whole tensor.
-        start: first element of the shard that is here.
+        shard: where the tensor-parallel shard lies in the whole tensor; None for a whole tensor.
+        start: index, in the flat shard, of the first element that this rank holds (ZeRO divides it).
         values: these elements, flat; or all of the shard in its shape.
-        owned: whether this rank writes them, of several that hold the same.
-        stepped: the tensor that the optimizer steps on, and the run of it that these are; None for what is not trained.
+        owned: whether this rank writes them; of several ranks that hold the same elements one does.
+        stepped: the tensor that the optimizer steps on, and the run of its elements that these are; None for what is
+            not trained.
     """
 
     name: str
@@ -50,7 +51,7 @@ class LocalShard:
         return self.shape if self.shard is None else self.shard.full_shape
 
     def of_state(self, state: Tensor) -> LocalShard:
-        """Return the same elements of what the optimizer keeps for the tensor that it steps on."""
+        """Return the same elements of `state`, which the optimizer keeps for the tensor that it steps on."""
         assert self.stepped is not None
         return replace(self, values=_elements(state, self.stepped[1]))
 
@@ -88,9 +89,9 @@ def local_shards(
 ) -> list[LocalShard]:
     """Return what this rank holds of the tensors of `module`, under the names that `rename` gives them.
 
-    Of a trained tensor these are the values that `optimizer`, the engine's, steps on: float32 in every precision.
-    Without `trained_only` there are frozen parameters and saved buffers, too. The names are the same, and in the same
-    order, on all ranks that have the same layers.
+    Of a trained tensor these are the values on which the engine's `optimizer` steps: float32 in every precision.
+    Without `trained_only` frozen parameters and saved buffers are returned too. All ranks with the same layers return
+    the same names in the same order.
     """
     places = {id(run.parameter): (each, run) for each in stepped_on(optimizer) for run in runs(each)}
     found = []
@@ -110,7 +111,7 @@ def saved_tensors(module: nn.Module, *, each_name: bool = False) -> Iterator[tup
 
 
 def local_shard_of(name: str, tensor: Tensor, groups: Groups) -> LocalShard:
-    """Return what this rank holds of a parameter or buffer itself, in its dtype; ZeRO-3 may have divided it."""
+    """Return what this rank holds of a parameter or buffer itself, in its dtype; ZeRO-3 may have partitioned it."""
     shard, start, values = shard_of(tensor), 0, tensor.detach()
     shape, owned = tuple(tensor.shape), groups.coordinate.dp_rank == 0
     if is_partitioned(tensor):

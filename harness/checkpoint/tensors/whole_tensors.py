@@ -42,7 +42,13 @@ from harness.topology.placement import host_id
 def require_each_value_once(tensors: Sequence[LocalShard], groups: Groups) -> None:
     """Raise UserError, on all ranks alike, unless the ranks of each stage hold each value of its tensors once.
 
-    All ranks call it. `tensors` have the same names, in the same order, on all ranks of a stage.
+    A rank that holds fewer values than it should, or those of another tensor, would leave a file of the right size with
+    wrong values, which nobody would notice before a run has resumed from it.
+
+    All ranks call it.
+
+    Args:
+        tensors: of the same names, in the same order, on all ranks of a stage.
     """
     counts = torch.tensor([_written(held) for held in tensors], dtype=torch.int64)
     counts = counts.to(get_accelerator().current_device_name())
@@ -201,9 +207,10 @@ class PlannedFiles:
 def plan_tensors(
     folder: Path, stem: str, tensors: Sequence[LocalShard], groups: Groups, *, one_file: bool = False
 ) -> PlannedFiles:
-    """Return the files `STEM*` of `folder` for the tensors of all ranks, which call it together. Nothing is written.
+    """Plan the files `STEM*` of `folder` for the tensors of all ranks, which call it together; nothing is written.
 
-    Raises UserError, on all ranks alike, if the files would not hold each value once.
+    Raises:
+        UserError: on all ranks alike: the files would not hold each value once.
     """
     require_each_value_once(tensors, groups)
     created: dict[Path, tuple[bytes, list[FileRegion]]] = {}
@@ -255,8 +262,11 @@ class _File:
 def open_whole_tensors(folder: Path, stem: str, listed: Iterable[str], wanted: Container[str]) -> dict[str, Stored]:
     """Return the `wanted` tensors of the files `STEM*` that are `listed`, by name; all ranks call it.
 
-    Rank 0 reads the headers, and each rank opens the files that hold what it wants: many ranks would keep a file system
-    busy with the headers of a large checkpoint. Raises UserError, on all ranks alike, for a file that cannot be read.
+    Rank 0 alone reads the headers, as many ranks that read those of a large checkpoint would overload a file system.
+    Each rank then opens the files that hold what it wants.
+
+    Raises:
+        UserError: on all ranks alike: a file cannot be read.
     """
     of_stem = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
     paths = [folder / name for name in sorted(filter(of_stem.fullmatch, listed))] if dist.get_rank() == 0 else []
@@ -303,7 +313,7 @@ def read_tensors(stored: dict[str, Stored], tensors: Sequence[LocalShard]) -> No
 
 
 def require_stored(folder: Path, stored: dict[str, Stored], tensors: Sequence[LocalShard]) -> None:
-    """Raise UserError, on all ranks alike, for the first tensor that is not stored, or in another shape."""
+    """Raise UserError, on all ranks alike, for the first tensor that is missing or has another shape."""
     own = next(filter(None, (_problem(stored, held) for held in tensors)), None)
     if problem := next(filter(None, values_of_all(own)), None):
         raise UserError(f"{folder}: {problem}: resume with the model that was saved")
@@ -319,7 +329,7 @@ def _problem(stored: dict[str, Stored], held: LocalShard) -> str | None:
 
 
 def entry_of(held: LocalShard) -> Entry:
-    """Return the tensor of a file of which a rank holds a part: a trained one is in float32."""
+    """Return how the whole tensor is written of which a rank holds a part: float32 if it is trained."""
     trained = held.stepped is not None
     dtype = torch.float32 if trained and held.values.is_floating_point() else held.values.dtype
     return Entry(name=held.name, shape=held.full_shape, dtype=dtype, trained=trained)

@@ -42,12 +42,12 @@ NOT_CAUSAL = "its logits depend on later tokens, so it is not a causal decoder"
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What the cut model does otherwise than the whole one.
+    """How the cut model differs from the whole one.
 
     Attributes:
-        what: the logits, the gradient of a parameter, or what was raised.
+        what: the logits, the gradient of a parameter, or the error that was raised.
         off: the largest difference, relative to the largest entry.
-        tensor_parallel: whether only the tensor-parallel cut shows it; else the cut into stages does.
+        tensor_parallel: whether the cut was over tensor-parallel ranks too; else into stages alone.
     """
 
     what: str
@@ -60,7 +60,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What one forward and backward of a model gives: logits and the gradient of every parameter, by name."""
+    """The result of a forward and backward: logits, and the gradient of every parameter by name."""
 
     logits: Tensor
     gradients: Mapping[str, Tensor]
@@ -69,10 +69,13 @@ class Numbers:
 def find_difference(
     config: PretrainedConfig, cut: Cut, place: TensorParallel, device: torch.device
 ) -> Difference | None:
-    """Return the worst difference between the model of a tiny config, cut, and the whole; None if there is none.
+    """Return the worst difference between a tiny config's model when cut and when whole; None if there is none.
 
-    It is always cut into stages; with a `place` in a group, into this rank's parts as well. Then all ranks of the
-    group call this, and get the same result. Raises UserError if the model cannot be cut.
+    The model is cut into two stages and, if `place` has a group, over its tensor-parallel ranks. Then all ranks of the
+    group call this, and get the same result.
+
+    Raises:
+        UserError: the model cannot be cut.
     """
     found = None
     with own_generators(0, device):
@@ -125,7 +128,10 @@ def _try(
 
 
 def _reference(model: PreTrainedModel, moved: PreTrainedModel, ids: Tensor) -> tuple[Numbers, Numbers]:
-    """Return the whole model's numbers, and by how much each may differ; `moved` is another copy of the model."""
+    """Return the whole model's numbers, and by how much each may differ.
+
+    That is measured on `moved`, a copy of the model whose weights are changed here by rounding errors.
+    """
     whole = _run(model, ids)
     with torch.no_grad():
         for parameter in moved.parameters():

@@ -37,9 +37,11 @@ def require_documents_apart(config: PretrainedConfig) -> None:
 
 
 def require_flash_apart(config: PretrainedConfig, rows: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Return the same of a model that runs with flash-attention, on its device, for micro-batches of so many `rows`.
+    """Try the same with flash-attention, on the run's device, for micro-batches of `rows` rows.
 
-    Raises UserError as well for more than one: transformers takes position ids apart in a single row only.
+    Raises:
+        UserError: documents see each other, or there is more than one row: transformers finds the documents by their
+            position ids in a single row only.
     """
     if not is_flash(config):
         return
@@ -61,7 +63,7 @@ def _seen(config: PretrainedConfig, worst: float) -> UserError:
 
 
 def _try(config: PretrainedConfig, attention: str | None, device: torch.device, dtype: torch.dtype) -> float:
-    """How much documents see of each other in a tiny copy; UserError if it does not run."""
+    """Return by how much other documents change the logits of a tiny copy; UserError if it does not run."""
     try:
         tiny = shrink(config)
         choose_attention(tiny, attention)
