@@ -8,6 +8,8 @@ from pathlib import Path
 from harness.arguments import TrainingArguments
 from harness.errors import UserError
 
+Message = dict[str, str]
+
 
 def require_streamable(args: TrainingArguments, stream: str) -> None:
     """Raise UserError for what a stream cannot do; `stream`: what makes the data one."""
@@ -30,9 +32,6 @@ def refuse_buffer(args: TrainingArguments) -> None:
             f"--shuffle_buffer_size {args.shuffle_buffer_size} needs --streaming or an IterableDataset: leave it out, "
             "as all samples of other data are shuffled together"
         )
-
-
-Message = dict[str, str]
 
 
 def read_prompts(path: Path) -> list[str | list[Message]]:
@@ -62,13 +61,9 @@ def _prompt(path: Path, number: int, line: str) -> str | list[Message]:
         prompt: str | list[Message] = row["prompt"] if "prompt" in row else row["messages"]
     except (ValueError, TypeError, KeyError, RecursionError):
         prompt = []
-    if not prompt or not (isinstance(prompt, str) or _are_messages(prompt)):
+    is_chat = isinstance(prompt, list) and all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each for each in prompt
+    )
+    if not prompt or not (isinstance(prompt, str) or is_chat):
         raise UserError(f'--sample_prompts {path}:{number}: write {{"prompt": "..."}} or {{"messages": [...]}}')
     return prompt
-
-
-def _are_messages(value: object) -> bool:
-    """Whether a value is a list of {role, content}."""
-    if not isinstance(value, list):
-        return False
-    return all(isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each for each in value)

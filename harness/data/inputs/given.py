@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def require_types(
     args: object, functions: Mapping[str, object], datasets: Mapping[str, object], tokenizer: object
 ) -> None:
-    """Raise UserError for what is of a wrong kind; each may be None but the arguments."""
+    """Raise UserError for what is of a wrong kind; all but `args` may be None."""
     if not isinstance(args, TrainingArguments):
         raise UserError(f"args is a {_kind(args)}: give harness.TrainingArguments(...)")
     for name, function in functions.items():
@@ -30,20 +30,15 @@ def require_types(
     if isinstance(tokenizer, str):
         raise UserError(f"processing_class is the text {tokenizer!r}: give the tokenizer, as AutoTokenizer loads it")
     for name, dataset in datasets.items():
-        if dataset is not None:
-            for each_name, each in _by_name(name, dataset).items():
-                require_dataset(each_name, each)
-
-
-def _by_name(name: str, dataset: object) -> dict[str, object]:
-    """Return a data set by its name; each of several that are to be evaluated by its own."""
-    if name == "eval_dataset" and isinstance(dataset, Mapping) and dataset and all(isinstance(k, str) for k in dataset):
-        return {f"{name}[{key!r}]": each for key, each in dataset.items()}
-    return {name: dataset}
+        named: dict[str, object] = {} if dataset is None else {name: dataset}
+        if name == "eval_dataset" and isinstance(dataset, Mapping) and all(isinstance(key, str) for key in dataset):
+            named = {f"{name}[{key!r}]": each for key, each in dataset.items()} or named  # evaluated one by one
+        for each_name, each in named.items():
+            require_dataset(each_name, each)
 
 
 def require_dataset(name: str, dataset: object) -> None:
-    """Raise UserError for what is no data set."""
+    """Raise UserError unless `dataset` has a length and an index, or is an IterableDataset."""
     if isinstance(dataset, Mapping) and not dataset:
         raise UserError(f"{name} is an empty {_kind(dataset)}: give a data set or a list of samples")
     if isinstance(dataset, Mapping):
@@ -87,7 +82,10 @@ def as_dataset(data: Any) -> Any:
 def require_short(dataset: MapDataset, limit: int) -> None:
     """Raise UserError for a sample of more than `limit` tokens, where lengths are known without reading the samples."""
     if isinstance(dataset, list | tuple):
-        lengths = np.array([0 if _is_packed(sample) else tokens_of(sample) or 0 for sample in dataset])
+        packed = [isinstance(sample, Mapping) and "position_ids" in sample for sample in dataset]
+        lengths = np.array(
+            [0 if is_packed else tokens_of(s) or 0 for s, is_packed in zip(dataset, packed, strict=True)]
+        )
     elif type(dataset).__module__ == "datasets.arrow_dataset":  # not imported for those who do not use it
         lengths = _stored_lengths(cast("Dataset", dataset))
     else:
@@ -96,10 +94,6 @@ def require_short(dataset: MapDataset, limit: int) -> None:
         # a row of a table that was shuffled or selected from may be another sample, or none
         if row < len(dataset) and (tokens_of(dataset[row]) or 0) > limit:
             raise too_long(row, int(lengths[row]), limit)
-
-
-def _is_packed(sample: object) -> bool:
-    return isinstance(sample, Mapping) and "position_ids" in sample
 
 
 def _stored_lengths(dataset: Dataset) -> npt.NDArray[np.integer]:
