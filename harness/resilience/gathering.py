@@ -1,4 +1,8 @@
-"""Which hosts answer, in which layout the run goes on there, and what the agent of each host is to start."""
+"""Before each attempt: find the hosts that answer, choose the layout, and tell each host's agent what to start.
+
+`ReadyAgents` keeps agents for the next attempt, each with a process that has done the imports of a rank: imports take
+most of the time of a restart, and on many hosts all ranks would read the same files at once.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +26,17 @@ from harness.resilience.script import Script, Start
 from harness.topology.env import PORTS, RECORDS
 from harness.topology.placement import Host, place
 
-HELLO_S = 20.0  # a host that has not answered by then is left out
-HOSTS_S = 1800.0  # how long to wait for hosts
-LOOK_S = 30.0  # between two looks for hosts
-IS_LINUX = sys.platform == "linux"  # elsewhere nobody else becomes the parent of what a process leaves
+HELLO_S = 20.0  # a host that does not answer within this time is left out
+HOSTS_S = 1800.0  # longest wait for missing hosts
+HOST_RETRY_S = 30.0  # interval of attempts to reach missing hosts
+IS_LINUX = sys.platform == "linux"  # elsewhere there are no subreapers, which standby processes need
 Device: TypeAlias = tuple[str, int]
-"""Name of its host, and its number there."""
+"""Name of the host, and number of the device there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """The agents of an attempt, each with the devices that are used, and what they start."""
+    """The agents of an attempt, each with the devices in use, and what they start."""
 
     agents: list[AgentProcess]
     start: Start
@@ -46,8 +50,8 @@ class Gathering:
     """Finds the hosts of each attempt.
 
     Attributes:
-        hosts: as the user gave them.
-        failing: devices that are left out, by host and number.
+        hosts: all hosts that the user gave.
+        failing: devices that are left out.
         missing: hosts that did not answer the last time.
         ready: agents for the next attempt.
     """
@@ -62,9 +66,10 @@ class Gathering:
         self._looked = 0.0
 
     def team(self, attempt: int, say: Callable[[str], None], received: Sequence[int]) -> Team | None:
-        """Return the hosts that answer with the best layout for them; None if a signal ends the wait for hosts.
+        """Return the agents of the hosts that answer, with the best layout for them; None if a signal ends the wait.
 
-        Raises UserError if there are not enough, and none can be waited for.
+        Raises:
+            UserError: too few hosts answer, and waiting is off or has taken HOSTS_S.
         """
         until, wanted = time.monotonic() + HOSTS_S, sum(len(host.devices) for host in self.hosts)
         while not received:
@@ -86,12 +91,12 @@ class Gathering:
             if not (missing and self.options.max_restarts) or time.monotonic() > until:
                 raise UserError(f"{problem}, and no layout of at least {fewest} ranks fits what is left")
             say(f"{problem}: waiting for at least {fewest} ranks")
-            wait(LOOK_S, received)
+            wait(HOST_RETRY_S, received)
         return None
 
     def returned(self) -> bool:
-        """Whether a host that is missing answers now; looks every half minute, and does not wait."""
-        if self.missing and not self._looking and time.monotonic() - self._looked > LOOK_S:
+        """Whether a missing host answers now. Tries every HOST_RETRY_S, and never blocks."""
+        if self.missing and not self._looking and time.monotonic() - self._looked > HOST_RETRY_S:
             self._looking = [AgentProcess(host, self.options.ssh_port) for host in self.missing]
             self._looked = time.monotonic()
         for agent in self._looking:
@@ -102,12 +107,12 @@ class Gathering:
         return found
 
     def stop_looking(self) -> None:
-        """End what looks for hosts."""
+        """End the agents that try to reach missing hosts."""
         while self._looking:
             self._looking.pop().end()
 
     def order(self, team: Team, records: Path, root: Path) -> None:
-        """Let the agents start their ranks."""
+        """Tell each agent which ranks to start, with their environment."""
         hosts = [agent.host for agent in team.agents]
         common = {
             "MASTER_ADDR": meeting_address(self.options, hosts[0], len(hosts)),
@@ -139,7 +144,7 @@ class Gathering:
             )
 
     def _connect(self, hosts: Sequence[HostDevices]) -> list[AgentProcess]:
-        """Start an agent on each host where none is ready; return those that have answered."""
+        """Start an agent on each host without a ready one; return the agents that answer."""
         ready = self.ready.take()
         agents = []
         for host in hosts:
@@ -169,7 +174,7 @@ class Gathering:
 
 
 def _used(agents: list[AgentProcess], start: Start) -> list[AgentProcess]:
-    """Cut the agents' devices to those that a start needs, with tensor-parallel groups inside hosts where possible."""
+    """Reduce the agents' devices to those of the layout, keeping tensor-parallel groups inside hosts if possible."""
     hosts = [Host(name=agent.host.name, slots=len(agent.host.devices)) for agent in agents]
     placed = place(start.layout, hosts) if start.layout else None
     slots = {host.name: host.slots for host in placed} if placed else None
@@ -186,7 +191,7 @@ def _used(agents: list[AgentProcess], start: Start) -> list[AgentProcess]:
 
 
 def _free_port() -> int:
-    """Return a port that nobody listens on now, below those that the system hands out itself."""
+    """Return a free port below the ephemeral range, from which the system could give it to another process."""
     for port in random.sample(PORTS, 100):
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
@@ -195,7 +200,7 @@ def _free_port() -> int:
 
 
 def wait(seconds: float, received: Sequence[int]) -> None:
-    """Wait, unless a signal comes."""
+    """Sleep for `seconds`, or until a signal comes."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and not received:
         time.sleep(0.1)
@@ -203,17 +208,17 @@ def wait(seconds: float, received: Sequence[int]) -> None:
 
 PRELOADED = (
     "torch.distributed",
-    "transformers.generation",  # with the next two what the models of all families import
+    "transformers.generation",  # this and the next two: imported by every model
     "transformers.modeling_layers",
     "transformers.masking_utils",
-    "deepspeed.runtime.zero.muon.original_muon",  # with it torch's compiler, which the first engine would import
-    "deepspeed.module_inject.auto_ep_layer",  # this and the next two: what the first engines would import
+    "deepspeed.runtime.zero.muon.original_muon",  # imports torch's compiler, as the first engine would
+    "deepspeed.module_inject.auto_ep_layer",  # this and the next two: imported by the first engine
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "torch._subclasses.schema_check_mode",
     "harness.training.trainer",
 )
-LOOK_S = 1.0
-STEP = 2  # when ranks make this step they have started up, and have processors to spare
+POSITIONS_S = 1.0  # interval of looks at the steps of the ranks
+STEP = 2  # prepare the next attempt from this step on: start-up is over, and processors are free
 
 
 class ReadyAgents:
@@ -226,20 +231,20 @@ class ReadyAgents:
 
     @property
     def processes(self) -> list[int]:
-        """What is not to be ended with the attempt."""
+        """Processes that survive the end of an attempt."""
         return [agent.process for agent in self._agents]
 
     def look(self, hosts: Sequence[HostDevices], records: Path, following: Path) -> None:
-        """Start the agents once the ranks train; hear what they say. It does not wait.
+        """Start the agents once the ranks train, and read their output. Never blocks.
 
         Args:
-            hosts: in use now.
-            records: folder of the attempt that runs.
-            following: that of the attempt to prepare for.
+            hosts: hosts in use.
+            records: folder of the running attempt.
+            following: folder of the attempt to prepare for.
         """
         for agent in self._agents:
             agent.read()
-        if self._agents or not self.is_wanted or time.monotonic() - self._looked < LOOK_S:
+        if self._agents or not self.is_wanted or time.monotonic() - self._looked < POSITIONS_S:
             return
         self._looked = time.monotonic()
         if any(position.step >= STEP for position in read_positions(records).values()):
@@ -256,7 +261,7 @@ class ReadyAgents:
                 agent.send(wanted.line())
 
     def take(self) -> dict[str, AgentProcess]:
-        """Return the agents that are there, by host; they are the caller's now."""
+        """Return the living agents by host, and hand them over to the caller."""
         agents, self._agents = self._agents, []
         for agent in agents:
             agent.read()

@@ -1,4 +1,4 @@
-"""The hosts and devices that a run may use, and how an agent is started on each of them."""
+"""The hosts and devices that a run may use, and the command that starts an agent on each host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AGENT = (sys.executable, "-P", "-m", "harness.resilience.on_host.agent")
 LOCALHOST = "localhost"
 DEVICES = "CUDA_VISIBLE_DEVICES"
 COUNT_DEVICES = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"
-# What the `deepspeed` command hands on to other hosts, besides its file of further variables.
+# Prefixes of variables that the `deepspeed` command, too, passes to other hosts.
 EXPORTED = ("PYTHON", "NCCL", "UCX", "MLFLOW", "MV2", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "GLOO_", "DS_", "HF_")
 ENVIRONMENT_FILES = (Path.home() / ".deepspeed_env", Path(".deepspeed_env"))
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=3")
@@ -30,7 +30,7 @@ class HostDevices:
     """A host and the numbers of its devices, one for each rank.
 
     Attributes:
-        slurm: whether Slurm starts processes there.
+        slurm: whether processes are started there by srun.
     """
 
     name: str
@@ -72,14 +72,18 @@ class HostDevices:
         return [*SSH, *(("-p", str(ssh_port)) if ssh_port else ()), self.name, command]
 
     def environment(self) -> dict[str, str]:
-        """Return what ranks there get besides what their agent has."""
+        """Return the variables for ranks there, besides their agent's own environment."""
         chosen = {DEVICES: ",".join(map(str, self.devices))}
         shown = {} if self.devices == tuple(range(len(self.devices))) else chosen
         return shown if self.is_here or self.slurm else {**inherited(*EXPORTED), **_environment_files(), **shown}
 
 
 def find_hosts(options: Options) -> tuple[HostDevices, ...]:
-    """Return the hosts of a run with the devices to use. UserError for flags that leave none."""
+    """Return the hosts of a run with the devices to use.
+
+    Raises:
+        UserError: a flag names an unknown host or device, or no host is left.
+    """
     hosts = _all_hosts(options)
     if options.include or options.exclude:
         hosts = _filtered(hosts, options)
@@ -134,7 +138,7 @@ def _filtered(hosts: list[HostDevices], options: Options) -> list[HostDevices]:
 
 
 def _node_list(spec: str) -> list[tuple[str, list[int]]]:
-    """Return hosts and devices of `host-a@host-b:0,2`; no devices means all of a host."""
+    """Parse `host-a@host-b:0,2` into hosts and devices; an empty list means all devices of a host."""
     nodes = []
     for node in filter(None, spec.split("@")):
         name, _, devices = node.partition(":")
@@ -146,7 +150,7 @@ def _node_list(spec: str) -> list[tuple[str, list[int]]]:
 
 
 def _environment_files() -> dict[str, str]:
-    """Return the variables of `.deepspeed_env`, of the home folder and of this one."""
+    """Return the variables of `.deepspeed_env` in the home folder and in the current one."""
     lines = [line for path in ENVIRONMENT_FILES if path.is_file() for line in path.read_text().splitlines()]
     pairs = [line.partition("=") for line in map(str.strip, lines) if "=" in line and not line.startswith("#")]
     return {name: value for name, _, value in pairs}

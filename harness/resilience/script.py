@@ -1,4 +1,4 @@
-"""The training script of a run: how it is resumed, and which layouts it accepts. No torch here."""
+"""The training script of a launch: how to resume it, and which layouts it accepts. No torch here."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from harness.topology.layout import Layout, divisors
 ACCUMULATION = "gradient_accumulation_steps"
 KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
 CONFIG = "config-of-restart.json"  # in the output directory
-HANG_S = 30.0  # of a script whose arguments are not those of `scripts/train.py`
+HANG_S = 30.0  # --hang_seconds of a script with arguments of its own
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """How a script is started on some number of ranks.
+    """A command line of the script, for a number of ranks.
 
     Attributes:
-        layout: None where it is not known: the script is not one of the harness's arguments.
+        layout: None if unknown, as for a script with arguments of its own.
     """
 
     words: tuple[str, ...]
@@ -43,7 +43,7 @@ class Start:
 
 
 class Script:
-    """A script and its arguments, as far as they are those of `scripts/train.py`."""
+    """A script and its arguments, which are parsed if they are those of `scripts/train.py`."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = self.plain = tuple(words)  # as typed, and with the flags of config files in place
@@ -55,50 +55,50 @@ class Script:
             given = parse(KINDS, words[1:], prog="", description="", epilog="")
             self.plain = (words[0], *expanded(KINDS, words[1:]))
         except (UserError, SystemExit):
-            pass  # the ranks say what is wrong, or it is a script with arguments of its own
+            pass  # the ranks will report the error; or the script has arguments of its own
         else:
             self.model, self.args = given[0].model, given[1]
         self._earlier = _earlier_checkpoints(self._folder())
 
     @property
     def is_known(self) -> bool:
-        """Whether it is the harness's own, whose imports are known; another may set variables before it imports."""
+        """Whether it is the harness's own. Another script may set variables before its imports: no standby for it."""
         own = Path(__file__).resolve().parents[2] / "scripts" / "train.py"
         return self.words[0] == "harness.train" or Path(self.words[0]).resolve() == own
 
     @property
     def output_dir(self) -> Path | None:
-        """Where the run writes; None if that is not known."""
+        """The output directory; None if unknown."""
         return None if self.args is None else Path(self.args.output_dir).absolute()
 
     @property
     def hang_seconds(self) -> float:
-        """After how long without progress a run is ended; 0: never."""
+        """Seconds without progress after which the run is ended; 0: never."""
         return HANG_S if self.args is None else self.args.hang_seconds
 
     def require_resumable(self) -> None:
-        """Raise UserError if no run can go on from the checkpoints of this one."""
+        """Raise UserError if the checkpoints of this run cannot be resumed."""
         if self.args is not None and self.args.save_only_model:
             raise UserError("--max_restarts: no run can go on from the checkpoints of --save_only_model: remove one")
 
     def first(self, ranks: int) -> Start:
-        """Return the start that the user asked for."""
+        """Return the start as the user typed it."""
         return Start(words=self.words, ranks=ranks)
 
     def again(self, start: Start) -> Start:
-        """Return the start from the newest checkpoint that this launch has saved; before there is one, the same start.
+        """Return the start from the newest checkpoint that this launch has saved.
 
-        Until then `auto` would mean a checkpoint that the run was not to go on from.
+        Before there is one, return `start` itself: `auto` would find a checkpoint of an earlier run.
         """
         folder, wanted = self._folder(), self._resumed()
         if wanted != "auto" and (wanted is not None or self._earlier is not None) and folder and not self._has_saved():
             if wanted is not None and Path(wanted).resolve().parent != folder.resolve():
-                set_aside(folder / METRICS)  # else the folder would count as that of another run
+                set_aside(folder / METRICS)  # else the folder would seem to hold another run
             return start
         return Start(words=tuple(with_resume(start.words)), ranks=start.ranks, layout=start.layout)
 
     def _folder(self) -> Path | None:
-        """Return where the run writes, as far as its words tell; those of another script may do so too."""
+        """Return the output directory, also of another script with an --output_dir flag."""
         if self.args is not None:
             return self.output_dir
         given = value_of(self.words, "--output_dir")
@@ -108,15 +108,15 @@ class Script:
         return value_of(self.words, RESUME) if self.args is None else self.args.resume_from_checkpoint
 
     def _has_saved(self) -> bool:
-        """Whether the newest checkpoint is none of those that were there before this launch."""
+        """Whether this launch has saved a checkpoint."""
         folder = self._folder()
         newest = newest_whole(folder) if folder is not None else None
         return newest is not None and _identity(newest) not in (self._earlier or ())
 
     def on_fewer(self, wanted: int, ranks: int) -> Start | None:
-        """Return the start on at most `ranks` of the `wanted` ranks, with the same global batch; None if there is none.
+        """Return the start on at most `ranks` ranks with the same global batch; None if no layout fits.
 
-        The layout keeps what it can: first the stages and the tensor-parallel size, then the tensor-parallel size.
+        The tensor-parallel size is kept as long as possible, then the number of stages.
         """
         if self.args is None:
             return None
@@ -135,9 +135,9 @@ class Script:
         return None
 
     def _with_open_accumulation(self) -> list[str]:
-        """Return the words without a number of micro-batches a step, as it follows from the global batch.
+        """Return the words without gradient accumulation steps, which then follow from the global batch.
 
-        A config that states one is copied into the output directory without it.
+        A config that states them is copied into the output directory, with "auto" in their place.
         """
         assert self.args is not None and self.output_dir is not None
         words = without(self.plain, {"--gradient_accumulation_steps"})
@@ -153,7 +153,7 @@ class Script:
         return [*without(words, {"--deepspeed_config"}), "--deepspeed_config", str(copy)]
 
     def accepts(self, layout: Layout) -> bool:
-        """Whether the config can run in a layout, as a run itself would check it."""
+        """Whether the config passes the checks of a run in this layout."""
         if self.args is None:
             return False
         try:
@@ -185,7 +185,7 @@ def _flags(layout: Layout, batch: int) -> dict[str, str]:
 
 
 def _earlier_checkpoints(folder: Path | None) -> frozenset[tuple[int, int]] | None:
-    """Return what tells the checkpoints of a folder from later ones; None if it holds no run."""
+    """Return the identities of the checkpoints in a folder; None if it holds no run."""
     if folder is None or not ((folder / METRICS).exists() or numbered(folder)):
         return None
     return frozenset(_identity(path) for _, path in numbered(folder))

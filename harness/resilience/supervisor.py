@@ -1,4 +1,4 @@
-"""Attempt after attempt until one succeeds: with the hosts that answer, from the newest checkpoint."""
+"""Start attempt after attempt until one succeeds, on the hosts that answer, from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from harness.resilience.process.signals import SIGNALS
 from harness.resilience.script import Script
 from harness.wording import counted
 
-SAME_STEP = 3  # so often in a row the code may fail at one step
-SAME_STEP_ELSEWHERE = 5  # so often other things may: a disk that is full, a network that is down
-PAUSE_S = 2.0  # before a restart at the step of the last fault
-PAUSES_S = (10.0, 60.0, 300.0)  # the same for what may pass: before the second restart there, the third, and later ones
+SAME_STEP = 3  # give up after so many failures of the code in a row at one step
+SAME_STEP_ELSEWHERE = 5  # the same for failures that may pass: a full disk, a network
+PAUSE_S = 2.0  # before a restart at the same step
+PAUSES_S = (10.0, 60.0, 300.0)  # the same if the cause may pass: before the second, the third and later restarts
 
 
 class Supervisor:
-    """Keeps a run going.
+    """Runs attempts, decides after each whether to start another, and cleans up.
 
     Attributes:
-        received: signals to this process.
-        faults: what ended the attempts so far, each with the device of the rank that failed first, where it is known.
+        received: signals that this process got.
+        faults: causes of the failed attempts, each with the device of the rank that failed first, if known.
+        is_growing: whether the ranks were told to save and stop because a missing host is back.
     """
 
     def __init__(self, options: Options, hosts: Sequence[HostDevices]) -> None:
@@ -49,7 +50,7 @@ class Supervisor:
         self.gathering = Gathering(options, hosts, self.script)
         self.received: list[int] = []
         self.faults: list[tuple[Cause, Device | None]] = []
-        self.is_growing = False  # whether the ranks were asked to stop because a host is back
+        self.is_growing = False
         self.root = _records_root(hosts, self.script.output_dir)
 
     def run(self) -> int:
@@ -73,7 +74,7 @@ class Supervisor:
         raise AssertionError("attempts do not run out")
 
     def _attempt(self, number: int, team: Team) -> Cause | None:
-        """Start all ranks once; return what ended them, None for success."""
+        """Start all ranks once, wait for their end, and return its cause; None for success."""
         records, following = (self.root / f"{index:04d}" for index in (number, number + 1))
         try:
             records.mkdir(parents=True)
@@ -108,7 +109,7 @@ class Supervisor:
         return Cause(text=text, step=step, may_pass=True)
 
     def _look(self, attempt: Attempt, team: Team, following: Path) -> None:
-        """Prepare the next attempt; ask ranks that train to save and stop when a host that was missing is back."""
+        """Prepare the next attempt. If a missing host is back, tell the ranks to save and stop, to go on with it."""
         if len(self.faults) < self.options.max_restarts:
             self.gathering.ready.look([agent.host for agent in team.agents], attempt.records, following)
         if not self.is_growing and self.gathering.missing and read_positions(attempt.records):
@@ -128,7 +129,7 @@ class Supervisor:
         if self.is_growing and cause.is_stop:
             _say("a host is back: going on with all hosts that answer")
             return None
-        if not (cause.is_final and cause.rank == 0):  # rank 0 itself has said what the user must fix
+        if not (cause.is_final and cause.rank == 0):  # rank 0 has printed the error itself
             _say(cause.text)
         if cause.is_final and restarts == 0:
             return cause.code
@@ -151,9 +152,9 @@ class Supervisor:
         return None
 
     def _leave_out_device(self) -> bool:
-        """Leave out a device that has failed twice in a row before the first step, if the user allows fewer ranks.
+        """Exclude a device that failed twice in a row before the first step, if --min_ranks allows fewer ranks.
 
-        Returns whether there was one.
+        Returns whether a device was excluded.
         """
         last = [(fault.step, device) for fault, device in self.faults[-2:]]
         device = last[-1][1]
@@ -173,7 +174,7 @@ class Supervisor:
 
 
 def _records_root(hosts: Sequence[HostDevices], output_dir: Path | None) -> Path:
-    """Return a new folder that all hosts see."""
+    """Create the folder for records: temporary, or in the output directory, which several hosts share."""
     is_shared = output_dir is not None and not all(host.is_here for host in hosts)
     try:
         if not is_shared or output_dir is None:

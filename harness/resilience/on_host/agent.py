@@ -23,31 +23,31 @@ from harness.resilience.on_host.standby import Standby
 from harness.topology.env import inherited
 from harness.topology.processes import status_of, wait_readable
 
-BEAT_S = 1.0  # between two signs of life
-SILENT_S = 60.0  # a supervisor on another host that says nothing for so long is gone
-GRACE_S = 60.0  # ranks without a supervisor have so long to save
-PAUSED_S = 5.0  # between two looks: the agent was stopped itself, as a whole job may be
+BEAT_S = 1.0  # interval of heartbeats to the supervisor
+SILENT_S = 60.0  # a supervisor on another host that sends nothing for so long is taken for gone
+GRACE_S = 60.0  # time for ranks to save after the supervisor is gone
+PAUSED_S = 5.0  # after a longer gap between two looks the agent was stopped itself: times start anew
 NOT_FOUND = 127  # exit code of a command that cannot be started
 
 
 class Agent:
-    """Starts ranks, passes signals on to them, reports their ends."""
+    """Starts ranks, passes signals on to them, and reports their exits."""
 
     def __init__(self) -> None:
         self.order: Order | None = None
         self.alive: dict[int, int] = {}  # rank of each process
         self.received: list[int] = []  # signals to this process
         self._standby: Standby | None = None
-        self._awaited: set[int] = set()  # ranks that the process on standby is to become
+        self._awaited: set[int] = set()  # ranks that the standby process will become
         self._early: dict[int, int] = {}  # exit codes of processes whose rank is not known yet
         self._passed_on = 0  # the last signal to the ranks
         self._started: list[subprocess.Popen[bytes]] = []
         self._heard, self._beat = time.monotonic(), 0.0
-        self._went_on = time.monotonic()  # when a rank was seen last that is not stopped
+        self._went_on = time.monotonic()  # last time at which some rank was not stopped
         self._input = LineReader(0)
 
     def run(self) -> None:
-        """Do what the supervisor says until it ends the attempt, or is gone."""
+        """Follow the supervisor's lines until it ends the attempt, or is gone."""
         self.report()
         while not (self._input.is_closed or self._is_forgotten()):
             wait_readable([0], 0.05)
@@ -65,16 +65,16 @@ class Agent:
         self._end_slowly()
         if self.order is not None and not self.order.is_remote:
             sweep(self.order.records)
-            shutil.rmtree(self.order.root, ignore_errors=True)  # the supervisor cannot do it any more
+            shutil.rmtree(self.order.root, ignore_errors=True)  # the supervisor is gone and cannot do it
 
     def report(self, **what: object) -> None:
-        """Write a line to the supervisor; without arguments a sign of life."""
+        """Write a report to the supervisor; without arguments a heartbeat."""
         self._beat = time.monotonic()
         with suppress(OSError):
             os.write(1, f"{MARK}{json.dumps({**what, 'time': time.time()})}\n".encode())
 
     def follow(self, message: Preparation | Order) -> None:
-        """Make a start ready, or start the ranks, after what an earlier attempt may have left here has been ended."""
+        """Prepare a start, or start the ranks. Kills what an earlier attempt has left here first."""
         if not isinstance(message, Order):
             with suppress(OSError):
                 self._standby = Standby(message)
@@ -94,7 +94,7 @@ class Agent:
                 os.kill(process, number)
 
     def look(self) -> None:
-        """Report ranks that have ended; give a sign of life when it is time."""
+        """Report ranks that have exited, and send a heartbeat when it is due."""
         if self._standby is not None:
             self._look_at_standby(self._standby)
         self._early |= dict(reap())
@@ -107,7 +107,7 @@ class Agent:
             self.report()
 
     def end(self) -> None:
-        """Leave no process here."""
+        """Kill all processes of the attempt on this host."""
         if self._standby is not None:
             self._standby.end()
         if self.order is not None:
@@ -133,7 +133,7 @@ class Agent:
             self.alive[process.pid] = rank
 
     def _look_at_standby(self, standby: Standby) -> None:
-        """Take over the ranks that it has become; those that it has not, should it have died, have died with it."""
+        """Take over the ranks that the standby has forked. If it died before, report the missing ones as ended."""
         has_ended = standby.has_ended()
         for rank, process in standby.started():
             self.alive[process] = rank
@@ -144,11 +144,11 @@ class Agent:
             self._awaited = set()
 
     def _ranks(self) -> list[int]:
-        """Return the processes of the ranks, and what is about to become some."""
+        """Return the processes of the ranks, and the standby while it is becoming ranks."""
         return [*self.alive, *([self._standby.process.pid] if self._standby is not None and self._awaited else [])]
 
     def _end_stopped(self) -> None:
-        """Kill the ranks of this host if all of them have been stopped for long, as none is left to watch them."""
+        """Kill the ranks of this host if all have been stopped for too long: none of them can watch the others."""
         limit, now = self.order.stopped_s if self.order is not None else 0.0, time.monotonic()
         if not (ranks := self._ranks()) or not all(map(_is_stopped, ranks)) or now - self._beat > PAUSED_S:
             self._went_on = now
@@ -162,7 +162,7 @@ class Agent:
         return is_remote and time.monotonic() - self._heard > SILENT_S
 
     def _end_slowly(self) -> None:
-        """Let the ranks save; a stopped one goes on first."""
+        """Let the ranks save and exit. SIGCONT first, because a stopped rank does not handle SIGTERM."""
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGTERM)
         until = time.monotonic() + GRACE_S
@@ -180,7 +180,7 @@ def _is_stopped(process: int) -> bool:
 
 
 def main() -> None:
-    """Be an agent."""
+    """Run an agent until its supervisor ends it."""
     become_subreaper()
     agent = Agent()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):

@@ -1,4 +1,4 @@
-"""What the supervisor and the agent of a host say to each other: lines over two pipes, by way of ssh or srun too."""
+"""The protocol between supervisor and agent: lines of JSON over two pipes, through ssh or srun for another host."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import asdict, dataclass
 
 from harness.topology.processes import wait_readable
 
-MARK = "\x1e"  # how a line begins that an agent writes itself; others are what ranks have printed
+MARK = "\x1e"  # first character of an agent's own lines; all others are output of its ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """What a line to an agent says of an attempt.
+    """What an agent is told of an attempt.
 
     Attributes:
         records: folder for the records of the attempt.
         folder: in which the ranks run.
-        environment: of all ranks of this host, besides what the agent has.
-        out: file descriptor that the ranks print to; None: the agent's own standard output.
+        environment: variables for all ranks of this host, added to the agent's own.
+        out: file descriptor for the ranks' output; None: the agent's stdout.
     """
 
     records: str
@@ -28,13 +28,13 @@ class Message:
     out: int | None = None
 
     def line(self) -> bytes:
-        """Return the line."""
+        """Serialise as one line."""
         return json.dumps({type(self).__name__: asdict(self)}).encode() + b"\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation(Message):
-    """What an agent makes ready for a start that may come.
+    """What an agent prepares for the next attempt.
 
     Attributes:
         modules: to import.
@@ -45,13 +45,14 @@ class Preparation(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Order(Message):
-    """What an agent starts.
+    """What an agent starts now.
 
     Attributes:
         root: folder of the records of all attempts of the run.
         ranks: number, command and further environment of each rank on this host.
-        is_remote: whether the connection may be cut without an end of the input.
-        stopped_s: ranks that are all stopped for so long are ended (0: never); of a single one its peers take notice.
+        is_remote: whether the connection may break without an end of file.
+        stopped_s: time after which the agent kills ranks that are all stopped (0: never). If only some are, the
+            others notice.
     """
 
     root: str
@@ -61,13 +62,13 @@ class Order(Message):
 
 
 def read_message(line: str) -> Preparation | Order:
-    """Return what a line says that was made by `line()`."""
+    """Parse a line that `line` has made."""
     ((kind, fields),) = json.loads(line).items()
     return Order(**fields) if kind == Order.__name__ else Preparation(**fields)
 
 
 class LineReader:
-    """Whole lines from a file descriptor, as they come."""
+    """Reads whole lines from a file descriptor without blocking."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -75,7 +76,7 @@ class LineReader:
         self._rest = b""
 
     def read(self) -> list[str]:
-        """Return the lines that are there now."""
+        """Return the complete lines that have arrived."""
         while not self.is_closed and wait_readable([self.descriptor], 0):
             chunk = os.read(self.descriptor, 1 << 16)
             self._rest += chunk

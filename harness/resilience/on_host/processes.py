@@ -1,4 +1,4 @@
-"""All processes of a run on this host, and how they are ended: stopped and re-parented ones too."""
+"""Find and kill all processes of a run on this host, stopped and re-parented ones too."""
 
 from __future__ import annotations
 
@@ -17,37 +17,40 @@ SWEEP_S = 30.0  # a process that waits for a dead disk cannot be killed
 
 
 def become_subreaper() -> None:
-    """Make this process the parent of whatever its descendants leave behind."""
+    """Make this process the new parent of orphans among its descendants, so that it can find and reap them."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with_parent() -> None:
-    """Let the system send SIGTERM to this process when its parent dies."""
+    """Have the kernel send SIGTERM to this process when its parent dies."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def die_with_parent() -> None:
-    """Let the system kill this process, stopped or not, when its parent dies."""
+    """Have the kernel kill this process, stopped or not, when its parent dies."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def continue_without_parent() -> None:
-    """Let the system wake this process, should it be stopped, when its parent dies."""
+    """Have the kernel send SIGCONT to this process when its parent dies: a stopped one could not clean up."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def _prctl(option: int, value: int) -> None:
-    with suppress(OSError, AttributeError):  # another system than Linux: ranks look after their parent themselves
+    with suppress(OSError, AttributeError):  # not Linux: ranks look for their parent themselves
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def sweep(records: str, spared: str = "", kept: Collection[int] = ()) -> list[int]:
-    """Kill all processes of a run but this one, and wait until they are gone; return those that cannot be killed.
+    """Kill all processes of a run but this one, and wait until they are gone.
 
     Args:
-        records: how the folder for the records of their attempt begins.
-        spared: folder of an attempt that is left alone; then only what has no parent here is looked for.
-        kept: processes that are left alone, with what descends from them.
+        records: prefix of the records folders of the attempts to kill, as in DS_HARNESS_RECORDS.
+        spared: records folder of an attempt to leave alone. Descendants of this process are then left alone, too.
+        kept: processes to leave alone, with their descendants.
+
+    Returns:
+        The processes that could not be killed within SWEEP_S.
     """
     until = time.monotonic() + SWEEP_S
     while found := _members(records, spared, kept):
@@ -63,7 +66,7 @@ def sweep(records: str, spared: str = "", kept: Collection[int] = ()) -> list[in
 
 
 def reap() -> list[tuple[int, int]]:
-    """Return (process, exit code) of the children that have ended; the code is negative for a signal."""
+    """Reap exited children; return (process, exit code) of each, with a negative code for a signal."""
     ended = []
     with suppress(ChildProcessError):
         while (result := os.waitpid(-1, os.WNOHANG))[0]:
@@ -72,7 +75,7 @@ def reap() -> list[tuple[int, int]]:
 
 
 def _members(records: str, spared: str, kept: Collection[int]) -> list[int]:
-    """Return the processes of the run: by their environment, and all that descend from this one."""
+    """Return the processes of the run: those with its records folder in their environment, and all descendants."""
     parents: dict[int, int] = {}
     marked: set[int] = set()
     marker = f"\0{RECORDS}={records}".encode()

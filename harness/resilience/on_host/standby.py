@@ -1,7 +1,7 @@
-"""A process that has imported what ranks need before they are wanted, and then becomes all ranks of its host.
+"""A standby process: it does the imports of a rank in advance, and then forks all ranks of its host.
 
-An agent keeps one for the next attempt, so that a restart does not wait for imports. It reads one line, forks a rank
-for each command in it, writes their process ids and ends: the ranks are then children of the agent.
+An agent keeps one for the next attempt, so that a restart does not wait for imports. The standby reads one line, forks
+a rank for each command in it, writes their pids and exits. The agent, a subreaper, becomes the ranks' parent.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from harness.resilience.on_host.processes import die_with_parent, end_with_paren
 from harness.topology.env import RECORDS, inherited, replace_environment
 from harness.topology.processes import present_as
 
-# Devices are counted without a CUDA driver in this process, which would be of no use to a fork of it.
+# Count devices through NVML: a CUDA context in this process would not work in its forks.
 WITHOUT_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-TITLE = "ds-harness: ready for a restart"  # what the system shows of it
-ROOM = 1 << 12  # bytes for the command line that a rank shows, and for what its environment has more
+TITLE = "ds-harness: ready for a restart"  # its command line in ps
+# Bytes reserved in argv and environ, which a rank overwrites in place with its own: others read them in /proc.
+ROOM = 1 << 12
 PADDING = "DS_HARNESS_ROOM"
 
 
 class Standby:
-    """The process as its agent sees it."""
+    """The standby process, from its agent's side."""
 
     def __init__(self, wanted: Preparation) -> None:
         self._wanted = wanted
@@ -50,7 +51,7 @@ class Standby:
         self._answers = LineReader(self.process.stdout.fileno())
 
     def start(self, order: Order) -> bool:
-        """Let it become the ranks; return False if it cannot: it was made for something else, or has ended."""
+        """Turn it into the ranks of an order; return False if it has exited or was prepared for another one."""
         mine = (self._wanted.records, self._wanted.folder, self._wanted.environment)
         if self.process.poll() is not None or mine != (order.records, order.folder, order.environment):
             return False
@@ -64,27 +65,27 @@ class Standby:
         return True
 
     def started(self) -> list[tuple[int, int]]:
-        """Return (rank, process) of the ranks that were started since the last call."""
+        """Return (rank, process) of the ranks that were forked since the last call."""
         return [(rank, process) for rank, process in map(json.loads, self._answers.read())]
 
     def has_ended(self) -> bool:
-        """Whether no ranks come from it but those that `started` returns now."""
+        """Whether it forks no further ranks than those that `started` returns now."""
         return self._answers.is_closed or self.process.poll() is not None
 
     def end(self) -> None:
-        """End it, stopped or not."""
+        """Kill it, stopped or not."""
         self.process.kill()
         self.process.wait()
 
 
 def main() -> None:
-    """Import, fork the ranks that the agent asks for; a fork returns from here when its script has ended."""
+    """Import, then fork the ranks that the agent asks for. In a rank, return when its script has ended."""
     present_as([TITLE])
     environment, answers = {name: value for name, value in inherited().items() if name != PADDING}, os.dup(1)
-    os.dup2(2, 1)  # what imports print is no answer
+    os.dup2(2, 1)  # output of imports must not mix with the answers
     for module in sys.argv[1:-1]:
         importlib.import_module(module)
-    gc.freeze()  # else each collection of garbage looks through all that was imported
+    gc.freeze()  # else each garbage collection of a rank walks all imported objects and copies their pages
     if not (line := sys.stdin.readline()):
         return
     request, standby = json.loads(line), os.getpid()
@@ -98,15 +99,14 @@ def main() -> None:
 
 
 def _leave(standby: int) -> None:
-    """Leave the session of the process that has forked this one, and wait until it has ended: another is the parent
-    then."""
+    """Start a session of its own, and wait until the standby has exited: the agent is the parent then."""
     os.setsid()
     while os.getppid() == standby:
         time.sleep(0.001)
 
 
 def _become_rank(command: Sequence[str], environment: dict[str, str], out: int, agent: int) -> None:
-    """Run a Python command in this process, as if it had been started by the agent; nothing if that is gone."""
+    """Run a Python command in this process as if the agent had started it. Does nothing if the agent is gone."""
     end_with_parent()
     if os.getppid() != agent:
         return
@@ -116,7 +116,7 @@ def _become_rank(command: Sequence[str], environment: dict[str, str], out: int, 
     replace_environment(environment)
     if _has_driver():
         os.execve(command[0], list(command), environment)
-    present_as(command, environment)  # ranks look for each other by what the system shows of them
+    present_as(command, environment)  # ranks find each other by environment and command line in /proc
     words = [word for word in command[1:] if word != "-u"]
     if words[0] == "-m":
         sys.argv = words[1:]
@@ -128,7 +128,7 @@ def _become_rank(command: Sequence[str], environment: dict[str, str], out: int, 
 
 
 def _has_driver() -> bool:
-    """Whether the imports have started a CUDA driver, which does not work in a fork."""
+    """Whether the imports have initialised CUDA, which does not work in a fork."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.cuda._is_in_bad_fork()  # noqa: SLF001
 

@@ -1,6 +1,6 @@
-"""A page of memory that the ranks of one host share: each writes its own row, all read all.
+"""Shared memory of the ranks of one host: each rank writes its own row, and all read all rows.
 
-The file that it is mapped from has no name any more once all have opened it, so nothing is left of it.
+The mapped file is unlinked once all ranks have opened it, so that nothing is left of it.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from pathlib import Path
 
 from harness.resilience.process.activity import Phase
 
-MAIN = struct.Struct("<dqii64s")  # written where the work is done
-WATCHER = struct.Struct("<dd?d?96s")  # written by the thread that watches
+MAIN = struct.Struct("<dqii64s")  # written by the main thread
+WATCHER = struct.Struct("<dd?d?96s")  # written by the watching thread
 ROW, VERDICT = 256, 2048
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a rank shows; times are of the monotonic clock of its host.
+    """What a rank shows. Times are of the monotonic clock of its host.
 
     Attributes:
-        beat_at: when it last showed progress; `beats` counts that.
-        looked_at: when its watching thread last ran.
-        limit: seconds without progress that are allowed in its phase.
-        waits: whether its main thread waits for other ranks, `place` being the collective; else its line of code.
-        work: share of the time in which it does not wait; negative while it is not known.
-        ready: whether it has written what it has to say before it ends.
+        beat_at: time of its last progress; `beats` counts progress.
+        looked_at: time at which its watching thread last ran.
+        limit: seconds without progress that its phase allows.
+        waits: whether its main thread waits for other ranks.
+        place: the collective that it waits in, else its line of code.
+        work: share of the time in which it does not wait; negative while unknown.
+        ready: whether it has written its stacks and may be ended.
     """
 
     beat_at: float
@@ -55,11 +56,11 @@ class Board:
         os.close(descriptor)
 
     def show(self, row: int, *content: object) -> None:
-        """Write when progress was made, the count, phase, step and what is done, of a rank's row."""
+        """Write the fields of MAIN to a row: time of progress, count, phase, step, activity."""
         MAIN.pack_into(self._memory, VERDICT + row * ROW, *content)
 
     def watch(self, row: int, *content: object) -> None:
-        """Write the rest of a row."""
+        """Write the fields of WATCHER to a row."""
         WATCHER.pack_into(self._memory, VERDICT + row * ROW + MAIN.size, *content)
 
     def read(self, row: int) -> Row:
@@ -83,14 +84,14 @@ class Board:
 
     @property
     def verdict(self) -> str:
-        """Why the ranks of this host are to end; empty while all is well."""
+        """Why the ranks of this host must end; empty while all is well."""
         return _text(self._memory[:VERDICT])
 
     @verdict.setter
     def verdict(self, text: str) -> None:
         content = text.encode(errors="replace")[: VERDICT - 1] + b"\0"
         self._memory[1 : len(content)] = content[1:]
-        self._memory[:1] = content[:1]  # last: a verdict is there as soon as it has a first character
+        self._memory[:1] = content[:1]  # last: readers take a verdict as complete once its first byte is set
 
 
 def _text(content: bytes) -> str:

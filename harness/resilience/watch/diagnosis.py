@@ -1,12 +1,13 @@
-"""Who holds the others up: pure rules on what the ranks show.
+"""Find the rank that blocks a run: pure rules on the status of all ranks.
 
-A rank that is gone is at fault at once, unless it had ended as it should or has named its error itself. Ranks hang
-when none that somebody waits for has shown progress for as long as its phase allows. Then a stopped process, or one
-that does not wait for others itself, is the one to name. A stopped process, or a host that has fallen silent, needs
-no such proof. A rank alone may take as long as it likes, as nobody waits for it.
+Dead: a process is gone that the others need. It is named at once, unless it exited normally or reported its own error.
+Silent: a host has not answered for too long.
+Hang: every rank has been without progress for longer than its phase allows. The rank to name is a stopped process, or
+one that does not wait for others itself. A stopped process is named even while others make progress. A run of a
+single rank never hangs: nobody waits for it.
 
-On a GPU collectives return at once, so that no rank is seen to wait. Then the rank to name is one that is behind the
-others of its stage, if there is one.
+On a GPU collectives return at once, so no rank is seen to wait. Then the rank to name is the one that has made less
+progress than the others of its stage, if there is one.
 """
 
 from __future__ import annotations
@@ -19,25 +20,28 @@ from harness.resilience.process.activity import BEATS_OF_STEP, Phase
 from harness.resilience.process.records import HANG
 from harness.topology.agreement import spell_ranks
 
-ENDING_S = 10.0  # for a rank that has named its own error: its launcher ends the others meanwhile
-FRESH_S = 3.0  # a thread that watches looks five times a second
-SILENT_S = 6.0  # of a host, where another rank has lost a connection
-LONGEST = 250  # characters of a message that other ranks get: it must fit their board, however it is encoded
+ENDING_S = 10.0  # after a rank has reported its own error: time for its launcher to end the others
+FRESH_S = 3.0  # a watching thread that has not run for so long is stuck; it should run five times a second
+SILENT_S = 6.0  # limit for a silent host once a rank has lost a connection
+LONGEST = 250  # characters of a message to other ranks: in any encoding it fits the board
 INSIDE = (Phase.STEP, Phase.SLOW)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """How a rank looks, seconds counted until now.
+    """The status of a rank; times are in seconds before now.
 
     Attributes:
-        beats: the count of its progress, which ranks of one stage have alike within a step.
-        still: since it last showed progress.
-        unwatched: since its own watching thread last ran.
-        silent: since its host was last heard of; 0 on this host.
-        limit: seconds without progress that its phase allows; 0 for no limit.
-        state: its process's letter in /proc; empty once it is gone.
-        ending: how it ended, as far as that is known.
+        beats: its count of progress; ranks of one stage count alike within a step.
+        still: time since its last progress.
+        unwatched: time since its own watching thread ran.
+        silent: time since its host was last heard of; 0 on this host.
+        limit: time without progress that its phase allows; 0 for no limit.
+        state: letter of its process in /proc; empty once it is gone.
+        ending: how its process ended, if known.
+        waits: whether its main thread waits for other ranks.
+        place: the collective that it waits in, else its line of code.
+        work: share of its steps in which it does not wait; negative if unknown.
     """
 
     rank: int
@@ -75,7 +79,7 @@ class RankStatus:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it holds others up, as far as it can be told: it does nothing, and does not wait for anybody."""
+        """Whether it may block the others: it does not wait for them, or is stopped."""
         return not self.waits or self.state == "T" or self.unwatched > FRESH_S
 
     def __str__(self) -> str:
@@ -97,7 +101,7 @@ class Verdict:
 
     Attributes:
         error: Dead, Hang or Silent.
-        culprit: the rank to name; -1 where every rank waits for another.
+        culprit: the rank at fault; -1 if every rank waits for another.
         step: where it happened.
         message: one line for the user.
     """
@@ -108,7 +112,7 @@ class Verdict:
     message: str
 
     def dump(self) -> str:
-        """Return it as text, for the other ranks."""
+        """Serialise for the other ranks."""
         return json.dumps({**asdict(self), "message": self.message[:LONGEST]}, ensure_ascii=False)
 
     @classmethod
@@ -120,7 +124,7 @@ class Verdict:
 def diagnose(statuses: Sequence[RankStatus], *, is_whole: bool = True) -> Verdict | None:
     """Return why the run cannot go on; None while it can.
 
-    `is_whole`: whether these are all ranks. Those of a part may all wait for others that make progress.
+    `is_whole`: whether `statuses` holds all ranks. If not, all of them may wait for a rank elsewhere that works.
     """
     if not any(each.phase in (*INSIDE, Phase.LOST) for each in statuses if not each.is_gone):
         return None
@@ -128,7 +132,7 @@ def diagnose(statuses: Sequence[RankStatus], *, is_whole: bool = True) -> Verdic
 
 
 def _dead(statuses: Sequence[RankStatus]) -> Verdict | None:
-    """Find a process that has ended while others need it."""
+    """Find a process that is gone while others need it."""
     for each in statuses:
         if each.is_gone and each.phase in INSIDE:
             how = each.ending or "has ended"
@@ -144,7 +148,7 @@ def _dead(statuses: Sequence[RankStatus]) -> Verdict | None:
 
 
 def _silent(statuses: Sequence[RankStatus]) -> Verdict | None:
-    """Find a host that is not heard of any more."""
+    """Find a host that no longer answers."""
     lost = any(each.phase is Phase.LOST for each in statuses)
     limit = SILENT_S if lost else max((each.limit for each in statuses if each.phase is Phase.STEP), default=0.0)
     silent = [each for each in statuses if 0 < limit < each.silent]
@@ -157,7 +161,7 @@ def _silent(statuses: Sequence[RankStatus]) -> Verdict | None:
 
 
 def _hang(statuses: Sequence[RankStatus], is_whole: bool) -> Verdict | None:
-    """Find ranks that have stopped making progress, and who is at fault."""
+    """Find whether all ranks have stopped making progress, and which one is at fault."""
     stopped = [each for each in statuses if each.state == "T" and each.is_still]
     if not stopped and not (is_whole and _waits_for_another(statuses) and all(each.is_still for each in statuses)):
         return None
@@ -178,13 +182,13 @@ def _hang(statuses: Sequence[RankStatus], is_whole: bool) -> Verdict | None:
 
 
 def _waits_for_another(statuses: Sequence[RankStatus]) -> bool:
-    """Whether a rank may wait for another: two are at work, or one waits for what is not at work."""
+    """Whether a rank may wait for another: two are in a step or a save, or one waits for a rank that is not."""
     working = [each for each in statuses if each.phase in INSIDE and not each.is_gone]
     return len(statuses) > 1 and (len(working) > 1 or any(each.waits for each in working))
 
 
 def _behind(stuck: Sequence[RankStatus]) -> list[RankStatus]:
-    """Return the ranks that are behind others of their stage, those furthest behind first."""
+    """Return the ranks with less progress than others of their stage, the least first."""
     furthest: dict[int, int] = {}
     for each in stuck:
         furthest[each.stage] = max(each.beats, furthest.get(each.stage, 0))
@@ -192,13 +196,13 @@ def _behind(stuck: Sequence[RankStatus]) -> list[RankStatus]:
     def is_behind(each: RankStatus) -> bool:
         first = furthest[each.stage]
         is_earlier = each.beats // BEATS_OF_STEP < first // BEATS_OF_STEP
-        return is_earlier or (each.phase is Phase.STEP and each.beats < first)  # elsewhere ranks may do other things
+        return is_earlier or (each.phase is Phase.STEP and each.beats < first)  # else ranks may do different things
 
     return sorted(filter(is_behind, stuck), key=lambda each: each.beats)
 
 
 def _places(statuses: Sequence[RankStatus]) -> str:
-    """Say where each rank stands, ranks at one place together."""
+    """Format where each rank is, with ranks at the same place together."""
     ranks: dict[str, list[int]] = {}
     for each in statuses:
         ranks.setdefault(each.place, []).append(each.rank)
@@ -206,7 +210,7 @@ def _places(statuses: Sequence[RankStatus]) -> str:
 
 
 def _waiting(waiting: Sequence[RankStatus]) -> str:
-    """Say who waits, in which collectives and instructions."""
+    """Format which ranks wait, in which collective and instruction."""
     if not waiting:
         return ""
     kinds: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""What is left for the user when the watch ends a run: one line, the stacks of all ranks, a record."""
+"""What the watch reports when it ends a run: an error line, the stacks of all ranks, a record for the supervisor."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from harness.resilience.watch.diagnosis import RankStatus, Verdict
 
 
 def stacks_file(output_dir: Path, step: int) -> Path:
-    """Return where the stacks of a hang go."""
+    """Return the file for the stacks of a hang."""
     return output_dir / f"hang-{step}.txt"
 
 
 def announce(verdict: Verdict, statuses: Sequence[RankStatus], path: Path, console: Console) -> None:
-    """Report a verdict: on standard error, at the head of the file of stacks, and to a supervisor.
+    """Report a verdict: on stderr, at the top of the file of stacks, and to the supervisor.
 
-    Of a process that has ended the supervisor knows more itself.
+    No record is left for a dead process: the supervisor knows its exit code.
     """
     message = verdict.message
     if verdict.error == HANG:
@@ -52,7 +52,7 @@ def append_stacks(path: Path) -> None:
 
 
 def _append(path: Path, text: str) -> None:
-    """Append in one write, as all ranks write to this file; a full disk is not what ends a run."""
+    """Append in a single write, because all ranks share the file. A failed write (a full disk) is ignored."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -62,16 +62,16 @@ def _append(path: Path, text: str) -> None:
 
 
 COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/", "/harness/parallel/collectives/")
-HANDLES = ("/deepspeed/", "/torch/cuda/")  # where a method of these names waits for what was begun before
+HANDLES = ("/deepspeed/", "/torch/cuda/")  # here only methods of the names in WAITS wait for other ranks
 WAITS = ("wait", "synchronize", "wait_stream")
 
 
 @dataclass(frozen=True)
 class StackFrame:
-    """Where a thread stands.
+    """Where a thread is.
 
     Attributes:
-        waits: whether for other ranks.
+        waits: whether it waits for other ranks.
         text: the collective that it waits in, else file, line and function.
     """
 
@@ -80,7 +80,7 @@ class StackFrame:
 
 
 def main_frame() -> StackFrame:
-    """Return where the main thread stands now; another thread calls it."""
+    """Return where the main thread is now. Called from another thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001  # its documented name
     if frame is None:
         return StackFrame(False, "")

@@ -1,9 +1,9 @@
-"""What the ranks of other hosts show, by way of the store in which all ranks have met.
+"""Exchange the status of ranks between hosts, through the store of the process group.
 
-Of each host the rank that judges writes the host's rows. The first host, where the store lies, reads those of all
-others and judges for the whole run; the others read the first host's alone. So the load grows with the number of hosts
-and not with its square. Before the rows stands a digest of them: while all is well, the first host reads nothing else.
-A connection of its own and a thread of its own keep a slow network from everything else.
+The judging rank of each host writes the status of its host's ranks. The first host, which serves the store, reads those
+of all others and judges the whole run; the others read only the first host's. So the load is linear in the number of
+hosts. A digest stands before the statuses: while all is well, the first host parses nothing else. The exchange has a
+thread and a connection of its own, so that a slow network delays nothing else.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ NOTHING = b"[]"
 
 @dataclass(frozen=True)
 class Digest:
-    """What the first host has to know of a host while all is well.
+    """All that the first host needs of a host while all is well.
 
     Attributes:
-        left_s: until the last of its ranks would have made no progress for longer than allowed.
-        is_odd: whether one of its ranks has ended, failed, is stopped or is not at work.
+        left_s: seconds until all of its ranks would be over their limits without progress.
+        is_odd: whether one of its ranks is gone, failed, stopped or outside of training.
     """
 
     left_s: float
@@ -43,14 +43,14 @@ class Digest:
 
     @classmethod
     def of(cls, statuses: Sequence[RankStatus]) -> Digest:
-        """Return the digest of a host's rows."""
+        """Return the digest of the ranks of a host."""
         left = max((each.limit - each.still if each.limit else math.inf for each in statuses), default=0.0)
         is_odd = any(each.is_gone or each.state == "T" or each.phase not in INSIDE for each in statuses)
         return cls(left, is_odd)
 
 
 class _Heard:
-    """A host as it was last heard of."""
+    """The last message of a host."""
 
     def __init__(self, at: float, content: bytes) -> None:
         self.at, self.content = at, content
@@ -59,7 +59,7 @@ class _Heard:
         self._rows: list[RankStatus] | None = None
 
     def statuses(self, now: float) -> list[RankStatus]:
-        """Return the rows as they are by now, if nothing has changed since."""
+        """Return the statuses aged to `now`."""
         if self._rows is None:
             rows = (dict(zip(NAMES, row, strict=True)) for row in json.loads(self._text))
             self._rows = [RankStatus(**{**row, "phase": Phase(row["phase"])}) for row in rows]
@@ -68,12 +68,12 @@ class _Heard:
 
 
 class OtherHosts:
-    """The rows of other hosts, as they were last heard of: on the first host of all, elsewhere of the first.
+    """The last statuses of other hosts: of all others on the first host, of the first host elsewhere.
 
     Args:
-        store: that of the run; a connection of its own is made.
-        here: number of this host; `count` is that of all.
-        run: a name of the run, by which its rows are told from those of another one in the same store.
+        store: store of the process group; a second connection to it is opened.
+        here: index of this host among `count` hosts.
+        run: name of the run, for its keys: an earlier run of the same processes has used the same store.
     """
 
     def __init__(self, store: dist.Store, here: int, count: int, run: str) -> None:
@@ -91,20 +91,20 @@ class OtherHosts:
         threading.Thread(target=self._run, name="watch-hosts", daemon=True).start()
 
     def close(self) -> None:
-        """Stop exchanging rows."""
+        """Stop the exchange."""
         self._open = False
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
-        """Show the rows of this host to the others, some time soon."""
+        """Set the statuses of this host; the thread sends them within EVERY_S."""
         self._shown = time.monotonic(), statuses
 
     @property
     def is_whole(self) -> bool:
-        """Whether this host knows the rows of all others, and so may judge for the run."""
+        """Whether this host has heard of all others, and so may judge the run."""
         return self.judges_all and len(self._heard) == len(self._others)
 
     def is_well(self, here: Sequence[RankStatus], now: float) -> bool:
-        """Whether no verdict can come from the rows: all ranks are heard of and at work, and one makes progress."""
+        """Whether digests alone rule out a verdict: all hosts answer, all ranks train, and one makes progress."""
         own = Digest.of(here)
         heard = list(self._heard.values())
         if own.is_odd or any(each.digest.is_odd or now - each.at > SILENT_S for each in heard):
@@ -112,7 +112,7 @@ class OtherHosts:
         return own.left_s > 0 or any(each.digest.left_s > now - each.at for each in heard)
 
     def statuses(self, now: float) -> list[RankStatus]:
-        """Return the rows of those hosts that have ever been heard of."""
+        """Return the statuses of the hosts that have been heard of, aged to `now`."""
         return [row for each in list(self._heard.values()) for row in each.statuses(now)]
 
     def verdict(self) -> Verdict | None:
@@ -120,9 +120,10 @@ class OtherHosts:
         return Verdict.load(self._verdict) if self._verdict else None
 
     def claim(self, verdict: Verdict) -> bool:
-        """Tell the other hosts of a verdict; returns whether this one is the first, which reports it.
+        """Tell the other hosts of a verdict; return whether this host is the first to claim one, and so reports it.
 
-        A store that does not answer can block for long, whatever its timeout; then this host reports as well.
+        A store that is gone can block for longer than its timeout. So a thread asks, and without an answer in ANSWER_S
+        this host reports, too.
         """
         answers: list[bool] = []
 
@@ -139,12 +140,12 @@ class OtherHosts:
         return answers[0] if answers else True
 
     def exchange(self) -> None:
-        """Write the rows of this host and read those of the others, once."""
+        """Send the statuses of this host, and read those of the others, once."""
         shown_at, statuses = self._shown
-        if time.monotonic() - shown_at > FRESH_S:  # another rank judges; what this one knows grows old
+        if time.monotonic() - shown_at > FRESH_S:  # another rank of this host judges now, and this one stops sending
             self._heard = {}
             return
-        with suppress(RuntimeError):  # dist.DistError is one: no answer
+        with suppress(RuntimeError):  # no answer; dist.DistError is a RuntimeError
             self._store.set(self._here, _text(shown_at, statuses))
             for name, content in zip(self._others, self._store.multi_get(self._others), strict=True):
                 known = self._heard.get(name)
@@ -160,7 +161,7 @@ class OtherHosts:
 
 
 def _text(shown_at: float, statuses: Sequence[RankStatus]) -> str:
-    """Return a line of the time, which tells rows from the same ones later, and the digest; then a line of the rows."""
+    """Return a line of time and digest, then a line of the statuses. The time marks equal statuses as new ones."""
     digest = Digest.of(statuses)
     rows = [[getattr(each, name) for name in NAMES] for each in statuses]
     return f"{json.dumps([shown_at, digest.left_s, digest.is_odd])}\n{json.dumps(rows, separators=(',', ':'))}"

@@ -1,6 +1,7 @@
-"""The time before all ranks have met: a rank of this host that is stopped would keep the others waiting for long.
+"""Find a stopped rank of this host before the process group exists.
 
-They may wait for it to join them, or for data that it prepares for all of this host.
+Until then there is no watch (`watcher`), and the others would wait long for the stopped rank: to join the group, or for
+data that it prepares for this host.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from harness.resilience.process.records import HANG, THIS_RANK, Position, record
 from harness.topology.processes import children_of, parent_of, started_with, status_of
 
 EVERY_S = 0.5
-PAUSED_S = 5.0  # between two looks: this process was stopped itself, as a whole job may be
+PAUSED_S = 5.0  # after a longer gap between two looks this process was stopped itself: times start anew
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def _look(met: threading.Event, hang_seconds: float, console: Console) -> None:
 
 
 def _ranks_here() -> dict[int, str]:
-    """Return the processes on this host that the launcher has started with this one, and their ranks."""
+    """Return the rank of each process on this host that belongs to the same launch."""
     names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
     ours = started_with(os.getpid())
     found = {os.getpid(): ours.get("RANK", "")}

@@ -1,8 +1,8 @@
-"""Which rank is slower than its peers: the share of a step in which it works while the others wait for it.
+"""Find a slow rank: it works for most of a step while its peers wait for it.
 
-The watching thread looks five times a second whether the main one waits for other ranks. So the share needs no clocks
-around the collectives, and means the same in every layout. Where stages have unequal work, what it was expected to be
-counts as well.
+The watching thread samples five times a second whether the main thread waits for other ranks. So no clocks are needed
+around collectives, and the share means the same in every layout. If stages have unequal work, the share is compared
+with the expected cost of the stage.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from harness.console import Console
 from harness.resilience.process.activity import ACTIVITY, Phase
 from harness.resilience.watch.diagnosis import RankStatus
 
-KEPT = 0.98  # of the weight of a look at the next one: a memory of some 50 looks, 10 s
+KEPT = 0.98  # decay of the moving average per sample: a memory of about 50 samples, 10 s
 LEAST_LOOKS = 50
-RATIO = 1.5  # of its work to that of its peers
-BUSY = 0.5  # a rank that works less than this share of the time holds nobody up
+RATIO = 1.5  # least ratio of its share to the median of its peers
+BUSY = 0.5  # a rank that works for less than this share of the time delays nobody
 EVERY_S = 5.0
-IN_A_ROW = 4  # looks, so 20 s of being slow
-AGAIN_S = 300.0  # until the same is said once more
+IN_A_ROW = 4  # comparisons before a warning: 20 s
+AGAIN_S = 300.0  # time until the warning may be repeated
 
 
 class WorkShare:
-    """The share of its steps in which a rank does not wait."""
+    """Moving average of the share of its steps in which a rank does not wait for others."""
 
     def __init__(self) -> None:
         self._looks = 0
@@ -38,12 +38,12 @@ class WorkShare:
 
     @property
     def value(self) -> float:
-        """The share; negative while there were too few looks."""
+        """The share; negative until there are LEAST_LOOKS samples."""
         return self._worked / self._seen if self._looks >= LEAST_LOOKS else -1.0
 
 
 class Stragglers:
-    """Warns of a rank that is slower than its peers for some time; used on rank 0."""
+    """Warns of a rank that stays slower than its peers. Used on rank 0."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -56,7 +56,7 @@ class Stragglers:
         return now - self._looked_at >= EVERY_S
 
     def look(self, statuses: Sequence[RankStatus], now: float) -> None:
-        """Compare the ranks, now and then."""
+        """Compare the ranks, at most every EVERY_S."""
         if not self.is_due(now) or len(statuses) < 2:
             return
         self._looked_at = now
@@ -74,7 +74,7 @@ class Stragglers:
 
 
 def slowest_rank(statuses: Sequence[RankStatus], costs: Sequence[float]) -> tuple[RankStatus | None, float]:
-    """Return the rank that clearly holds the others up, None if none does; and the median of the others' shares."""
+    """Return the rank that clearly delays the others, None if none does, and the median share of the others."""
     slowest = max(statuses, key=lambda each: each.work)
     peers = [each for each in statuses if each is not slowest]
     usual = statistics.median(each.work for each in peers)

@@ -1,7 +1,7 @@
-"""A thread on each rank that shows what the rank does, and ends the run where it cannot go on.
+"""A thread on each rank that shows the rank's progress to the others, and ends a run that cannot go on.
 
-The lowest rank of a host whose thread runs judges for all; where it is dead or stopped itself, the next one does. The
-threads run while the main ones wait in a collective or loop in Python.
+The lowest rank of a host whose thread runs judges all ranks of the host; if it is dead or stopped, the next one does.
+The threads run while the main threads wait in a collective or loop in Python.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from harness.topology.placement import host_id
 from harness.topology.processes import status_of
 
 POLL_S = 0.2
-STATES_S = 1.0  # between two looks at the state of the processes; that one has ended wakes the thread
-PAUSED_S = 5.0  # a thread that was not run for so long knows that its whole host may have slept
-SLOW_S = 600.0  # without progress in a phase that is not a step, and before the first step is done
-MEDIANS = 5.0  # of the latest steps' seconds
-IO_BYTES = 2**20  # read or written: progress outside of steps
-WRITING_S = 3.0  # for the ranks of a host to write their stacks
-TELLING_S = 2.5  # for other hosts to hear of a verdict from the store, which ends with rank 0
+STATES_S = 1.0  # interval of looks at process states in /proc; the exit of a process wakes the thread at once
+PAUSED_S = 5.0  # if this thread has not run for so long, the whole host may have slept: times start anew
+SLOW_S = 600.0  # limit without progress outside of steps, and in the first step, which may compile
+MEDIANS = 5.0  # limit within a step, in medians of the latest steps' times
+IO_BYTES = 2**20  # reading or writing so much counts as progress outside of steps
+WRITING_S = 3.0  # time for the ranks of a host to write their stacks
+TELLING_S = 2.5  # time for other hosts to read the verdict from the store, whose server ends with rank 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A rank of the run, as all of them know it.
+    """What all ranks know of a rank.
 
     Attributes:
-        host_id: the same on ranks that see each other's processes; `host` is its name for the user.
-        started: the process's start, which tells it from a later one with its number.
+        host_id: equal on ranks that see each other's processes; `host` is the name for messages.
+        started: start time of the process, which tells it from a later one with the same pid.
     """
 
     rank: int
@@ -71,18 +71,18 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Seconds without progress.
+    """Limits of the seconds without progress.
 
     Attributes:
-        hang: the least in a step; 0: hangs are not looked for.
-        longest: shorter than a collective's own timeout, which must not speak first.
+        hang: the least limit in a step (`--hang_seconds`); 0 turns the search for hangs off.
+        longest: upper bound, below the timeout of a collective: its error would not name the rank at fault.
     """
 
     hang: float
     longest: float
 
     def of(self, phase: Phase, step_seconds: float | None) -> float:
-        """Return how long no progress is allowed in a phase; 0 for ever. `step_seconds`: the median, if known."""
+        """Return the limit in a phase, 0 for none. `step_seconds`: median time of the latest steps, if known."""
         if self.hang == 0:
             return 0.0
         if phase is not Phase.STEP or step_seconds is None:
@@ -91,11 +91,11 @@ class Limits:
 
 
 class Watcher:
-    """Watches the ranks of this host, and with `others` those of all hosts.
+    """Watches the ranks of this host, and through `others` those of all hosts.
 
     Args:
-        members: the ranks of this host, in order; `me` is the index of this one.
-        output_dir: where the stacks of a hang are written.
+        members: the ranks of this host, in order; `me` is the index of this rank.
+        output_dir: folder for the stacks of a hang.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Watcher:
         self.work = WorkShare()
         self.stragglers = Stragglers(console)
         self._steps: deque[float] = deque(maxlen=21)
-        self._first = self._begun = ACTIVITY.steps  # none has begun under this watch
+        self._first = self._begun = ACTIVITY.steps  # no step has begun under this watch
         self._begun_at = time.monotonic()
         self._seen: tuple[object, ...] = ()
         self._statuses: list[RankStatus] = []
@@ -129,14 +129,14 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to show this rank, and to watch."""
+        """Publish the state of this rank, and start the thread."""
         ACTIVITY.publish, ACTIVITY.stop_watching, ACTIVITY.is_watched = self.publish, self.close, True
         self.publish()
         self._look_at_self(time.monotonic())
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching; a second time does nothing."""
+        """Stop watching. A second call does nothing."""
         if not self._open:
             return
         self._open = False
@@ -151,13 +151,13 @@ class Watcher:
             self.others.close()
 
     def publish(self) -> None:
-        """Show progress."""
+        """Write progress of this rank to the board."""
         self.board.show(
             self.me, time.monotonic(), ACTIVITY.beats, ACTIVITY.phase, THIS_RANK.step, THIS_RANK.doing.encode()[:63]
         )
 
     def _descriptors(self) -> Iterator[int]:
-        """Yield a descriptor for each other process, which wakes the thread when that ends."""
+        """Yield a pidfd for each other process: it wakes the thread when that process exits."""
         for row, member in enumerate(self.members):
             if row != self.me:
                 with suppress(OSError):
@@ -184,8 +184,7 @@ class Watcher:
                 self._end_run(verdict)
 
     def _look_at_self(self, now: float) -> None:
-        """Show where the main thread stands, and take a change of its position or of its input and output for
-        progress."""
+        """Publish where the main thread is. A new position, or bytes read or written, count as progress."""
         place = main_frame()
         seen = (THIS_RANK.step, THIS_RANK.doing, ACTIVITY.beats, ACTIVITY.phase)
         if seen != self._seen or (ACTIVITY.phase is Phase.SLOW and self._has_read_or_written(now)):
@@ -199,7 +198,7 @@ class Watcher:
         self.board.watch(self.me, now, limit, place.waits, share, False, place.text.encode()[:95])
 
     def _time_steps(self, now: float) -> None:
-        """Note how long the steps took that have ended since the last look; several may have."""
+        """Record the mean time of the steps that have ended since the last look."""
         begun = ACTIVITY.steps
         if begun == self._begun:
             if self._begun == self._first:
@@ -223,7 +222,7 @@ class Watcher:
         return grown
 
     def _verdict(self, now: float) -> Verdict | None:
-        """Return why the run is to end, by what the rank that judges says; this one may be it."""
+        """Return why the run must end. Only the judging rank looks; the others read its verdict from the board."""
         if text := self.board.verdict:
             return Verdict.load(text)
         statuses = [self._status(row, now) for row in range(len(self.members))]
@@ -250,7 +249,7 @@ class Watcher:
         return verdict
 
     def _state(self, row: int) -> tuple[str, str]:
-        """Return the state of a rank's process, empty if it is gone, and how it has ended."""
+        """Return the /proc state letter of a rank's process, empty if it is gone, and how it ended."""
         if row == self.me:
             return "R", ""
         member, status = self.members[row], None
@@ -262,7 +261,7 @@ class Watcher:
     def _status(self, row: int, now: float) -> RankStatus:
         member, shown = self.members[row], self.board.read(row)
         state, ending = self._states[row]
-        # a stopped process makes no progress in any phase
+        # A stopped process makes no progress in any phase, so the short limit of a step holds.
         limit = self.limits.of(Phase.STEP, self._median() or 0.0) if state == "T" else shown.limit
         return RankStatus(
             rank=member.rank,
@@ -285,11 +284,11 @@ class Watcher:
         )
 
     def _median(self) -> float | None:
-        """Return the median of the latest steps' seconds; None before the first is done."""
+        """Return the median time of the latest steps in seconds; None before the first has ended."""
         return statistics.median(self._steps) if self._steps else None
 
     def _end_run(self, verdict: Verdict) -> None:
-        """End this process, and as the rank that judges all that are left on this host."""
+        """End this process; the judging rank also ends the other ranks of its host."""
         signals.say_nothing()
         path, judges = stacks_file(self.output_dir, verdict.step), not self.board.verdict
         if judges:
@@ -311,11 +310,11 @@ class Watcher:
         os._exit(1)
 
     def _is_ready(self, row: int) -> bool:
-        """Whether a rank of this host has written what it has to, or cannot."""
+        """Whether a rank of this host has written its stacks, or cannot."""
         return self.board.read(row).ready or self._state(row)[0] in ("", "Z", "T")
 
     def _kill(self, row: int) -> None:
-        """End another rank of this host at once, also a stopped one."""
+        """Kill another rank of this host. SIGKILL also ends a stopped process."""
         member = self.members[row]
         with suppress(OSError):
             status = status_of(member.pid)
@@ -323,14 +322,15 @@ class Watcher:
                 os.kill(member.pid, signal.SIGKILL)
 
 
-NAMESPACES = ("pid", "net", "mnt")  # ranks in other ones cannot see each other's processes, or not reach them alike
+NAMESPACES = ("pid", "net", "mnt")  # ranks in different namespaces cannot see or signal each other's processes
 SHARE_OF_TIMEOUT = 0.8
 
 
 def watch_run(args: TrainingArguments, groups: Groups, console: Console) -> Watcher | None:
-    """Watch the ranks of a run until the watcher is closed; all ranks call it.
+    """Start to watch the ranks of a run; a collective. Ends the watch of an earlier run of this process.
 
-    Returns None on a system that shows no processes. An earlier run of this process is not watched any longer.
+    Returns:
+        The running watcher; None on a system without /proc.
     """
     ACTIVITY.stop_watching()
     status = status_of(os.getpid())
@@ -353,7 +353,7 @@ def watch_run(args: TrainingArguments, groups: Groups, console: Console) -> Watc
         others,
     )
     watcher.start()
-    dist.barrier()  # every row says something before anybody judges by it
+    dist.barrier()  # each rank has written its row before any rank judges by it
     return watcher
 
 
@@ -370,7 +370,7 @@ def _myself(groups: Groups, started: int) -> Member:
 
 
 def _shared_board(local: list[Member], rank: int) -> tuple[Board, str]:
-    """Return the board of this host's ranks, and a name that all ranks of the run, and no other run, have."""
+    """Return the board of this host's ranks, and a name of the run that no other run has."""
     first = local[0].rank == rank
     folder = Path(tempfile.mkdtemp(prefix="ds-harness-watch-")) if first else None
     folders = values_of_all(folder)
@@ -385,7 +385,10 @@ def _shared_board(local: list[Member], rank: int) -> tuple[Board, str]:
 
 
 def announce_layers(calls: Sequence[LayerCall]) -> None:
-    """Have each layer show when its forward and its backward begin."""
+    """Count the begin of each layer's forward and backward as progress.
+
+    For engines that run no pipeline instructions (ZeRO-2, ZeRO-3), where a step would show nothing else.
+    """
     for index, call in enumerate(calls):
         if isinstance(call, nn.Module):
             call.register_forward_pre_hook(partial(_forward, f"forward of layer {index}"))
@@ -397,7 +400,7 @@ def _forward(doing: str, _layer: nn.Module, _inputs: object) -> None:
 
 
 def _backward(doing: str, _layer: nn.Module, _inputs: object, output: object) -> None:
-    """Show the backward of a layer as soon as the gradient of its output is there."""
+    """Count the begin of a layer's backward: the moment at which the gradient of its output arrives."""
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda _gradient: beat(doing))
