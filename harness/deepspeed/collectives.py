@@ -1,4 +1,4 @@
-"""The collectives of DeepSpeed's ZeRO, which sum gradients and gather parameters, in other hands that take them."""
+"""Replace the collectives by which DeepSpeed's ZeRO sums gradients and gathers parameters."""
 
 from __future__ import annotations
 
@@ -22,22 +22,27 @@ _SUMS = (comm.ReduceOp.SUM, dist.ReduceOp.SUM)
 
 
 class Done:
-    """What a collective that is done returns in the place of one that is under way."""
+    """The handle of an asynchronous collective that is already done."""
 
     def wait(self) -> bool:
         """Return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """Return what there is to know."""
+        """Return True: there is nothing to wait for."""
         return True
 
 
 def carry_collectives(sums: InPlace, gathers: Into, scatters: Into, means: Means) -> None:
-    """Ask these, before torch.distributed, to carry the sums, gathers and scattered sums of this process's DeepSpeed,
-    and the scattered means of ZeRO-3's gradients.
+    """Offer the collectives of this process's DeepSpeed to these functions first, then to torch.distributed.
 
-    They are done when they return, and are asked in one order on all ranks.
+    Args:
+        sums: all-reduce, in place.
+        gathers: all-gather into one tensor.
+        scatters: reduce-scatter of one tensor.
+        means: reduce-scatter of ZeRO-3's gradients, averaged.
+
+    They must be done when they return, and must decide alike on all ranks: they are asked in one order.
     """
     backend = comm.cdb
     of_torch = type(backend)

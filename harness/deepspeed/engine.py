@@ -1,4 +1,4 @@
-"""What DeepSpeed's engines keep to themselves: the gradient norm, clipping, evaluation, the running loss scale."""
+"""Reach into DeepSpeed's engines: gradient norm, clipping, evaluation, loss scale, counters."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from harness.deepspeed.flat_tensors import EngineOptimizer
 
 LOSS_SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What a scaler of the loss changes while it runs."""
+"""The attributes of DeepSpeed's loss scaler that change while it runs."""
 GRADIENTS = ("grad", "_hp_grad", "grad_accum")
-"""Attributes of a parameter that may hold a gradient of it."""
+"""Attributes of a parameter that may hold its gradient."""
 
 
 def has_bf16_optimizer(engine: DeepSpeedEngine) -> bool:
@@ -38,7 +38,9 @@ def inner_optimizers(engine: DeepSpeedEngine) -> list[Optimizer]:
 
 
 def clip_before_step(engine: DeepSpeedEngine, clip: Callable[[], Tensor], *, skip_nonfinite: bool) -> None:
-    """Have `clip` clip the gradients, in the place of an engine whose optimizer is a plain torch one.
+    """Clip gradients by `clip` just before the update, in an engine whose optimizer is a plain torch one.
+
+    DeepSpeed's own clipping counts tied weights twice.
 
     Args:
         clip: clips all gradients; returns their norm before clipping, which the engine then reports.
@@ -59,7 +61,7 @@ def clip_before_step(engine: DeepSpeedEngine, clip: Callable[[], Tensor], *, ski
 
 
 def sum_norm_with(optimizer: BF16_Optimizer, square_sum: Callable[[Iterable[Tensor], torch.device], Tensor]) -> None:
-    """Have the optimizer take the norm of one number, the norm of all gradients that it counts on this rank.
+    """Replace how the bf16 optimizer sums the squares of this rank's gradients for the gradient norm.
 
     Args:
         square_sum: returns the sum of the squares of all elements, a scalar on the device.
@@ -92,7 +94,7 @@ def gradients_of(parameter: Tensor) -> Iterator[Tensor]:
 
 
 def check_every_gradient(optimizer: EngineOptimizer) -> None:
-    """Let DeepSpeed's ZeRO optimizers look for gradients that are not finite in bf16, too, before they update."""
+    """Have DeepSpeed's ZeRO optimizers check gradients for infinities and NaN in bf16, too, before they update."""
     if hasattr(optimizer, "check_grad_overflow"):
         optimizer.check_grad_overflow = True
 
@@ -112,8 +114,7 @@ def evaluate_pipeline(engine: PipelineEngine, batches: Sequence[object], steps: 
 
 
 def forget_outputs(engine: PipelineEngine) -> None:
-    """Let go of the last stage's outputs once their loss is known: DeepSpeed keeps them until others take their
-    place."""
+    """Free the last stage's outputs once their loss is known: DeepSpeed keeps them until others take their place."""
     outputs: list[object] = engine.pipe_buffers["outputs"]
     outputs[:] = [None] * len(outputs)
 

@@ -1,4 +1,4 @@
-"""The gradients of a step, where DeepSpeed's optimizers look for them, and their sums in other hands than DeepSpeed's.
+"""Find the gradients of a step where DeepSpeed's optimizers look for them, and replace the sums of them.
 
 An optimizer reads a gradient in one of three places: `grad`, its own flat tensor in float32 (BF16_Optimizer), or
 `grad_accum` (ZeRO-1, where gradients are accumulated in another precision than the parameters'). A gradient that is
@@ -53,7 +53,8 @@ class StepGradients:
         place = self._flat.get(id(parameter))
         if place is not None:
             group, at = place
-            self._optimizer.fp32_groups_has_gradients[group][at] = True  # else it is left out of norm and clipping
+            # DeepSpeed leaves a parameter without this mark out of norm and clipping
+            self._optimizer.fp32_groups_has_gradients[group][at] = True
             return self._in_float32(group, at).view_as(parameter)
         dtype = self._optimizer.gradient_accumulation_dtype if self._accumulates else parameter.dtype
         found = torch.zeros_like(parameter, dtype=dtype)
@@ -70,7 +71,8 @@ def sum_tied_gradients(
 ) -> None:
     """Sum the gradients of tied weights over the stages that hold them, once all gradients of a step are accumulated.
 
-    Every stage takes part with every tied weight, if only with zeros: of a block that stages share, one may use a part.
+    Every stage takes part with every tied weight, if only with zeros: a stage may use only some weights of a shared
+    block, and would leave the others waiting.
 
     Args:
         sum_partial: called before, with what returns the gradient of a parameter, to sum what is but a part on each
@@ -105,7 +107,7 @@ def average_with(engine: PipelineEngine, average: Callable[[Sequence[Tensor], fl
     parameters, optimizer = trained_parameters(engine), engine.optimizer
     of_deepspeed = executing(engine, ReduceGrads)
     divided, gradients = isinstance(optimizer, DeepSpeedZeroOptimizer), StepGradients(optimizer)
-    if divided:  # it takes the means apart as it would its own, and sends nothing
+    if divided:  # ZeRO-1 then splits the means over its ranks as it would its own sums, and sends nothing
         optimizer.reduce_scatter = False
         optimizer.gradient_reduction_w_predivide = lambda tensor, _: tensor
 

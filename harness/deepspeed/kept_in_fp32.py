@@ -1,4 +1,4 @@
-"""Let parameters stay in float32 in an engine that trains the others in bf16.
+"""Keep chosen parameters in float32 in an engine that trains the others in bf16.
 
 DeepSpeed casts all parameters of a model to one dtype. ZeRO-0 to 2 flatten each group of parameters by itself, so a
 group may have another dtype. ZeRO-3 puts all groups into one flat tensor and reduces all gradients in one dtype; here
@@ -21,7 +21,7 @@ from harness.deepspeed.flat_tensors import EngineOptimizer
 
 @contextmanager
 def keeping_fp32() -> Iterator[None]:
-    """Let an engine that is built meanwhile leave the parameters to keep in float32 as they are."""
+    """Leave the parameters to keep in float32 uncast in an engine that is built while this lasts."""
     of_engine, of_zero3 = DeepSpeedEngine._cast_module_mixed_precision, stage3.defragment
 
     def cast(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> None:

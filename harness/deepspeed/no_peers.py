@@ -1,6 +1,6 @@
-"""Let DeepSpeed's engines run on one rank of many, without the others and with tensors that have no values.
+"""Run DeepSpeed's engines on one rank of many, without the other ranks and with tensors that have no values.
 
-What they send is found out by DeepSpeed itself; what they would receive has the form of what the other ranks send.
+DeepSpeed itself works out what is sent. What would be received is made up, with the shapes that the other ranks send.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def trusting_peers() -> Iterator[None]:
-    """Let DeepSpeed believe that the other ranks agree, and that the device is theirs, while the context lasts."""
+    """Skip DeepSpeed's cross-rank checks and report fp16 as supported while the context lasts."""
     with ExitStack() as stack:
         for owner, name, value in (
             (utils, "assert_lst_len_same_as_other_ranks", lambda _: None),
@@ -55,11 +55,14 @@ def trusting_peers() -> Iterator[None]:
 
 
 def expect_from_peers(engine: PipelineEngine, received: Mapping[int, Received]) -> None:
-    """Have a stage receive from the part of the model before what has the form of `received`, by its own part; with one
-    part a stage by its number. The first part receives nothing.
+    """Have a stage receive tensors with the shapes of `received` from the model chunk before.
 
-    From the next part it gets gradients of what it sends. The numbers by which partitioned tensors are put together
-    again are known here, and not received.
+    From the next chunk it gets gradients with the shapes of what it sends. The metadata by which partitioned tensors
+    are put together again is known here, and not received.
+
+    Args:
+        received: by the number of the receiving chunk, which is the stage with one chunk a stage. The first chunk
+            receives nothing.
     """
     execute = executing(engine, RecvGrad)
 
@@ -90,7 +93,7 @@ def _buffer(engine: PipelineEngine, index: int, like: Tensor) -> Tensor:
 
 
 def cut_step(engine: DeepSpeedEngine, micro_batches: int) -> None:
-    """Let the next step consist of its last `micro_batches`, the optimizer step among them."""
+    """Cut the next step to its last `micro_batches`, which end in the optimizer step."""
     if isinstance(engine, PipelineEngine):
         engine.micro_batches = micro_batches
     engine.micro_steps = engine.gradient_accumulation_steps() - micro_batches

@@ -33,11 +33,11 @@ from harness.topology.env import run_timeout
 class Transfers:
     """The transfers of activations, or of gradients, of one stage with the others.
 
-    Each direction has a process group: where a send is held back until its receive begins (NCCL), what goes to later
-    stages must not wait for what goes to earlier ones. The engine names model chunks where it has stages.
+    Each direction has a process group of its own. NCCL holds a send back until its receive begins, and runs the
+    calls of one group in order, so in one group a tensor for a later stage could wait for one to an earlier stage.
 
     Attributes:
-        groups: by whether a tensor goes to a later stage.
+        groups: process group by whether a tensor goes to a later stage.
     """
 
     engine: PipelineEngine
@@ -47,10 +47,11 @@ class Transfers:
     _within: deque[Tensor] = field(default_factory=deque)
 
     def send(self, tensor: Tensor, chunk: int) -> None:
-        """Begin to send a tensor to a chunk, and keep it until it has arrived."""
+        """Begin to send a tensor to the stage of a chunk; takes the place of DeepSpeed's `p2p.send`."""
+        # a tensor whose send is under way must not be freed or written
         self._under_way = [(work, sent) for work, sent in self._under_way if not work.is_completed()]
         tensor, stage = tensor.detach().contiguous(), self.chunks.stage_of(chunk)
-        if stage == self.engine.stage_id:
+        if stage == self.engine.stage_id:  # both chunks are here: nothing travels
             self._within.append(tensor)
             return
         group = self.groups[stage > self.engine.stage_id]
@@ -59,7 +60,7 @@ class Transfers:
             self._under_way.append((work, tensor))
 
     def receive(self, tensor: Tensor, chunk: int) -> None:
-        """Receive a tensor from a chunk."""
+        """Receive a tensor from the stage of a chunk; takes the place of DeepSpeed's `p2p.recv`."""
         stage = self.chunks.stage_of(chunk)
         if stage == self.engine.stage_id:
             tensor.copy_(self._within.popleft())
@@ -120,14 +121,14 @@ OF_A_CHUNK = (
     *("first_output_send", "first_gradient_send", "pipe_partition_input_meta_cache"),
     *("pipe_partition_output_meta_cache", "pipe_partition_grad_meta_cache", "grad_partition_grad_layer_meta_cache"),
 )
-"""What the engine keeps for a chunk."""
+"""Attributes of the engine that belong to one chunk."""
 
 
 class ChunkSwitch:
-    """Brings an engine that has just been built from chunk to chunk.
+    """Switches a newly built engine from chunk to chunk.
 
     Args:
-        chunks: of the whole model. With one chunk a stage the engine stays as it is.
+        chunks: the chunks of the whole model. With one a stage the engine stays as it is.
     """
 
     def __init__(self, engine: PipelineEngine, chunks: ModelChunks) -> None:
@@ -143,7 +144,7 @@ class ChunkSwitch:
             self._take_over(chunks.loss_stage)
 
     def _take_over(self, loss_stage: int) -> None:
-        """Have the engine ask here what depends on the chunk."""
+        """Replace the methods of the engine whose answer depends on the chunk."""
         engine, reset, next_batch = self._engine, self._engine.reset_activation_shape, self._engine._next_batch
 
         def reset_activation_shape() -> None:
@@ -166,11 +167,11 @@ class ChunkSwitch:
 
     @property
     def _here(self) -> list[int]:
-        """The chunk at which the engine is; outside of a schedule all of the stage."""
+        """The chunk that the engine works on; outside of a schedule all chunks of the stage."""
         return self._own if self._at is None else [self._at]
 
     def begin(self, buffers: int) -> None:
-        """Begin a schedule in which each chunk holds so many micro-batches at a time."""
+        """Begin a schedule in which each chunk holds up to `buffers` micro-batches at a time."""
         self.leave()
         self._buffers = buffers
         self._losses.clear()
@@ -178,9 +179,9 @@ class ChunkSwitch:
             waiting.clear()
 
     def at_chunk(self, execute: Execute) -> Execute:
-        """Return an instruction that is executed at its chunk. Without one it is of DeepSpeed's schedule.
+        """Wrap an instruction so that the engine switches to its chunk first.
 
-        The number of its micro-batch is for those who watch.
+        DeepSpeed's own schedule names no chunk. `micro_batch` is for those who watch instructions (profiler, watch).
         """
 
         def run(
@@ -196,7 +197,7 @@ class ChunkSwitch:
         return run
 
     def keep_loss(self, forward: Execute) -> Execute:
-        """Return a forward pass after which another one may come before its backward pass."""
+        """Wrap a forward pass so that others may come before its backward: the engine keeps the last loss alone."""
 
         def run(engine: PipelineEngine, buffer_id: int) -> None:
             forward(engine, buffer_id=buffer_id)
@@ -206,7 +207,7 @@ class ChunkSwitch:
         return run
 
     def give_loss(self, backward: Execute) -> Execute:
-        """Return the backward pass of such a forward pass."""
+        """Wrap a backward pass so that it starts from the loss of its own micro-batch."""
 
         def run(engine: PipelineEngine, buffer_id: int) -> None:
             if engine.is_last_stage():
@@ -216,7 +217,7 @@ class ChunkSwitch:
         return run
 
     def leave(self) -> None:
-        """Put away what the engine keeps for the chunk at which it is."""
+        """Put away what the engine keeps for the chunk that it works on."""
         if self._at is not None:
             self._kept[self._at] = {name: getattr(self._engine, name) for name in OF_A_CHUNK}
         self._at = None
@@ -234,11 +235,11 @@ class ChunkSwitch:
 
 
 class InputGradients(of_deepspeed.BufferOpInstruction):  # type: ignore[misc]  # DeepSpeed has no types
-    """Run a backward pass without the weight gradients that can be put off."""
+    """Run a backward pass without the weight gradients that can be deferred."""
 
 
 class WeightGradients(of_deepspeed.BufferOpInstruction):  # type: ignore[misc]  # DeepSpeed has no types
-    """Compute the weight gradients that were put off the longest ago."""
+    """Compute the weight gradients that were deferred first."""
 
 
 class AwaitSends(of_deepspeed.PipeInstruction):  # type: ignore[misc]  # DeepSpeed has no types
@@ -246,10 +247,10 @@ class AwaitSends(of_deepspeed.PipeInstruction):  # type: ignore[misc]  # DeepSpe
 
 
 class Deferral(Protocol):
-    """What puts off weight gradients, and computes them."""
+    """Defers weight gradients, and computes them later."""
 
-    def put_off(self) -> AbstractContextManager[object]:
-        """Return a context in which a backward pass puts them off."""
+    def defer(self) -> AbstractContextManager[object]:
+        """Return a context in which a backward pass defers its weight gradients."""
 
     def compute(self) -> None:
         """Compute and accumulate those of the oldest backward pass."""
@@ -361,7 +362,7 @@ def _executors(
     def input_gradients(engine: PipelineEngine, buffer_id: int) -> None:
         received = engine.grad_layer
         engine.grad_layer = tree_map(_copied, received)  # the engine receives the next one into the same tensor
-        with deferral.put_off():
+        with deferral.defer():
             backward(engine, buffer_id=buffer_id)
         engine.grad_layer = received
 

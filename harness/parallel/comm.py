@@ -25,7 +25,7 @@ from harness.parallel.compiling import eager
 Context: TypeAlias = Any
 """What torch hands from a forward to its backward: an object that takes any attribute."""
 
-# Names of the nodes at which a walk from the output to the inputs enters a stretch of split values, and leaves it.
+# Names of the autograd nodes at which a backward walk enters a stretch of split values, and leaves it.
 INTO_SPLIT = frozenset({"_ReduceFromGroupBackward", "_GatherFromGroupBackward", "_ScatterSequenceBackward"})
 OUT_OF_SPLIT = frozenset(
     {"_CopyToGroupBackward", "_CopyOnceBackward", "_CopyTailToGroupBackward", "_SplitToGroupBackward"}
@@ -70,22 +70,22 @@ def apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Forward: `x` itself, whole. Backward: the gradients, partial, are summed over the group (f)."""
+    """Forward: the whole `x` (...) itself. Backward: the partial gradients are summed over the group (f)."""
     return x if group_size(group) == 1 else apply(_CopyToGroup, x, group)
 
 
 def copy_tail_to_group(x: Tensor, tail: int, group: dist.ProcessGroup | None) -> Tensor:
-    """`copy_to_group` for the last `tail` entries of `x`'s last dimension; the gradients of the others are whole."""
+    """`copy_to_group` for the last `tail` entries of `x` (..., n); the gradients of the others are whole."""
     return x if group_size(group) == 1 else apply(_CopyTailToGroup, x, tail, group)
 
 
 def reduce_from_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Forward: `x`, partial, is summed over the group. Backward: the gradient itself, whole (g)."""
+    """Forward: the partial `x` (...) is summed over the group. Backward: the whole gradient itself (g)."""
     return x if group_size(group) == 1 else apply(_ReduceFromGroup, x, group)
 
 
 def gather_from_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[int] = ()) -> Tensor:
-    """Forward: the group's shares `x` (..., n) are joined into the whole; without `widths` n is alike on all ranks.
+    """Forward: the shares `x` (..., n) of the ranks are joined into (..., sum of n); without `widths` all n are equal.
 
     Backward: each rank keeps its share of the gradient, which must be whole: what follows is computed alike
     on every rank.
@@ -108,14 +108,14 @@ def split_to_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the sum of `x` over the group, in a new tensor, outside of the graph: for gradients."""
+    """Return the sum of `x` (...) over the group, a new tensor of the same shape without a graph: for gradients."""
     if group is None or group_size(group) == 1:
         return x
     return summed(x, group)
 
 
 def max_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the elementwise maximum of `x` over the group, in a new tensor, outside of the graph."""
+    """Return the elementwise maximum of `x` (...) over the group, a new tensor of the same shape without a graph."""
     if group is None or group_size(group) == 1:
         return x
     return largest(x, group)

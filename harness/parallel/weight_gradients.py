@@ -1,14 +1,14 @@
 """Weight gradients of linear layers, computed later than the gradients of their inputs.
 
 The backward pass of y = x A^T + b needs two products: the gradient of x, which the layers before wait for, and that of
-A, which nobody waits for. While a `WeightGradients` puts off, a linear layer's backward pass computes the first one
-and keeps x and the gradient of y for the second. Biases, norms, embeddings and other layers get their gradients at
+A, which nobody waits for. While a `WeightGradients` defers, a linear layer's backward pass computes the first one and
+keeps x and the gradient of y for the second. Biases, norms, embeddings and other layers get their gradients at
 once, and so do weights that are computed from parameters.
 
 `accumulate` computes them while something else goes on: column-parallel layers have theirs made while the gradient of
 their input is summed over the tensor-parallel group.
 
-A gradient that was put off goes to its parameter as any other: through the parameter's hooks, so that it is summed
+A deferred gradient reaches its parameter as any other does: through the parameter's hooks, so that it is summed
 over tensor-parallel ranks and accumulated as if it had come at once. Until then autograd calls these hooks with None.
 """
 
@@ -38,22 +38,22 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self._kept: deque[list[Product]] = deque()
-        self._puts_off = False
+        self._defers = False
 
     @contextmanager
-    def put_off(self) -> Iterator[None]:
+    def defer(self) -> Iterator[None]:
         """Keep, while this is entered, the weight gradients of one micro-batch for `compute`."""
         self._kept.append([])
-        self._puts_off = True
+        self._defers = True
         try:
             yield
         finally:
-            self._puts_off = False
+            self._defers = False
 
     @property
     def keeping(self) -> list[Product] | None:
-        """Where what a weight gradient is computed from is kept now; None where it is not put off."""
-        return self._kept[-1] if self._puts_off else None
+        """Where the factors of weight gradients are kept now; None while none is deferred."""
+        return self._kept[-1] if self._defers else None
 
     def compute(self) -> None:
         """Compute and accumulate the weight gradients of the oldest micro-batch that is kept."""
@@ -65,18 +65,16 @@ class WeightGradients:
 
 
 def accumulate(products: list[Product]) -> None:
-    """Compute weight gradients and add them to their parameters', and leave the list empty.
-
-    One after the other, in the order in which they were put off: autograd runs what was made last first.
-    """
+    """Compute the weight gradients of `products`, add them to their parameters', and empty the list."""
     with torch.enable_grad():
+        # the newest first: autograd runs the node that was made last first, so the gradients are added up oldest first
         roots = [apply(_Later, *products.pop()) for _ in range(len(products))]
     if roots:
         torch.autograd.backward(roots)
 
 
 def attach(module: nn.Module, gradients: WeightGradients) -> None:
-    """Have the linear layers in `module` ask `gradients` whether to put off those of their weights."""
+    """Have the linear layers in `module` ask `gradients` whether to defer those of their weights."""
     layer: Any
     for layer in module.modules():
         replacement = FORWARDS.get(type(layer).forward)
@@ -89,9 +87,15 @@ def attach(module: nn.Module, gradients: WeightGradients) -> None:
 def linear(
     layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None, products: list[Product] | None = None
 ) -> Tensor:
-    """Return `F.linear(x, weight, bias)` for a layer, whose weight gradient may be put off.
+    """Return `F.linear(x, weight, bias)` for a layer whose weight gradient may be deferred.
 
-    Where it would come at once it is left to whoever reads `products`, if that is given.
+    Args:
+        x: (..., in).
+        weight: (out, in), a parameter of the layer or a view of one.
+        products: where to leave what the weight gradient is computed from, if no schedule defers it.
+
+    Returns:
+        (..., out).
     """
     gradients: WeightGradients | None = getattr(layer, "weight_gradients", None)
     if gradients is None and products is None:
@@ -109,7 +113,7 @@ def _linear(
 
 
 def _can_wait(x: Tensor, weight: Tensor) -> bool:
-    """Whether a weight's gradient can be put off: that of a parameter, or of a view of one.
+    """Whether a weight's gradient can be deferred: that of a parameter, or of a view of one.
 
     A weight that is computed from parameters has a graph of its own, which can be gone through but once.
     """
@@ -144,7 +148,7 @@ class _Linear(torch.autograd.Function):
         products: list[Product] | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight = weight  # itself: recomputation would give back a copy without its graph
+        ctx.weight = weight  # not by save_for_backward: recomputation would give back a copy without its graph
         ctx.gradients, ctx.products = gradients, products
         return F.linear(x, weight, bias)
 
@@ -165,7 +169,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Later(torch.autograd.Function):
-    """A scalar whose gradient with respect to a weight is the one that was put off."""
+    """A scalar whose gradient with respect to a weight is the deferred one."""
 
     @staticmethod
     def forward(ctx: Context, weight: Tensor, x: Tensor, grad: Tensor) -> Tensor:

@@ -22,14 +22,14 @@ from torch.nn import functional
 from harness.parallel.collectives.neighbours import Neighbours, meet
 
 Piece = list[tuple[int, range]]
-"""Of which tensors a piece holds something, and which elements of a part; one after the other."""
+"""A piece of a part that fits into a buffer: for each tensor in it, its index and the elements of the part."""
 
 
 class EqualShares:
-    """The parts of tensors that are contiguous and of one dtype.
+    """Divides contiguous tensors of one dtype into equal parts, one for each rank.
 
-    A tensor's parts are runs of its elements, one after the other; each has as many, rounded up, but the last ones may
-    have fewer, or none, and are read as if zeros followed.
+    A part is a run of a tensor's elements. Where they do not divide, the last parts have fewer, or none, and are read
+    as if zeros followed.
 
     Attributes:
         sizes: elements of a part of each tensor.
@@ -78,9 +78,9 @@ def width(piece: Piece) -> int:
 
 
 PIECE_BYTES = 1 << 22
-"""What a rank writes before it waits: of half of it, a meeting would take a tenth of the time."""
+"""Chunk size in bytes. At half of it, synchronisation costs 10% of the time."""
 _WHOLE_BYTES = 1 << 16
-"""Of a tensor that each rank sums by itself, however many they are: a second meeting would take longer."""
+"""Up to this many bytes each rank sums the whole tensor by itself: a second synchronisation would take longer."""
 Operation = Callable[..., Tensor]
 Combine = Callable[[list[Tensor], Tensor], None]
 

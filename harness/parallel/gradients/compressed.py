@@ -249,7 +249,7 @@ def wire_share(bits: int) -> float:
 SAMPLE = 1 << 18
 """Numbers of a trial: 1 MiB in float32. More than 2,048 ranks need more."""
 CLEARLY = 0.8
-"""Fewer bits must take less than this part of the time: they cost accuracy, and a measurement is noisy."""
+"""Compression must take less than this share of the time: it costs accuracy, and a measurement is noisy."""
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def sum_gradients_of_copies(module: nn.Module, names: list[str], group: dist.Pro
             sum_gradients(module, [name], GradientSum(group, shard))
 
 
-def put_off_sums(parameters: Iterable[nn.Parameter]) -> None:
+def defer_sums(parameters: Iterable[nn.Parameter]) -> None:
     """Leave the sums of these parameters' gradients to `sum_once`; call it before their first forward."""
     for param in parameters:
         param.summed_once_a_step = True  # type: ignore[attr-defined]  # a parameter takes any attribute

@@ -64,20 +64,20 @@ class SequenceShare:
         return self._is_hidden(x, self.length)
 
     def gather(self, share: Tensor) -> Tensor:
-        """Return the hidden state of all tokens, and the same tensor again for the same share.
+        """Return the hidden state of all tokens, (batch, sequence, width), for this rank's share; once for each share.
 
-        The gradient of what column-parallel layers make of it directly is reduced and scattered; any other must be
-        whole, and each rank keeps its share of it.
+        The gradients from column-parallel layers that take it directly are partial: they are reduced and scattered.
+        Any other gradient must be whole, and each rank keeps its share of it.
         """
         return _gather_once(self, share)
 
     def scatter(self, partial: Tensor) -> Tensor:
-        """Sum a hidden state of all tokens over the group; return this rank's share of the sum."""
+        """Sum a partial hidden state (batch, sequence, width) over the group; return this rank's share of the sum."""
         share = apply(_ScatterSequence, self.with_batch(partial), self.group, self.widths)
         return share.flatten(0, 1) if partial.dim() == 2 else share
 
     def split(self, whole: Tensor) -> Tensor:
-        """Return this rank's share of a hidden state that all ranks have."""
+        """Return this rank's share of a hidden state (batch, sequence, width) that all ranks have."""
         share = split_sequence(self.with_batch(whole), self.group)
         return share.flatten(0, 1) if whole.dim() == 2 else share
 
@@ -96,7 +96,7 @@ def widths_of(length: int, group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def split_sequence(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Forward: this rank's share of what all ranks have. Backward: the gradients of the shares are joined."""
+    """Forward: this rank's share of (batch, sequence, ...). Backward: the gradients of the shares are joined."""
     return apply(_SplitSequence, whole, group, widths_of(whole.shape[1], group))
 
 

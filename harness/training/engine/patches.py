@@ -27,7 +27,7 @@ from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.pipeline.schedules.instructions import follow_schedule
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule
 from harness.parallel.tensor.layers import overlap_sums
-from harness.parallel.tensor.partial_gradients import put_off_sums, sum_once
+from harness.parallel.tensor.partial_gradients import defer_sums, sum_once
 from harness.parallel.zero import copy_hooked_inputs
 from harness.resilience.process.activity import beat
 from harness.resilience.watch.watcher import announce_layers
@@ -94,7 +94,7 @@ def _compress(new: NewEngine) -> None:
 
 
 def _sum_partial_gradients(new: NewEngine) -> None:
-    put_off_sums(list(new.module.parameters()))
+    defer_sums(list(new.module.parameters()))
     sum_tied_gradients(new.deepspeed, partial(sum_once, list(new.module.parameters())))
 
 

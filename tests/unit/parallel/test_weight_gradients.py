@@ -60,7 +60,7 @@ def gradients(module: nn.Module, recompute: str, later: WeightGradients | None =
         if later is None:
             run(module, x, recompute).pow(2).sum().backward()
         else:
-            with later.put_off():
+            with later.defer():
                 run(module, x, recompute).pow(2).sum().backward()
     for _ in inputs if later is not None else ():
         later.compute()
@@ -82,7 +82,7 @@ def test_what_is_put_off_is_the_same_to_the_last_bit(recompute: str) -> None:
 def test_it_comes_with_the_weight_gradients_and_not_before() -> None:
     module, later = nn.Linear(4, 3), WeightGradients()
     attach(module, later)
-    with later.put_off():
+    with later.defer():
         module(torch.ones(2, 4)).sum().backward()
     assert module.weight.grad is None and module.bias.grad is not None
     later.compute()
@@ -96,7 +96,7 @@ def test_the_hooks_of_a_parameter_act_once() -> None:
     attach(module, later)
     module.weight.register_hook(lambda grad: None if grad is None else grad * 10)
     module.weight.register_post_accumulate_grad_hook(lambda weight: accumulated.append(weight.grad is not None))
-    with later.put_off():
+    with later.defer():
         module(torch.ones(2, 4)).sum().backward()
     later.compute()
     assert torch.equal(module.weight.grad, torch.full((3, 4), 20.0)) and accumulated == [False, True]
@@ -109,7 +109,7 @@ def test_autocast_and_evaluation_keep_torchs_own_linear() -> None:
     x = torch.randn(2, 4)
     with torch.no_grad():
         assert torch.equal(module(x), plain(x)) and module(x).grad_fn is None
-    with torch.autocast("cpu", dtype=torch.bfloat16), later.put_off():
+    with torch.autocast("cpu", dtype=torch.bfloat16), later.defer():
         module(x).float().sum().backward()
         plain(x).float().sum().backward()
     assert module.weight.grad is not None and torch.equal(module.weight.grad, plain.weight.grad)

@@ -80,7 +80,7 @@ def one_forward_one_backward(chunks: ModelChunks, micro_batches: int, stage: int
 
 
 def zero_bubble_h1(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
-    """Yield the passes of a stage under ZB-H1; `stage` is also how many weight gradients it puts off at most."""
+    """Yield the passes of a stage under ZB-H1; `stage` is also how many weight gradients it defers at most."""
     ahead = min(chunks.stages - stage, micro_batches)
     for index in range(ahead):
         yield Pass(Kind.FORWARD, index, stage)
@@ -141,7 +141,7 @@ def zero_bubble_v(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterat
     made.add("0B W 1F 1B W", made.forwards(0) - made.forwards(1))
     made.add("0B 1B", stage)
     made.add("0B W", stages - stage)
-    made.add("W", made.put_off)
+    made.add("W", made.deferred)
     return made.of(micro_batches)
 
 
@@ -155,13 +155,13 @@ def dualpipe_v(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[
     made.add("1B W 1F", after)
     made.add("0F 1BW 1F 0BW", count - 2 * stages + stage + 1)
     made.add("1BW 1F 0BW", after)
-    # the second half of these puts off: who waits for a stage soon waits for its input gradients alone
+    # the second half of these defers weight gradients, so that the stage before gets its input gradients sooner
     half, odd = divmod(stage + 1, 2)
     made.add("1BW 0BW", half)
     made.add("1BW 0B" if odd else "1B 0B", 1)
     made.add("1B 0B", stage - half)
     made.add("W 0B", after)
-    made.add("W", made.put_off)
+    made.add("W", made.deferred)
     return made.of(micro_batches)
 
 
@@ -170,18 +170,18 @@ KINDS = {"F": Kind.FORWARD, "B": Kind.INPUT_GRADIENTS, "BW": Kind.BACKWARD}
 
 class _Passes:
     """The passes of a stage, written down as `0F` (forward, the stage's first chunk), `1B` (input gradients of the
-    second), `0BW` (the whole backward pass) and `W` (the weight gradients that were put off the longest ago)."""
+    second), `0BW` (the whole backward pass) and `W` (the weight gradients that were deferred first)."""
 
     def __init__(self, chunks: list[int]) -> None:
         self._parts = chunks
         self._passes: list[Pass] = []
         self._forwards, self._backwards = [0, 0], [0, 0]
-        self._put_off: deque[Pass] = deque()
+        self._deferred: deque[Pass] = deque()
 
     @property
-    def put_off(self) -> int:
-        """How many weight gradients are put off."""
-        return len(self._put_off)
+    def deferred(self) -> int:
+        """How many weight gradients are deferred."""
+        return len(self._deferred)
 
     def forwards(self, half: int) -> int:
         """Return how many forward passes the first (0) or the second chunk has."""
@@ -191,13 +191,13 @@ class _Passes:
         """Add passes, which follow each other, so many times."""
         for name in passes.split() * times:
             if name == "W":
-                self._passes.append(self._put_off.popleft())
+                self._passes.append(self._deferred.popleft())
                 continue
             half, kind = int(name[0]), KINDS[name[1:]]
             counts = self._forwards if kind is Kind.FORWARD else self._backwards
             self._passes.append(Pass(kind, counts[half], self._parts[half]))
             if kind is Kind.INPUT_GRADIENTS:
-                self._put_off.append(Pass(Kind.WEIGHT_GRADIENTS, counts[half], self._parts[half]))
+                self._deferred.append(Pass(Kind.WEIGHT_GRADIENTS, counts[half], self._parts[half]))
             counts[half] += 1
 
     def of(self, micro_batches: int) -> Iterator[Pass]:
