@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from harness.arguments import TrainingArguments
 from harness.config import Resolved
+from harness.config.values.layout_keys import DEEPSPEED_1F1B
 from harness.deepspeed.instructions import announce_instructions, watch_instructions
 from harness.deepspeed.no_peers import Received, announce_halves, cut_step, expect_from_peers, replaced
 from harness.deepspeed.zero3_parameters import held_tensor
@@ -98,7 +99,7 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
         context = EngineContext(
             args=plan.args,
             # the schedule is cut short first; a compiled layer asks for the sizes of tensors that have no values
-            resolved=replace(plan.resolved, schedule="", compile_backend=None),
+            resolved=replace(plan.resolved, schedule=DEEPSPEED_1F1B, compile_backend=None),
             groups=groups,
             device=device,
             max_steps=plan.max_steps,

@@ -88,8 +88,8 @@ def named_at_train(job: Job, folder: str) -> tuple[list[float], list[float], str
     for checkpoint in (None, f"{folder}/checkpoint-2", None):
         trainer = Trainer(job.model, settings, rows())
         try:
-            state = trainer.train(resume_from_checkpoint=checkpoint)
-            losses.append([logs["loss"] for logs in state.log_history])
+            trainer.train(resume_from_checkpoint=checkpoint)
+            losses.append([logs["loss"] for logs in trainer.state.log_history])
         except UserError as error:
             refusal = str(error)
         assert trainer.model.config.vocab_size == 301

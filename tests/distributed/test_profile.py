@@ -125,7 +125,7 @@ def check_messages(step: StepProfile) -> None:
         assert other is not None and span.part is not None
         forward = span.name == "SendActivation"
         assert (other[1].part, other[1].micro_batch) == (span.part + (1 if forward else -1), span.micro_batch)
-        assert step.parts.stage_of(other[1].part) == other[0].stage and other[1].end >= span.start
+        assert step.chunks.stage_of(other[1].part) == other[0].stage and other[1].end >= span.start
     waits = [span for _, spans in with_waits(step) for span in spans if span.kind == "wait"]
     assert waits and {span.name for span in waits} <= {"RecvActivation", "RecvGrad"}
 

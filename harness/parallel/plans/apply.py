@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from harness.config.model.shares import Stretch
+from harness.config.model.shares import Heads, Stretch
 from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.experts import EXPERT_PARAMETER, EXPERTS, cut_experts, ep_dispatch_experts
@@ -25,6 +25,7 @@ from harness.parallel.plans.heads import Attention, attention_at, attention_belo
 from harness.parallel.plans.plan import ADVICE, WORDS, InputRule, Plan, PlanRule, wildcard
 from harness.parallel.plans.styles import STYLE_FUNCTIONS, cut_bare_parameter, cut_head_parameters
 from harness.parallel.plans.target import PlanTarget
+from harness.parallel.tensor.layers import ColumnParallelLinear, SharedColumnLinear
 from harness.parallel.tensor.partial_gradients import Values, sum_partial_gradients
 from harness.parallel.tensor.shard import shard_of, sum_of
 from harness.parallel.values import Keyword, Positional
@@ -116,11 +117,27 @@ def _adapt_modules(place: _Place, *, local_logits: bool) -> None:
         full_name = _join(place.prefix, name)
         pattern = wildcard(full_name)
         _divide_attributes(child, full_name, plan, tensor, place.attention_at(full_name))
+        if full_name in place.attentions:
+            _repeat_borrowed_keys_less(child, place.attentions[full_name].heads, tensor)
         inside = attention_below(full_name, place.attentions)
         _cut_inputs(child, full_name, plan.inputs.get(pattern, {}), tensor, inside, place.config)
         if child is place.module or (pattern.endswith(".*") and pattern.count("*") == 1):  # a decoder layer
             local = local_logits and plan.splits_head and _holds(child, full_name, plan.head)
             sum_partial_gradients(child, full_name, tensor, output_kind=Values.SPLIT if local else Values.WHOLE)
+
+
+def _repeat_borrowed_keys_less(attention: nn.Module, heads: Heads, tensor: TensorParallel) -> None:
+    """Tell an attention that takes an earlier layer's keys how many query heads of this rank each of them serves.
+
+    Where ranks share a key/value head, cutting the keys tells the layer that has them; one that borrows them has none.
+    """
+    if heads.key_value >= tensor.size or not isinstance(getattr(attention, "num_key_value_groups", None), int):
+        return
+    columns = [child for child in attention.children() if isinstance(child, (ColumnParallelLinear, SharedColumnLinear))]
+    shards = [shard_of(column.weight) for column in columns]
+    if columns and not any(shard is None or shard.copied for shard in shards):
+        start, stop = heads.queries(tensor.size)[tensor.rank]
+        attention.num_key_value_groups = stop - start  # type: ignore[assignment]
 
 
 def _join(prefix: str, name: str) -> str:

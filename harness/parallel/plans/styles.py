@@ -217,8 +217,6 @@ def colwise(target: PlanTarget, parts: int = 1) -> nn.Module:
     if shard.copied:
         _repeat_less(target)
         sum_gradients_of_copies(layer, ["weight", "bias"], tensor.group)
-    elif _shares_key_values(target):  # also where the keys are those of an earlier layer, which this one does not cut
-        _repeat_less(target)
     return layer
 
 
@@ -414,13 +412,6 @@ def _plain_embedding(target: PlanTarget) -> nn.Embedding:
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
         raise style_error(target, "a plain nn.Embedding")
     return module
-
-
-def _shares_key_values(target: PlanTarget) -> bool:
-    """Whether this rank has a part of a key/value head's query heads, and the attention counts them."""
-    if target.attention is None or target.heads is None or not target.attention.inside:
-        return False
-    return target.heads.key_value < target.tensor.size and hasattr(target.attention.module, "num_key_value_groups")
 
 
 def _repeat_less(target: PlanTarget) -> None:
