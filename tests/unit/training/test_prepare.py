@@ -15,8 +15,9 @@ from harness import TrainingArguments, UserError
 from harness.arguments.configure import read_run_config
 from harness.arguments.themes.script import ScriptArguments
 from harness.console import plain_console
-from harness.data.inputs.datasets import Datasets, SampleForm, _require_cut, script_datasets, user_datasets
+from harness.data.inputs.datasets import Datasets, SampleForm, script_datasets, user_datasets
 from harness.data.tokenizer import ByteTokenizer
+from harness.hf.causal import require_cut
 from harness.hf.skeleton import ModelSource, read_source
 from harness.topology.env import LaunchEnv
 from harness.training.prepare.preflight import check_inputs
@@ -100,7 +101,7 @@ def test_a_model_that_cannot_be_cut_is_refused_before_anything_is_tokenised() ->
         config = read_run_config(args, world_size=size)
         refused = pytest.raises(UserError, match="each head has a norm of its own") if size == 2 else nullcontext()
         with refused:
-            _require_cut(source, config)
+            require_cut(source, config.resolved.tp_size, whole_experts=config.resolved.ep_size > 1)
             assert size == 1
 
 
