@@ -65,7 +65,7 @@ class Step:
     def begin_at(self, instruction: str, place: Mapping[str, int]) -> None:
         """Begin an instruction of a schedule with several parts of the model."""
         self.begin(instruction)
-        self._part = place["part"] if instruction in OF_FORWARD else None
+        self._part = place["chunk"] if instruction in OF_FORWARD else None
         self._before = self.ledger.live
 
     def end(self) -> None:

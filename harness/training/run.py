@@ -101,12 +101,13 @@ class Run(RunPlan, EngineContext):
             train_batch_size=self.resolved.micro_batch,
         )
 
-    def events_after(self, step: int, before: int, consumed: int) -> StepEvents:
+    def events_after(self, step: int, before: int, consumed: int, max_steps: int | None = None) -> StepEvents:
         """Return what the arguments ask for after a step. After the last one, everything that is enabled is due.
 
-        `before`, `consumed`: samples that the run had used before and after it.
+        `before`, `consumed`: samples that the run had used before and after it. `max_steps`: where a callback has
+        changed the number of steps.
         """
-        args, last = self.args, step == self.max_steps
+        args, last = self.args, step == (max_steps or self.max_steps)
         samples = dataset_length(self.data.train)
         epoch_ends = consumed // samples > before // samples
 

@@ -269,7 +269,8 @@ class Trainer:
         """Do what is due after a step: callbacks, log, evaluation, checkpoint; return the signal that ends the run."""
         control, checkpoints = self.control, self.checkpoints
         checkpoints.wait_a_moment()
-        due = self.run.events_after(record.step, self.stream.before if self.stream else 0, record.consumed_samples)
+        before = self.stream.before if self.stream else 0
+        due = self.run.events_after(record.step, before, record.consumed_samples, self.state.max_steps)
         self._call("on_step_end", record=record)
         for event in due.epoch_events:
             self._call(event)
