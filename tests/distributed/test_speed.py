@@ -24,4 +24,6 @@ def linked() -> tuple[float, float]:
 
 
 def test_the_link_is_the_memory_that_ranks_of_a_host_share() -> None:
-    assert all(few > 0 and many > 0 for few, many in run_ranks(2, linked))
+    assert all(
+        few >= 0 and many > 0 for few, many in run_ranks(2, linked)
+    )  # few: what a sum adds to the work beside it
