@@ -2,16 +2,13 @@
 
 Plain numbers in, plain numbers out: no torch, no process. In the order in which they build on each other:
 
-- `shape.py`: the sizes of a decoder; `model_config.py` reads them from its config.json
+- `shape.py`: the sizes of a decoder; `model_config.py` reads them from its config.json, or counts them on the model
 - `hardware/`: the devices, one JSON each, and `Hardware`, which reads them; `calibrate.py` measures this CPU
-- `workload.py`: what is trained, and how it is laid out
-- `compute.py`: seconds of a matrix product; `layer_time.py`: of a layer, the embedding and the head
+- `workload.py`: what is trained, by which program, how it is laid out, and which layers each stage holds
 - `traffic.py`: seconds of collectives and messages over the links
-- `memory.py`: what each stage holds
-- `stages.py`: which layers a stage holds
-- `step.py`: seconds of a step, from the four above
-- `estimate.py`: one config, as a row; `task.py`: what is asked of a plan; `search.py`: all layouts, ranked;
-  `sensitivity.py`: what more would bring
-- `preset.py`: the DeepSpeed JSON of a row; `table.py`: rows in the terminal; `page/`: the planner in a browser;
-  `commands.py`: the verbs
+- `layer_time.py`: seconds of a matrix product, of a layer, the embedding and the head, and of the host that issues them
+- `memory.py`: what each stage holds between two steps, and at the fullest moment of one
+- `step.py`: seconds of a step, from the three above
+- `estimate.py`: the prediction of one config; `search.py`: all layouts of a task, ranked, and what more would bring
+- `preset.py`: the DeepSpeed JSON of a layout; `page/`: the planner in a browser; `commands.py`: the verbs, their tables
 """

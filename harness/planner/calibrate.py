@@ -13,7 +13,7 @@ from pathlib import Path
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.planner.hardware import GIB
-from harness.planner.host_time import OPERATIONS
+from harness.planner.layer_time import OPERATIONS
 
 MODULE = "harness.parallel.speed"
 LIMIT_S = 120.0

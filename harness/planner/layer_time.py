@@ -2,14 +2,132 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 
-from harness.planner.compute import PRODUCT_BYTES, Seconds, product
 from harness.planner.hardware import Hardware
-from harness.planner.host_time import held_experts, with_issue
 from harness.planner.shape import LayerShape, context
 from harness.planner.traffic import all_reduce, expert_exchange, half_ring, tensor_group
 from harness.planner.workload import Strategy, Workload, layer_parameters
+
+# Seconds of a decoder layer on one device: matrix products, attention, and what only moves memory.
+#
+# A roofline (Williams et al. 2009): a kernel takes the longer of its operations at the rate that its shape reaches
+# and its bytes at the memory's rate. The rate of a matrix product falls where its tiles do not fill the processors
+# of the device in whole waves, and where the inner dimension is short (NVIDIA, Matrix Multiplication Background:
+# tile and wave quantization).
+
+
+# Rows and columns of a tile, and its rate next to the largest one's: a small tile reads its inputs more often.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
+START_UP = 64  # inner dimension at which the start and the end of a tile cost as much as its products: two of its steps
+# Rows must begin at multiples of 16 bytes for the fast kernels: an odd size is left to slow ones (same source, on
+# alignment; CUTLASS reaches about a third without vector loads).
+ALIGNED, UNALIGNED_RATE = 8, 0.3
+PRODUCT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one micro-batch: forward, and backward without any recomputation."""
+
+    forward: float
+    backward: float
+
+    def plus(self, other: Seconds) -> Seconds:
+        """Return the sum of both."""
+        return Seconds(self.forward + other.forward, self.backward + other.backward)
+
+
+@lru_cache(maxsize=65536)
+def matmul(
+    hardware: Hardware, precision: str, rows: int, inner: int, columns: int, copies: int = 1, kernels: int = 1
+) -> float:
+    """Return the seconds of `copies` products of rows x inner by inner x columns in so many kernels."""
+    rate = hardware.reached_flops(precision) * inner / (inner + START_UP)
+    if hardware.compute_units > 1 and (inner % ALIGNED or columns % ALIGNED):
+        rate *= UNALIGNED_RATE
+    work = 2.0 * copies * rows * inner * columns
+    best = min(
+        ceil(copies * ceil(rows / tall) * ceil(columns / wide) / hardware.compute_units)
+        * hardware.compute_units * tall * wide / speed
+        for tall, wide, speed in TILES
+    ) / (copies * rows * columns)  # fmt: skip
+    moved = copies * (PRODUCT_BYTES[precision] * inner * (rows + columns) + 2.0 * rows * columns)
+    return max(work * best / rate, moved / hardware.memory_bytes_per_second) + kernels * hardware.kernel_seconds
+
+
+def product(
+    hardware: Hardware, precision: str, rows: int, inner: int, columns: int, copies: int = 1, kernels: int = 1
+) -> Seconds:
+    """Return the seconds of a layer's product, and of the gradients of its input and its weight."""
+    if not rows * inner * columns * copies:
+        return Seconds(0.0, 0.0)
+    forward = matmul(hardware, precision, rows, inner, columns, copies, kernels)
+    of_input = matmul(hardware, precision, rows, columns, inner, copies, kernels)
+    of_weight = matmul(hardware, precision, inner, rows, columns, copies, kernels)
+    return Seconds(forward, of_input + of_weight)
+
+
+# Seconds in which a host issues operations: its Python, and the library's way to a kernel.
+#
+# A device works meanwhile, so only the longer of both counts. Where the device is the host's own processor, both
+# add up, and what DeepSpeed's Python does beside the operations counts too: it is given in operations, from the
+# processor time of steps of a model too narrow for its numbers to take time (transformers' llama, DeepSpeed 0.19.8,
+# two ranks).
+
+
+# Operations that a host issues for a layer's forward, counted on a decoder of transformers; backward issues twice as
+# many, one gradient for each input. A collective takes as long as a few of them.
+OPERATIONS, COLLECTIVE_OPERATIONS = 50, 3
+# On a host: what the harness and its engine do around a layer, both ways; of an all-reduce within a layer, with the
+# autograd function around it; of a layer's recomputation beside its forward; of ZeRO-3's hooks on a layer's modules,
+# both ways; of what a micro-batch takes beside its layers, both ways; and of a layer's part in an update.
+HOST_LAYER, HOST_COLLECTIVE, HOST_RECOMPUTED, HOST_ZERO_3, HOST_MICRO_BATCH, HOST_UPDATE = 50, 23, 185, 900, 420, 70
+
+
+def with_issue(
+    hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, device: Seconds
+) -> Seconds:
+    """Return the seconds of a layer, of whose own work `device` has the seconds."""
+    operations = _operations(workload, strategy, layer)
+    if not hardware.is_host:
+        issue = (operations + (2 * COLLECTIVE_OPERATIONS if strategy.tp_size > 1 else 0)) * hardware.dispatch_seconds
+        return Seconds(max(device.forward, issue), max(device.backward, 2 * issue))
+    calls = 0 if strategy.tp_size == 1 else 2 * (2 if strategy.sequence_parallel else 1)
+    both = calls * HOST_COLLECTIVE + (HOST_LAYER + (HOST_ZERO_3 if strategy.zero_stage == 3 else 0)) / 2
+    again = HOST_RECOMPUTED if strategy.recompute == "full" else 0
+    once = hardware.dispatch_seconds
+    return device.plus(Seconds((operations + both) * once, (2 * operations + both + again) * once))
+
+
+def _operations(workload: Workload, strategy: Strategy, layer: LayerShape) -> int:
+    """Return the operations that a host issues for a layer's forward.
+
+    Routing takes as many again as a dense layer. Where experts are multiplied one by one, each takes two products, and
+    in less than 16 bits two casts of their inputs.
+    """
+    if not layer.experts:
+        return OPERATIONS
+    each = 4 if PRODUCT_BYTES[workload.precision] < 2 else 2
+    return 2 * OPERATIONS + (0 if workload.habits.grouped_experts else each * held_experts(strategy, layer))
+
+
+def held_experts(strategy: Strategy, layer: LayerShape) -> int:
+    """Return how many routed experts a rank holds."""
+    return max(1, layer.experts // strategy.ep_size)
+
+
+def micro_batch_issue(hardware: Hardware) -> float:
+    """Return the seconds of a host's Python for a micro-batch on a stage, beside its layers."""
+    return HOST_MICRO_BATCH * hardware.dispatch_seconds if hardware.is_host else 0.0
+
+
+def update_issue(hardware: Hardware, layers: int) -> float:
+    """Return the seconds of a host's Python for an update of so many layers."""
+    return HOST_UPDATE * layers * hardware.dispatch_seconds if hardware.is_host else 0.0
+
 
 # Elements that one element of a value is moved to and from memory for, forward; one kernel each, or written out in
 # single operations as a model's Python code does. Backward moves twice as much: it reads inputs and gradients.
@@ -19,8 +137,8 @@ PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8}
 FEWER = {"norm": 5, "rotation": 5}
 # Rate of the backward kernel of attention beside the forward one (Dao 2023, section 4.1: 63% of the peak beside 73%).
 BACKWARD_RATE = 63 / 73
-# Bytes that each logit is moved for. Forward: written, widened to fp32, its maximum found and taken off, exponentials,
-# their sum. Backward: scaled, and narrowed again.
+# Bytes that each logit is moved for. Forward: written, widened to fp32, its maximum found and taken off,
+# exponentials, their sum. Backward: scaled, and narrowed again.
 LOGIT_BYTES = Seconds(32.0, 18.0)
 # On a CPU they are worked on where they lie in a core's cache: written, read twice; read and written. An exponential
 # takes about as long as moving four bytes.

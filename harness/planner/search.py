@@ -1,20 +1,83 @@
-"""Every layout of a number of ranks, ranked by predicted speed, and why the others fall out."""
+"""Every layout of a task, ranked by predicted speed; why the others fall out; and what more devices would bring."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from harness.config.model.plans import plan_refusal, spreads_experts
 from harness.config.model.shares import Heads
 from harness.config.values.batch import bucket_elements
 from harness.errors import UserError
 from harness.planner.estimate import Estimate, estimate, require_precision, sums_whole
-from harness.planner.hardware import GIB, HEADROOM
-from harness.planner.task import Task
-from harness.planner.workload import Offload, Recompute, Strategy
+from harness.planner.hardware import GIB, HEADROOM, Hardware
+from harness.planner.model_config import text_decoder
+from harness.planner.shape import DecoderShape
+from harness.planner.workload import DEEPSPEED, Habits, Offload, Recompute, Strategy, Workload
 from harness.topology.layout import divisors
 from harness.wording import counted
+
+LARGEST = 10**7  # of any size
+SAMPLES_PER_RANK = 8  # where no batch is given: HF's default micro-batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is to be laid out: `global_batch` samples a step on `world_size` ranks.
+
+    Attributes:
+        no_tensor: why the model cannot be cut for tensor parallelism; None if it can, or if that is not known.
+        spreads_experts: whether tensor-parallel ranks can hold whole experts instead of a part of each.
+    """
+
+    hardware: Hardware
+    workload: Workload
+    world_size: int
+    global_batch: int
+    no_tensor: str | None = None
+    spreads_experts: bool = False
+
+
+def task_of(
+    config: Mapping[str, object],
+    source: str,
+    hardware: Hardware,
+    *,
+    world_size: int,
+    sequence: int,
+    global_batch: int | None = None,
+    precision: str | None = None,
+    shape: DecoderShape | None = None,
+    habits: Habits = DEEPSPEED,
+) -> Task:
+    """Return the task for the model of a config.json, which the user calls `source`.
+
+    By default the shape is read from the config, a rank has 8 samples, and the precision is bf16 where that is faster
+    than fp32.
+    """
+    chosen = precision or _usual_precision(hardware)
+    workload = Workload(
+        shape=shape or text_decoder(config, source),
+        sequence=sequence,
+        precision=chosen,
+        gradient_bytes=2 if chosen == "fp16" else 4,
+        on_cpu=hardware.is_host,
+        habits=habits,
+    )
+    return Task(
+        hardware=hardware,
+        workload=workload,
+        world_size=world_size,
+        global_batch=global_batch or SAMPLES_PER_RANK * world_size,
+        no_tensor=plan_refusal(config),
+        spreads_experts=any(layer.experts for layer in workload.shape.layers) and spreads_experts(config),
+    )
+
+
+def _usual_precision(hardware: Hardware) -> str:
+    return "bf16" if hardware.reached_flops("bf16") > hardware.reached_flops("fp32") else "fp32"
+
 
 LARGEST_MICRO_BATCH = 64
 NO_MEMORY = f"needs more memory than a device has, of which {HEADROOM:.0%} stay free"
@@ -166,3 +229,44 @@ def _shares(one: Estimate) -> tuple[float, float]:
 
 def _excess(one: Estimate) -> float:
     return max(_shares(one))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoreDevices:
+    """The best layout of the next larger number of devices that gains from them."""
+
+    devices: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoreMemory:
+    """The least memory on each device with which a faster layout fits."""
+
+    gib: float
+    tokens_per_second: float
+
+
+def more_devices(task: Task, best: Estimate) -> MoreDevices | None:
+    """Return what the next usable number of devices brings: one or two more, a node more, or twice as many.
+
+    None where none of them is faster: the global batch does not divide.
+    """
+    now, size = task.world_size, task.hardware.node_size
+    few = {now + 1, now + 2, (now // size + 1) * size} if now < 8 * size else set()
+    for world_size in sorted(few | {2 * now}):
+        fitting = search(replace(task, world_size=world_size)).fitting
+        if fitting and fitting[0].tokens_per_second > best.tokens_per_second:
+            return MoreDevices(devices=world_size, tokens_per_second=fitting[0].tokens_per_second)
+    return None
+
+
+def more_memory(found: Found) -> MoreMemory | None:
+    """Return the least memory that lets a faster layout fit; None where memory holds nothing back."""
+    best = found.fitting[0]
+    faster = [one for one in found.too_large if one.tokens_per_second > best.tokens_per_second]
+    nearest = min(faster, key=lambda one: one.peak_bytes, default=None)
+    if nearest is None or nearest.peak_bytes <= nearest.hardware.planned_bytes:
+        return None
+    missing = (nearest.peak_bytes / (1 - HEADROOM) - nearest.hardware.limit_bytes) / GIB
+    return MoreMemory(gib=missing, tokens_per_second=nearest.tokens_per_second)

@@ -10,15 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness.config.values.batch import left_waits
-from harness.planner.compute import Seconds
 from harness.planner.hardware import Hardware
-from harness.planner.host_time import COLLECTIVE_OPERATIONS, micro_batch_issue, update_issue
-from harness.planner.layer_time import embedding_seconds, expert_traffic, head_seconds, layer_seconds, layer_traffic
-from harness.planner.memory import local_experts, local_parameters, owned_parameters
-from harness.planner.passing import GATHERED
-from harness.planner.stages import Stage, stages_of
+from harness.planner.layer_time import (
+    COLLECTIVE_OPERATIONS,
+    Seconds,
+    embedding_seconds,
+    expert_traffic,
+    head_seconds,
+    layer_seconds,
+    layer_traffic,
+    micro_batch_issue,
+    update_issue,
+)
+from harness.planner.memory import GATHERED, local_experts, local_parameters, owned_parameters
 from harness.planner.traffic import all_reduce, data_group, expert_group, half_ring, message
-from harness.planner.workload import Strategy, Workload
+from harness.planner.workload import Stage, Strategy, Workload, stages_of
 
 ADAM_BYTES = 28.0  # a parameter's master copy, two moments and gradient, read; the first three written
 # Collectives run on the device's own processors, up to 32 of 108 to 148 at a time, while layers compute: what they hide

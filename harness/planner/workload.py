@@ -1,13 +1,92 @@
-"""What is trained, and how it is laid out: all that a prediction depends on besides the hardware."""
+"""What is trained, by which program, and how it is laid out: all that a prediction depends on besides the hardware."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from harness.config.values.layout_keys import INTERLEAVED
-from harness.planner.habits import DEEPSPEED, Habits
+from harness.config.values.model_chunks import ModelChunks
+from harness.parallel.pipeline.partition import LayerCost, stage_boundaries
 from harness.planner.shape import DecoderShape, LayerShape
+
+# What a training program does that no layout says: by one word, `ds-harness plan --like WORD`.
+#
+# Each habit is the program's documented default, and none was chosen by how well it predicts. The default is DeepSpeed
+# with models of transformers, as this harness runs it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """The habits of one program.
+
+    Attributes:
+        zero_stage: what data-parallel ranks always share out; None where the layout chooses. In a pipeline, which would
+            gather parameters for each micro-batch, `zero_stage_of_pipeline`.
+        torch_attention: attention runs by torch's own kernels, which are not a device's best everywhere.
+        fused_elementwise: norms, rotations and activations are one kernel each, by hand or by a compiler.
+        grouped_experts: the products of a rank's experts are one kernel (grouped_mm of torch), or one each.
+        tokens_travel: tokens are sent to the ranks of their experts; else these ranks see the same tokens.
+        loss_in_place: the loss writes its gradient over the logits and makes no copy of them.
+        sums_in_place: a gradient is added to its sum as it is made, without one of its own; fused_sums: by the product
+            that makes it.
+        reduces_wide: gradients of ZeRO-2 and ZeRO-3 travel in the precision of their sums.
+        shares_sequence: tensor-parallel ranks always share out what lies between their layers; gathers_again: they
+            gather the input of a block again for its backward (Korthikanti et al. 2022); narrow_gathers: in the
+            precision of the products.
+        overlap_data, overlap_parameters: gradients and parameters of ZeRO-1 travel while layers compute.
+        overlap_interleaved: stages with several parts send and receive while they compute.
+    """
+
+    zero_stage: int | None = None
+    zero_stage_of_pipeline: int | None = None
+    torch_attention: bool = True
+    fused_elementwise: bool = False
+    grouped_experts: bool = True
+    tokens_travel: bool = False
+    loss_in_place: bool = True
+    sums_in_place: bool = False
+    fused_sums: bool = False
+    reduces_wide: bool = False
+    shares_sequence: bool = False
+    gathers_again: bool = False
+    narrow_gathers: bool = False
+    overlap_data: bool = False
+    overlap_parameters: bool = False
+    overlap_interleaved: bool = False
+
+
+DEEPSPEED = Habits()
+MEGATRON = Habits(
+    zero_stage=1,
+    zero_stage_of_pipeline=1,
+    torch_attention=False,
+    fused_elementwise=True,
+    grouped_experts=False,
+    tokens_travel=True,
+    loss_in_place=False,
+    sums_in_place=True,
+    fused_sums=True,
+    shares_sequence=True,
+    gathers_again=True,
+    narrow_gathers=True,
+    overlap_data=True,
+    overlap_parameters=True,
+    overlap_interleaved=True,
+)
+TORCHTITAN = Habits(
+    zero_stage=3,
+    zero_stage_of_pipeline=1,  # reshard_after_forward is off there, and gradients are reduced once
+    tokens_travel=True,
+    loss_in_place=False,
+    reduces_wide=True,
+    shares_sequence=True,
+    overlap_data=True,
+)
+HABITS = {"deepspeed": DEEPSPEED, "megatron": MEGATRON, "torchtitan": TORCHTITAN}
+
 
 Recompute = Literal["none", "full"]
 Schedule = Literal["1f1b", "gpipe", "zero-bubble", "zero-bubble-v"]
@@ -126,3 +205,86 @@ def layer_parameters(strategy: Strategy, layer: LayerShape) -> float:
 def layer_experts(strategy: Strategy, layer: LayerShape) -> float:
     """Return a rank's parameters of a layer's routed experts: whole ones over expert ranks, or parts of each."""
     return layer.expert_parameters / max(strategy.ep_size, strategy.tp_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The layers of one stage, in all its chunks: kinds with their counts, and whether the first and the last pipeline
+    layer are here."""
+
+    layers: tuple[tuple[LayerShape, int], ...]
+    is_first: bool
+    is_last: bool
+
+    @property
+    def depth(self) -> int:
+        """Decoder layers."""
+        return sum(count for _, count in self.layers)
+
+
+@lru_cache(maxsize=1024)
+def stages_of(
+    shape: DecoderShape,
+    count: int,
+    method: str,
+    sequence: int,
+    checkpointed: bool,
+    each: int = 1,
+    folded: bool = False,
+    given: tuple[int, ...] | None = None,
+) -> tuple[Stage, ...]:
+    """Return the stages that `pipeline.partition` makes of a decoder, of `each` chunks. UserError where there are too
+    few layers.
+
+    `measured` is planned as `balanced`: what a run will measure is what these costs predict. `given` are the boundaries
+    of a run that has chosen its own.
+    """
+    chunks = ModelChunks(count, each, folded)
+    boundaries = [0, len(shape.layers) + 2]
+    if given is not None:
+        boundaries = list(given)
+    elif count > 1:
+        boundaries = stage_boundaries(
+            method,
+            chunks.count,
+            costs=[cost.flops_per_token() for cost in _costs(shape, sequence, checkpointed)],
+            parameters=[shape.prologue_parameters, *(x.parameters for x in shape.layers), shape.epilogue_parameters],
+            names=["Prologue", *("DecoderLayer" for _ in shape.layers), "Epilogue"],
+        )
+    return tuple(_stage(shape, boundaries, chunks.of_stage(stage)) for stage in range(count))
+
+
+def _stage(shape: DecoderShape, boundaries: list[int], own: list[int]) -> Stage:
+    """Return the stage of the chunks `own`; pipeline layer 0 is the prologue, the last one the epilogue."""
+    inside: list[LayerShape] = []
+    for chunk in own:
+        start, stop = boundaries[chunk], boundaries[chunk + 1]
+        inside = [*inside, *shape.layers[max(0, start - 1) : min(stop - 1, len(shape.layers))]]
+    return Stage(
+        layers=tuple(Counter(inside).items()),
+        is_first=0 in own,
+        is_last=len(boundaries) - 2 in own,
+    )
+
+
+def _costs(shape: DecoderShape, sequence: int, checkpointed: bool) -> list[LayerCost]:
+    """Return what the pipeline layers cost, counted as a run counts them."""
+    tables = 2 if shape.position_rows else 1
+    return [
+        LayerCost(lookup_width=tables * shape.hidden),
+        *(
+            LayerCost(
+                matmul_parameters=layer.active_parameters,
+                vector_parameters=layer.vectors,
+                attention_width=layer.output,
+                sequence_length=sequence,
+                checkpointed=checkpointed,
+            )
+            for layer in shape.layers
+        ),
+        LayerCost(
+            matmul_parameters=shape.vocab * shape.hidden,
+            vector_parameters=shape.outer_vectors,
+            logits=shape.vocab,
+        ),
+    ]

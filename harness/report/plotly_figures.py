@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from harness.config.values.json_object import JsonObject
-from harness.report.charts import BarChart, Bars, Chart, LineChart
-from harness.report.palette import OF_MARK
+from harness.report.charts import OF_MARK, BarChart, Bars, Chart, LineChart
 
 ROW_PIXELS = 34
 MOST_SHOWN_MARKS = 40  # more would cover the curve

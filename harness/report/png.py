@@ -7,9 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from harness.report.charts import BarChart, Chart, LineChart
+from harness.report.charts import OF_MARK, PALE, BarChart, Chart, LineChart
 from harness.report.page import RunCharts
-from harness.report.palette import OF_MARK, PALE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -36,8 +36,7 @@ from harness.planner.estimate import Estimate  # noqa: E402
 from harness.planner.hardware import GIB, load_hardware  # noqa: E402
 from harness.planner.model_config import decoder_of  # noqa: E402
 from harness.planner.preset import preset  # noqa: E402
-from harness.planner.search import search  # noqa: E402
-from harness.planner.task import Task  # noqa: E402
+from harness.planner.search import Task, search  # noqa: E402
 from harness.planner.workload import Strategy, Workload  # noqa: E402
 from harness.resilience.process.memory import peak_bytes, reset_peak  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402

@@ -11,10 +11,9 @@ from functools import cache
 
 from published_shapes import Unusable, first_of, number, shape_of
 
-from harness.planner.habits import HABITS
 from harness.planner.hardware import Hardware, Link, load_hardware
 from harness.planner.shape import DecoderShape
-from harness.planner.workload import Schedule, Strategy, Workload, layer_parameters
+from harness.planner.workload import HABITS, Schedule, Strategy, Workload, layer_parameters
 
 DEVICES = {
     "A100-40GB": "a100-40gb",

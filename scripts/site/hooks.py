@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 from harness.config.model.shape import read_model_config
 from harness.planner.hardware import load_hardware
 from harness.planner.page.write import page
-from harness.planner.task import task_of
+from harness.planner.search import task_of
 
 PYODIDE = Path(__file__).parent / "node_modules/pyodide"
 FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")

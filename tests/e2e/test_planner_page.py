@@ -15,7 +15,7 @@ from harness.config.model.shape import read_model_config
 from harness.planner.hardware import load_hardware
 from harness.planner.page.answer import answer
 from harness.planner.page.write import PYODIDE, devices, models, page
-from harness.planner.task import task_of
+from harness.planner.search import task_of
 from tests.browser import Site, needs_browser
 
 pytestmark = needs_browser

@@ -16,9 +16,7 @@ from harness.planner.estimate import Estimate
 from harness.planner.hardware import GIB, Hardware, device_of
 from harness.planner.model_config import families
 from harness.planner.preset import preset
-from harness.planner.search import Found, require_fit, search
-from harness.planner.sensitivity import more_memory
-from harness.planner.task import LARGEST, Task, task_of
+from harness.planner.search import LARGEST, Found, Task, more_memory, require_fit, search, task_of
 
 TOO_LARGE = 10  # rows that do not fit and are shown
 EXPERT_FAMILIES = Path(__file__).parent / "expert_families.json"  # only in the page, which has no transformers to ask

@@ -21,7 +21,7 @@ from harness.errors import UserError
 from harness.planner.hardware import FOLDER, names, read_device
 from harness.planner.model_config import families
 from harness.planner.page.answer import EXPERT_FAMILIES, LABELS
-from harness.planner.task import Task
+from harness.planner.search import Task
 
 PACKAGE = Path(__file__).resolve().parents[2]
 PARTS = Path(__file__).parent / "parts"

@@ -11,10 +11,9 @@ import torch
 from harness.config.values.pointers import lookup
 from harness.errors import UserError
 from harness.hf.counts import parameter_counts
-from harness.planner.counted import with_counts
 from harness.planner.estimate import Prediction, predict
 from harness.planner.hardware import GIB, Hardware, load_hardware, names
-from harness.planner.model_config import decoder_of
+from harness.planner.model_config import decoder_of, with_counts
 from harness.resilience.process.memory import device_limit_bytes, host_limit_bytes
 from harness.wording import counted
 

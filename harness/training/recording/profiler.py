@@ -11,13 +11,18 @@ from typing import Unpack
 
 from harness.arguments import TrainingArguments
 from harness.checkpoint.directories import set_aside
+from harness.report.profile.measuring import (
+    Clock,
+    Offset,
+    SpanLog,
+    StepMemory,
+    log_instructions,
+    log_layers,
+    offset_to_first,
+)
 from harness.report.profile.record import FOLDER, RankProfile, StepProfile, write_object, write_step
 from harness.report.profile.summary import summary
-from harness.report.profile.trace import trace
-from harness.report.profiling.clocks import Offset, offset_to_first
-from harness.report.profiling.hooks import log_instructions, log_layers
-from harness.report.profiling.memory import StepMemory
-from harness.report.profiling.span_log import Clock, SpanLog
+from harness.report.profile.timeline import trace
 from harness.resilience.process.records import THIS_RANK
 from harness.topology.agreement import values_on_first
 from harness.training.callbacks import MomentValues, TrainerCallback, TrainerControl, TrainerState

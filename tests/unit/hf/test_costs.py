@@ -13,7 +13,7 @@ from harness.config.model.shape import experts_of
 from harness.hf.causal import layer_costs
 from harness.parallel.pipeline.partition import balanced
 from harness.planner.model_config import decoder_of
-from harness.planner.stages import stages_of
+from harness.planner.workload import stages_of
 from tests.models import model_of
 
 TABLE = {"vocab_size": 4000, "num_hidden_layers": 6}

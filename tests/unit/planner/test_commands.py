@@ -8,7 +8,7 @@ import pytest
 
 from harness.cli import main
 from harness.config import check, load
-from harness.planner import counted
+from harness.planner import model_config
 from harness.planner.hardware import FOLDER
 
 ROW = {
@@ -203,6 +203,6 @@ def test_a_model_that_the_planner_does_not_know_is_counted_or_said_to_be_a_guess
     said = capsys.readouterr()
     assert json.loads(said.out)[0]["memory_gib"]["max"] < 4
     assert said.err == ""
-    monkeypatch.setattr(counted, "LIMIT_S", 0.01)
+    monkeypatch.setattr(model_config, "LIMIT_S", 0.01)
     main(argv)
     assert "parameters are a guess: the planner does not know how this doge is made" in capsys.readouterr().err

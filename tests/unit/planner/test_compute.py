@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.planner.compute import START_UP, UNALIGNED_RATE, Seconds, matmul, product
 from harness.planner.hardware import load_hardware, names
+from harness.planner.layer_time import START_UP, UNALIGNED_RATE, Seconds, matmul, product
 from tests.unit.planner.devices import device
 
 HARDWARE = device()  # one processor at 1,000 operations a second

@@ -6,7 +6,6 @@ import pytest
 
 from harness.config.values.batch import bubble
 from harness.planner.estimate import Estimate, estimate
-from harness.planner.habits import Habits
 from harness.planner.hardware import Link, load_hardware, names
 from harness.planner.layer_time import expert_traffic
 from harness.planner.memory import local_parameters
@@ -14,7 +13,7 @@ from harness.planner.model_config import decoder_of, read_decoder
 from harness.planner.shape import DecoderShape, LayerShape
 from harness.planner.step import CONTENTION, step_seconds, strategy_stages
 from harness.planner.traffic import Group, all_reduce, half_ring
-from harness.planner.workload import Strategy, Workload
+from harness.planner.workload import Habits, Strategy, Workload
 
 H100 = load_hardware("h100")
 SHAPE = read_decoder("llama-1b")

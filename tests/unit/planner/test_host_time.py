@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from harness.planner.habits import Habits
 from harness.planner.hardware import load_hardware
-from harness.planner.host_time import (
+from harness.planner.layer_time import (
     COLLECTIVE_OPERATIONS,
     HOST_COLLECTIVE,
     HOST_LAYER,
@@ -15,12 +14,12 @@ from harness.planner.host_time import (
     HOST_UPDATE,
     HOST_ZERO_3,
     OPERATIONS,
+    layer_seconds,
     micro_batch_issue,
     update_issue,
 )
-from harness.planner.layer_time import layer_seconds
 from harness.planner.shape import DecoderShape, LayerShape
-from harness.planner.workload import Strategy, Workload
+from harness.planner.workload import Habits, Strategy, Workload
 
 SLOW_HOST = replace(load_hardware("h100"), dispatch_seconds=1.0)
 WIDTHS = dict(hidden=64, heads=4, kv_heads=4, query=64, key=64, value=64, output=64)

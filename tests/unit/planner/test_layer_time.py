@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from harness.planner.habits import Habits
 from harness.planner.hardware import Link, load_hardware
 from harness.planner.layer_time import BACKWARD_RATE, layer_seconds, layer_traffic
 from harness.planner.shape import DecoderShape, LayerShape
-from harness.planner.workload import Strategy, Workload
+from harness.planner.workload import Habits, Strategy, Workload
 
 FUSED = Habits(fused_elementwise=True)
 DENSE = LayerShape(hidden=64, heads=4, kv_heads=4, query=64, key=64, value=64, output=64, ffn=256)

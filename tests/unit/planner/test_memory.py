@@ -18,7 +18,6 @@ from harness.parallel.pipeline.schedules.orders import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from harness.planner.habits import Habits
 from harness.planner.memory import (
     LOSS_CHUNK,
     in_flight,
@@ -29,8 +28,7 @@ from harness.planner.memory import (
 )
 from harness.planner.model_config import decoder_of
 from harness.planner.shape import DecoderShape
-from harness.planner.stages import Stage, stages_of
-from harness.planner.workload import Strategy, Workload, layer_parameters
+from harness.planner.workload import Habits, Stage, Strategy, Workload, layer_parameters, stages_of
 
 FUSED = Habits(fused_elementwise=True, gathers_again=True)
 MOE = {"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}

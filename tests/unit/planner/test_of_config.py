@@ -27,8 +27,7 @@ from harness.planner.estimate import estimate, of_config
 from harness.planner.memory import in_flight, layer_activations, stage_activations
 from harness.planner.model_config import decoder_of, read_decoder
 from harness.planner.preset import preset, write_preset
-from harness.planner.stages import stages_of
-from harness.planner.workload import Offload, Schedule, Strategy, Workload
+from harness.planner.workload import Offload, Schedule, Strategy, Workload, stages_of
 from tests.unit.planner.devices import device
 
 SHAPE = read_decoder("tiny-llama")

@@ -19,8 +19,7 @@ from harness.planner.model_config import text_decoder
 from harness.planner.page.answer import answer
 from harness.planner.page.write import PARTS, PYODIDE, devices, models, page, planner_zip
 from harness.planner.preset import preset
-from harness.planner.search import search
-from harness.planner.task import task_of
+from harness.planner.search import search, task_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PARAMETERS = {"Llama 3.1 8B": 8.03e9, "Llama 3.1 70B": 70.55e9, "Llama 3.1 405B": 405.85e9, "Qwen3 8B": 8.19e9}

@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 
 from harness.parallel.collectives import host_memory
-from harness.planner.habits import MEGATRON
-from harness.planner.memory import stage_memory
-from harness.planner.passing import (
+from harness.planner.memory import (
     FLAT_BUCKET,
     GATHERED,
     SHARED_PIECE,
@@ -17,10 +15,10 @@ from harness.planner.passing import (
     StageLoad,
     passing_bytes,
     shared_bytes,
+    stage_memory,
 )
 from harness.planner.shape import DecoderShape, LayerShape
-from harness.planner.stages import Stage
-from harness.planner.workload import Strategy, Workload
+from harness.planner.workload import MEGATRON, Stage, Strategy, Workload
 
 LAYER = LayerShape(hidden=10, heads=1, kv_heads=1, query=10, key=10, value=10, output=10, ffn=100)  # a matrix of 1000
 SHAPE = DecoderShape(layers=(LAYER,), vocab=0)

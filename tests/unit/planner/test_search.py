@@ -11,13 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import UserError
-from harness.planner.habits import MEGATRON, TORCHTITAN
+from harness.planner.commands import estimate_lines, plan_lines
 from harness.planner.hardware import GIB, Hardware, load_hardware
-from harness.planner.search import NO_HOST_MEMORY, NO_MEMORY, candidates, require_fit, search
-from harness.planner.sensitivity import more_devices, more_memory
-from harness.planner.table import estimate_lines, plan_lines
-from harness.planner.task import Task, task_of
-from harness.planner.workload import Strategy
+from harness.planner.search import (
+    NO_HOST_MEMORY,
+    NO_MEMORY,
+    Task,
+    candidates,
+    more_devices,
+    more_memory,
+    require_fit,
+    search,
+    task_of,
+)
+from harness.planner.workload import MEGATRON, TORCHTITAN, Strategy
 
 TINY = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 256}
 TINY |= {"intermediate_size": 128, "num_key_value_heads": 4, "tie_word_embeddings": False}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.report.data_charts import data_charts
+from harness.report.run_charts import data_charts
 from harness.report.run_files import RunFiles
 
 SOURCE = {"name": "a.jsonl", "share": None, "samples": 2, "tokens": 3_000_000, "learnt": 1_000_000}

@@ -11,8 +11,8 @@ import pytest
 from harness.report.charts import BarChart, Bars, Line, LineChart, Mark
 from harness.report.plotly_figures import FEW_STEPS, MOST_SHOWN_MARKS, figure
 from harness.report.profile.record import RankProfile, StepProfile
+from harness.report.run_charts import MOST_RANKS, layer_chart, memory_chart, step_charts, timeline
 from harness.report.run_files import RunFiles
-from harness.report.step_charts import MOST_RANKS, layer_chart, memory_chart, step_charts, timeline
 from tests.unit.report.profile.made import MEMORY, profile, several_parts
 
 MIB = 2**20

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.report.predicted import measured_parts, predict_run
-from harness.report.run_files import RunFiles
+from harness.report.run_files import RunFiles, measured_parts, predict_run
 from tests.unit.report.profile.made import profile
 
 TINY = Path(__file__).resolve().parents[3] / "models/presets/tiny-llama/config.json"

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import UserError
-from harness.report import curves as module
-from harness.report.curves import curves, marks_of, thinned
-from harness.report.facts import diagnostics, differences, facts
-from harness.report.palette import RUNS, of_run
+from harness.report import run_charts as module
+from harness.report.charts import RUNS, of_run
+from harness.report.page import diagnostics, differences, facts
+from harness.report.run_charts import curves, marks_of, thinned
 from harness.report.run_files import RunFiles, read_run, read_runs
 
 Rows = Sequence[Mapping[str, Any]]

@@ -16,8 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from harness import TrainingArguments, UserError
 from harness.console import plain_console
 from harness.planner.estimate import Prediction
-from harness.report.predicted import predict_run
-from harness.report.run_files import RunFiles
+from harness.report.run_files import RunFiles, predict_run
 from harness.resilience.process.memory import host_limit_bytes
 from harness.topology.env import LaunchEnv
 from harness.training.prepare import forecast as forecasts

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from harness.parallel.pipeline.staged_module import LayerSequence
-from harness.report.profiling.hooks import layers_of, log_layers
-from harness.report.profiling.span_log import Clock, SpanLog
+from harness.report.profile.measuring import Clock, SpanLog, layers_of, log_layers
 from harness.resilience.process import moments
 from harness.training.rebalancing import StageClock
 

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.report.profiling.clocks import answer, ask
-from harness.report.profiling.memory import held_bytes
-from harness.report.profiling.span_log import Clock, SpanLog
+from harness.report.profile.measuring import Clock, SpanLog, answer, ask, held_bytes
 
 CPU = torch.device("cpu")
 
