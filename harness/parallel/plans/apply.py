@@ -130,10 +130,13 @@ def _repeat_borrowed_keys_less(attention: nn.Module, heads: Heads, tensor: Tenso
     """Tell an attention that takes an earlier layer's keys how many query heads of this rank each of them serves.
 
     Where ranks share a key/value head, cutting the keys tells the layer that has them; one that borrows them has none.
+    A layer that gathers its projections (a norm over all heads) computes with every head on every rank.
     """
     if heads.key_value >= tensor.size or not isinstance(getattr(attention, "num_key_value_groups", None), int):
         return
     columns = [child for child in attention.children() if isinstance(child, (ColumnParallelLinear, SharedColumnLinear))]
+    if any(isinstance(column, ColumnParallelLinear) and column.gather_output for column in columns):
+        return
     shards = [shard_of(column.weight) for column in columns]
     if columns and not any(shard is None or shard.copied for shard in shards):
         start, stop = heads.queries(tensor.size)[tensor.rank]
