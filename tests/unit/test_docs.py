@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md"), *DOCS.glob("contributing/*.md")]
 FREE_CODE = "DS111"  # of the rule that docs/contributing/rule.md makes up
+LONGEST_PARAGRAPH = 90  # words
 MADE_BY_THE_BUILD = {"planner.html"}  # of the site, by scripts/site/hooks.py
 MADE_UP = {"ds_configs/zero1.json", "models/plans/mymodel.json"}
 
@@ -98,6 +99,13 @@ def test_every_flag_rule_and_file_that_a_page_names_exists(path: Path) -> None:
         assert target in MADE_BY_THE_BUILD or (path.parent / target).exists(), f"{name_of(path)} links to {target}"
     for named in re.findall(r"`((?:scripts|docs|tests|harness|models|ds_configs|examples)/[\w./-]+)`", text):
         assert (ROOT / named).exists() or "NAME" in named or named in MADE_UP, f"{name_of(path)} names {named}"
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=name_of)
+def test_no_paragraph_is_too_long_to_be_read_once(path: Path) -> None:
+    text = re.sub(r"```.*?```|<!--.*?-->|^ *\|.*$", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+    paragraphs = re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) ", text)
+    assert [words[:60] for words in paragraphs if len(words.split()) > LONGEST_PARAGRAPH] == []
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=name_of)

@@ -46,6 +46,23 @@ FOR_TYPES_ALONE = {
     ("harness.training.callbacks", "harness.training.trainer"): "callbacks are given the Trainer that calls them",
 }
 
+# What a size or a thing is called elsewhere or was called here, and its one name in this project. See docs/glossary.md.
+ONE_NAME = {
+    "pp_size": ("num_pp", "pp_degree", "pipeline_size", "n_stages", "stage_count", "pipeline_override"),
+    "tp_size": ("num_tp", "num_mp", "mp_size", "tp_degree", "tensor_size", "model_parallel_size"),
+    "dp_size": ("num_dp", "dp_degree", "data_size", "dp_world_size", "data_parallel_world_size"),
+    "ep_size": ("num_ep", "ep_degree", "expert_size"),
+    "micro_batch": ("microbatch", "microbatches", "ubatch"),
+    "model chunk": ("virtual_stage", "virtual_stages", "model_part", "model_parts", "parts_of_stage"),
+    "a plain word": ("cadence", "recut", "misfit", "sight", "touches"),
+}
+
+# Names that DeepSpeed, torch or transformers give, where the code hands them on.
+NAMES_OF_OTHERS = {
+    "harness/deepspeed/zero3_parameters.py": {"dp_world_size"},
+    "harness/parallel/pipeline/staged_module.py": {"num_pp", "num_mp", "num_dp"},
+}
+
 # Names of families that are words of their own as well.
 ORDINARY_WORDS = {"beam", "git", "opt", "flint", "doge", "laguna"}
 
@@ -271,6 +288,28 @@ def test_no_code_names_a_family():
     said = [(path, node, text) for path in PRODUCT for node, text in spoken(path)]
     of_families = {text for text in {text for *_, text in said} - presets if pattern.search(words(text))}
     assert [f"{where(path, node)} {text[:60]!r}" for path, node, text in said if text in of_families] == []
+
+
+def test_a_thing_has_one_name():
+    names = {other: name for name, others in ONE_NAME.items() for other in others}
+    found = []
+    for path in PRODUCT:
+        allowed = NAMES_OF_OTHERS.get(str(path.relative_to(ROOT)), set())
+        for node, text in spoken(path):
+            spelt = words(text).strip("_")
+            if not isinstance(node, ast.Constant) and spelt in names and spelt not in allowed:
+                found.append(f"{where(path, node)} {text}: call it {names[spelt]}")
+    assert found == []
+
+
+def test_every_folder_is_explained():
+    """In the table of docs/how-it-works.md, by itself; README has a row for those at the top."""
+    folders = {path.parent.relative_to(ROOT) for path in PRODUCT if "__pycache__" not in path.parts} - {Path("harness")}
+    page, readme = (ROOT / "docs/how-it-works.md").read_text(), (ROOT / "README.md").read_text()
+    assert [str(folder) for folder in sorted(folders) if f"`{folder}/`" not in page] == []
+    assert [
+        folder.name for folder in sorted(folders) if len(folder.parts) == 2 and f"| `{folder.name}/` |" not in readme
+    ] == []
 
 
 def test_every_json_that_travels_is_json():
