@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -27,6 +28,8 @@ Span: TypeAlias = tuple[int, int]
 _PROBE: JsonObject = {"role": "user", "content": "?"}
 _OPEN = re.compile(r"(<[^<>]*|\[[^\[\]]*)\Z")
 _CLOSED = re.compile(r".*[>\]}]", re.DOTALL)
+_TOKEN = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
+_OPENINGS = re.compile(rf"(?:\s*(?:{_TOKEN.pattern}))+")
 _FIRST_CLOSED = re.compile(r".*?[>\]}]", re.DOTALL)
 
 
@@ -144,6 +147,26 @@ class _Conversation:
             return self.template.write(messages, self.tools if tools else None, self.place, prompt=prompt)
         except UserError:
             return None
+
+    @cached_property
+    def header(self) -> str:
+        """What the template writes before an answer when it is asked for one; nothing where it always or never does."""
+        question, asked = self.tried([_PROBE]), self.tried([_PROBE], prompt=True)
+        return _added(asked, question)
+
+    @cached_property
+    def around_question(self) -> tuple[str, str]:
+        """What the template writes before and behind the text of a question that begins a conversation."""
+        form = mark([_PROBE], (), answers_alone=False, inside=False)
+        text, placed = form.read(self.tried(form.messages) or "")
+        return (text[: placed[0].at], text[placed[-1].at :]) if placed else ("", "")
+
+    @cached_property
+    def openings(self) -> list[str]:
+        """The tokens in brackets that a conversation begins with: they open turns and close none."""
+        found = _OPENINGS.match(self.around_question[0])
+        tokens = _TOKEN.findall(found[0]) if found else []
+        return [token for token in tokens if token != self.template.eos]
 
     def untold(self, index: int) -> _Untold:
         """Return the refusal of an answer."""
@@ -267,24 +290,60 @@ class _Marked:
     def _begin(self, index: int, first: Placed) -> int:
         """Return where the prompt for an answer ends."""
         said = first.start(self.text)
-        asked = self._beginning(index, prompt=True)
+        asked, without = self._beginning(index, prompt=True), self._beginning(index)
         if asked is None:
+            at = self._behind_earlier(index, first)
+            found = None if at is None else self._behind_header(self.text[at:said], self.chat.header)
+            if at is not None and found is not None:
+                return at + found
             if first.mark.field != "content":
                 raise self.chat.untold(index)
             return said
         prompt, at = self._behind_last_mark(asked, index)
-        before = self.text[at:said]
-        if before.startswith(prompt):
-            return at + len(prompt)
-        # The prompt goes on otherwise than the conversation, as where it opens thoughts that are then left out.
-        without = self._beginning(index)
-        header = 0 if without is None else _common(prompt, self._behind_last_mark(without, index)[0])
-        common = _common(prompt, before)
-        if common < len(before):
-            common -= len(_open_end(before[:common]))
-        if not prompt[header:common].strip():
+        before, plain = self.text[at:said], "" if without is None else self._behind_last_mark(without, index)[0]
+        own, found = _added(prompt, plain), None
+        if own:
+            found = _end_of(prompt, before)
+            # The prompt may go on otherwise than the conversation, as where it opens thoughts that are then left out.
+            found = self._up_to_common(prompt, before, plain) if found is None else found
+        if found is None and self._is_template_alone(index):
+            # The header stands behind something that the template writes in whole conversations alone.
+            found = self._behind_header(before, own or self.chat.header)
+        if found is None and not own:
+            found = _end_of(prompt, before)
+            found = self._up_to_common(prompt, before, "") if found is None else found
+        if found is None:
             raise self.chat.untold(index)
-        return at + common
+        return at + found
+
+    def _up_to_common(self, prompt: str, before: str, plain: str) -> int | None:
+        """Return the length of what the prompt and the whole have in common, if the header of an answer is in that."""
+        common = _common(prompt, before)
+        common -= len(_open_end(before[:common])) if common < len(before) else 0
+        header = prompt[_common(prompt, plain) : common]
+        return common if self._is_header(header) and header not in before[common:] else None
+
+    def _behind_header(self, before: str, header: str) -> int | None:
+        """Return where the header of an answer, or its beginning, ends in text that the template alone has written."""
+        length = next((n for n in range(len(header), 0, -1) if header[:n] in before), 0)
+        at = before.find(header[:length])
+        end = at + length
+        end -= len(_open_end(before[:end])) if end < len(before) else 0
+        found = before[at:end]
+        return end if self._is_header(found) and before.count(found) == 1 else None
+
+    def _is_header(self, text: str) -> bool:
+        """Whether a text can be the header of an answer: it stands before no question."""
+        return bool(text.strip()) and text not in self.chat.around_question[0]
+
+    def _is_template_alone(self, index: int) -> bool:
+        """Whether nothing but the template writes between the last mark before this answer and the answer."""
+        return index == 0 or bool(self.of(index - 1))
+
+    def _behind_earlier(self, index: int, first: Placed) -> int | None:
+        """Return where the text of the messages before an answer ends; None where that has no marks."""
+        earlier = [place.at for place in self.placed if place.mark.message < index and place.at <= first.at]
+        return max(earlier, default=0) if self._is_template_alone(index) else None
 
     def _behind_last_mark(self, beginning: tuple[str, list[Placed]], index: int) -> tuple[str, int]:
         """Return what a beginning of the conversation ends with, and where that stands in the whole."""
@@ -307,13 +366,25 @@ class _Marked:
         if up_to is None or not ends or (not is_last and ends[-1] != up_to[1][-1]):
             if last.mark.field != "content":
                 raise self.chat.untold(index)
-            return said
-        closing = up_to[0][ends[0].at :]
-        following = self._followed(last) if is_last else self.text[last.at :]
-        if following is not None and not following.startswith(closing):
-            closing = self._shared(closing, following, index, is_last=is_last)
+            closing = self._closed_by_next(index, last)
+        else:
+            closing = up_to[0][ends[0].at :]
+            following = self._followed(last) if is_last else self.text[last.at :]
+            if following is not None and not following.startswith(closing):
+                closing = self._shared(closing, following, index, last.mark.field, is_last=is_last)
+            elif not closing.strip() and not is_last:
+                closing = self._closed_by_next(index, last) or closing
         end = max(last.at + len(closing), said)
         return len(self.text[:end].rstrip()) if self.text[said:end].strip() else end
+
+    def _closed_by_next(self, index: int, last: Placed) -> str:
+        """Return what closes a turn, where the template writes it only when a question follows; else nothing."""
+        following = next((place for place in self.placed if place.at > last.at), None)
+        is_question = following is not None and self.chat.messages[following.mark.message]["role"] == "user"
+        if following is None or following.mark.message != index + 1 or not is_question:
+            return ""
+        closing, header = _without_end(self.text[last.at : following.at], self.chat.around_question[0])
+        return closing if header.strip() and closing.strip() else ""
 
     def _followed(self, last: Placed) -> str | None:
         """Return what would stand behind the last answer if a question followed; None if the template rejects that."""
@@ -322,19 +393,22 @@ class _Marked:
         places = [place.at for place in placed if place.character == last.character]
         return text[places[0] :] if len(places) == 1 else None
 
-    def _shared(self, closing: str, following: str, index: int, *, is_last: bool) -> str:
+    def _shared(self, closing: str, following: str, index: int, field: str, *, is_last: bool) -> str:
         """Return what of the `closing` belongs to the turn: at the end of a conversation more may stand than there."""
         asked = self.chat.tried(self.chat.messages[:index]) or ""
         shared = closing[: _common(closing, following)]
         # Where the prompt for an answer always stands at the end, the next turn may begin as that does.
-        has_prompt = asked != self.chat.tried(self.chat.messages[:index], prompt=True)
-        kept = (_CLOSED if has_prompt else _FIRST_CLOSED).match(shared)
-        shared = kept[0] if kept else ""
+        always_asks = asked == self.chat.tried(self.chat.messages[:index], prompt=True)
+        opened = [at for at in map(shared.find, self.chat.openings) if at >= 0]
+        kept = (_FIRST_CLOSED if always_asks and not self.chat.openings else _CLOSED).match(shared)
+        shared = shared[: min(opened)] if opened else kept[0] if kept else ""
         rest = closing[len(shared) :]
         is_of_any_end = bool(asked) and asked.endswith(rest)
         closes_all = bool(self.chat.template.eos) and rest.strip().startswith(self.chat.template.eos)
         if is_last and (not is_of_any_end or (closes_all and not shared.strip())):
             return closing
+        if field != "content" and not opened and not is_of_any_end:
+            raise self.chat.untold(index)  # a call would be cut off
         return shared
 
 
@@ -349,3 +423,28 @@ def _common(a: str, b: str) -> int:
     if a.startswith(b):
         return len(b)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _added(longer: str | None, text: str | None) -> str:
+    """Return what `longer` has behind `text`; nothing where it does not begin with that."""
+    return longer[len(text) :] if longer is not None and text is not None and longer.startswith(text) else ""
+
+
+def _end_of(prompt: str, before: str) -> int | None:
+    """Return where a prompt ends in text that begins with it, whatever space stands between its words; else None."""
+    if before.startswith(prompt):
+        return len(prompt)
+    spaced = r"\s*".join(re.escape(char) for char in "".join(prompt.split()))
+    found = re.match(rf"\s*{spaced}", before) if spaced else None
+    if found is None:
+        return None
+    return found.end() + _common(before[found.end() :], prompt[len(prompt.rstrip()) :])
+
+
+def _without_end(text: str, other: str) -> tuple[str, str]:
+    """Divide a text where the end begins that `other` has too; a token in brackets is not divided."""
+    length = len(text) - _common(text[::-1], other[::-1])
+    if _open_end(text[:length]):
+        closed = _FIRST_CLOSED.match(text, length)
+        length = closed.end() if closed else len(text)
+    return text[:length], text[length:]

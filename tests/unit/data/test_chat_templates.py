@@ -28,6 +28,11 @@ Messages = list[dict[str, Any]]
 # what is learnt of the first and of the last of two answers, where it is more than the answer and its closing token
 AROUND = {
     "brackets_and_tildes": ("{}[e~[", "{}[e~["),
+    "closed_by_the_next_question": ("{}<|assistant_end|>", "{}"),
+    "prompt_begins_at_any_end": ("{}<|answer_ends|><|turn_ends|>",) * 2,
+    "prompt_behind_a_question_alone": ("{}<|end_of_text|>",) * 2,
+    "prompt_opens_thoughts_at_any_end": ("<|answer_begins|>{}<|answer_ends|><|turn_ends|>",) * 2,
+    "reminder_at_the_end": ("{}<|turn_ends|>",) * 2,
     "channels": ("<|channel|>final<|message|>{}", "<|channel|>final<|message|>{}<|return|>"),
     "end_of_text_behind_all": ("{}<|end|>", "{}<|end|>"),
     "header_with_a_date": ("{}<|eot_id|>", "{}<|eot_id|>"),
@@ -116,6 +121,23 @@ def test_a_system_prompt_changes_nothing_or_is_refused(name: str) -> None:
         assert str(error) == "a.jsonl:7: the chat template rejects it: no system role"
     else:
         assert said == learnt(TEMPLATES[name], plain)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_that_begins_a_conversation_is_learnt_without_its_header(name: str) -> None:
+    plain = [user("what"), assistant("first")]
+    for beginning in ([assistant("Hello!")], [assistant("assistant"), user("and"), assistant("one")]):
+        try:
+            said = learnt(TEMPLATES[name], [*beginning, *plain])
+        except UserError as error:
+            assert "rejects it" in str(error) or "cannot be found" in str(error)
+        else:
+            opening = AROUND.get(name, ("{}<|im_end|>",))[0]
+            answers = [message["content"] for message in beginning if message["role"] == "assistant"]
+            rest = learnt(TEMPLATES[name], plain)
+            assert said[-1:] == rest and len(said) == len(answers) + 1
+            for span, answer in zip(said, answers, strict=False):
+                assert answer in span and opening.format(answer).strip().endswith(span.strip())
 
 
 CALLS = (
