@@ -31,12 +31,11 @@ _ROLES = MappingProxyType(
 """ShareGPT's names -> those of chat templates; others are the same."""
 
 
-def from_sharegpt(turns: object, system: object = None) -> object:
-    """Return ShareGPT's turns, {from, value}, as messages, after a system prompt that stands in a column of its own."""
+def from_sharegpt(turns: object) -> object:
+    """Return ShareGPT's turns, {from, value}, as messages."""
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         return turns
-    opening = [{"role": "system", "content": system}] if system else []
-    return [*opening, *map(_message, turns)]
+    return [*map(_message, turns)]
 
 
 def _message(turn: object) -> object:
@@ -78,16 +77,30 @@ COLUMNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Kind of a row -> the columns that make it one."""
 
-REFUSED = ("images", "image", "videos", "video", "audios", "audio", "chat_template_kwargs")
-"""Columns that would change what is learnt, and may only be empty."""
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(_MEDIA, "only text is supported"),
+        "chat_template_kwargs": "write what they choose into the tokenizer's chat template",
+        "functions": "write them as `tools`, each {type: function, function: ...}",
+        "function_call": "write it as `tool_calls`",
+        "documents": "write them into the messages",
+        "chosen": "nothing is learnt of preferences",
+        "rejected": "nothing is learnt of preferences",
+    }
+)
+"""Columns that would change what is learnt, and may only be empty -> what to know of them."""
+
+_MARKS = ("label", "weight", "train", "training", "loss")
+"""Columns by which programs say that a row is not learnt, or less than others."""
 
 BESIDE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        MESSAGES: ("tools", *REFUSED),
-        SHAREGPT: ("system", "tools", *REFUSED),
-        COMPLETION: ("tools", *REFUSED),
-        ALPACA: ("input", "system", "history", "tools", *REFUSED),
-        TEXT: REFUSED,
+        MESSAGES: ("system", "tools", *_MARKS, *REFUSED),
+        SHAREGPT: ("system", "tools", *_MARKS, *REFUSED),
+        COMPLETION: ("system", "tools", *_MARKS, *REFUSED),
+        ALPACA: ("input", "system", "history", "tools", *_MARKS, *REFUSED),
+        TEXT: _MEDIA,
     }
 )
 """Kind of a row -> columns that are read where they are there."""
@@ -124,13 +137,16 @@ def document(row: Mapping[str, object], kind: str, place: str) -> dict[str, str]
             f"{place} has no column `{missing[0]}` (it has: {', '.join(map(str, row)) or 'none'}), "
             "unlike earlier rows: keep rows of one kind in a file"
         )
-    unused = next((name for name in REFUSED if _is_there(row.get(name))), None)
+    unused = next((name for name in REFUSED if name in BESIDE[kind] and _is_there(row.get(name))), None)
     if unused is not None:
-        raise UserError(
-            f"{place} has `{unused}`, which is not used: only text is supported; remove the row or the column"
-        )
+        raise UserError(f"{place} has `{unused}`, which is not used: {REFUSED[unused]}; remove the row or the column")
     if kind == TEXT:
         return {"text": checked_text(row["text"], f"{place}: `text`")}
+    left_out = next((name for name in _MARKS if name in row and _says_no(name, row[name])), None)
+    if left_out is not None:
+        raise UserError(
+            f"{place}: `{left_out}` is {row[left_out]!r}: a whole row is learnt or not; remove the row or the column"
+        )
     conversation = _completion(row, place) if kind == COMPLETION else _messages(row, kind, place)
     if tools := _tools(row.get("tools"), f"{place}: `tools`"):
         conversation["tools"] = tools
@@ -156,8 +172,10 @@ def checked_text(text: object, place: str) -> str:
 
 def _messages(row: Mapping[str, object], kind: str, place: str) -> JsonObject:
     given = row.get("messages")
-    if kind == SHAREGPT:
-        given = from_sharegpt(row["conversations"], row.get("system"))
+    if kind == MESSAGES:
+        given = _with_system(given, row, place)
+    elif kind == SHAREGPT:
+        given = _with_system(from_sharegpt(row["conversations"]), row, place)
     elif kind == ALPACA:
         given = from_alpaca({**row, "history": parsed(row.get("history"), f"{place}: `history`")}, place)
     place = f"{place}: `{COLUMNS[kind][0]}`"
@@ -165,10 +183,23 @@ def _messages(row: Mapping[str, object], kind: str, place: str) -> JsonObject:
     return _with_answers(messages, 0, place)
 
 
+def _with_system(messages: object, row: Mapping[str, object], place: str) -> object:
+    """Return messages after the system prompt that stands in a column of its own; UserError if both have one."""
+    system = row.get("system")
+    if not _is_there(system) or not isinstance(messages, Sequence) or isinstance(messages, str):
+        return messages
+    if any(isinstance(message, Mapping) and message.get("role") == "system" for message in messages[:1]):
+        raise UserError(f"{place} has a column `system` and a message of role system: keep one")
+    return [{"role": "system", "content": system}, *messages]
+
+
 def _completion(row: Mapping[str, object], place: str) -> JsonObject:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str):
         checked_text(completion, f"{place}: `completion`")
+        if _is_there(row.get("system")):
+            raise UserError(f"{place} has `system` beside a `prompt` that is a text: write it into the prompt")
+    prompt = _with_system(prompt, row, place)
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
             raise UserError(f"{place}: `completion` is empty: remove the row")
@@ -200,7 +231,7 @@ def _checked_message(message: object, place: str) -> JsonObject:
         kept["tool_calls"] = parsed(kept["tool_calls"], f"{place}: `tool_calls`")
     unused = next((name for name in REFUSED if _is_there(kept.get(name))), None)
     if unused is not None:
-        raise UserError(f"{place} has `{unused}`, which is not used: only text is supported")
+        raise UserError(f"{place} has `{unused}`, which is not used: {REFUSED[unused]}")
     calls_tools = role == ASSISTANT and kept.get("tool_calls")
     thinks = role == ASSISTANT and any(_is_there(kept.get(name)) for name in THOUGHTS)
     if "content" in kept or not calls_tools:
@@ -256,6 +287,11 @@ def _is_learnt(message: JsonObject, place: str) -> bool:
         if value and message["role"] != ASSISTANT:
             raise UserError(f"{place}: `{name}` is true, but only answers of role {ASSISTANT} are learnt: remove it")
     return weight != 0 and all(told.values())
+
+
+def _says_no(name: str, value: object) -> bool:
+    """Whether a column of marks is false, or a weight other than 1. Other numbers may be classes or scores."""
+    return (value not in (None, 1)) if name == "weight" else str(value).lower() == "false"
 
 
 def _is_there(value: object) -> bool:

@@ -279,6 +279,14 @@ def test_the_history_of_alpaca_comes_before_its_instruction() -> None:
     assert len(made({**row, "history": None})["messages"]) == 3
 
 
+def test_a_system_prompt_may_have_a_column_of_its_own() -> None:
+    system = {"role": "system", "content": "s"}
+    assert made({"messages": [ASK, ANSWER], "system": "s"}) == made({"messages": [system, ASK, ANSWER]})
+    asked = {"prompt": [ASK], "completion": [ANSWER]}
+    assert made({**asked, "system": "s"}) == made({**asked, "prompt": [system, ASK]})
+    assert made({**asked, "system": " ", "label": 0, "weight": None, "loss": 2.5}) == made(asked)
+
+
 def test_tools_and_calls_may_be_json() -> None:
     called = {"role": "assistant", "tool_calls": [{"function": CALL}]}
     wanted = made({"messages": [ASK, called], "tools": TOOLS})
@@ -312,6 +320,18 @@ def test_an_answer_may_be_thoughts_alone() -> None:
         ),
         pytest.param({"text": "a", "image": {"path": "a.png"}}, "a:1 has `image`, which is not used", id="image"),
         pytest.param({"messages": [{**ASK, "images": ["a.png"]}, ANSWER]}, "message 1 has `images`", id="of-a-message"),
+        pytest.param({"messages": [ASK, ANSWER], "functions": TOOLS}, "write them as `tools`", id="functions"),
+        pytest.param(
+            {"messages": [ASK, {**ANSWER, "function_call": CALL}]}, "write it as `tool_calls`", id="function-call"
+        ),
+        pytest.param({"messages": [ASK, ANSWER], "rejected": [ANSWER]}, "nothing is learnt of pref", id="preference"),
+        pytest.param({"prompt": "a", "completion": "b", "label": False}, "`label` is False", id="label"),
+        pytest.param({"messages": [ASK, ANSWER], "weight": 0.3}, "`weight` is 0.3", id="weight"),
+        pytest.param({"instruction": "a", "output": "b", "train": "false"}, "`train` is 'false'", id="train"),
+        pytest.param({"prompt": "a", "completion": "b", "system": "c"}, "write it into the prompt", id="system"),
+        pytest.param(
+            {"messages": [{"role": "system", "content": "a"}, ASK, ANSWER], "system": "c"}, "keep one", id="two-systems"
+        ),
         pytest.param({"messages": [ASK, ANSWER], "tools": "[{"}, "`tools` is a text that is not JSON", id="tools"),
         pytest.param(
             {"messages": [ASK, ANSWER], "tools": '{"a": 1}'}, "`tools` is dict, not a list of tools", id="one-tool"
