@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from harness.checkpoint.atomic import exchange
 from harness.data.on_disk.progress import PreparationProgress
 from harness.errors import UserError
 from harness.topology.env import use_one_core_for_tokenizers
@@ -117,13 +118,16 @@ def _take_name(made: Path, folder: Path) -> None:
         except OSError as error:
             if error.errno not in _TAKEN:
                 raise
-            damaged = _beside(folder)
+            # Another process may have named its copy meanwhile, and may be reading it: whole, it stays where it is.
+            if is_whole(folder) or exchange(made, folder):
+                continue
+            damaged = _beside(folder)  # where the file system cannot exchange names
             with suppress(FileNotFoundError):  # another process has moved it out of the way
                 folder.rename(damaged)
             shutil.rmtree(damaged, ignore_errors=True)
         else:
-            _flush(folder.parent)
-            return
+            break
+    _flush(folder.parent)
 
 
 def _beside(folder: Path) -> Path:

@@ -184,6 +184,21 @@ def test_processes_of_one_number_that_share_a_cache_make_one_shard(tmp_path, mon
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["00000-of-00001"]
 
 
+def test_a_shard_that_another_process_has_named_meanwhile_stays_where_it_is(tmp_path, monkeypatch):
+    def make():
+        return make_shards(tmp_path, [None], lambda folder, _: (folder / "ids").write_bytes(b"x"), doing="making")
+
+    (folder,) = make()
+    named, whole = (folder / "ids").stat().st_ino, shards.is_whole
+    answers = iter([False, False])  # before it is made, and before the name is taken: then the other was first
+    monkeypatch.setattr(shards, "is_whole", lambda path: next(answers, None) is None and whole(path))
+    make()
+    assert (folder / "ids").stat().st_ino == named
+    (folder / "ids").write_bytes(b"cut")
+    make()
+    assert (folder / "ids").read_bytes() == b"x" and list(tmp_path.iterdir()) == [folder]
+
+
 def test_a_shard_without_a_name_is_on_disk_before_it_gets_one(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
 
