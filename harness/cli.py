@@ -19,6 +19,7 @@ VERBS = {
     "schema": ("harness.config.cli.verbs", "print the JSON Schema of DeepSpeed's config"),
     "resolve": ("harness.config.cli.verbs", 'replace every "auto" and show where each value comes from'),
     "models": ("harness.compat.commands", "show which model families work in which layout"),
+    "verify": ("harness.parity.commands", "certify that a config trains a model to the numbers of one process"),
     "plan": ("harness.planner.commands", "rank every layout of a number of ranks by its predicted speed"),
     "estimate": ("harness.planner.commands", "predict memory and speed of one config"),
     "checkpoint": ("harness.checkpoint.commands", "show, verify or export a checkpoint"),

@@ -21,6 +21,7 @@ PAGES = {
     "schema": "check.md",
     "resolve": "layouts.md",
     "models": "models.md",
+    "verify": "numbers.md",
     "plan": "planning.md",
     "estimate": "planning.md",
     "checkpoint": "checkpoints.md",

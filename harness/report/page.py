@@ -15,6 +15,7 @@ from harness.config.values.layout_keys import ZERO_BUBBLE
 from harness.errors import UserError
 from harness.planner.estimate import Estimate, Prediction
 from harness.planner.hardware import Hardware
+from harness.report.certificate import told
 from harness.report.charts import BarChart, Chart, of_run
 from harness.report.plotly_figures import figure
 from harness.report.profile.summary import summary
@@ -50,6 +51,8 @@ def facts(run: RunFiles) -> list[Fact]:
         found.append(Fact(" × ".join(sizes) or "one rank", "layout", counted(run.layout.get("world_size", 1), "rank")))
     if isinstance(run.about.get("parameters"), int):
         found.append(Fact(f"{run.about['parameters'] / 1e6:,.1f} M", "parameters"))
+    if run.certificate:
+        found.append(Fact(str(run.certificate.get("verdict")), "to one process", told(run.certificate)))
     return found
 
 
@@ -238,5 +241,7 @@ def _tables(run: RunFiles) -> Iterator[tuple[str, str]]:
     origin = {name: run.about[name] for name in ("command", "date", "git", "hosts", "versions") if name in run.about}
     if origin:
         yield "Where it comes from", f"<pre>{escape(json.dumps(origin, indent=2))}</pre>"
+    if run.certificate:
+        yield "Certificate of its numbers", f"<pre>{escape(json.dumps(run.certificate, indent=2))}</pre>"
     if "arguments" in run.about:
         yield "Arguments", f"<pre>{escape(json.dumps(run.about['arguments'], indent=2))}</pre>"

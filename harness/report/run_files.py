@@ -51,6 +51,11 @@ class RunFiles:
         return _object(self.about.get("config"))
 
     @property
+    def certificate(self) -> JsonObject:
+        """What `ds-harness verify` has said of its config and model; empty if nothing."""
+        return _object(self.about.get("certificate"))
+
+    @property
     def layout(self) -> JsonObject:
         """Sizes by axis."""
         return _object(self.about.get("layout"))

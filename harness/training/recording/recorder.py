@@ -18,6 +18,7 @@ from harness.checkpoint.directories import EVALUATIONS, METRICS, set_aside
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.parallel.collectives.of_group import shares_memory
+from harness.report import certificate
 from harness.resilience.process import signals
 from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, values_of_all
@@ -25,7 +26,7 @@ from harness.topology.layout import AXES
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.engine.outputs import continued
 from harness.training.prepare.sample_prompts import SamplePrompts
-from harness.training.recording.files import MetricsFile, note_wall_clock, origin, write_run
+from harness.training.recording.files import MetricsFile, note_wall_clock, origin, versions, write_run
 from harness.training.recording.monitors import Monitors
 from harness.training.run import Run
 
@@ -182,6 +183,13 @@ def _shown(metrics: Mapping[str, object]) -> dict[str, float]:
     return {f"eval/{n.removeprefix('eval_')}": v for n, v in named.items() if isinstance(v, int | float)}
 
 
+def certificate_of(run: Run) -> JsonObject | None:
+    """Return what `ds-harness verify` has certified of this config and model with this code; None if nothing."""
+    layout = certificate.layout_of(run.resolved)
+    subject = certificate.subject(run.config.document.data if run.config else {}, layout, run.trainable.shaping_config)
+    return certificate.find(subject, versions())
+
+
 def describe(run: Run) -> JsonObject:
     """Return what `run.json` holds: resolved config, layout, arguments, model shape, stage boundaries."""
     causal = run.trainable.causal
@@ -198,6 +206,7 @@ def describe(run: Run) -> JsonObject:
         "stage_boundaries": run.boundaries,
         "stages": [asdict(line) for line in run.stages],
         "expected": None if run.expected is None else run.expected.as_json(),
+        "certificate": None if causal is None else certificate_of(run),
         "shared_memory": [axis for axis in AXES if shares_memory(run.groups.along(axis))],
         "output_dir": str(run.output_dir.resolve()),
     }

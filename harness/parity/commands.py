@@ -1,0 +1,86 @@
+"""The verb `ds-harness verify`: certify a config for a model, or compare the metrics of two programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.config.values.json_object import JsonObject
+from harness.errors import UserError
+from harness.verb_parser import VerbParser, positive
+
+DESCRIPTION = """Trains a tiny copy of a model in the layout of a DeepSpeed JSON, on this machine's processor, and once
+more by plain torch and transformers in one process; compares losses, gradient norms, evaluations and weights, also
+after a save and a resume. Writes a certificate, which runs of this config and model put into run.json.
+
+With --against: compares the losses of a run with those of another program, and says from which step on they differ by
+more than rounding."""
+EXAMPLE = """exit codes: 0 equal, 1 different, refused or not verified, 2 unusable arguments
+
+example:
+  ds-harness verify --model_name_or_path tiny-llama --deepspeed_config pipeline_3d --output certificate.json
+  ds-harness verify runs/mine --against trainer_state.json"""
+
+
+def verify(argv: Sequence[str]) -> int:
+    """Certify or compare; 0 where all is equal."""
+    parser = VerbParser("verify", DESCRIPTION, EXAMPLE)
+    parser.add_argument("run", nargs="?", type=Path, help="with --against: an output_dir, or a metrics file")
+    parser.add_argument("--model_name_or_path", help="a preset's name, or a directory with HuggingFace's config.json")
+    parser.add_argument("--deepspeed_config", help="DeepSpeed JSON: a file or a preset's name")
+    parser.add_argument("--world_size", type=positive, help="ranks of the run (default: as few as the config runs on)")
+    parser.add_argument("--output", type=Path, help="where to write the certificate (default: kept for runs alone)")
+    parser.add_argument("--against", type=Path, help="metrics of another program: .jsonl, .json, .csv or a log")
+    args = parser.parse_args(argv)
+    if args.against is not None:
+        if args.run is None:
+            parser.error("--against needs the run to compare with: ds-harness verify OUTPUT_DIR --against FILE")
+        from harness.parity.against import compare_files
+
+        said, same = compare_files(args.run, args.against)
+        print(said)
+        return 0 if same else 1
+    if args.run is not None:
+        parser.error("a run is compared with --against FILE")
+    if args.model_name_or_path is None or args.deepspeed_config is None:
+        parser.error("--model_name_or_path and --deepspeed_config are both needed")
+    return _certify(args.model_name_or_path, args.deepspeed_config, args.world_size, args.output)
+
+
+def _certify(model: str, config: str, world_size: int | None, output: Path | None) -> int:
+    os.environ["DS_ACCELERATOR"] = "cpu"  # read by DeepSpeed when it is imported
+    from harness.parity.verify import certify, described
+    from harness.report import certificate
+
+    found = certify(
+        model, config, world_size, lambda verdict: print(f"tried: {described(verdict)}", file=sys.stderr, flush=True)
+    )
+    if output is not None:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from error
+    if "subject" in found and certificate.store(found) is None:
+        print("the certificate cannot be kept for runs: set XDG_CACHE_HOME to a folder of yours", file=sys.stderr)
+    print(table(found))
+    if found["verdict"] != certificate.EQUAL:
+        raise UserError(f"{config}: {found['verdict']}: {found['reason']}")
+    return 0
+
+
+def table(found: JsonObject) -> str:
+    """Return a certificate as text: what was compared, and the largest differences."""
+    names = ("loss", "norm", "evaluation", "weights")
+    rows = [("compared", "ranks", "steps", *names, "")]
+    for row in found["compared"]:
+        numbers = row["largest"] or {}
+        shown = [f"{numbers[name]:.1e}" if name in numbers else "-" for name in names]
+        rows.append((row["what"], str(row["ranks"]), str(row["steps"]), *shown, row["verdict"]))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = lines if found["compared"] else []
+    return "\n".join([*lines, *(f"left out: {text}" for text in found["left_out"]), f"verdict: {found['verdict']}"])

@@ -1,0 +1,170 @@
+"""Hold what an execution came to to the training in one process: what may differ, and by how much.
+
+In float32 an execution adds the same numbers in another order. Where that differs by more than it usually does, what
+rounding does to this training is measured: it is made again with weights that are off by rounding errors. In bf16 and
+fp16 the limit is what the precision itself does: the distance of the training in one process from that in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from math import inf, isfinite
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from harness.config.values.json_object import JsonObject
+from harness.parity.composition import Composition
+from harness.parity.execute import EXPORTED
+from harness.parity.reference import Numbers, read_weights
+
+NOISE = 30  # times what rounding errors in the weights do
+SEEDS = (1, 2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """How far a training is from another, relative.
+
+    Attributes:
+        loss, norm: the largest difference of a step's loss, and of its gradient norm.
+        first_norm: that of the first step's norm, before an optimizer has divided rounding by rounding.
+        evaluation: the largest difference of an evaluation's loss.
+        weights: the distance of the weights, over all of them, to the distance that they have moved.
+        tensor: the same of the tensor that is furthest off.
+    """
+
+    loss: float
+    first_norm: float
+    norm: float
+    evaluation: float
+    weights: float
+    tensor: float
+
+    def within(self, limit: Distance) -> bool:
+        """Whether no number is larger than that of `limit`; NaN is."""
+        return all(value <= getattr(limit, name) for name, value in asdict(self).items())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name.replace('_', ' ')} {value:.1e}" for name, value in asdict(self).items() if value)
+
+
+USUAL = Distance(loss=2e-6, first_norm=2e-5, norm=1e-4, evaluation=2e-6, weights=1e-3, tensor=1e-2)
+"""In float32: sums in another order."""
+MOST = Distance(loss=1e-4, first_norm=1e-3, norm=1e-2, evaluation=1e-4, weights=5e-2, tensor=0.5)
+"""However much rounding errors do."""
+
+
+def numbers_of(outcome: JsonObject, place: Path, before: Mapping[str, Tensor]) -> Numbers:
+    """Return what an execution came to. `before`: the weights that it began with."""
+    return Numbers(
+        losses=[row["loss"] for row in outcome["steps"]],
+        norms=[row["grad_norm"] if row["grad_norm"] is not None else inf for row in outcome["steps"]],
+        evaluations={row["step"]: row["eval_loss"] for row in outcome["evaluations"]},
+        texts=outcome["texts"],
+        weights=read_weights(place / EXPORTED),
+        before=before,
+    )
+
+
+def structure(found: Numbers, wanted: Numbers, *, texts: bool) -> str | None:
+    """Return in what the two differ that is no number: steps, names, shapes, dtypes, texts; None if in nothing."""
+    if len(found.losses) != len(wanted.losses):
+        return f"{len(found.losses)} steps instead of {len(wanted.losses)}"
+    if found.evaluations.keys() != wanted.evaluations.keys():
+        return f"evaluations after steps {sorted(found.evaluations)} instead of {sorted(wanted.evaluations)}"
+    if missing := sorted(wanted.weights.keys() - found.weights.keys()):
+        return f"the export lacks {missing[0]} ({len(missing)} in all)"
+    if extra := sorted(found.weights.keys() - wanted.weights.keys()):
+        return f"the export has {extra[0]}, which it should not ({len(extra)} in all)"
+    for name, tensor in wanted.weights.items():
+        own = found.weights[name]
+        if (own.dtype, own.shape) != (tensor.dtype, tensor.shape):
+            return f"{name} is {own.dtype} {tuple(own.shape)} instead of {tensor.dtype} {tuple(tensor.shape)}"
+    if texts and found.texts != wanted.texts:
+        return f"prompts are continued by {found.texts} instead of {wanted.texts}"
+    return None
+
+
+def distance(found: Numbers, wanted: Numbers) -> Distance:
+    """Return how far `found` is from `wanted`; both have the same steps, names and shapes."""
+    norms = [_relative(a, b) for a, b in zip(found.norms, wanted.norms, strict=True)]
+    moved: dict[str, tuple[float, float]] = {}
+    for name, tensor in wanted.weights.items():
+        if tensor.is_floating_point():
+            start = wanted.before[name].float()
+            off = (found.weights[name].float() - tensor.float()).norm().item()
+            moved[name] = off, (tensor.float() - start).norm().item()
+    whole = sum(b * b for _, b in moved.values()) ** 0.5
+    return Distance(
+        loss=max(_relative(a, b) for a, b in zip(found.losses, wanted.losses, strict=True)),
+        first_norm=norms[0],
+        norm=max(norms),
+        evaluation=max(
+            (_relative(found.evaluations[at], wanted.evaluations[at]) for at in wanted.evaluations), default=0
+        ),
+        weights=_quotient(sum(a * a for a, _ in moved.values()) ** 0.5, whole),
+        # of a tensor that hardly moves rounding is all that there is
+        tensor=max((_quotient(a, max(b, whole * 1e-3)) for a, b in moved.values()), default=0.0),
+    )
+
+
+def _relative(a: float, b: float) -> float:
+    return abs(a - b) / max(abs(b), 1e-30) if isfinite(a) else inf
+
+
+def _quotient(a: float, b: float) -> float:
+    return a / b if b else (inf if a else 0.0)
+
+
+def noise_limit(wanted: Numbers, again: Callable[[int], Numbers]) -> Distance:
+    """Return by how much a training may be off where rounding errors alone do so much; `again` makes it with others."""
+    apart = [asdict(distance(again(seed), wanted)) for seed in SEEDS]
+    limits = {
+        name: min(max(least, NOISE * max(each[name] for each in apart)), getattr(MOST, name))
+        for name, least in asdict(USUAL).items()
+    }
+    return Distance(**limits)
+
+
+HALF = 1.0  # times what the precision itself does to a training in one process
+LEAST = Distance(loss=5e-4, first_norm=5e-3, norm=1e-2, evaluation=5e-4, weights=0.1, tensor=1.0)
+"""A 16-bit precision may do nothing to a training by chance; its executions still round elsewhere."""
+COMPRESSED = {8: 0.05, 4: 0.5}
+"""How far compression may move weights and norms, by its bits; the first loss does not know of it."""
+
+
+def half_limit(composition: Composition, exact: Numbers, wanted: Numbers) -> Distance:
+    """Return how far an execution in a 16-bit precision, or with compressed gradients, may be off `wanted`.
+
+    `exact`: the training in float32.
+    """
+    limits = asdict(USUAL if composition.training.precision == "fp32" else LEAST)
+    if composition.training.precision != "fp32":
+        for name, value in asdict(distance(wanted, exact)).items():
+            limits[name] = max(limits[name], HALF * value)
+    for bits in {each.bits for each in composition.executions} - {0}:
+        allowed = COMPRESSED[bits]
+        limits = {
+            name: max(value, allowed / 10 if name in ("loss", "evaluation") else allowed)
+            for name, value in limits.items()
+        }
+        limits["tensor"] = max(limits["tensor"], 2.0)
+    return Distance(**limits)
+
+
+def is_exact(composition: Composition) -> bool:
+    """Whether an execution has to come to the numbers of one process but for sums in another order."""
+    return composition.training.precision == "fp32" and not any(each.bits for each in composition.executions)
+
+
+def largest(distances: list[Distance]) -> Distance:
+    """Return the largest number of each kind."""
+    return Distance(**{name: max(getattr(each, name) for each in distances) for name in asdict(distances[0])})
+
+
+def is_finite(numbers: Numbers) -> bool:
+    """Whether all weights are finite."""
+    return all(bool(torch.isfinite(tensor).all()) for tensor in numbers.weights.values() if tensor.is_floating_point())

@@ -1,0 +1,149 @@
+"""Run compositions on the ranks of this process group, one after the other, and leave what came of each in a folder.
+
+    python -m harness.parity.execute FOLDER     # RANK and so on as a launcher sets them
+
+`FOLDER/lines` holds a composition a line. Rank 0 writes `FOLDER/N.json` for line N as soon as it is known: the curves,
+or why the composition was refused, or the error. After an error the ranks end: what one has left behind might spoil the
+next composition.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from harness.checkpoint.atomic import replace_text
+from harness.checkpoint.directories import EVALUATIONS, METRICS
+from harness.config.values.json_object import JsonObject
+from harness.console import Console
+from harness.errors import UserError
+from harness.parity.composition import Composition, Execution
+from harness.parity.subject import PROMPTS, ROWS, Subject, arguments, evaluated, make_subject, samples, tokenizer
+from harness.training.callbacks import TrainerCallback, TrainerControl, TrainerState
+from harness.training.recording.recorder import SAMPLES
+from harness.training.trainer import Trainer
+
+EXPORTED = "exported"
+
+
+class Refused(Exception):
+    """A composition that is refused before its first step."""
+
+
+def run_lines(folder: Path, first: int = 0) -> None:
+    """Run the lines of `folder/lines` from number `first` on; all ranks call it. Raises the first error."""
+    logging.disable(logging.CRITICAL)
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    for number, line in enumerate((folder / "lines").read_text().splitlines()):
+        if number < first:
+            continue
+        composition, place = Composition.parse(line), folder / str(number)
+        subject = make_subject(composition, folder / "models")
+        found: JsonObject = {}
+        error: Exception | None = None
+        try:
+            run_composition(composition, subject, place)
+        except Refused as refusal:
+            found = {"refused": str(refusal)}
+        except Exception as raised:
+            traceback.print_exc()
+            error, found = raised, {"error": f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"}
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, found)
+        if dist.get_rank() == 0:
+            _write(folder / f"{number}.json", _outcome(said, place))
+        if error is not None:
+            raise error
+
+
+def _outcome(said: list[JsonObject], place: Path) -> JsonObject:
+    """Return what the ranks together say of a composition."""
+    errors = [one["error"] for one in said if "error" in one]
+    refusals = [one["refused"] for one in said if "refused" in one]
+    if errors:
+        return {"error": errors[0]}
+    if refusals:
+        return {"refused": refusals[0]} if len(refusals) == len(said) else {"error": f"on some ranks: {refusals[0]}"}
+    return {
+        "steps": _rows(place / METRICS),
+        "evaluations": _rows(place / EVALUATIONS),
+        "texts": [row["text"] for row in _rows(place / SAMPLES)],
+    }
+
+
+def _rows(path: Path) -> list[JsonObject]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _write(path: Path, content: JsonObject) -> None:
+    replace_text(path, json.dumps(content) + "\n")
+
+
+def run_composition(composition: Composition, subject: Subject, place: Path) -> None:
+    """Train in each execution of the composition in turn; the model lies in `place/exported` in the end."""
+    each = -(-composition.training.steps // len(composition.executions))
+    for index, execution in enumerate(composition.executions):
+        trainer = _trainer(composition, execution, subject, place, resumes=index > 0)
+        last = index + 1 == len(composition.executions)
+        trainer.add_callback(StopAt(composition.training.steps if last else each * (index + 1), saves=not last))
+        trainer.train()
+        if last:
+            trainer.save_model(place / EXPORTED)
+        trainer.close()
+
+
+class StopAt(TrainerCallback):
+    """Ends a run after some step, with a checkpoint if another is to go on from it."""
+
+    def __init__(self, step: int, *, saves: bool) -> None:
+        self.step = step
+        self.saves = saves
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+        """Ask for the end."""
+        if state.global_step == self.step:
+            control.should_save, control.should_training_stop = self.saves, True
+
+
+def _trainer(
+    composition: Composition, execution: Execution, subject: Subject, place: Path, *, resumes: bool
+) -> Trainer:
+    nowhere = io.StringIO()
+    training = composition.training
+    try:
+        given = arguments(composition, execution, place)
+        given.resume_from_checkpoint = "auto" if resumes else None
+        if training.evaluate and dist.get_rank() == 0:
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+        dist.barrier()
+        return Trainer(
+            _model(subject),
+            given,
+            train_dataset=samples(training, ROWS),
+            eval_dataset=evaluated(training) if training.evaluate else None,
+            processing_class=tokenizer() if training.evaluate else None,
+            console=Console(out=nowhere, error=nowhere, speaks=False),
+        )
+    except UserError as error:
+        raise Refused(str(error)) from error
+
+
+def _model(subject: Subject) -> Any:
+    if subject.adapters is None:
+        return str(subject.base)
+    from peft import PeftModel
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(subject.base, dtype=torch.float32, local_files_only=True)
+    return PeftModel.from_pretrained(base, subject.adapters, is_trainable=True)

@@ -1,0 +1,141 @@
+"""Start ranks on this machine that run many compositions, and go on after one that kills or stalls them.
+
+A server has imported everything once; ranks are forked from it, so that starting them costs a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+from harness.config.values.json_object import JsonObject
+from harness.topology.env import LOOPBACK, free_port
+
+QUIET = {
+    "DS_ACCELERATOR": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""What ranks and their server are started with: read when modules are imported."""
+START_S = 60.0  # for imports, on top of the first composition's time
+GRACE_S = 2.0  # how long the other ranks may take to end after one has
+
+
+def run_on_ranks(
+    lines: Sequence[str], ranks: int, folder: Path, *, limit_s: float, report: Callable[[int, JsonObject], None]
+) -> None:
+    """Run compositions on `ranks` ranks, and report what came of each, by its number, as soon as it is known.
+
+    One that takes longer than `limit_s` seconds, or ends a rank, has an error that says so. `folder` is empty.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "lines").write_text("".join(f"{line}\n" for line in lines))
+    first = 0
+    while first < len(lines):
+        for number, outcome in _launch(ranks, folder, first, len(lines), limit_s):
+            report(number, outcome)
+            first = number + 1
+
+
+def _launch(ranks: int, folder: Path, first: int, count: int, limit_s: float) -> Iterator[tuple[int, JsonObject]]:
+    """Yield what comes of the compositions from number `first` on, until all are done or one has ended the ranks."""
+    port = free_port()
+    processes = [_server().Process(target=_rank, args=(rank, ranks, port, folder, first)) for rank in range(ranks)]
+    with _environment():
+        for process in processes:
+            process.start()
+    limit = time.monotonic() + limit_s + START_S
+    try:
+        for number in range(first, count):
+            path = folder / f"{number}.json"
+            while not path.exists() and _alive(processes) and time.monotonic() < limit:
+                time.sleep(0.01)
+            _let_end(processes, path)
+            if path.exists():
+                outcome = json.loads(path.read_text())
+            elif time.monotonic() >= limit:
+                outcome = {"error": f"no answer within {limit_s:.0f} s"}
+            else:
+                codes = [process.exitcode for process in processes]
+                outcome = {"error": f"a rank ended: {codes}: {_last_words(folder, codes)}"}
+            yield number, outcome
+            if "error" in outcome:
+                return
+            limit = time.monotonic() + limit_s
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _alive(processes: Sequence[ForkServerProcess]) -> bool:
+    return all(process.is_alive() for process in processes)
+
+
+def _let_end(processes: Sequence[ForkServerProcess], path: Path) -> None:
+    """Give the ranks a moment to say what has happened, once one of them has ended."""
+    patience = time.monotonic() + GRACE_S
+    while not path.exists() and not _alive(processes) and time.monotonic() < patience:
+        time.sleep(0.05)
+
+
+def _last_words(folder: Path, codes: Sequence[int | None]) -> str:
+    ended = next((rank for rank, code in enumerate(codes) if code), 0)
+    log = folder / f"rank_{ended}.log"
+    said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return said[-1][:300] if said else "it said nothing"
+
+
+def _server() -> ForkServerContext:
+    """Return the context whose server has imported what ranks need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["harness.parity.execute", "harness.parity.preload"])
+    return context
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Have the server, which starts with the first rank, inherit what its modules read when they are imported."""
+    before = dict(os.environ)
+    os.environ.update(QUIET)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _rank(rank: int, ranks: int, port: int, folder: Path, first: int) -> None:
+    """Be a rank, in a process of its own."""
+    import torch
+    import torch.distributed as dist
+
+    from harness.parity.execute import run_lines
+
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({**QUIET, **{name: str(value) for name, value in place.items()}})
+    os.environ.update({"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)})
+    log = os.open(folder / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    code = 1
+    try:
+        run_lines(folder, first)
+        dist.barrier()
+        code = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # threads of gloo would wait for the others

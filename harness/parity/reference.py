@@ -1,0 +1,324 @@
+"""The training of a composition by plain torch and transformers in one process: what every execution is held to.
+
+Nothing here is a layer, a loss or an optimizer of the harness. The order of samples is taken from it, as that is a
+definition. Two more are written down here: the k-th micro-batch of a step holds the next samples in that order, and
+what is drawn depends on seed, sample, layer and place in the layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, Trainer, get_scheduler
+
+from harness.data.batches.order import batch_indices
+from harness.parity.composition import Composition, Training
+from harness.parity.subject import (
+    EPSILON,
+    PROMPTS,
+    ROWS,
+    SAMPLED,
+    Subject,
+    evaluated,
+    optimizer_params,
+    rate,
+    samples,
+    tokenizer,
+)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ROUNDING = 2e-7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What a training comes to.
+
+    Attributes:
+        losses, norms: of each step; the norm before clipping.
+        evaluations: loss of each evaluation, by step.
+        texts: what prompts are continued by, at each evaluation.
+        weights: what is exported after the last step, by name; before: the same before the first.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    evaluations: dict[int, float] = field(default_factory=dict)
+    texts: list[str] = field(default_factory=list)
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    before: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def reference(
+    composition: Composition, subject: Subject, *, precision: str | None = None, rounding: int | None = None
+) -> Numbers:
+    """Train in one process, in the composition's precision or another; `rounding`: a seed, of weights that are off by
+    rounding errors."""
+    return _Loop(composition.training, subject, precision or composition.training.precision).run(rounding)
+
+
+class _Loop:
+    """One training. Weights are stepped on in float32; in a 16-bit precision the model has copies of them."""
+
+    def __init__(self, training: Training, subject: Subject, precision: str) -> None:
+        self.training = training
+        self.dtype = DTYPES[precision]
+        self.sums = DTYPES.get(training.sums, torch.float32) if self.dtype != torch.float32 else torch.float32
+        self.masters = _model(training, subject, torch.float32)
+        self.model = self.masters if self.dtype == torch.float32 else _model(training, subject, self.dtype)
+        with torch.no_grad():  # a run in 16 bits begins with what its weights are in 16 bits
+            for master, copy in zip(self.masters.parameters(), self.model.parameters(), strict=True):
+                master.copy_(copy)
+        self.trained = [p for p in self.masters.parameters() if p.requires_grad]
+        self.copies = [p for p in self.model.parameters() if p.requires_grad]
+        self.rows = samples(training, ROWS)
+
+    def run(self, rounding: int | None) -> Numbers:
+        training = self.training
+        before = _exported(self.model)
+        if rounding is not None:
+            generator = torch.Generator().manual_seed(rounding)
+            with torch.no_grad():
+                for parameter in self.masters.parameters():
+                    parameter.mul_(1 + ROUNDING * (torch.randint(2, parameter.shape, generator=generator) * 2 - 1))
+        self._copy()
+        optimizer = _optimizer(self.masters, training)
+        scheduler = get_scheduler(training.scheduler, optimizer, training.warmup, training.steps)
+        found = Numbers(losses=[], norms=[], before=before)
+        for step in range(1, training.steps + 1):
+            found.losses.append(self._gradients((step - 1) * training.batch))
+            norm = torch.nn.utils.clip_grad_norm_(self.trained, training.clip or float("inf"))
+            found.norms.append(norm.item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            self._copy()
+            if training.evaluate and (step % training.evaluate == 0 or step == training.steps):
+                found.evaluations[step] = self._evaluate()
+                found.texts.extend(map(self._continue, PROMPTS))
+        return Numbers(**{**vars(found), "weights": _exported(self.model)})
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        if self.model is not self.masters:
+            for copy, master in zip(self.model.parameters(), self.masters.parameters(), strict=True):
+                copy.copy_(master)
+
+    def _gradients(self, consumed: int) -> float:
+        """Leave the gradient of a step in the weights; return its loss."""
+        training, total = self.training, 0.0
+        order = batch_indices(consumed, training.batch, ROWS, training.seed).tolist()
+        parts = [
+            [self.rows[row] for row in order[start : start + training.micro]]
+            for start in range(0, training.batch, training.micro)
+        ]
+        count = sum(_counted(row) for part in parts for row in part)
+        sums = [torch.zeros_like(copy, dtype=self.sums) for copy in self.copies]
+        used = [False] * len(sums)
+        for number, part in enumerate(parts):
+            draws = _Draws(self.model, training, consumed + number * training.micro) if training.dropout else None
+            loss, router = self._losses(part, draws)
+            value = loss / count + training.router * router / len(parts)
+            value.backward()
+            total += value.item()
+            for index, copy in enumerate(self.copies):
+                if copy.grad is not None:
+                    sums[index] += copy.grad.to(self.sums)
+                    used[index], copy.grad = True, None
+        for master, gradient, is_used in zip(self.trained, sums, used, strict=True):
+            master.grad = gradient.float() if is_used else None
+        return total
+
+    def _losses(self, part: Sequence[Mapping[str, list[int]]], draws: _Draws | None) -> tuple[Tensor, Any]:
+        """Return the sum of the losses of a micro-batch's labels, and its router loss."""
+        training = self.training
+        total: Any = 0.0
+        router: Any = 0.0
+        alone = training.data in ("padded", "packed")  # what nothing else in the row can have touched
+        if training.dropout or training.router or not alone:  # these depend on all that is in a micro-batch
+            names = ("input_ids", "position_ids") if training.data == "packed" else ("input_ids",)
+            given: Any = {name: torch.tensor([row[name] for row in part]) for name in names}
+            more = {"output_router_logits": True} if training.router else {}
+            with draws or nullcontext():
+                outputs = self.model(**given, **more, use_cache=False)
+            router = outputs.aux_loss.float() if training.router else 0.0
+            for row, logits in zip(part, outputs.logits, strict=True):
+                total = total + _loss(logits, _labels(row), training.smoothing)
+            return total, router
+        for row in part:
+            labels = _labels(row)
+            for start, stop in pairwise(_bounds(row)):
+                ids = torch.tensor([row["input_ids"][start:stop]])
+                logits = self.model(input_ids=ids, use_cache=False).logits[0]
+                total = total + _loss(logits, labels[start:stop], training.smoothing)
+        return total, router
+
+    @torch.no_grad()
+    def _evaluate(self) -> float:
+        self.model.eval()
+        rows = evaluated(self.training)
+        loss, router = self._losses(rows, None)
+        self.model.train()
+        return float(loss / sum(map(_counted, rows)) + self.training.router * router)
+
+    @torch.no_grad()
+    def _continue(self, prompt: str) -> str:
+        self.model.eval()
+        ids = list(prompt.encode())
+        for _ in range(SAMPLED):
+            token = int(self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+            if token == tokenizer().eos_token_id:
+                break
+            ids.append(token)
+        self.model.train()
+        return str(tokenizer().decode(ids[len(prompt.encode()) :]))
+
+
+def _model(training: Training, subject: Subject, dtype: torch.dtype) -> Any:
+    more = {"attn_implementation": training.attention} if training.attention else {}
+    model: Any = AutoModelForCausalLM.from_pretrained(subject.base, dtype=dtype, local_files_only=True, **more)
+    if subject.adapters is not None:
+        from peft import PeftModel
+
+        # peft would keep adapters in float32; the harness, as DeepSpeed, has one type and steps on copies in float32
+        model = PeftModel.from_pretrained(model, subject.adapters, is_trainable=True, autocast_adapter_dtype=False)
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.data = parameter.data.to(dtype)
+    return model.train()
+
+
+def _exported(model: Any) -> dict[str, Tensor]:
+    """Return what `save_pretrained` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return read_weights(Path(folder))
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a HuggingFace or peft directory."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def _optimizer(model: Any, training: Training) -> Any:
+    """Return torch's optimizer over the parameters that transformers decays, and the others."""
+    decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # it does not use self
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups: Any = [
+        {"params": [p for name, p in named if name in decayed], "weight_decay": training.decay},
+        {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+    ]
+    if training.optimizer in ("adamw", "Adam", "AdamW"):  # DeepSpeed's Adam is AdamW unless told otherwise
+        return torch.optim.AdamW(groups, lr=rate(training), betas=(0.9, 0.95), eps=EPSILON)
+    params = {name: value for name, value in optimizer_params(training).items() if name != "weight_decay"}
+    return getattr(torch.optim, training.optimizer)(groups, **params)
+
+
+# -- the loss ----------------------------------------------------------------------------------------------
+
+
+def _labels(row: Mapping[str, list[int]]) -> list[int]:
+    mask = row.get("attention_mask", [1] * len(row["input_ids"]))
+    labels = [x if seen else -100 for x, seen in zip(row.get("labels", row["input_ids"]), mask, strict=True)]
+    for start in _bounds(row)[:-1]:  # nothing predicts the first token of a document
+        labels[start] = -100
+    return labels
+
+
+def _bounds(row: Mapping[str, list[int]]) -> list[int]:
+    """Return where the documents of a row begin, and where the last of them ends, without padding."""
+    positions = row.get("position_ids", range(len(row["input_ids"])))
+    end = sum(row.get("attention_mask", [1] * len(row["input_ids"])))
+    return [*(place for place, position in enumerate(positions) if position == 0), end]
+
+
+def _counted(row: Mapping[str, list[int]]) -> int:
+    return sum(label != -100 for label in _labels(row)[1:])
+
+
+def _loss(logits: Tensor, labels: Sequence[int], smoothing: float) -> Tensor:
+    """Return the sum over the labels; logits [sequence, vocabulary], position i of which predicts label i + 1."""
+    wanted = torch.tensor(labels[1:])
+    logarithms = logits[: len(wanted)].float().log_softmax(-1)[wanted != -100]
+    hit = logarithms.gather(-1, wanted[wanted != -100][:, None]).sum()
+    return -(1 - smoothing) * hit - smoothing * logarithms.mean(-1).sum()
+
+
+# -- random numbers ----------------------------------------------------------------------------------------
+
+
+class _Draws(TorchFunctionMode):
+    """Draws what dropout leaves out of a micro-batch from seed, sample, layer and place in the layer."""
+
+    def __init__(self, model: Any, training: Training, first_sample: int) -> None:
+        super().__init__()
+        self.key = training.seed, first_sample
+        self.samples = training.micro
+        self.layer = self.number = 0
+        self.stack = _layer_stack(model)
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        last = len(self.stack)
+        for index, layer in enumerate(self.stack, 1):
+            self._hooks.append(layer.register_forward_pre_hook(lambda *_, index=index: self._enter(index)))
+            if index == last:
+                self._hooks.append(layer.register_forward_hook(lambda *_: self._enter(last + 1)))
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch gives it no types
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch gives it no types
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, layer: int) -> None:
+        self.layer, self.number = layer, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.dropout, torch.dropout):
+            return self._dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
+            return self._attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: ARG002
+        if not training or not p:
+            return input
+        dropped = torch.empty(input.shape, dtype=torch.bool)
+        for index, part in enumerate(dropped.view(self.samples, -1)):
+            key = (self.key[0], self.key[1] + index, self.layer, self.number, 0)
+            digest = hashlib.blake2b("\0".join(map(str, key)).encode(), digest_size=8).digest()
+            part.bernoulli_(p, generator=torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1))
+        self.number += 1
+        return (input / (1 - p)).masked_fill(dropped, 0.0)
+
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        scale, mask = given.get("scale"), given.get("attn_mask")
+        scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if given.get("is_causal"):
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        return self._dropout(scores.softmax(-1), given["dropout_p"]) @ value
+
+
+def _layer_stack(model: nn.Module) -> nn.ModuleList:
+    """Return the decoder layers: the first list of modules that is as long as the model is deep."""
+    config: Any = model.config
+    depth = config.get_text_config(decoder=True).num_hidden_layers
+    return next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth)

@@ -1,0 +1,233 @@
+"""What a composition trains: a tiny random model in a directory, samples, a DeepSpeed JSON, and the arguments."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from harness.arguments import TrainingArguments
+from harness.config.values.json_object import JsonObject
+from harness.data.tokenizer import ByteTokenizer
+from harness.errors import UserError
+from harness.hf.verify.shrink import parts_of
+from harness.hf.verify.tiny_copy import tiny_config, tiny_model
+from harness.parity.composition import Composition, Execution, Training
+
+TEXT = b"Sphinx of black quartz, judge my vow; 0123456789 + 9876543210. The five boxing wizards jump quickly? "
+ROWS = 20  # two and a half batches of 8, so that a step reaches from one epoch into the next
+EVALUATED = 5
+PROMPTS = ("Sphinx of", "98765")
+SAMPLED = 4  # tokens that each prompt is continued by
+EPSILON = 1e-6  # of Adam: large enough that rounding in tiny gradients moves no weight by the whole rate
+RATE_OF = {"SGD": 30.0, "RMSprop": 0.3, "Adagrad": 3.0}  # times the rate, so that all optimizers move the weights alike
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A tiny model on the disk.
+
+    Attributes:
+        base: a HuggingFace directory.
+        adapters: a directory of peft's, of adapters that are not zero; None without.
+    """
+
+    base: Path
+    adapters: Path | None
+
+
+def make_subject(composition: Composition, folder: Path) -> Subject:
+    """Write the model of a composition below `folder`, once. UserError for a family of which no tiny model runs."""
+    training = composition.training
+    shape = {name: getattr(training, name) for name in ("config", "dropout", "lora", "seed", "router")}
+    place = folder / _safe(f"{composition.model} {shape}")
+    subject = Subject(base=place / "base", adapters=place / "adapters" if training.lora else None)
+    if not place.exists():
+        made = place.with_suffix(".part")
+        shutil.rmtree(made, ignore_errors=True)
+        model = tiny_model(_config(composition), seed=training.seed)
+        model.save_pretrained(made / "base")
+        if training.lora:
+            _adapted(model, training).save_pretrained(made / "adapters")
+        made.rename(place)
+    return subject
+
+
+def _safe(text: str) -> str:
+    kept = "".join(letter if letter.isalnum() else "_" for letter in text)
+    return f"{kept[-60:]}_{torch.hash_tensor(torch.tensor(list(text.encode()))).item()}"
+
+
+def _config(composition: Composition) -> PretrainedConfig:
+    """Return the config of the tiny model: that of a directory as it is, of a family a tiny one."""
+    training = composition.training
+    if Path(composition.model).is_dir():
+        config: Any = copy.deepcopy(AutoConfig.from_pretrained(composition.model))
+    else:
+        config = copy.deepcopy(_tiny(composition.model))
+    fields = {**config.to_dict(), **training.config}
+    for part in parts_of(fields):
+        for name, value in part.items():
+            if "drop" in name and isinstance(value, float) and "layerdrop" not in name:
+                part[name] = training.dropout
+    if training.router:
+        fields["output_router_logits"] = True
+        fields["router_aux_loss_coef"] = training.router
+    made: PretrainedConfig = type(config).from_dict(fields)
+    made.use_cache = False
+    vars(made).update({key: value for key, value in vars(config).items() if key.startswith("base_model_")})
+    return made
+
+
+@cache
+def _tiny(family: str) -> PretrainedConfig:
+    return tiny_config(family, tensor=2)
+
+
+def _adapted(model: PreTrainedModel, training: Training) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=training.lora,
+        lora_alpha=2 * training.lora,
+        lora_dropout=training.dropout,
+        target_modules="all-linear",
+    )
+    adapted = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(training.seed + 1)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:  # peft begins with B = 0, and then no gradient reaches A
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return adapted
+
+
+# -- samples -----------------------------------------------------------------------------------------------
+
+
+def samples(training: Training, count: int, offset: int = 0) -> list[dict[str, list[int]]]:
+    """Return rows of token ids in the form that `training.data` names: a text's bytes, as noise would teach nothing."""
+    generator = torch.Generator().manual_seed(training.seed + offset)
+    n, found = training.length, []
+    for row in range(offset, offset + count):
+        start = row * (n + 3) % len(TEXT)
+        ids = list((TEXT * (n // len(TEXT) + 2))[start : start + n])
+        some = int(torch.randint(1, n // 2, (), generator=generator))
+        sample = {"input_ids": ids}
+        if training.data == "masked":
+            sample["labels"] = [-100] * (2 * some) + ids[2 * some :]
+        elif training.data == "padded":
+            kept = n - some
+            sample |= {"input_ids": ids[:kept] + [0] * some, "attention_mask": [1] * kept + [0] * some}
+        elif training.data == "packed":
+            sample["position_ids"] = [*range(some + 1), *range(n - some - 1)]
+        elif training.data != "blocks":
+            raise UserError(f"composition: data={training.data}: it must be blocks, masked, padded or packed")
+        found.append(sample)
+    return found
+
+
+def evaluated(training: Training) -> list[dict[str, list[int]]]:
+    """Return the rows that evaluations read; of a model with a router loss just one micro-batch of them."""
+    return samples(training, 8 if training.router else EVALUATED, offset=100)
+
+
+# -- what is handed to the Trainer -------------------------------------------------------------------------
+
+
+def deepspeed_config(training: Training, execution: Execution) -> JsonObject:
+    """Return the DeepSpeed JSON of an execution."""
+    pipeline: JsonObject = {"stages": execution.pp, "activation_checkpoint_interval": execution.recompute}
+    if execution.pp > 1:
+        pipeline |= {"schedule": execution.schedule, "partition": execution.partition}
+        pipeline |= {"parts_per_stage": execution.chunks} if execution.chunks else {}
+    tensor: JsonObject = {"autotp_size": execution.tp}
+    zero: JsonObject = {"stage": execution.zero}
+    if execution.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if execution.offload == "all":
+        zero["offload_param"] = {"device": "cpu"}
+    config: JsonObject = {
+        "train_batch_size": training.batch,
+        "train_micro_batch_size_per_gpu": training.micro,
+        "gradient_clipping": training.clip,
+        "zero_optimization": zero,
+        "pipeline": pipeline,
+        "tensor_parallel": {**tensor, **({"sequence_parallel": True} if execution.sequence else {})},
+    }
+    if training.precision != "fp32":
+        config[training.precision] = {"enabled": True}
+    if training.sums:
+        config["data_types"] = {"grad_accum_dtype": training.sums}
+    if training.optimizer != "adamw":
+        config["optimizer"] = {"type": training.optimizer, "params": optimizer_params(training)}
+    if execution.ep > 1:
+        config["expert_parallel"] = {"autoep_size": execution.ep}
+    if execution.bits:
+        config["gradient_compression"] = {"bits": execution.bits}
+    if execution.compile:
+        config["compile"] = {"enabled": True, "backend": execution.compile}
+    return _merged(config, execution.rest)
+
+
+def rate(training: Training) -> float:
+    """Return the learning rate of the training's optimizer."""
+    return training.rate * RATE_OF.get(training.optimizer, 1.0)
+
+
+def optimizer_params(training: Training) -> JsonObject:
+    """Return the optimizer's section of the JSON."""
+    params: JsonObject = {"lr": rate(training), "weight_decay": training.decay}
+    if training.optimizer in ("Adam", "AdamW"):
+        params |= {"betas": [0.9, 0.95], "eps": EPSILON}
+    if training.optimizer == "SGD":
+        params["momentum"] = 0.9
+    return params
+
+
+def _merged(config: JsonObject, more: Mapping[str, Any]) -> JsonObject:
+    found = dict(config)
+    for name, value in more.items():
+        both = isinstance(value, Mapping) and isinstance(found.get(name), Mapping)
+        found[name] = _merged(found[name], value) if both else value
+    return found
+
+
+def arguments(composition: Composition, execution: Execution, output_dir: Path) -> TrainingArguments:
+    """Return the arguments of an execution that writes to `output_dir`."""
+    training = composition.training
+    given: dict[str, Any] = {
+        "deepspeed_config": deepspeed_config(training, execution),
+        "output_dir": str(output_dir),
+        "max_steps": training.steps,
+        "learning_rate": rate(training),
+        "lr_scheduler_type": training.scheduler,
+        "warmup_steps": training.warmup,
+        "weight_decay": training.decay,
+        "seed": training.seed,
+        "logging_steps": 1,
+        "save_steps": 0,
+        "label_smoothing_factor": training.smoothing,
+        "hang_seconds": 0,
+    }
+    if training.optimizer == "adamw":
+        given |= {"adam_beta2": 0.95, "adam_epsilon": EPSILON}
+    if training.attention:
+        given["attn_implementation"] = training.attention
+    if training.evaluate:
+        given |= {"eval_strategy": "steps", "eval_steps": training.evaluate}
+        given |= {"sample_prompts": str(output_dir / "prompts.txt"), "sample_tokens": SAMPLED}
+    return TrainingArguments(**given)
+
+
+def tokenizer() -> ByteTokenizer:
+    """Return the tokenizer of the prompts."""
+    return ByteTokenizer()

@@ -1,0 +1,162 @@
+"""Try compositions: run each on ranks, train it once more in one process, and say whether both come to the same."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import transformers
+
+from harness.config.values.json_object import JsonObject
+from harness.errors import UserError
+from harness.parity.compare import (
+    USUAL,
+    Distance,
+    distance,
+    half_limit,
+    is_exact,
+    noise_limit,
+    numbers_of,
+    structure,
+)
+from harness.parity.composition import Composition
+from harness.parity.launch import run_on_ranks
+from harness.parity.reference import Numbers, reference
+from harness.parity.subject import Subject, make_subject
+
+RIGHT, REFUSED, WRONG, FAILED, UNTRIED = "right", "refused", "wrong", "failed", "untried"
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a trial says of a composition.
+
+    Attributes:
+        kind: right; refused before the start; wrong in its numbers; failed with an error, or without an end; untried,
+            because plain transformers cannot train it.
+        reason: why it is not right.
+        off: how far its numbers are from those of one process, where it has some; limit: how far they may be.
+    """
+
+    composition: Composition
+    kind: str
+    reason: str = ""
+    off: Distance | None = None
+    limit: Distance | None = None
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the composition is neither right nor refused."""
+        return self.kind in (WRONG, FAILED)
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.composition}" + (f": {self.reason}" if self.reason else "")
+
+
+Report = Callable[[Verdict], None]
+
+
+def try_all(
+    compositions: Sequence[Composition], report: Report = lambda _: None, *, limit_s: float = LIMIT_S
+) -> list[Verdict]:
+    """Return a verdict on each composition, in their order; each is reported as soon as it is known."""
+    found: dict[int, Verdict] = {}
+
+    def conclude(index: int, verdict: Verdict) -> None:
+        found[index] = verdict
+        report(verdict)
+
+    with _as_a_rank(), tempfile.TemporaryDirectory(prefix="parity_") as folder:
+        judge = _Judge(Path(folder) / "references")
+        ranks = sorted({each.ranks for each in compositions})
+        for size in ranks:
+            some = [(index, each) for index, each in enumerate(compositions) if each.ranks == size]
+            _try_some(some, size, Path(folder) / f"on_{size}", judge, conclude, limit_s)
+    return [found[index] for index in range(len(compositions))]
+
+
+def _try_some(
+    some: Sequence[tuple[int, Composition]],
+    ranks: int,
+    folder: Path,
+    judge: _Judge,
+    conclude: Callable[[int, Verdict], None],
+    limit_s: float,
+) -> None:
+    """Try compositions of one number of ranks."""
+    able: list[tuple[int, Composition]] = []
+    for index, each in some:
+        try:  # a model of which none can be made costs no ranks
+            make_subject(each, folder / "models")
+            able.append((index, each))
+        except UserError as error:
+            conclude(index, Verdict(composition=each, kind=UNTRIED, reason=str(error)))
+
+    def judged(number: int, outcome: JsonObject) -> None:
+        index, composition = able[number]
+        subject = make_subject(composition, folder / "models")
+        conclude(index, judge.verdict(composition, subject, outcome, folder / str(number)))
+
+    run_on_ranks([str(each) for _, each in able], ranks, folder, limit_s=limit_s, report=judged)
+
+
+@contextmanager
+def _as_a_rank() -> Iterator[None]:
+    """Compute in one thread, as a rank does: with several, sums have another order; and say nothing."""
+    threads, verbosity = torch.get_num_threads(), transformers.logging.get_verbosity()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        transformers.logging.set_verbosity(verbosity)
+        transformers.logging.enable_progress_bar()
+
+
+class _Judge:
+    """Compares executions with the training in one process, which it makes once for all executions of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[str, Numbers] = {}
+
+    def verdict(self, composition: Composition, subject: Subject, outcome: JsonObject, place: Path) -> Verdict:
+        if "refused" in outcome:
+            return Verdict(composition=composition, kind=REFUSED, reason=outcome["refused"])
+        try:
+            wanted = self._reference(composition, subject)
+        except Exception as error:  # whatever a family raises in plain transformers
+            reason = f"plain transformers: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            return Verdict(composition=composition, kind=UNTRIED, reason=reason)
+        if "error" in outcome:
+            return Verdict(composition=composition, kind=FAILED, reason=outcome["error"])
+        found = numbers_of(outcome, place, wanted.before)
+        exact = is_exact(composition)
+        if (fault := structure(found, wanted, texts=exact)) is not None:
+            return Verdict(composition=composition, kind=WRONG, reason=fault)
+        off, limit = distance(found, wanted), USUAL
+        if not exact:
+            limit = half_limit(composition, self._reference(composition, subject, precision="fp32"), wanted)
+        elif not off.within(limit):
+            limit = noise_limit(wanted, lambda seed: reference(composition, subject, rounding=seed))
+        right = off.within(limit)
+        reason = "" if right else f"{off} (limits: {limit})"
+        kind = RIGHT if right else WRONG
+        return Verdict(composition=composition, kind=kind, reason=reason, off=off, limit=limit)
+
+    def _reference(self, composition: Composition, subject: Subject, precision: str | None = None) -> Numbers:
+        training = replace(composition.training, precision=precision or composition.training.precision)
+        key = f"{composition.model} {training}"
+        if key not in self._known:
+            self._known[key] = reference(composition, subject, precision=precision)
+        return self._known[key]

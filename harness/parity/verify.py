@@ -1,0 +1,232 @@
+"""Certify a user's own model, layout and config: on a tiny copy, on this machine's processor, against one process.
+
+What the config says of the computation is kept: layout, ZeRO, offload, precision, schedule, clipping, the kind of
+optimizer, and the keys of these sections. Sizes become small: ranks, batches, the model. What could not be kept is
+named in the certificate.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from harness.arguments import TrainingArguments
+from harness.arguments.configure import RunConfig, read_config, read_run_config
+from harness.config.values.batch import ACCUMULATION, MICRO, TRAIN
+from harness.config.values.json_object import JsonObject
+from harness.config.values.pointers import lookup, whole
+from harness.errors import UserError
+from harness.hf.skeleton import ModelSource, read_source
+from harness.hf.verify.tiny_copy import shrink
+from harness.parity.composition import Composition, Execution, Training
+from harness.parity.trial import REFUSED, RIGHT, UNTRIED, Verdict, try_all
+from harness.report import certificate
+from harness.training.prepare.trainable import UNSHAPING
+from harness.training.recording.files import versions
+
+MOST_RANKS = 8
+SECTIONS = ("pipeline", "tensor_parallel", "zero_optimization", "activation_checkpointing", "data_types", "bf16")
+VALUES = ("communication_data_type", "prescale_gradients", "gradient_predivide_factor")
+READ = {
+    "pipeline": ("stages", "schedule", "parts_per_stage", "partition", "activation_checkpoint_interval"),
+    "tensor_parallel": ("autotp_size", "sequence_parallel"),
+    "zero_optimization": ("stage", "offload_optimizer", "offload_param"),
+    "data_types": ("grad_accum_dtype",),
+    "bf16": ("enabled",),
+}
+"""Keys of the JSON that are fields of an `Execution` or a `Training`; of the sections above all others are kept."""
+OPTIMIZERS = {name.lower(): name for name in ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop")}
+STEPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduced:
+    """A user's config at a size that can be tried at once.
+
+    Attributes:
+        left_out: what of it is not tried, each in a few words.
+    """
+
+    training: Training
+    execution: Execution
+    left_out: list[str]
+
+
+def certify(model: str, config: str, world_size: int | None, report: Callable[[Verdict], None]) -> JsonObject:
+    """Return the certificate of a config (a file, or a preset's name) and a model (a directory, or a preset's name).
+
+    `report` gets each verdict. Raises UserError for files that are none.
+    """
+    source, document = read_source(model), read_config(config)
+    found: JsonObject = {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "model": model,
+        "config": config,
+        "versions": versions(),
+        "machine": {"processors": os.cpu_count(), "device": "cpu"},
+    }
+    with TemporaryDirectory(prefix="verify_") as folder:
+        try:
+            run = _run_config(model, config, world_size)
+            shape = {name: value for name, value in source.config.to_dict().items() if name not in UNSHAPING}
+            found["subject"] = certificate.subject(document.data, certificate.layout_of(run.resolved), shape)
+            reduced = reduce(run)
+            tiny = shrink(source.config, tensor=reduced.execution.tp)
+        except UserError as error:
+            return {**found, "verdict": certificate.REFUSED, "reason": str(error), "compared": [], "left_out": []}
+        tiny.save_pretrained(folder)
+        verdicts = try_all(compositions(folder, reduced, source), report)
+        return {
+            **found,
+            **_concluded(verdicts),
+            "tried": {"ranks": reduced.execution.ranks, "layout": str(reduced.execution)},
+            "compared": [_row(verdict, folder) for verdict in verdicts],
+            "left_out": reduced.left_out,
+        }
+
+
+def _run_config(model: str, config: str, world_size: int | None) -> RunConfig:
+    """Read and check the config for so many ranks; without a number as few as it can run on, two of them data ranks
+    where its batch sizes allow that."""
+    arguments = TrainingArguments(deepspeed_config=config)
+    if world_size is not None:
+        return read_run_config(arguments, world_size=world_size, model=model)
+    data = read_config(config).data
+    pp, tp = (whole(lookup(data, at)) or 1 for at in ("/pipeline/stages", "/tensor_parallel/autotp_size"))
+    train, micro, accumulation = (whole(lookup(data, at)) for at in (TRAIN, MICRO, ACCUMULATION))
+    stated = train // (micro * accumulation) if train and micro and accumulation else None
+    try:
+        return read_run_config(arguments, world_size=pp * tp * (stated or 2), model=model)
+    except UserError:
+        return read_run_config(arguments, world_size=pp * tp, model=model)
+
+
+def reduce(run: RunConfig) -> Reduced:
+    """Return the config at a size that can be tried at once."""
+    resolved, data, left_out = run.resolved, run.document.data, []
+    execution = _execution(run)
+    if (execution.pp, execution.tp) != (resolved.pp_size, resolved.tp_size):
+        wanted = f"{resolved.pp_size} stages x {resolved.tp_size} tensor-parallel ranks"
+        left_out.append(f"{wanted}: {execution.pp} x {execution.tp} are tried")
+    sections = ("offload_optimizer", "offload_param")
+    if any(lookup(data, f"/zero_optimization/{name}/device") == "nvme" for name in sections):
+        left_out.append("offload to nvme: to the host's memory instead")
+    precision = resolved.precision
+    if precision == "fp16":
+        precision = "fp32"
+        left_out.append("fp16: a CPU has none; float32 is tried")
+    stated = lookup(data, "/optimizer/type")
+    optimizer = "adamw" if stated is None else OPTIMIZERS.get(str(stated).lower())
+    if optimizer is None:
+        optimizer = "adamw"
+        left_out.append(f"optimizer {stated}: AdamW is tried")
+    elif stated is not None:
+        left_out.append("optimizer.params: values that move a tiny model are tried")
+    if resolved.compile_backend is not None:
+        left_out.append(f"compile.backend {resolved.compile_backend}: aot_eager is tried")
+    kept = {*SECTIONS, *VALUES, "optimizer", "compile", "gradient_compression", "gradient_clipping", "expert_parallel"}
+    sizes = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+    left_out += [f"{name}: not tried" for name in data if name not in kept | sizes and not name.startswith(("$", "_"))]
+    left_out.append("batch sizes, rate and schedule of the learning rate: small ones, and a constant rate, are tried")
+    training = Training(
+        data="masked",
+        micro=2 if execution.dp < 4 else 1,
+        steps=STEPS,
+        precision=precision,
+        sums=str(lookup(data, "/data_types/grad_accum_dtype") or "") if precision == "bf16" else "",
+        optimizer=optimizer,
+        clip=float(resolved.config.get("gradient_clipping", 1.0)),
+    )
+    return Reduced(training=training, execution=execution, left_out=left_out)
+
+
+def _execution(run: RunConfig) -> Execution:
+    resolved, data = run.resolved, run.document.data
+    pp, tp = resolved.pp_size, resolved.tp_size
+    while pp * tp > MOST_RANKS:  # what is left still has stages, and parts of layers
+        pp, tp = (pp // 2, tp) if pp >= tp else (pp, tp // 2)
+    offloads = [(data.get("zero_optimization") or {}).get(name) for name in ("offload_optimizer", "offload_param")]
+    optimizer, parameters = ((section or {}).get("device", "none") != "none" for section in offloads)
+    return Execution(
+        pp=pp,
+        tp=tp,
+        dp=2 if pp * tp * 2 <= MOST_RANKS else 1,
+        ep=tp if resolved.ep_size > 1 else 1,
+        zero=resolved.zero_stage,
+        offload="all" if parameters else "optimizer" if optimizer else "none",
+        schedule=resolved.schedule if pp > 1 else "1f1b",
+        chunks=resolved.chunks.each if resolved.schedule == "interleaved" and pp > 1 else 0,
+        partition=resolved.partition if pp > 1 else "balanced",
+        recompute=resolved.activation_checkpoint_interval,
+        sequence=resolved.sequence_parallel,
+        bits=resolved.gradient_bits or 0,
+        compile="aot_eager" if resolved.compile_backend is not None else "",
+        rest=_rest(data),
+    )
+
+
+def _rest(data: JsonObject) -> JsonObject:
+    """Return what is kept of a JSON besides the fields of an execution."""
+    rest: JsonObject = {name: copy.deepcopy(data[name]) for name in VALUES if name in data}
+    for name in SECTIONS:
+        section = data.get(name)
+        if isinstance(section, dict):
+            more = {key: copy.deepcopy(value) for key, value in section.items() if key not in READ.get(name, ())}
+            rest |= {name: more} if more else {}
+    return rest
+
+
+def compositions(model: str, reduced: Reduced, source: ModelSource) -> list[Composition]:
+    """Return what is tried: the config in float32, saved and resumed; in its own precision; what the model has."""
+    plain = {name: value for name, value in reduced.execution.rest.items() if name not in ("bf16", "data_types")}
+    exact = replace(reduced.execution, rest=plain)
+    training = replace(reduced.training, precision="fp32", sums="")
+    found: list[tuple[Training, tuple[Execution, ...]]] = [(replace(training, evaluate=2), (exact, exact))]
+    if reduced.training.precision != "fp32":
+        found.append((replace(reduced.training, data="blocks"), (reduced.execution,)))
+    fields: dict[str, Any] = source.config.to_dict()
+    if any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in fields.items()):
+        found.append((replace(training, dropout=0.1), (exact,)))
+    if fields.get("output_router_logits"):
+        found.append((replace(training, router=0.05), (exact,)))
+    return [Composition(model=model, training=each, executions=executions) for each, executions in found]
+
+
+def _concluded(verdicts: Sequence[Verdict]) -> JsonObject:
+    """Return the verdict on all, and why."""
+    bad = next((verdict for verdict in verdicts if verdict.is_bad), None)
+    if bad is not None:
+        return {"verdict": certificate.DIFFERS, "reason": f"{described(bad)}: {bad.reason}"}
+    for kind, word in ((REFUSED, certificate.REFUSED), (UNTRIED, certificate.UNVERIFIED)):
+        other = next((verdict for verdict in verdicts if verdict.kind == kind), None)
+        if other is not None:
+            return {"verdict": word, "reason": other.reason}
+    return {"verdict": certificate.EQUAL}
+
+
+def described(verdict: Verdict) -> str:
+    """Return what was tried in a few words."""
+    training, executions = verdict.composition.training, verdict.composition.executions
+    words = [{"fp32": "float32"}.get(training.precision, training.precision)]
+    words += ["saved and resumed"] if len(executions) > 1 else []
+    words += ["with dropout"] if training.dropout else []
+    words += ["with the router loss"] if training.router else []
+    return ", ".join(words)
+
+
+def _row(verdict: Verdict, folder: str) -> JsonObject:
+    return {
+        "what": described(verdict),
+        "line": str(verdict.composition).replace(folder, "MODEL"),
+        "ranks": verdict.composition.ranks,
+        "steps": verdict.composition.training.steps,
+        "verdict": verdict.kind if verdict.kind != RIGHT else certificate.EQUAL,
+        "reason": verdict.reason.replace(folder, "MODEL"),
+        "largest": None if verdict.off is None else asdict(verdict.off),
+        "allowed": None if verdict.limit is None else asdict(verdict.limit),
+    }

@@ -1,0 +1,110 @@
+"""Search for compositions that come to wrong numbers: random ones, each against one process of plain torch.
+
+python scripts/bench/parity.py --count 100 --seed 7                  # prints what is neither right nor refused
+python scripts/bench/parity.py --seconds 170 --results found.jsonl   # goes on where the file ends
+python scripts/bench/parity.py --line 'llama : pp=2 zero=1'          # one composition, with its numbers
+python scripts/bench/parity.py --shrink 'gemma2 data=packed : ...'   # the smallest that still fails
+python scripts/bench/parity.py --pairs found.jsonl                   # which pairs have been met how often
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from harness.parity.composition import Composition
+from harness.parity.search import draw, families, pairs, shrink
+from harness.parity.trial import REFUSED, RIGHT, Verdict, try_all
+
+SLICE = 40  # compositions of one launch
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=20, help="compositions")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=0, help="instead of a count: begin no more after so long")
+    parser.add_argument("--results", type=Path, help="a file of verdicts that is appended to")
+    parser.add_argument("--line", help="try one composition")
+    parser.add_argument("--lines", type=Path, help="try the compositions of a file")
+    parser.add_argument("--shrink", help="find the smallest composition that fails as this one")
+    parser.add_argument("--pairs", type=Path, help="a file of verdicts: print how often pairs were met")
+    args = parser.parse_args()
+    if args.pairs:
+        return _print_pairs(args.pairs)
+    if args.line or args.lines:
+        lines = [args.line] if args.line else args.lines.read_text().splitlines()
+        chosen = [Composition.parse(line) for line in lines if line.strip() and not line.startswith("#")]
+        start = time.monotonic()
+        return int(any(each.is_bad for each in try_all(chosen, lambda v: _tell(v, start))))
+    if args.shrink:
+        return _shrink(Composition.parse(args.shrink))
+    return _search(args)
+
+
+def _tell(verdict: Verdict, start: float) -> None:
+    print(f"{time.monotonic() - start:6.1f} {verdict}", f"[{verdict.off}]" if verdict.off else "", flush=True)
+
+
+def _shrink(composition: Composition) -> int:
+    (first,) = try_all([composition])
+    if not first.is_bad:
+        print(first)
+        return 0
+
+    def fails(smaller: Composition) -> bool:
+        (verdict,) = try_all([smaller])
+        print(" ", verdict.kind, smaller, flush=True)
+        return verdict.kind == first.kind
+
+    print("smallest:", shrink(composition, fails))
+    return 1
+
+
+def _search(args: argparse.Namespace) -> int:
+    known, start, bad = families(), time.monotonic(), 0
+    done = len(args.results.read_text().splitlines()) if args.results and args.results.exists() else 0
+    first, counts = done, Counter[str]()
+    while (time.monotonic() - start < args.seconds) if args.seconds else (done - first < args.count):
+        size = SLICE if args.seconds else min(SLICE, args.count - (done - first))
+        some = [draw(Random(f"{args.seed} {number}"), known) for number in range(done, done + size)]
+        verdicts = try_all(some, lambda verdict: print(verdict, flush=True) if verdict.is_bad else None)
+        if args.results:
+            with args.results.open("a") as file:
+                file.writelines(json.dumps(_row(verdict)) + "\n" for verdict in verdicts)
+        counts.update(verdict.kind for verdict in verdicts)
+        bad += sum(verdict.is_bad for verdict in verdicts)
+        done += size
+    print(f"seed {args.seed}: {done - first} compositions in {time.monotonic() - start:.0f} s: {dict(counts)}")
+    return int(bad > 0)
+
+
+def _row(verdict: Verdict) -> dict[str, object]:
+    numbers = {
+        name: asdict(value) if value else None for name, value in (("off", verdict.off), ("limit", verdict.limit))
+    }
+    return {"line": str(verdict.composition), "kind": verdict.kind, "reason": verdict.reason, **numbers}
+
+
+def _print_pairs(path: Path) -> int:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    counts = Counter(row["kind"] for row in rows)
+    met = {
+        kind: pairs(Composition.parse(row["line"]) for row in rows if row["kind"] == kind) for kind in (RIGHT, REFUSED)
+    }
+    print(f"{len(rows)} compositions: {dict(counts)}; {len(met[RIGHT])} pairs were right at least once")
+    for pair, count in met[RIGHT].most_common():
+        print(f"{count:5} {' & '.join(pair)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Metrics of other programs, in the forms that they write them, against a run's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.errors import UserError
+from harness.parity.against import compare_files, read_curve
+from harness.parity.commands import verify
+
+LOSSES = [5.0 - 0.01 * step + 0.003 * (step % 7) for step in range(1, 41)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    rows = [{"step": step, "loss": loss, "grad_norm": 1.0} for step, loss in enumerate(LOSSES, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+FORMS = {
+    "hf.json": lambda steps: json.dumps({"log_history": [{"step": s, "loss": round(x, 4)} for s, x in steps]}),
+    "megatron.log": lambda steps: "\n".join(
+        f" iteration {s:8d}/     100 | consumed samples: {s * 8} | learning rate: 1.0E-05 | lm loss: {x:.6E} | x"
+        for s, x in steps
+    ),
+    "titan.log": lambda steps: "\n".join(f"[rank0]: step: {s:2}  loss: {x:8.5f}  grad_norm: 1.1" for s, x in steps),
+    "table.csv": lambda steps: "step,train_loss\n" + "\n".join(f"{s},{x}" for s, x in steps),
+    "lines.jsonl": lambda steps: "\n".join(json.dumps({"iteration": s, "lm loss": x}) for s, x in steps),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_program_with_the_same_losses_is_equal_but_for_its_digits(run: Path, name: str) -> None:
+    said, same = compare_files(run, written(run, name, FORMS[name](list(enumerate(LOSSES, 1)))))
+    assert same and "40 steps compared" in said and "equal but for rounding" in said
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_step_is_named_from_which_on_they_differ(run: Path, name: str) -> None:
+    theirs = [(s, x if s < 23 else x + 0.002) for s, x in enumerate(LOSSES, 1)]
+    said, same = compare_files(run, written(run, name, FORMS[name](theirs)))
+    assert not same and "they part at step 23:" in said
+
+
+def test_steps_from_zero_and_means_over_several_steps_are_seen(run: Path) -> None:
+    from_zero = written(run, "zero.jsonl", FORMS["lines.jsonl"](list(enumerate(LOSSES))))
+    said, same = compare_files(run, from_zero)
+    assert same and "its step 0 is 1" in said
+    means = [(step, sum(LOSSES[step - 5 : step]) / 5) for step in range(5, 41, 5)]
+    said, same = compare_files(run, written(run, "means.json", FORMS["hf.json"](means)))
+    assert same and "means of 5 steps" in said
+
+
+def test_what_bf16_rounds_away_counts_in_bf16_alone(run: Path) -> None:
+    theirs = written(run, "b.jsonl", FORMS["lines.jsonl"]([(s, x * 1.0003) for s, x in enumerate(LOSSES, 1)]))
+    assert not compare_files(run, theirs)[1]
+    (run / "run.json").write_text(json.dumps({"config": {"bf16": {"enabled": True}}}))
+    assert compare_files(run, theirs)[1]
+
+
+def test_a_file_without_losses_and_missing_arguments_are_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match="there are no steps with a loss"):
+        read_curve(written(run, "empty.log", "nothing"))
+    for words in (["--against", "x"], [str(run)], ["--model_name_or_path", "tiny-llama"]):
+        with pytest.raises(SystemExit) as end:
+            verify(words)
+        assert end.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1

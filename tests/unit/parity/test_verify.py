@@ -1,0 +1,84 @@
+"""What of a user's config is tried, and what a certificate holds for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.arguments import TrainingArguments
+from harness.arguments.configure import read_run_config
+from harness.parity.commands import table
+from harness.parity.composition import Composition
+from harness.parity.subject import deepspeed_config
+from harness.parity.verify import Reduced, certify, reduce
+from harness.report import certificate
+
+
+def reduced(config: dict[str, Any], ranks: int) -> Reduced:
+    return reduce(read_run_config(TrainingArguments(deepspeed_config=config), world_size=ranks))
+
+
+def test_a_config_keeps_what_it_says_of_the_computation_and_names_what_it_loses() -> None:
+    found = reduced(
+        {
+            "train_batch_size": 256,
+            "gradient_accumulation_steps": 16,
+            "fp16": {"enabled": True},
+            "gradient_clipping": 0.3,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-5}},
+            "pipeline": {"stages": 8, "schedule": "gpipe", "grad_partitioned": False},
+            "tensor_parallel": {"autotp_size": 2},
+            "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000},
+            "communication_data_type": "fp32",
+            "wall_clock_breakdown": True,
+        },
+        32,
+    )
+    execution = found.execution
+    assert (execution.pp, execution.tp, execution.dp, execution.zero, execution.schedule) == (4, 2, 1, 1, "gpipe")
+    assert execution.rest == {
+        "communication_data_type": "fp32",
+        "pipeline": {"grad_partitioned": False},
+        "zero_optimization": {"reduce_bucket_size": 1000},
+    }
+    assert (found.training.precision, found.training.optimizer, found.training.clip) == ("fp32", "Adam", 0.3)
+    said = " ".join(found.left_out)
+    for word in ("8 stages x 2 tensor-parallel ranks: 4 x 2", "fp16", "optimizer.params", "wall_clock_breakdown"):
+        assert word in said
+    config = deepspeed_config(found.training, execution)
+    assert config["pipeline"]["stages"] == 4 and config["zero_optimization"]["reduce_bucket_size"] == 1000
+
+
+def test_offload_and_16_bits_are_kept() -> None:
+    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}, "offload_param": {"device": "cpu"}}
+    config = {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **offload}}
+    found = reduced(config, 2)
+    assert (found.execution.offload, found.execution.zero, found.training.precision) == ("all", 3, "bf16")
+    assert any("nvme" in text for text in found.left_out)
+
+
+def test_a_composition_that_runs_refuse_is_said_in_the_certificate(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8, "pipeline": {"stages": 2}, "zero_optimization": {"stage": 3}}')
+    found = certify("tiny-llama", str(path), None, lambda _: None)
+    assert found["verdict"] == certificate.REFUSED and "DS601" in found["reason"]
+    assert table(found).endswith("verdict: refused")
+
+
+def test_a_certificate_is_found_by_all_that_it_holds_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    subject = certificate.subject({"a": 1, "b": 2}, {"pp_size": 2}, {"hidden_size": 8})
+    assert certificate.store({"subject": subject, "versions": {"torch": "1"}, "verdict": "equal"}) is not None
+    same = certificate.subject({"b": 2, "a": 1}, {"pp_size": 2}, {"hidden_size": 8})
+    found = certificate.find(same, {"torch": "1"})
+    assert found is not None and found["verdict"] == "equal"
+    assert certificate.find(same, {"torch": "2"}) is None
+    for other in (({"a": 2}, {"pp_size": 2}), ({"a": 1, "b": 2}, {"pp_size": 4})):
+        assert certificate.find(certificate.subject(*other, {"hidden_size": 8}), {"torch": "1"}) is None
+
+
+def test_the_executions_of_one_composition_have_one_number_of_ranks() -> None:
+    assert Composition.parse("llama : pp=2 | tp=2").ranks == 2
+    assert Composition.parse("llama : pp=2 tp=2 | dp=4 zero=3").ranks == 4
