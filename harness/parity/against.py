@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from harness.checkpoint.directories import METRICS, RUN
 from harness.config.values.json_file import read_json
@@ -79,14 +78,14 @@ def _entries(file: Path, text: str) -> Iterator[tuple[int, str]]:
                 yield int(found[1]), found[2]
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     try:
         return json.loads(text, parse_float=str)
     except ValueError:
         return None
 
 
-def _of_rows(rows: Iterable[Any]) -> Iterator[tuple[int, str]]:
+def _of_rows(rows: Iterable[object]) -> Iterator[tuple[int, str]]:
     for row in rows:
         if not isinstance(row, Mapping):
             continue

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
+from harness.hf.locate import DEFAULT_MODEL
+from harness.topology.env import inherited, replace_environment
 from harness.verb_parser import VerbParser, positive
 
 DESCRIPTION = """Trains a tiny copy of a model in the layout of a DeepSpeed JSON, on this machine's processor, and once
@@ -18,10 +19,10 @@ after a save and a resume. Writes a certificate, which runs of this config and m
 
 With --against: compares the losses of a run with those of another program, and says from which step on they differ by
 more than rounding."""
-EXAMPLE = """exit codes: 0 equal, 1 different, refused or not verified, 2 unusable arguments
+EXAMPLE = f"""exit codes: 0 equal, 1 different, refused or not verified, 2 unusable arguments
 
 example:
-  ds-harness verify --model_name_or_path tiny-llama --deepspeed_config pipeline_3d --output certificate.json
+  ds-harness verify --model_name_or_path {DEFAULT_MODEL} --deepspeed_config pipeline_3d --output certificate.json
   ds-harness verify runs/mine --against trainer_state.json"""
 
 
@@ -51,9 +52,11 @@ def verify(argv: Sequence[str]) -> int:
 
 
 def _certify(model: str, config: str, world_size: int | None, output: Path | None) -> int:
-    os.environ["DS_ACCELERATOR"] = "cpu"  # read by DeepSpeed when it is imported
-    from harness.parity.verify import certify, described
+    from harness.parity.launch import QUIET
     from harness.report import certificate
+
+    replace_environment({**inherited(), **QUIET})  # DeepSpeed reads it when it is imported, as it is next
+    from harness.parity.verify import certify, described
 
     found = certify(
         model, config, world_size, lambda verdict: print(f"tried: {described(verdict)}", file=sys.stderr, flush=True)

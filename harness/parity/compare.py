@@ -51,7 +51,7 @@ class Distance:
         return ", ".join(f"{name.replace('_', ' ')} {value:.1e}" for name, value in asdict(self).items() if value)
 
 
-USUAL = Distance(loss=2e-6, first_norm=2e-5, norm=1e-4, evaluation=2e-6, weights=1e-3, tensor=1e-2)
+USUAL = Distance(loss=1e-6, first_norm=2e-6, norm=1e-5, evaluation=1e-6, weights=1e-4, tensor=1e-3)
 """In float32: sums in another order."""
 MOST = Distance(loss=1e-4, first_norm=1e-3, norm=1e-2, evaluation=1e-4, weights=5e-2, tensor=0.5)
 """However much rounding errors do."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Self
+from typing import Self
 
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import DEEPSPEED_1F1B
@@ -30,7 +30,7 @@ class Words:
     def __str__(self) -> str:
         return " ".join(f"{name}={_written(value)}" for name, value in self.stated())
 
-    def stated(self) -> Iterator[tuple[str, Any]]:
+    def stated(self) -> Iterator[tuple[str, object]]:
         """Yield name and value of each field that differs from its default."""
         for item in fields(self):
             value = getattr(self, item.name)
@@ -50,7 +50,7 @@ class Words:
         return cls(**given)
 
 
-def _default(item: Field[Any]) -> Any:
+def _default(item: Field[object]) -> object:
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 

@@ -15,11 +15,12 @@ import logging
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
 import transformers
+from transformers import PreTrainedModel
 
 from harness.checkpoint.atomic import replace_text
 from harness.checkpoint.directories import EVALUATIONS, METRICS
@@ -28,6 +29,7 @@ from harness.console import Console
 from harness.errors import UserError
 from harness.parity.composition import Composition, Execution
 from harness.parity.subject import PROMPTS, ROWS, Subject, arguments, evaluated, make_subject, samples, tokenizer
+from harness.topology.agreement import values_of_all
 from harness.training.callbacks import TrainerCallback, TrainerControl, TrainerState
 from harness.training.recording.recorder import SAMPLES
 from harness.training.trainer import Trainer
@@ -59,8 +61,7 @@ def run_lines(folder: Path, first: int = 0) -> None:
         except Exception as raised:
             traceback.print_exc()
             error, found = raised, {"error": f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"}
-        said: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, found)
+        said = values_of_all(found)
         if dist.get_rank() == 0:
             _write(folder / f"{number}.json", _outcome(said, place))
         if error is not None:
@@ -110,7 +111,7 @@ class StopAt(TrainerCallback):
         self.step = step
         self.saves = saves
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:  # noqa: ARG002
         """Ask for the end."""
         if state.global_step == self.step:
             control.should_save, control.should_training_stop = self.saves, True
@@ -140,10 +141,10 @@ def _trainer(
         raise Refused(str(error)) from error
 
 
-def _model(subject: Subject) -> Any:
+def _model(subject: Subject) -> str | PreTrainedModel:
     if subject.adapters is None:
         return str(subject.base)
     from peft import PeftModel
 
     base = transformers.AutoModelForCausalLM.from_pretrained(subject.base, dtype=torch.float32, local_files_only=True)
-    return PeftModel.from_pretrained(base, subject.adapters, is_trainable=True)
+    return cast(PreTrainedModel, PeftModel.from_pretrained(base, subject.adapters, is_trainable=True))

@@ -11,12 +11,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 from harness.config.values.json_object import JsonObject
-from harness.topology.env import LOOPBACK, free_port
+from harness.topology.env import LOOPBACK, changed_environment, free_port, inherited, replace_environment
 
 QUIET = {
     "DS_ACCELERATOR": "cpu",
@@ -51,7 +50,7 @@ def _launch(ranks: int, folder: Path, first: int, count: int, limit_s: float) ->
     """Yield what comes of the compositions from number `first` on, until all are done or one has ended the ranks."""
     port = free_port()
     processes = [_server().Process(target=_rank, args=(rank, ranks, port, folder, first)) for rank in range(ranks)]
-    with _environment():
+    with changed_environment(QUIET):  # which the server, that starts with the first rank, inherits
         for process in processes:
             process.start()
     limit = time.monotonic() + limit_s + START_S
@@ -103,18 +102,6 @@ def _server() -> ForkServerContext:
     return context
 
 
-@contextmanager
-def _environment() -> Iterator[None]:
-    """Have the server, which starts with the first rank, inherit what its modules read when they are imported."""
-    before = dict(os.environ)
-    os.environ.update(QUIET)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def _rank(rank: int, ranks: int, port: int, folder: Path, first: int) -> None:
     """Be a rank, in a process of its own."""
     import torch
@@ -122,9 +109,9 @@ def _rank(rank: int, ranks: int, port: int, folder: Path, first: int) -> None:
 
     from harness.parity.execute import run_lines
 
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ.update({**QUIET, **{name: str(value) for name, value in place.items()}})
-    os.environ.update({"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)})
+    place: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    place |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+    replace_environment({**inherited(), **QUIET, **{name: str(value) for name, value in place.items()}})
     log = os.open(folder / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, Trainer, get_scheduler
 
+from harness.config.values.json_object import JsonObject
 from harness.data.batches.order import batch_indices
 from harness.parity.composition import Composition, Training
 from harness.parity.subject import (
@@ -40,6 +43,9 @@ from harness.parity.subject import (
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDING = 2e-7
+
+Model: TypeAlias = Any
+"""A model of transformers, or one of peft's around it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,19 +147,18 @@ class _Loop:
             master.grad = gradient.float() if is_used else None
         return total
 
-    def _losses(self, part: Sequence[Mapping[str, list[int]]], draws: _Draws | None) -> tuple[Tensor, Any]:
+    def _losses(self, part: Sequence[Mapping[str, list[int]]], draws: _Draws | None) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of a micro-batch's labels, and its router loss."""
         training = self.training
-        total: Any = 0.0
-        router: Any = 0.0
+        total = router = torch.zeros(())
         alone = training.data in ("padded", "packed")  # what nothing else in the row can have touched
         if training.dropout or training.router or not alone:  # these depend on all that is in a micro-batch
             names = ("input_ids", "position_ids") if training.data == "packed" else ("input_ids",)
-            given: Any = {name: torch.tensor([row[name] for row in part]) for name in names}
+            given = {name: torch.tensor([row[name] for row in part]) for name in names}
             more = {"output_router_logits": True} if training.router else {}
             with draws or nullcontext():
                 outputs = self.model(**given, **more, use_cache=False)
-            router = outputs.aux_loss.float() if training.router else 0.0
+            router = outputs.aux_loss.float() if training.router else router
             for row, logits in zip(part, outputs.logits, strict=True):
                 total = total + _loss(logits, _labels(row), training.smoothing)
             return total, router
@@ -186,9 +191,9 @@ class _Loop:
         return str(tokenizer().decode(ids[len(prompt.encode()) :]))
 
 
-def _model(training: Training, subject: Subject, dtype: torch.dtype) -> Any:
+def _model(training: Training, subject: Subject, dtype: torch.dtype) -> Model:
     more = {"attn_implementation": training.attention} if training.attention else {}
-    model: Any = AutoModelForCausalLM.from_pretrained(subject.base, dtype=dtype, local_files_only=True, **more)
+    model: Model = AutoModelForCausalLM.from_pretrained(subject.base, dtype=dtype, local_files_only=True, **more)
     if subject.adapters is not None:
         from peft import PeftModel
 
@@ -200,7 +205,7 @@ def _model(training: Training, subject: Subject, dtype: torch.dtype) -> Any:
     return model.train()
 
 
-def _exported(model: Any) -> dict[str, Tensor]:
+def _exported(model: Model) -> dict[str, Tensor]:
     """Return what `save_pretrained` writes."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -212,18 +217,19 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def _optimizer(model: Any, training: Training) -> Any:
+def _optimizer(model: Model, training: Training) -> Optimizer:
     """Return torch's optimizer over the parameters that transformers decays, and the others."""
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # it does not use self
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups: Any = [
+    groups: list[JsonObject] = [
         {"params": [p for name, p in named if name in decayed], "weight_decay": training.decay},
         {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
     ]
     if training.optimizer in ("adamw", "Adam", "AdamW"):  # DeepSpeed's Adam is AdamW unless told otherwise
         return torch.optim.AdamW(groups, lr=rate(training), betas=(0.9, 0.95), eps=EPSILON)
     params = {name: value for name, value in optimizer_params(training).items() if name != "weight_decay"}
-    return getattr(torch.optim, training.optimizer)(groups, **params)
+    found: Optimizer = getattr(torch.optim, training.optimizer)(groups, **params)
+    return found
 
 
 # -- the loss ----------------------------------------------------------------------------------------------
@@ -262,13 +268,13 @@ def _loss(logits: Tensor, labels: Sequence[int], smoothing: float) -> Tensor:
 class _Draws(TorchFunctionMode):
     """Draws what dropout leaves out of a micro-batch from seed, sample, layer and place in the layer."""
 
-    def __init__(self, model: Any, training: Training, first_sample: int) -> None:
+    def __init__(self, model: Model, training: Training, first_sample: int) -> None:
         super().__init__()
         self.key = training.seed, first_sample
         self.samples = training.micro
         self.layer = self.number = 0
         self.stack = _layer_stack(model)
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
         last = len(self.stack)
@@ -286,12 +292,16 @@ class _Draws(TorchFunctionMode):
     def _enter(self, layer: int) -> None:
         self.layer, self.number = layer, 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Model, types: object, args: tuple[object, ...] = (), kwargs: JsonObject | None = None
+    ) -> object:
         kwargs = kwargs or {}
+        attend: Callable[..., Tensor] = self._attention
+        drop: Callable[..., Tensor] = self._dropout
         if func in (F.dropout, torch.dropout):
-            return self._dropout(*args, **kwargs)
+            return drop(*args, **kwargs)
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
-            return self._attention(*args, **kwargs)
+            return attend(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: ARG002
@@ -305,20 +315,30 @@ class _Draws(TorchFunctionMode):
         self.number += 1
         return (input / (1 - p)).masked_fill(dropped, 0.0)
 
-    def _attention(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,  # noqa: ARG002  # seen by the shapes
+    ) -> Tensor:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-        scale, mask = given.get("scale"), given.get("attn_mask")
         scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-        if given.get("is_causal"):
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-        return self._dropout(scores.softmax(-1), given["dropout_p"]) @ value
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, float("-inf"))
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return self._dropout(scores.softmax(-1), dropout_p) @ value
 
 
-def _layer_stack(model: nn.Module) -> nn.ModuleList:
+def _layer_stack(model: Model) -> nn.ModuleList:
     """Return the decoder layers: the first list of modules that is as long as the model is deep."""
-    config: Any = model.config
-    depth = config.get_text_config(decoder=True).num_hidden_layers
+    depth = model.config.get_text_config(decoder=True).num_hidden_layers
     return next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth)

@@ -2,52 +2,72 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
+from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TypeVar
 
+from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import INTERLEAVED, PARTITIONS, SCHEDULES
 from harness.config.values.model_chunks import model_chunks
 from harness.hf.matrix import CELLS, YES, read_matrix
-from harness.parity.composition import OFFLOADS, ROWS, Composition, Execution, Training
+from harness.parity.composition import OFFLOADS, ROWS, Composition, Execution, Training, Words
 
-USUAL_FAMILIES = ("llama", "qwen3", "gpt2", "mixtral", "gemma2", "bloom", "deepseek_v3", "mistral")
+T = TypeVar("T")
+W = TypeVar("W", bound=Words)
 LAYERS = 4  # of a tiny copy
-UNEQUAL = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 90}
+UNEQUAL: JsonObject = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 90}
 """Heads and widths that two ranks do not share equally."""
-TIED = {"tie_word_embeddings": True}
+TIED: JsonObject = {"tie_word_embeddings": True}
 
 
-def families() -> list[str]:
-    """Return the families of which the matrix says that all layouts train them."""
-    return sorted(name for name, row in read_matrix().families.items() if all(row.get(cell) == YES for cell in CELLS))
+@dataclass(frozen=True)
+class Families:
+    """The families that compositions are drawn from.
+
+    Attributes:
+        usual: those that most compositions have.
+        others: all that the matrix says are trained in every layout.
+        routed: those with a router loss.
+    """
+
+    usual: Sequence[str]
+    others: Sequence[str]
+    routed: Sequence[str]
+
+    @classmethod
+    def read(cls) -> Families:
+        """Return what `usual.json` and the matrix say."""
+        said = json.loads((Path(__file__).parent / "usual.json").read_text(encoding="utf-8"))
+        rows = read_matrix().families
+        able = sorted(name for name, row in rows.items() if all(row.get(cell) == YES for cell in CELLS))
+        return cls(usual=said["families"], others=able, routed=said["with_router_loss"])
 
 
-def draw(random: Random, known: Sequence[str]) -> Composition:
-    """Return a random composition; most can run, some are to be refused. `known`: families beside the usual ones."""
-    model = random.choice(USUAL_FAMILIES if random.random() < 0.6 else known)
+def draw(random: Random, families: Families) -> Composition:
+    """Return a random composition; most can run, some are to be refused."""
+    model = random.choice(families.usual if random.random() < 0.6 else families.others)
     ranks = random.choices((2, 3, 4), (55, 10, 35))[0]
-    training = _training(random, model)
-    number = random.choices((1, 2), (80, 20))[0]
-    executions = tuple(_execution(random, training, ranks) for _ in range(number))
+    training = _training(random, ranks, model in families.routed)
+    executions = tuple(_execution(random, training, ranks) for _ in range(random.choices((1, 2), (80, 20))[0]))
     return Composition(model=model, training=training, executions=executions)
 
 
-def _maybe(random: Random, chance: float, values: Sequence[Any], otherwise: Any) -> Any:
+def _maybe(random: Random, chance: float, values: Sequence[T], otherwise: T) -> T:
     return random.choice(values) if random.random() < chance else otherwise
 
 
-def _training(random: Random, model: str) -> Training:
-    lora = _maybe(random, 0.15, (2, 4), 0)
-    config = _maybe(random, 0.2, (TIED, UNEQUAL, {**TIED, **UNEQUAL}), {})
+def _training(random: Random, ranks: int, is_routed: bool) -> Training:
     return Training(
-        config=config,
+        config=_maybe(random, 0.2, (TIED, UNEQUAL, {**TIED, **UNEQUAL}), {}),
         dropout=_maybe(random, 0.2, (0.1, 0.3), 0.0),
         data=random.choices(ROWS, (40, 25, 15, 20))[0],
         length=_maybe(random, 0.2, (17, 32), 24),
+        batch=12 if ranks == 3 else 8,
         micro=random.choice((1, 2)),
         precision=_maybe(random, 0.25, ("bf16",), "fp32"),
         optimizer=_maybe(random, 0.35, ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop"), "adamw"),
@@ -55,9 +75,9 @@ def _training(random: Random, model: str) -> Training:
         warmup=_maybe(random, 0.1, (1,), 0),
         decay=_maybe(random, 0.25, (0.1,), 0.0),
         clip=_maybe(random, 0.3, (0.0, 0.1), 1.0),
-        lora=lora,
+        lora=_maybe(random, 0.15, (2, 4), 0),
         smoothing=_maybe(random, 0.12, (0.1,), 0.0),
-        router=_maybe(random, 0.5, (0.1, 0.01), 0.0) if model in ("mixtral", "qwen3_moe") else 0.0,
+        router=_maybe(random, 0.5, (0.1, 0.01), 0.0) if is_routed else 0.0,
         attention=_maybe(random, 0.15, ("eager",), ""),
         evaluate=_maybe(random, 0.2, (1, 2), 0),
         seed=random.randrange(3),
@@ -90,7 +110,7 @@ def _execution(random: Random, training: Training, ranks: int) -> Execution:
     )
 
 
-_REST: Sequence[dict[str, Any]] = (
+_REST: Sequence[JsonObject] = (
     {"zero_optimization": {"overlap_comm": True}},
     {"zero_optimization": {"reduce_bucket_size": 1000}},
     {"zero_optimization": {"contiguous_gradients": False}},
@@ -137,19 +157,20 @@ def _smaller(composition: Composition) -> Iterator[Composition]:
                 yield replace(composition, executions=(*executions[:index], changed, *executions[index + 1 :]))
     for plainer in _plainer(training):
         yield replace(composition, training=plainer)
-    if composition.model != USUAL_FAMILIES[0]:
-        yield replace(composition, model=USUAL_FAMILIES[0])
+    if composition.model != (plain := Families.read().usual[0]):
+        yield replace(composition, model=plain)
 
 
-def _plainer(words: Any) -> Iterator[Any]:
+def _plainer(words: W) -> Iterator[W]:
     """Yield the words with one of them at its default, and sizes at 2."""
     for name, value in words.stated():
-        yield replace(words, **{name: getattr(type(words)(), name)})
-        if name in ("pp", "tp", "dp") and value > 2:
-            yield replace(words, **{name: 2})
-        if isinstance(value, dict):
-            for key in value if len(value) > 1 else ():
-                yield replace(words, **{name: {other: value[other] for other in value if other != key}})
+        changes: list[JsonObject] = [{name: getattr(type(words)(), name)}]
+        if name in ("pp", "tp", "dp") and value != 2:
+            changes.append({name: 2})
+        if isinstance(value, dict) and len(value) > 1:
+            changes += [{name: {other: value[other] for other in value if other != key}} for key in value]
+        for change in changes:
+            yield replace(words, **change)
 
 
 # -- pairs -------------------------------------------------------------------------------------------------
@@ -157,22 +178,14 @@ def _plainer(words: Any) -> Iterator[Any]:
 
 def features(composition: Composition) -> set[str]:
     """Return what the composition is made of, one word for each thing; the seed and the model's name are left out."""
-    found = {
-        f"{name}={_short(value)}" for name, value in composition.training.stated() if name not in ("seed", "config")
-    }
-    found |= {f"config.{name}" for name in composition.training.config}
+    said = [pair for pair in composition.training.stated() if pair[0] not in ("seed", "config")]
+    found = {f"config.{name}" for name in composition.training.config}
     for execution in composition.executions:
-        found |= {f"{name}={_short(value)}" for name, value in execution.stated() if name != "rest"}
-        found |= {
-            f"{section}.{name}" if isinstance(inner, dict) else section
-            for section, inner in execution.rest.items()
-            for name in (inner if isinstance(inner, dict) else [""])
-        }
+        said += [pair for pair in execution.stated() if pair[0] != "rest"]
+        for section, inner in execution.rest.items():
+            found |= {f"{section}.{name}" for name in inner} if isinstance(inner, dict) else {section}
+    found |= {f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in said}
     return found | ({"resumed"} if len(composition.executions) > 1 else set())
-
-
-def _short(value: object) -> object:
-    return int(value) if isinstance(value, bool) else value
 
 
 def pairs(compositions: Iterable[Composition]) -> Counter[tuple[str, str]]:

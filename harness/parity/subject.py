@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
@@ -20,6 +19,9 @@ from harness.errors import UserError
 from harness.hf.verify.shrink import parts_of
 from harness.hf.verify.tiny_copy import tiny_config, tiny_model
 from harness.parity.composition import Composition, Execution, Training
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 TEXT = b"Sphinx of black quartz, judge my vow; 0123456789 + 9876543210. The five boxing wizards jump quickly? "
 ROWS = 20  # two and a half batches of 8, so that a step reaches from one epoch into the next
@@ -55,7 +57,7 @@ def make_subject(composition: Composition, folder: Path) -> Subject:
         model = tiny_model(_config(composition), seed=training.seed)
         model.save_pretrained(made / "base")
         if training.lora:
-            _adapted(model, training).save_pretrained(made / "adapters")
+            _adapted(model, training).save_pretrained(str(made / "adapters"))
         made.rename(place)
     return subject
 
@@ -69,7 +71,7 @@ def _config(composition: Composition) -> PretrainedConfig:
     """Return the config of the tiny model: that of a directory as it is, of a family a tiny one."""
     training = composition.training
     if Path(composition.model).is_dir():
-        config: Any = copy.deepcopy(AutoConfig.from_pretrained(composition.model))
+        config: PretrainedConfig = copy.deepcopy(AutoConfig.from_pretrained(composition.model))
     else:
         config = copy.deepcopy(_tiny(composition.model))
     fields = {**config.to_dict(), **training.config}
@@ -91,7 +93,7 @@ def _tiny(family: str) -> PretrainedConfig:
     return tiny_config(family, tensor=2)
 
 
-def _adapted(model: PreTrainedModel, training: Training) -> Any:
+def _adapted(model: PreTrainedModel, training: Training) -> PeftModel:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -101,7 +103,7 @@ def _adapted(model: PreTrainedModel, training: Training) -> Any:
         lora_dropout=training.dropout,
         target_modules="all-linear",
     )
-    adapted = get_peft_model(model, config)
+    adapted: PeftModel = get_peft_model(model, config)
     generator = torch.Generator().manual_seed(training.seed + 1)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -193,10 +195,10 @@ def optimizer_params(training: Training) -> JsonObject:
     return params
 
 
-def _merged(config: JsonObject, more: Mapping[str, Any]) -> JsonObject:
+def _merged(config: JsonObject, more: JsonObject) -> JsonObject:
     found = dict(config)
     for name, value in more.items():
-        both = isinstance(value, Mapping) and isinstance(found.get(name), Mapping)
+        both = isinstance(value, dict) and isinstance(found.get(name), dict)
         found[name] = _merged(found[name], value) if both else value
     return found
 
@@ -204,7 +206,7 @@ def _merged(config: JsonObject, more: Mapping[str, Any]) -> JsonObject:
 def arguments(composition: Composition, execution: Execution, output_dir: Path) -> TrainingArguments:
     """Return the arguments of an execution that writes to `output_dir`."""
     training = composition.training
-    given: dict[str, Any] = {
+    given: JsonObject = {
         "deepspeed_config": deepspeed_config(training, execution),
         "output_dir": str(output_dir),
         "max_steps": training.steps,

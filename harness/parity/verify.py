@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig, read_config, read_run_config
@@ -189,7 +188,7 @@ def compositions(model: str, reduced: Reduced, source: ModelSource) -> list[Comp
     found: list[tuple[Training, tuple[Execution, ...]]] = [(replace(training, evaluate=2), (exact, exact))]
     if reduced.training.precision != "fp32":
         found.append((replace(reduced.training, data="blocks"), (reduced.execution,)))
-    fields: dict[str, Any] = source.config.to_dict()
+    fields: JsonObject = source.config.to_dict()
     if any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in fields.items()):
         found.append((replace(training, dropout=0.1), (exact,)))
     if fields.get("output_router_logits"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -19,6 +18,7 @@ from harness.checkpoint.atomic import replace_text
 from harness.config import Resolved
 from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
+from harness.topology.env import cache_folder
 from harness.wording import counted
 
 EQUAL, DIFFERS, REFUSED, UNVERIFIED = "equal", "differs", "refused", "not verified"
@@ -79,8 +79,7 @@ def find(subject: Mapping[str, object], versions: Mapping[str, object]) -> JsonO
 
 
 def _path(subject: Mapping[str, object], versions: Mapping[str, object]) -> Path:
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "ds-harness" / "certificates" / f"{digest([subject, versions])}.json"
+    return cache_folder() / "certificates" / f"{digest([subject, versions])}.json"
 
 
 def told(certificate: Mapping[str, object]) -> str:

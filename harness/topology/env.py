@@ -9,7 +9,8 @@ is rank 0 of 1.
 import os
 import socket
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -174,6 +175,22 @@ def replace_environment(environment: Mapping[str, str]) -> None:
     """Give this process the environment of another."""
     os.environ.clear()
     os.environ.update(environment)
+
+
+@contextmanager
+def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have these variables in this process's environment while this lasts, for a process that is started meanwhile."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        replace_environment(before)
+
+
+def cache_folder() -> Path:
+    """Return where a user's programs keep what they can make again: XDG_CACHE_HOME, else ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds-harness"
 
 
 def _launcher(environ: Mapping[str, str]) -> Names | None:

@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
@@ -21,7 +22,7 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.parity.composition import Composition
-from harness.parity.search import draw, families, pairs, shrink
+from harness.parity.search import Families, draw, pairs, shrink
 from harness.parity.trial import REFUSED, RIGHT, Verdict, try_all
 
 SLICE = 40  # compositions of one launch
@@ -30,11 +31,12 @@ SLICE = 40  # compositions of one launch
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=20, help="compositions")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", default="0", help="any word")
     parser.add_argument("--seconds", type=float, default=0, help="instead of a count: begin no more after so long")
     parser.add_argument("--results", type=Path, help="a file of verdicts that is appended to")
     parser.add_argument("--line", help="try one composition")
     parser.add_argument("--lines", type=Path, help="try the compositions of a file")
+    parser.add_argument("--until_bad", action="store_true", help="with --lines: end at the first that is not right")
     parser.add_argument("--shrink", help="find the smallest composition that fails as this one")
     parser.add_argument("--pairs", type=Path, help="a file of verdicts: print how often pairs were met")
     args = parser.parse_args()
@@ -43,15 +45,29 @@ def main() -> int:
     if args.line or args.lines:
         lines = [args.line] if args.line else args.lines.read_text().splitlines()
         chosen = [Composition.parse(line) for line in lines if line.strip() and not line.startswith("#")]
-        start = time.monotonic()
-        return int(any(each.is_bad for each in try_all(chosen, lambda v: _tell(v, start))))
+        return _try_lines(chosen, until_bad=args.until_bad)
     if args.shrink:
         return _shrink(Composition.parse(args.shrink))
     return _search(args)
 
 
-def _tell(verdict: Verdict, start: float) -> None:
-    print(f"{time.monotonic() - start:6.1f} {verdict}", f"[{verdict.off}]" if verdict.off else "", flush=True)
+class Enough(Exception):
+    """What is wanted is known."""
+
+
+def _try_lines(chosen: list[Composition], *, until_bad: bool) -> int:
+    start, bad = time.monotonic(), 0
+
+    def tell(verdict: Verdict) -> None:
+        nonlocal bad
+        print(f"{time.monotonic() - start:6.1f} {verdict}", f"[{verdict.off}]" if verdict.off else "", flush=True)
+        bad += verdict.kind != RIGHT if until_bad else verdict.is_bad
+        if bad and until_bad:
+            raise Enough
+
+    with suppress(Enough):
+        try_all(chosen, tell)
+    return int(bad > 0)
 
 
 def _shrink(composition: Composition) -> int:
@@ -70,12 +86,12 @@ def _shrink(composition: Composition) -> int:
 
 
 def _search(args: argparse.Namespace) -> int:
-    known, start, bad = families(), time.monotonic(), 0
+    families, start, bad = Families.read(), time.monotonic(), 0
     done = len(args.results.read_text().splitlines()) if args.results and args.results.exists() else 0
     first, counts = done, Counter[str]()
     while (time.monotonic() - start < args.seconds) if args.seconds else (done - first < args.count):
         size = SLICE if args.seconds else min(SLICE, args.count - (done - first))
-        some = [draw(Random(f"{args.seed} {number}"), known) for number in range(done, done + size)]
+        some = [draw(Random(f"{args.seed} {number}"), families) for number in range(done, done + size)]
         verdicts = try_all(some, lambda verdict: print(verdict, flush=True) if verdict.is_bad else None)
         if args.results:
             with args.results.open("a") as file:

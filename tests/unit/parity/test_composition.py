@@ -9,14 +9,15 @@ import pytest
 
 from harness.errors import UserError
 from harness.parity.composition import Composition, Execution, Training
-from harness.parity.search import draw, features, pairs, shrink
+from harness.parity.search import Families, draw, features, pairs, shrink
 
 FIXED = Path(__file__).parents[2] / "distributed" / "compositions.txt"
 
 
 def test_a_random_composition_comes_back_from_its_line() -> None:
+    families = Families.read()
     for seed in range(200):
-        composition = draw(Random(seed), ("gpt2", "llama"))
+        composition = draw(Random(seed), families)
         assert Composition.parse(str(composition)) == composition
         assert composition.training.batch % (composition.training.micro * composition.executions[0].dp) == 0
 
