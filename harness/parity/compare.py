@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from math import inf, isfinite
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from harness.config.values.json_object import JsonObject
@@ -129,42 +128,28 @@ def noise_limit(wanted: Numbers, again: Callable[[int], Numbers]) -> Distance:
     return Distance(**limits)
 
 
-HALF = 1.0  # times what the precision itself does to a training in one process
-LEAST = Distance(loss=5e-4, first_norm=5e-3, norm=1e-2, evaluation=5e-4, weights=0.1, tensor=1.0)
+LEAST = Distance(loss=1e-4, first_norm=2e-4, norm=1e-3, evaluation=1e-4, weights=0.02, tensor=0.1)
 """A 16-bit precision may do nothing to a training by chance; its executions still round elsewhere."""
+SHARE = Distance(loss=1.0, first_norm=1.0, norm=6.0, evaluation=1.0, weights=1.0, tensor=1.0)
+"""How far an execution in 16 bits may be off, as a multiple of what the precision does to one process."""
+OF_SPLIT_SUMS = 2.0  # times that with tensor-parallel ranks: each rounds its part of a sum
 COMPRESSED = {8: 0.05, 4: 0.5}
 """How far compression may move weights and norms, by its bits; the first loss does not know of it."""
 
 
-def half_limit(composition: Composition, exact: Numbers, wanted: Numbers) -> Distance:
-    """Return how far an execution in a 16-bit precision, or with compressed gradients, may be off `wanted`.
-
-    `exact`: the training in float32.
-    """
-    limits = asdict(USUAL if composition.training.precision == "fp32" else LEAST)
-    if composition.training.precision != "fp32":
-        for name, value in asdict(distance(wanted, exact)).items():
-            limits[name] = max(limits[name], HALF * value)
-    for bits in {each.bits for each in composition.executions} - {0}:
-        allowed = COMPRESSED[bits]
-        limits = {
-            name: max(value, allowed / 10 if name in ("loss", "evaluation") else allowed)
-            for name, value in limits.items()
-        }
-        limits["tensor"] = max(limits["tensor"], 2.0)
-    return Distance(**limits)
+def half_limit(composition: Composition, own: Distance) -> Distance:
+    """Return how far an execution in a 16-bit precision may be off; `own`: what that does to one process."""
+    times = OF_SPLIT_SUMS if any(each.tp > 1 for each in composition.executions) else 1.0
+    share, least = asdict(SHARE), asdict(LEAST)
+    return Distance(**{name: times * max(least[name], share[name] * value) for name, value in asdict(own).items()})
 
 
-def is_exact(composition: Composition) -> bool:
-    """Whether an execution has to come to the numbers of one process but for sums in another order."""
-    return composition.training.precision == "fp32" and not any(each.bits for each in composition.executions)
-
-
-def largest(distances: list[Distance]) -> Distance:
-    """Return the largest number of each kind."""
-    return Distance(**{name: max(getattr(each, name) for each in distances) for name in asdict(distances[0])})
-
-
-def is_finite(numbers: Numbers) -> bool:
-    """Whether all weights are finite."""
-    return all(bool(torch.isfinite(tensor).all()) for tensor in numbers.weights.values() if tensor.is_floating_point())
+def compressed_limit(composition: Composition, limit: Distance) -> Distance:
+    """Return how far an execution with compressed gradients may be off, `limit` without."""
+    allowed = max((COMPRESSED[each.bits] for each in composition.executions if each.bits), default=0.0)
+    if not allowed:
+        return limit
+    least = Distance(
+        loss=allowed / 10, first_norm=allowed, norm=allowed, evaluation=allowed / 10, weights=1.0, tensor=2.0
+    )
+    return Distance(**{name: max(value, getattr(least, name)) for name, value in asdict(limit).items()})

@@ -1,10 +1,7 @@
 """Run compositions on the ranks of this process group, one after the other, and leave what came of each in a folder.
 
-    python -m harness.parity.execute FOLDER     # RANK and so on as a launcher sets them
-
-`FOLDER/lines` holds a composition a line. Rank 0 writes `FOLDER/N.json` for line N as soon as it is known: the curves,
-or why the composition was refused, or the error. After an error the ranks end: what one has left behind might spoil the
-next composition.
+What comes of one is its curves, or why it was refused, or an error. After an error the ranks end: what it has left
+behind might spoil the next composition.
 """
 
 from __future__ import annotations
@@ -28,7 +25,8 @@ from harness.config.values.json_object import JsonObject
 from harness.console import Console
 from harness.errors import UserError
 from harness.parity.composition import Composition, Execution
-from harness.parity.subject import PROMPTS, ROWS, Subject, arguments, evaluated, make_subject, samples, tokenizer
+from harness.parity.launch import LINES
+from harness.parity.subject import PROMPTS, Subject, arguments, evaluated, make_subject, tokenizer, trained
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import TrainerCallback, TrainerControl, TrainerState
 from harness.training.recording.recorder import SAMPLES
@@ -37,17 +35,17 @@ from harness.training.trainer import Trainer
 EXPORTED = "exported"
 
 
-class Refused(Exception):
+class Refused(UserError):
     """A composition that is refused before its first step."""
 
 
 def run_lines(folder: Path, first: int = 0) -> None:
-    """Run the lines of `folder/lines` from number `first` on; all ranks call it. Raises the first error."""
+    """Run the compositions of a folder from number `first` on, as a `launch.Worker`. Raises the first error."""
     logging.disable(logging.CRITICAL)
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
-    for number, line in enumerate((folder / "lines").read_text().splitlines()):
+    for number, line in enumerate((folder / LINES).read_text().splitlines()):
         if number < first:
             continue
         composition, place = Composition.parse(line), folder / str(number)
@@ -132,7 +130,7 @@ def _trainer(
         return Trainer(
             _model(subject),
             given,
-            train_dataset=samples(training, ROWS),
+            train_dataset=trained(training),
             eval_dataset=evaluated(training) if training.evaluate else None,
             processing_class=tokenizer() if training.evaluate else None,
             console=Console(out=nowhere, error=nowhere, speaks=False),

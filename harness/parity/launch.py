@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import TypeAlias
 
 from harness.config.values.json_object import JsonObject
 from harness.topology.env import LOOPBACK, changed_environment, free_port, inherited, replace_environment
@@ -26,36 +27,50 @@ QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """What ranks and their server are started with: read when modules are imported."""
+LINES = "lines"
+Worker: TypeAlias = Callable[[Path, int], None]
+"""Runs the lines of `FOLDER/lines` from a number on, on all ranks; rank 0 writes what comes of line N to N.json."""
 START_S = 60.0  # for imports, on top of the first composition's time
 GRACE_S = 2.0  # how long the other ranks may take to end after one has
 
 
 def run_on_ranks(
-    lines: Sequence[str], ranks: int, folder: Path, *, limit_s: float, report: Callable[[int, JsonObject], None]
+    lines: Sequence[str],
+    ranks: int,
+    folder: Path,
+    *,
+    worker: Worker,
+    limit_s: float,
+    report: Callable[[int, JsonObject], None],
 ) -> None:
-    """Run compositions on `ranks` ranks, and report what came of each, by its number, as soon as it is known.
+    """Have `worker` run lines on `ranks` ranks, and report what came of each, by its number, as soon as it is known.
 
     One that takes longer than `limit_s` seconds, or ends a rank, has an error that says so. `folder` is empty.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "lines").write_text("".join(f"{line}\n" for line in lines))
+    (folder / LINES).write_text("".join(f"{line}\n" for line in lines))
     first = 0
     while first < len(lines):
-        for number, outcome in _launch(ranks, folder, first, len(lines), limit_s):
+        for number, outcome in _launch(worker, ranks, folder, range(first, len(lines)), limit_s):
             report(number, outcome)
             first = number + 1
 
 
-def _launch(ranks: int, folder: Path, first: int, count: int, limit_s: float) -> Iterator[tuple[int, JsonObject]]:
-    """Yield what comes of the compositions from number `first` on, until all are done or one has ended the ranks."""
+def _launch(
+    worker: Worker, ranks: int, folder: Path, numbers: range, limit_s: float
+) -> Iterator[tuple[int, JsonObject]]:
+    """Yield what comes of the lines of these numbers, until all are done or one has ended the ranks."""
     port = free_port()
-    processes = [_server().Process(target=_rank, args=(rank, ranks, port, folder, first)) for rank in range(ranks)]
+    processes = [
+        _server().Process(target=_rank, args=(rank, ranks, port, folder, worker, numbers.start))
+        for rank in range(ranks)
+    ]
     with changed_environment(QUIET):  # which the server, that starts with the first rank, inherits
         for process in processes:
             process.start()
     limit = time.monotonic() + limit_s + START_S
     try:
-        for number in range(first, count):
+        for number in numbers:
             path = folder / f"{number}.json"
             while not path.exists() and _alive(processes) and time.monotonic() < limit:
                 time.sleep(0.01)
@@ -102,12 +117,10 @@ def _server() -> ForkServerContext:
     return context
 
 
-def _rank(rank: int, ranks: int, port: int, folder: Path, first: int) -> None:
+def _rank(rank: int, ranks: int, port: int, folder: Path, worker: Worker, first: int) -> None:
     """Be a rank, in a process of its own."""
     import torch
     import torch.distributed as dist
-
-    from harness.parity.execute import run_lines
 
     place: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     place |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
@@ -119,7 +132,7 @@ def _rank(rank: int, ranks: int, port: int, folder: Path, first: int) -> None:
     dist.init_process_group("gloo")
     code = 1
     try:
-        run_lines(folder, first)
+        worker(folder, first)
         dist.barrier()
         code = 0
     finally:

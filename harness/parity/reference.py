@@ -31,14 +31,13 @@ from harness.parity.composition import Composition, Training
 from harness.parity.subject import (
     EPSILON,
     PROMPTS,
-    ROWS,
     SAMPLED,
     Subject,
     evaluated,
     optimizer_params,
     rate,
-    samples,
     tokenizer,
+    trained,
 )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -89,7 +88,7 @@ class _Loop:
                 master.copy_(copy)
         self.trained = [p for p in self.masters.parameters() if p.requires_grad]
         self.copies = [p for p in self.model.parameters() if p.requires_grad]
-        self.rows = samples(training, ROWS)
+        self.rows = trained(training)
 
     def run(self, rounding: int | None) -> Numbers:
         training = self.training
@@ -125,7 +124,7 @@ class _Loop:
     def _gradients(self, consumed: int) -> float:
         """Leave the gradient of a step in the weights; return its loss."""
         training, total = self.training, 0.0
-        order = batch_indices(consumed, training.batch, ROWS, training.seed).tolist()
+        order = batch_indices(consumed, training.batch, len(self.rows), training.seed).tolist()
         parts = [
             [self.rows[row] for row in order[start : start + training.micro]]
             for start in range(0, training.batch, training.micro)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 TEXT = b"Sphinx of black quartz, judge my vow; 0123456789 + 9876543210. The five boxing wizards jump quickly? "
-ROWS = 20  # two and a half batches of 8, so that a step reaches from one epoch into the next
 EVALUATED = 5
 PROMPTS = ("Sphinx of", "98765")
 SAMPLED = 4  # tokens that each prompt is continued by
@@ -115,6 +114,11 @@ def _adapted(model: PreTrainedModel, training: Training) -> PeftModel:
 # -- samples -----------------------------------------------------------------------------------------------
 
 
+def trained(training: Training) -> list[dict[str, list[int]]]:
+    """Return the rows that training reads: two and a half batches, so that a step reaches into the next epoch."""
+    return samples(training, 5 * training.batch // 2)
+
+
 def samples(training: Training, count: int, offset: int = 0) -> list[dict[str, list[int]]]:
     """Return rows of token ids in the form that `training.data` names: a text's bytes, as noise would teach nothing."""
     generator = torch.Generator().manual_seed(training.seed + offset)
@@ -171,6 +175,7 @@ def deepspeed_config(training: Training, execution: Execution) -> JsonObject:
         config["data_types"] = {"grad_accum_dtype": training.sums}
     if training.optimizer != "adamw":
         config["optimizer"] = {"type": training.optimizer, "params": optimizer_params(training)}
+        config["zero_allow_untested_optimizer"] = True  # refused without
     if execution.ep > 1:
         config["expert_parallel"] = {"autoep_size": execution.ep}
     if execution.bits:

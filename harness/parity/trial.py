@@ -17,14 +17,15 @@ from harness.errors import UserError
 from harness.parity.compare import (
     USUAL,
     Distance,
+    compressed_limit,
     distance,
     half_limit,
-    is_exact,
     noise_limit,
     numbers_of,
     structure,
 )
 from harness.parity.composition import Composition
+from harness.parity.execute import run_lines
 from harness.parity.launch import run_on_ranks
 from harness.parity.reference import Numbers, reference
 from harness.parity.subject import Subject, make_subject
@@ -42,6 +43,7 @@ class Verdict:
             because plain transformers cannot train it.
         reason: why it is not right.
         off: how far its numbers are from those of one process, where it has some; limit: how far they may be.
+        own: in 16 bits, how far those of one process are from float32.
     """
 
     composition: Composition
@@ -49,6 +51,7 @@ class Verdict:
     reason: str = ""
     off: Distance | None = None
     limit: Distance | None = None
+    own: Distance | None = None
 
     @property
     def is_bad(self) -> bool:
@@ -103,7 +106,8 @@ def _try_some(
         subject = make_subject(composition, folder / "models")
         conclude(index, judge.verdict(composition, subject, outcome, folder / str(number)))
 
-    run_on_ranks([str(each) for _, each in able], ranks, folder, limit_s=limit_s, report=judged)
+    lines = [str(each) for _, each in able]
+    run_on_ranks(lines, ranks, folder, worker=run_lines, limit_s=limit_s, report=judged)
 
 
 @contextmanager
@@ -141,18 +145,21 @@ class _Judge:
         if "error" in outcome:
             return Verdict(composition=composition, kind=FAILED, reason=outcome["error"])
         found = numbers_of(outcome, place, wanted.before)
-        exact = is_exact(composition)
-        if (fault := structure(found, wanted, texts=exact)) is not None:
+        precision = composition.training.precision
+        compresses = any(each.bits for each in composition.executions)
+        if (fault := structure(found, wanted, texts=precision == "fp32" and not compresses)) is not None:
             return Verdict(composition=composition, kind=WRONG, reason=fault)
-        off, limit = distance(found, wanted), USUAL
-        if not exact:
-            limit = half_limit(composition, self._reference(composition, subject, precision="fp32"), wanted)
-        elif not off.within(limit):
+        off, limit, own = distance(found, wanted), USUAL, None
+        if precision != "fp32":
+            own = distance(wanted, self._reference(composition, subject, precision="fp32"))
+            limit = half_limit(composition, own)
+        limit = compressed_limit(composition, limit)
+        if precision == "fp32" and not compresses and not off.within(limit):
             limit = noise_limit(wanted, lambda seed: reference(composition, subject, rounding=seed))
         right = off.within(limit)
         reason = "" if right else f"{off} (limits: {limit})"
         kind = RIGHT if right else WRONG
-        return Verdict(composition=composition, kind=kind, reason=reason, off=off, limit=limit)
+        return Verdict(composition=composition, kind=kind, reason=reason, off=off, limit=limit, own=own)
 
     def _reference(self, composition: Composition, subject: Subject, precision: str | None = None) -> Numbers:
         training = replace(composition.training, precision=precision or composition.training.precision)

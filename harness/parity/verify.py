@@ -228,4 +228,5 @@ def _row(verdict: Verdict, folder: str) -> JsonObject:
         "reason": verdict.reason.replace(folder, "MODEL"),
         "largest": None if verdict.off is None else asdict(verdict.off),
         "allowed": None if verdict.limit is None else asdict(verdict.limit),
+        "of_the_precision": None if verdict.own is None else asdict(verdict.own),
     }

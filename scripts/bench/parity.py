@@ -105,7 +105,8 @@ def _search(args: argparse.Namespace) -> int:
 
 def _row(verdict: Verdict) -> dict[str, object]:
     numbers = {
-        name: asdict(value) if value else None for name, value in (("off", verdict.off), ("limit", verdict.limit))
+        name: asdict(value) if value else None
+        for name, value in (("off", verdict.off), ("limit", verdict.limit), ("own", verdict.own))
     }
     return {"line": str(verdict.composition), "kind": verdict.kind, "reason": verdict.reason, **numbers}
 
