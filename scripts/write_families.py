@@ -4,16 +4,18 @@
 Every family that transformers can build from its default config is built on the meta device, where it takes no
 memory, and its norms, biases and matrices are counted by their shapes. A family is left out where the planner would
 miscount its parameters by more than 3%; `off` is the error of one that it does not count exactly. Then each key of its
-config is changed, and those by which the planner would miscount are written down with their defaults (`unread`): a
-config.json that sets one of them otherwise is counted on the model itself, or said to be a guess. Run it after an
-update of transformers (a quarter of an hour):
+config is changed, in a config.json with all keys and in one with this key alone, and those by which the planner would
+miscount are written down with their defaults (`unread`): a config.json that sets one of them otherwise is counted on
+the model itself, or said to be a guess. Run it after an update of transformers (half an hour), or for some families:
 
-    python scripts/write_families.py
+    python scripts/write_families.py [FAMILY ...]
 """
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from harness.planner import model_config
 LARGEST_ERROR, LARGEST_CHANGE = 0.03, 0.01
 SMALL = 16  # numbers of layers to treat otherwise, and the like
 FEW = 8  # layers of the models whose keys are changed
+FINE = re.compile("drop|eps|std|range|theta|coef|clip|prob|temp|scal|limit|momentum|beta|rate|alpha|loss|cap|init")
 # keys that name no size, or on which no count of parameters depends
 UNSIZED = {"architectures", "dtype", "id2label", "label2id", "transformers_version", "tokenizer_class", "model_type"}
 FILE = Path(model_config.__file__).with_name("families.json")
@@ -40,15 +43,16 @@ def main() -> None:
     """Write the file and print what could not be counted."""
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
-    found, missed = {}, []
-    for family in sorted(families_of_matrix()):
+    wanted = sys.argv[1:] or sorted(families_of_matrix())
+    found, missed = dict(model_config.families()) if sys.argv[1:] else {}, []
+    for family in wanted:
         entry = described(family)
         print(family, end=" ", flush=True)
         if entry is None:
             missed.append(family)
         else:
             found[family] = entry
-    lines = ",\n".join(f"  {json.dumps(family)}: {json.dumps(entry)}" for family, entry in found.items())
+    lines = ",\n".join(f"  {json.dumps(family)}: {json.dumps(entry)}" for family, entry in sorted(found.items()))
     FILE.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
     print(f"{len(found)} families; left out: {', '.join(missed)}")
 
@@ -85,14 +89,16 @@ def unread_keys(family: str, config: PretrainedConfig) -> dict[str, Any]:
         few, before = {}, error_of(family, config)
     found = {}
     for key, value in usual.items():
-        if key in UNSIZED or key.startswith("_"):
+        if key in UNSIZED or key.startswith("_") or (isinstance(value, float) and FINE.search(key)):
             continue
         for other in others(key, value):
             try:
-                off = error_of(family, type(config)(**{**few, key: other}))
+                made = type(config)(**{**few, key: other})
+                true = parameters_of(made)
+                offs = [read(family, each) / true - 1 for each in (made.to_dict(), {**few, key: other})]
             except Exception:  # not every value goes with the other defaults, and the planner refuses some
                 continue
-            if abs(off - before) > LARGEST_CHANGE:
+            if any(abs(off - before) > LARGEST_CHANGE for off in offs):
                 found[key] = value
                 break
     return found
@@ -100,8 +106,17 @@ def unread_keys(family: str, config: PretrainedConfig) -> dict[str, Any]:
 
 def error_of(family: str, config: PretrainedConfig) -> float:
     """Return the error of the planner's count of a config's parameters. UserError where it refuses to count."""
-    read = model_config.decoder_of({**config.to_dict(), "model_type": family}, family).parameters
-    return read / sum(parameter.numel() for parameter in on_meta(config).parameters()) - 1
+    return read(family, config.to_dict()) / parameters_of(config) - 1
+
+
+def read(family: str, content: dict[str, Any]) -> int:
+    """Return the parameters that the planner reads of a config.json."""
+    return model_config.decoder_of({**content, "model_type": family}, family).parameters
+
+
+def parameters_of(config: PretrainedConfig) -> int:
+    """Return the parameters of the model of a config."""
+    return sum(parameter.numel() for parameter in on_meta(config).parameters())
 
 
 def others(key: str, value: object) -> list[Any]:
@@ -112,6 +127,8 @@ def others(key: str, value: object) -> list[Any]:
         case int():
             none = [0] if value < SMALL and "expert" not in key else []  # a width of 0 is no model
             return [2 * value + 2, value // 2, value + 1, *none]
+        case float():
+            return [2 * value, value / 2]
         case None:
             return [True, 2, 64]
         case [str(), *_]:
@@ -184,6 +201,10 @@ def sizes_of(config: PretrainedConfig) -> dict[str, int]:
         numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
         if numbers:
             found[key] = numbers[0]
+    kinds = getattr(config, "mlp_layer_types", None) or []
+    first = kinds.index("sparse") if "sparse" in kinds else 0
+    if first and set(kinds[first:]) == {"sparse"}:  # where a config.json does not list them
+        found.setdefault("dense_layers", first)
     return found
 
 

@@ -123,6 +123,12 @@ class Flags:
     def check(self) -> None:
         """Raise UserError for values that do not fit each other; each theme has its own."""
 
+    @property
+    def without_effect(self) -> Mapping[str, object]:
+        """What was passed of HuggingFace's that asks for what is done in any case."""
+        found: Mapping[str, object] = vars(self).get("_stands", {})
+        return found
+
     @classmethod
     def own_names(cls, given: Mapping[str, object]) -> Mapping[str, object]:
         """Return the keyword arguments of the constructor by the names of the flags."""
@@ -153,6 +159,9 @@ def noting_given(kind: type[F]) -> type[F]:
         passed = {**dict(zip(positional, args, strict=False)), **own}
         defaults = {item.name: item.default for item in fields(kind)}
         everything = defaults.keys() <= {*passed, *given}
+        vars(self)["_stands"] = {
+            name: value for name, value in given.items() if ALIASES.get(name, name) not in defaults
+        }
         vars(self)["_asked"] = frozenset(
             name
             for name, value in passed.items()

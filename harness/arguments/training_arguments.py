@@ -1,16 +1,27 @@
 """The arguments of the Trainer: those of all themes."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import TYPE_CHECKING
 
 from harness.arguments.command_line import own_arguments
-from harness.arguments.flags import noting_given
+from harness.arguments.flags import ALIASES, noting_given
 from harness.arguments.themes.checkpoints import CheckpointArguments
 from harness.arguments.themes.reporting import ReportingArguments
 from harness.arguments.themes.run import RunArguments
 from harness.arguments.themes.training import BatchArguments, LayoutArguments, ModelArguments, OptimizerArguments
 from harness.config import AutoValues
+from harness.config.values.json_object import JsonObject
+from harness.topology.env import LaunchEnv
 from harness.uncaught import show_in_one_line
+
+if TYPE_CHECKING:  # arguments are read without torch
+    import torch
+    from transformers.training_args import ParallelMode
 
 
 @noting_given
@@ -42,3 +53,128 @@ class TrainingArguments(
         values = {name: getattr(self, name) for name in shared}
         values.update(max_steps=max_steps, warmup_steps=self.warmup(max_steps))
         return AutoValues(**values, world_size=world_size, hidden_size=hidden_size, given=self.given & shared)
+
+    # What scripts for HuggingFace's TrainingArguments read, beside the flags.
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process."""
+        return _env().rank
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank of this process on its host."""
+        return _env().local_rank
+
+    @property
+    def local_rank(self) -> int:
+        """The rank of this process on its host; -1 where it runs alone, as in HuggingFace."""
+        return _env().local_rank if self.world_size > 1 else -1
+
+    @property
+    def world_size(self) -> int:
+        """The number of all processes."""
+        return _env().world_size
+
+    @property
+    def parallel_mode(self) -> "ParallelMode":
+        """HuggingFace's name for one process, or for several."""
+        from transformers.training_args import ParallelMode
+
+        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
+
+    @property
+    def device(self) -> "torch.device":
+        """The device of this process."""
+        import torch
+        from deepspeed.accelerator import get_accelerator
+
+        name = get_accelerator().device_name()
+        return torch.device("cpu") if name == "cpu" else torch.device(name, self.local_process_index)
+
+    @property
+    def n_gpu(self) -> int:
+        """How many GPUs this process uses: 1, or 0 on a CPU."""
+        return int(self.device.type != "cpu")
+
+    @property
+    def should_log(self) -> bool:
+        """Whether this process is rank 0, which logs."""
+        return self.process_index == 0
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process is rank 0."""
+        return self.process_index == 0
+
+    @property
+    def train_batch_size(self) -> int:
+        """The samples of a micro-batch."""
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """The samples of an evaluation's micro-batch."""
+        return self.per_device_eval_batch_size or self.per_device_train_batch_size
+
+    def to_dict(self) -> JsonObject:
+        """Return the flags by name."""
+        return asdict(self)
+
+    def to_json_string(self) -> str:
+        """Return the flags as JSON."""
+        return json.dumps(self.to_dict(), indent=2, default=str)
+
+    def to_sanitized_dict(self) -> JsonObject:
+        """Return the flags as numbers, booleans and text, as monitors take them."""
+        plain = (bool, int, float, str)
+        return {name: value if isinstance(value, plain) else str(value) for name, value in self.to_dict().items()}
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Return the steps of warm-up in a run of so many."""
+        return self.warmup(num_training_steps)
+
+    def get_process_log_level(self) -> int:
+        """Return logging.WARNING, transformers' own level."""
+        return logging.WARNING
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:  # noqa: ARG002
+        """Let rank 0 (`local`: the first rank of each host) do what is inside before the others.
+
+        Before a Trainer is made the processes do not know each other, and all do it at once.
+        """
+        import torch.distributed as dist
+
+        waits = (self.local_process_index if local else self.process_index) > 0
+        is_open = dist.is_initialized() and self.world_size > 1
+        if is_open and waits:
+            dist.barrier()
+        try:
+            yield
+        finally:
+            if is_open and not waits:
+                dist.barrier()
+
+    if not TYPE_CHECKING:  # a type checker knows the flags
+
+        def __getattr__(self, name: str) -> object:
+            """Return the value that an argument of HuggingFace's, which is none here, has in effect.
+
+            Only its default and what asks for nothing else are ever accepted.
+            """
+            if not name.startswith("_"):
+                if name in ALIASES:
+                    return getattr(self, ALIASES[name])
+                if name in self.without_effect:
+                    return self.without_effect[name]
+                from transformers import TrainingArguments as Theirs
+
+                for item in fields(Theirs):
+                    if item.name == name:
+                        return item.default if item.default_factory is MISSING else item.default_factory()
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _env() -> LaunchEnv:
+    return LaunchEnv.from_environ(os.environ)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -18,9 +20,15 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from harness.config.model.counts import LayerCounts, ParameterCounts
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.hf.forward.lifted import find_stack
 from harness.hf.skeleton import build_skeleton, text_decoder
+
+USUAL_NAMES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
 
 
 def parameter_counts(model: PreTrainedModel) -> ParameterCounts:
@@ -60,11 +68,13 @@ def _routed(layer: nn.Module, sizes: set[int]) -> set[int]:
 
 def read_config(content: Mapping[str, Any]) -> PretrainedConfig:
     """Return the text decoder's config of a config.json's content. UserError for what transformers cannot read."""
-    options = dict(content)
     try:
-        config = AutoConfig.for_model(options.pop("model_type"), **options)
+        with tempfile.TemporaryDirectory() as folder:  # a reader of files alone knows how infinity is written in them
+            (Path(folder) / "config.json").write_text(json.dumps(content), encoding="utf-8")
+            config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # a family's config class may check its fields as it likes
-        raise UserError(f"transformers cannot read its config.json: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise UserError(f"transformers cannot read its config.json: {reason}") from error
     return text_decoder(config)
 
 
@@ -73,13 +83,25 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     try:
-        config = read_config(json.load(sys.stdin))
-        counts = parameter_counts(build_skeleton(config))
+        config, counts = counted(json.load(sys.stdin))
     except UserError as error:
         print(str(error).splitlines()[0], file=sys.stderr)
         return 1
-    print(json.dumps({"config": json.loads(config.to_json_string(use_diff=False)), "counts": asdict(counts)}))
+    print(json.dumps({"config": config, "counts": asdict(counts)}))
     return 0
+
+
+def counted(content: Mapping[str, Any]) -> tuple[JsonObject, ParameterCounts]:
+    """Return a config.json's content with all defaults, its sizes also by the names that most families have, and the
+    counts of its model. UserError where transformers does not build it."""
+    config = read_config(content)
+    return _with_usual_names(config), parameter_counts(build_skeleton(config))
+
+
+def _with_usual_names(config: PretrainedConfig) -> JsonObject:
+    found: JsonObject = json.loads(config.to_json_string(use_diff=False))
+    usual = {name: getattr(config, name, None) for name in USUAL_NAMES}
+    return {**found, **{name: value for name, value in usual.items() if type(value) is int}}
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ SIZE_NAMES = {
     "window": ("sliding_window",),
 }
 NONE_BELOW_0 = ("window", "positions")  # where some configs write -1 for no limit
+MAIN = ("layers", "hidden", "heads", "ffn", "vocab")  # which a config.json states, if by a name that is not read here
 MOST, MOST_LAYERS = 2**40, 10_000
 DEFAULTS = (
     *("multi_query", "new_decoder_architecture", "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq"),
@@ -116,22 +117,31 @@ def text_decoder(config: Mapping[str, object], source: str) -> DecoderShape:
     text = config.get("text_config")
     inner = text if isinstance(text, Mapping) else {}
     tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-    return decoder_of({**config, **inner, **tied}, source)
+    shape = decoder_of({**config, **inner, **tied}, source)
+    return replace(shape, guessed=shape.guessed or bool(inner and not tied))  # the whole model's default would decide
 
 
-def decoder_of(config: Mapping[str, object], source: str) -> DecoderShape:
-    """Return the shape of a config.json; `source` is what the user calls it. UserError for sizes that are none."""
+class NoSize(UserError):
+    """A config.json that does not say how large its decoder is by any name that is read here."""
+
+
+def decoder_of(config: Mapping[str, object], source: str, counts: ParameterCounts | None = None) -> DecoderShape:
+    """Return the shape of a config.json; `source` is what the user calls it. UserError for sizes that are none.
+
+    `counts`: of the model that transformers builds of it. It may then have no attention heads.
+    """
     family = _family(config)
     defaults = {**family.get("sizes", {})}
+    is_guess = _is_guess(config)
+    if counts is not None:
+        defaults = {"layers": len(counts.layers)}
     if "sliding_window" in config:
         defaults["window"] = 0  # null says that there is none
     config = {**family.get("defaults", {}), **config}
     sizes = {name: _size(config, name, defaults.get(name, 0), source) for name in SIZE_NAMES}
     for name in ("layers", "hidden", "heads", "vocab"):
-        if sizes[name] < 1:
-            raise UserError(
-                f"--model {source}: its config.json gives no {SIZE_NAMES[name][0]} above 0: nothing to plan"
-            )
+        if sizes[name] < 1 and (counts is None or name != "heads"):
+            raise NoSize(f"--model {source}: its config.json gives no {SIZE_NAMES[name][0]} above 0: nothing to plan")
     if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
         sizes["kv_heads"] = 1
     traits = _traits(config)
@@ -150,14 +160,21 @@ def decoder_of(config: Mapping[str, object], source: str) -> DecoderShape:
         position_rows=rows,
         tied=traits.tied,
         outer_vectors=outer + (sizes["vocab"] if traits.head_bias else 0),
-        guessed=_is_guess(config),
+        guessed=is_guess,
     )
 
 
 def _is_guess(config: Mapping[str, object]) -> bool:
-    """Whether nobody has held the sizes that are read here against a model of this family and this config."""
-    unread = _family(config).get("unread")
-    return unread is None or any(config.get(key, usual) != usual for key, usual in unread.items())
+    """Whether nobody has held the sizes that are read here against a model of this family and this config.
+
+    A config.json that lacks a main size of its family states it by another name.
+    """
+    family = _family(config)
+    unread = family.get("unread")
+    if unread is None or any(config.get(key, usual) != usual for key, usual in unread.items()):
+        return True
+    lacking = [name for name in MAIN if name in family["sizes"] and config.keys().isdisjoint(SIZE_NAMES[name])]
+    return config.keys() != {"model_type"} and bool(lacking)
 
 
 def _is_dense(config: Mapping[str, object], sizes: Mapping[str, int], index: int) -> bool:
@@ -202,7 +219,7 @@ def _layer(sizes: Mapping[str, int], traits: Traits, *, is_dense: bool, has_wind
     """Return a layer with the dense feed-forward part, or with the experts."""
     hidden, heads = sizes["hidden"], sizes["heads"]
     kv_heads = sizes["kv_heads"] or heads
-    head_dim = sizes["head_dim"] or hidden // heads
+    head_dim = (sizes["head_dim"] or hidden // heads) if heads else 0
     query, key, value = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
     if sizes["kv_rank"]:
         query = key = heads * (sizes["nope_dim"] + sizes["rope_dim"])
@@ -280,7 +297,6 @@ def _is_whole(value: object) -> bool:
 
 MODULE = "harness.hf.counts"
 LIMIT_S = 120.0
-MOST_OFF = 0.01  # share of the parameters that may stay unexplained
 
 
 def counted_decoder(config: Mapping[str, object], source: str) -> tuple[Mapping[str, object], DecoderShape, str]:
@@ -289,19 +305,20 @@ def counted_decoder(config: Mapping[str, object], source: str) -> tuple[Mapping[
     Doubtful is why its number of parameters is a guess, else nothing. UserError for a config without sizes.
     """
     family = str(config.get("model_type"))
-    is_bare = len(config) == 1 and family not in families()  # a model type alone, whose defaults are not known here
-    shape = None if is_bare else text_decoder(config, source)
+    shape, lack = None, ""
+    try:
+        shape = text_decoder(config, source)
+    except NoSize as error:  # transformers may know its sizes: of a model type alone, or by other names
+        lack = str(error)
     if shape is not None and not shape.guessed:
         return config, shape, ""
     try:
         config, counts = _asked(config)
     except UserError as error:
         if shape is None:
-            raise UserError(f"--model {source}: nothing to plan: {error}") from None
+            raise UserError(f"{lack}, and {error}") from None
         return config, shape, f"the planner does not know how this {family} is made, and {error}"
-    shape = with_counts(text_decoder(config, source), counts)
-    doubt = "its sizes explain another number of parameters than transformers builds"
-    return config, shape, doubt if shape.guessed else ""
+    return config, with_counts(decoder_of(config, source, counts), counts), ""
 
 
 def _asked(config: Mapping[str, object]) -> tuple[Mapping[str, object], ParameterCounts]:
@@ -337,8 +354,7 @@ def with_counts(shape: DecoderShape, counts: ParameterCounts) -> DecoderShape:
             kinds[own, read] = _counted_layer(own, read)
         layers.append(kinds[own, read])
     plain = replace(shape, layers=tuple(layers), tied=counts.tied, outer_vectors=0)
-    found = replace(plain, outer_vectors=max(0, counts.total - plain.parameters))
-    return replace(found, guessed=abs(found.parameters / counts.total - 1) > MOST_OFF)
+    return replace(plain, outer_vectors=counts.total - plain.parameters, guessed=False)
 
 
 def _like(shape: DecoderShape, index: int, has_experts: bool) -> LayerShape:

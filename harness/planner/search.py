@@ -121,7 +121,7 @@ def search(task: Task) -> Found:
 def candidates(task: Task) -> Iterator[Strategy | str]:
     """Yield every layout that can run, and a reason for each combination of axes that cannot."""
     layer = task.workload.shape.layers[0]
-    heads = Heads(query=layer.heads, key_value=layer.kv_heads)
+    heads = Heads(query=layer.heads, key_value=layer.kv_heads) if layer.heads else None
     for pipeline in divisors(task.world_size):
         for tensor in divisors(task.world_size // pipeline):
             data = task.world_size // pipeline // tensor
@@ -129,7 +129,7 @@ def candidates(task: Task) -> Iterator[Strategy | str]:
                 yield "more pipeline stages than decoder layers"
             elif tensor > 1 and task.no_tensor is not None:
                 yield task.no_tensor
-            elif not heads.fit(tensor):
+            elif heads is not None and not heads.fit(tensor):
                 yield f"tensor-parallel ranks do not fit {counted(layer.heads, 'attention head')}"
             elif task.global_batch % data:
                 yield f"a global batch of {task.global_batch} is no multiple of the data-parallel ranks"

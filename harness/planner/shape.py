@@ -12,6 +12,7 @@ class LayerShape:
 
     Attributes:
         hidden: width of the hidden state.
+        heads: of queries, 0 without attention.
         query, key, value: widths of the projections, heads x size of a head.
         low_rank: widths of compressed queries and keys/values, 0 without; `rope` of the shared rotary key.
         ffn: width of the dense feed-forward part, 0 without; `gated`: two matrices lead into it instead of one.
@@ -100,7 +101,8 @@ class DecoderShape:
     Attributes:
         position_rows: rows of a learned table of positions, 0 without.
         tied: whether the head is the embedding table.
-        outer_vectors: elements of the norms and biases around the layers.
+        outer_vectors: elements of the norms and biases around the layers, and of all else there; below 0 where a table
+            is narrower than the hidden state.
         guessed: whether the sizes were read from a config of a family, or with keys, that nobody has held against a
             model.
     """

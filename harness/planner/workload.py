@@ -284,7 +284,7 @@ def _costs(shape: DecoderShape, sequence: int, checkpointed: bool) -> list[Layer
         ),
         LayerCost(
             matmul_parameters=shape.vocab * shape.hidden,
-            vector_parameters=shape.outer_vectors,
+            vector_parameters=max(0, shape.outer_vectors),
             logits=shape.vocab,
         ),
     ]

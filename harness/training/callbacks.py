@@ -7,11 +7,12 @@ done: if one rank's callback asks, all ranks act.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypedDict, Unpack
 
 from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
@@ -58,6 +59,16 @@ class StepRecord:
         return {name: value for name, value in asdict(self).items() if optional.get(name, True)}
 
 
+NOT_IN_STATE = {
+    "total_flos": "6 x parameters x tokens; trainer.get_num_trainable_parameters() counts the former",
+    "num_input_tokens_seen": "state.consumed_samples times the length of a sample",
+    **dict.fromkeys(
+        ("is_hyper_param_search", "trial_name", "trial_params"), "start a run for each choice of arguments"
+    ),
+    "stateful_callbacks": "a callback keeps its state itself",
+}
+
+
 @dataclass
 class TrainerState:
     """Where the run stands.
@@ -89,6 +100,18 @@ class TrainerState:
     save_steps: int = 0
     train_batch_size: int = 0
     log_history: list[JsonObject] = field(default_factory=list)
+
+    if not TYPE_CHECKING:  # a type checker knows the fields
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say what to read in the place of a field of HuggingFace's state that there is not."""
+            if name in NOT_IN_STATE:
+                raise AttributeError(f"state.{name} is a field of HuggingFace's TrainerState: {NOT_IN_STATE[name]}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def save_to_json(self, json_path: str | Path) -> None:
+        """Write the state to a file."""
+        Path(json_path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass
@@ -162,8 +185,8 @@ class TrainerCallback:
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """Every `logging_steps` and after the last step; `logs` is the step's record as a dict, with the mean loss
-        since the last log."""
+        """Every `logging_steps` and after the last step: `logs` is the step's record as a dict, with the mean loss
+        since the last log. After an evaluation and at the end: it holds their metrics, with step and epoch."""
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]

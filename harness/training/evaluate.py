@@ -56,7 +56,7 @@ def evaluation_metrics(run: Run, dataset: AnyDataset, prefix: str = "eval", *, i
             differs between ranks.
     """
     kept = None if run.compute_metrics is None else KeptOutputs(run.engine, run.preprocess_logits_for_metrics)
-    data = _tokens(run, dataset, "eval_dataset") if is_new else read_all(dataset, "eval_dataset")
+    data = tokens_of_new(run, dataset, "eval_dataset") if is_new else read_all(dataset, "eval_dataset")
     return _evaluated(run, data, prefix, kept, is_new=is_new)
 
 
@@ -65,7 +65,7 @@ def predict(run: Run, dataset: AnyDataset, prefix: str) -> PredictionOutput:
     from transformers.trainer_utils import PredictionOutput
 
     kept = KeptOutputs(run.engine, run.preprocess_logits_for_metrics, everywhere=True)
-    metrics = _evaluated(run, _tokens(run, dataset, "test_dataset"), prefix, kept, is_new=True)
+    metrics = _evaluated(run, tokens_of_new(run, dataset, "test_dataset"), prefix, kept, is_new=True)
     predictions, labels = kept.joined()
     return PredictionOutput(predictions=predictions, label_ids=labels, metrics=metrics)
 
@@ -97,7 +97,7 @@ def computed_metrics(
     return sent[0]
 
 
-def _tokens(run: Run, dataset: AnyDataset, name: str) -> MapDataset:
+def tokens_of_new(run: Run, dataset: AnyDataset, name: str) -> MapDataset:
     """Return the samples of a data set that the run did not begin with."""
     source = run.source if run.data_collator is collate else None
     require_dataset(name, dataset)
@@ -116,14 +116,18 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
     found = {}
     if kept is not None and run.compute_metrics is not None:
         found = computed_metrics(run.compute_metrics, *kept.joined(), prefix)
+    count, seconds = dataset_length(dataset), time.perf_counter() - start_time
     perplexity = "perplexity" if prefix == "eval" else f"{prefix}_perplexity"
     return {
         f"{prefix}_loss": loss,
         **{f"{prefix}_{name}_loss": value for name, value in of_parts.items()},
         **({perplexity: math.exp(min(loss, 700.0))} if run.trainable.reads_tokens else {}),
         **found,
-        f"{prefix}_samples": dataset_length(dataset),
-        f"{prefix}_seconds": time.perf_counter() - start_time,
+        f"{prefix}_samples": count,
+        f"{prefix}_seconds": seconds,
+        f"{prefix}_runtime": seconds,  # HuggingFace's names of the same
+        f"{prefix}_samples_per_second": count / seconds,
+        f"{prefix}_steps_per_second": evaluation_steps(count, micro_batch, run.groups.layout.dp_size) / seconds,
     }
 
 

@@ -39,15 +39,33 @@ METHODS = {
     "_prepare_inputs": LOADER,
     "log": "use a TrainerCallback with on_log",
     "hyperparameter_search": "start a run for each choice of arguments",
-    "create_model_card": "write the README.md of output_dir yourself",
     "create_accelerator_and_postprocess": LOOP,
-    "get_learning_rates": "see trainer.engine.learning_rate",
-    "get_num_trainable_parameters": "see trainer.run.trainable.size(trained=True)",
     "num_examples": "take len(trainer.train_dataset)",
     "floating_point_ops": "`ds-harness estimate` counts them",
     "_save": "override save_model()",
     "_save_checkpoint": "override save_checkpoint()",
 }
+
+NOT_CALLED = frozenset(["get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"])
+"""Methods that are here to be called by programs alone."""
+
+ATTRIBUTES = {
+    "accelerator": "there is no accelerate here: trainer.model_wrapped is DeepSpeed's engine",
+    "callback_handler": "use add_callback, pop_callback and remove_callback",
+    "tokenizer": "take trainer.processing_class",
+    "deepspeed": "take trainer.model_wrapped",
+    "label_names": "labels are called labels",
+    "is_in_train": "a TrainerCallback's on_train_begin and on_train_end tell",
+    "hp_search_backend": "start a run for each choice of arguments",
+    **dict.fromkeys(("is_model_parallel", "place_model_on_device"), "see trainer.run.layout"),
+    **dict.fromkeys(("is_fsdp_enabled", "is_fsdp_xla_enabled", "is_tp_enabled"), "see trainer.run.layout"),
+    "model_init": "give the model, or a config, which is initialised from the seed",
+    "model_accepts_loss_kwargs": "the loss is the mean over the global batch, whatever the model takes",
+    "hub_model_id": "give repo_id to push_to_hub",
+    "compute_loss_func": LOSS,
+    "preprocess_logits_for_metrics": "take trainer.run.preprocess_logits_for_metrics",
+}
+"""Attributes of HuggingFace's Trainer that ours does not have, and what to use instead."""
 
 ARGUMENTS = {
     "tokenizer": "give it as processing_class",
@@ -71,6 +89,8 @@ def missing(trainer: object, name: str) -> AttributeError:
     """Return the error for an attribute that our Trainer lacks; for a method of HuggingFace's it says what to use."""
     if not name.startswith("__") and name in METHODS.keys() | methods_of_transformers():
         return NotHere(f"Trainer.{name} is a method of HuggingFace's Trainer: {METHODS.get(name, LOOP)}")
+    if name in ATTRIBUTES:
+        return NotHere(f"Trainer.{name} is an attribute of HuggingFace's Trainer: {ATTRIBUTES[name]}")
     return AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}")
 
 
@@ -82,7 +102,7 @@ def require_ours(kind: type, base: type, others: Iterable[str]) -> None:
     known = methods_of_transformers() | METHODS.keys()
     for cls in (each for each in kind.__mro__ if each not in base.__mro__):
         for name in vars(cls):
-            if name in known and (not hasattr(base, name) or _needs_more(getattr(cls, name), getattr(base, name))):
+            if name in known and (name in NOT_CALLED or not _serves(getattr(cls, name), getattr(base, name, None))):
                 remedy = METHODS.get(name, LOOP)
                 raise UserError(
                     f"{cls.__name__}.{name} is a method of HuggingFace's Trainer that is not called here: {remedy}"
@@ -114,8 +134,10 @@ def methods_of_transformers() -> frozenset[str]:
     )
 
 
-def _needs_more(method: Callable[..., object], of_base: Callable[..., object]) -> bool:
-    """Whether a method must be given what the one that it overrides does not take."""
+def _serves(method: Callable[..., object], of_base: Callable[..., object] | None) -> bool:
+    """Whether a method can take the place of the one that it overrides: it needs nothing that this does not take."""
+    if of_base is None:
+        return False
     takes = inspect.signature(of_base).parameters
     by_name = (
         inspect.Parameter.POSITIONAL_ONLY,
@@ -124,7 +146,7 @@ def _needs_more(method: Callable[..., object], of_base: Callable[..., object]) -
     )
     parameters = list(inspect.signature(method).parameters.items())[1:]  # without self
     required = [name for name, each in parameters if each.default is each.empty and each.kind in by_name]
-    return any(name not in takes for name in required)
+    return all(name in takes for name in required)
 
 
 def upload(

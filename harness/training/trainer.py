@@ -13,17 +13,15 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Unpack
+from typing import TYPE_CHECKING, NoReturn, Unpack
 
 import deepspeed
 from transformers import PreTrainedModel
 
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig
-from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
 from harness.console import Console, plain_console
 from harness.data.batches.collate import AnyDataset, Collator, collate
@@ -35,7 +33,6 @@ from harness.resilience.process import records, signals
 from harness.resilience.process.activity import Phase, inside
 from harness.resilience.process.distributed import largest
 from harness.resilience.process.memory import peak_memory_gib
-from harness.topology.agreement import all_or_none
 from harness.topology.env import LaunchEnv
 from harness.training.best_model import EarlyStoppingCallback, load_best, note_evaluation, own_early_stopping
 from harness.training.callbacks import (
@@ -54,19 +51,19 @@ from harness.training.engine.engine import Engine
 from harness.training.engine.losses import AUX_LOSS, LossFunction
 from harness.training.engine.outputs import Preprocess
 from harness.training.evaluate import evaluation_metrics, predict
-from harness.training.huggingface import missing, require_ours, upload
+from harness.training.huggingface import missing, require_ours
 from harness.training.nonfinite import NonFinite
 from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.preparation import prepare_run, release, training_stream
 from harness.training.prepare.trainable import Model
 from harness.training.rebalancing import Rebalancer
-from harness.training.recording.files import write_object
 from harness.training.recording.profiler import ProfileCallback
 from harness.training.recording.progress import ProgressCallback
 from harness.training.recording.recorder import Recorder
 from harness.training.saving.checkpoints import Checkpoints
 from harness.training.saving.model import gather_model, write_model
 from harness.training.saving.resume import Rollback, begin_or_resume, resume_named
+from harness.training.script_methods import ScriptMethods
 from harness.uncaught import show_in_one_line
 
 if TYPE_CHECKING:
@@ -74,7 +71,7 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalPrediction, PredictionOutput, TrainOutput
 
 
-class Trainer:
+class Trainer(ScriptMethods):
     """Trains, evaluates, predicts, saves.
 
     Args:
@@ -214,17 +211,17 @@ class Trainer:
                     stop = self._after_step(record, recorder)
                     if rebalancer is not None and not stop and rebalancer.after_step(record, state):
                         recorder.describe()
-            self._end_training(stop)
+            steps, seconds, loss = state.global_step - first_step, time.perf_counter() - start_time, recorder.mean_loss
+            metrics = {
+                "train_runtime": seconds,
+                "train_samples_per_second": steps * run.resolved.train_batch / seconds,
+                "train_steps_per_second": steps / seconds,
+                "train_loss": loss,
+                "epoch": state.epoch,
+            }
+            self._end_training(stop, metrics)
         if run.resolved.config.get("comms_logger", {}).get("enabled", False):
             deepspeed.comm.log_summary()  # which DeepSpeed leaves to the training program
-        steps, seconds, loss = state.global_step - first_step, time.perf_counter() - start_time, recorder.mean_loss
-        metrics = {
-            "train_runtime": seconds,
-            "train_samples_per_second": steps * run.resolved.train_batch / seconds,
-            "train_steps_per_second": steps / seconds,
-            "train_loss": loss,
-            "epoch": state.epoch,
-        }
         return TrainOutput(state.global_step, loss, metrics)
 
     @inside("training", Phase.STEP)
@@ -315,13 +312,14 @@ class Trainer:
             return self._agree_on_control()
         return signals.of_precedence(stop)
 
-    def _end_training(self, stop: int) -> None:
+    def _end_training(self, stop: int, metrics: Mapping[str, object]) -> None:
         """Finish what training has begun, and end the process where a signal, `stop`, asks for that."""
         self.checkpoints.finish()
         self.nonfinite.summary(self.state.global_step)
         if not stop:
             with inside("loading the best model"):
                 load_best(self.run, self.state)
+            self.log(metrics)
         self._call("on_train_end")
         if stop:
             raise self.checkpoints.stopped(stop)
@@ -330,12 +328,14 @@ class Trainer:
     def evaluate(
         self,
         eval_dataset: AnyDataset | Mapping[str, AnyDataset] | str | None = None,
+        ignore_keys: Sequence[str] | None = None,  # noqa: ARG002
         metric_key_prefix: str = "eval",
     ) -> JsonObject:
-        """Return eval_loss, perplexity, eval_samples, eval_seconds, and what `compute_metrics` makes; each sample once.
+        """Return eval_loss, perplexity, eval_samples, its speed, and what `compute_metrics` makes; each sample once.
 
         `eval_dataset`: in place of the Trainer's, or the name of one of its; of several by name the metrics begin with
-        eval_NAME. A signal during training raises `signals.Interrupted` on all ranks.
+        eval_NAME. `ignore_keys` changes nothing: of a model's outputs only the logits are read. The metrics are logged.
+        A signal during training raises `signals.Interrupted` on all ranks.
         """
         data: AnyDataset | Mapping[str, AnyDataset] | None = self.eval_dataset
         if isinstance(eval_dataset, str):
@@ -353,14 +353,32 @@ class Trainer:
             self.nonfinite.judge_evaluation(metrics[f"{prefix}_loss"])
             self._call("on_evaluate", metrics=metrics)
             found |= metrics
+        self.log(found)
         return found
 
     @inside("predicting")
-    def predict(self, test_dataset: AnyDataset, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Return logits (or what is kept of them), label_ids and metrics, the same on every rank; all ranks call it."""
+    def predict(
+        self,
+        test_dataset: AnyDataset,
+        ignore_keys: Sequence[str] | None = None,  # noqa: ARG002
+        metric_key_prefix: str = "test",
+    ) -> PredictionOutput:
+        """Return logits (or what is kept of them), label_ids and metrics, the same on every rank; all ranks call it.
+
+        `ignore_keys` changes nothing: of a model's outputs only the logits are read.
+        """
         found = predict(self.run, test_dataset, metric_key_prefix)
         self._call("on_predict", metrics=found.metrics or {})
         return found
+
+    def log(self, logs: Mapping[str, object], start_time: float | None = None) -> None:  # noqa: ARG002
+        """Keep `logs` in `state.log_history`, with step and epoch, and call `on_log`; all ranks call it.
+
+        `start_time` changes nothing: speeds are in what is logged.
+        """
+        logs = {**logs, "epoch": self.state.epoch, "step": self.state.global_step}
+        self.state.log_history.append(logs)
+        self._call("on_log", logs=logs)
 
     def _call(self, moment: str, state: TrainerState | None = None, **kwargs: Unpack[MomentValues]) -> None:
         """Call the method `moment` of every callback, in order; an evaluation that a signal interrupts ends that
@@ -379,6 +397,11 @@ class Trainer:
         return take_out(self.callbacks, callback)
 
     remove_callback = pop_callback
+
+    @property
+    def compute_metrics(self) -> Callable[[EvalPrediction], Mapping[str, object]] | None:
+        """The program's own metrics."""
+        return self.run.compute_metrics
 
     @inside("saving")
     def save_checkpoint(self) -> Path:
@@ -407,61 +430,6 @@ class Trainer:
     def engine(self) -> Engine:
         """The engine that trains now; a new one takes its place when layers move between stages."""
         return self.run.engine
-
-    @property
-    def model(self) -> Any:
-        """This rank's layers, and the config; `trained_model()` gathers the whole model."""
-        module: Any = self.run.module
-        if self.run.trainable.causal is not None:
-            module.config = self.run.trainable.causal.source.config
-        return module
-
-    def is_world_process_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.state.is_world_process_zero
-
-    def is_local_process_zero(self) -> bool:
-        """Whether this is the first rank of its host."""
-        return self.state.is_local_process_zero
-
-    def log_metrics(self, split: str, metrics: Mapping[str, object]) -> None:
-        """Print metrics of `split` (train, eval, test) as a table, on rank 0."""
-        shown = {name: f"{value:,.4f}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
-        width, digits = max(map(len, shown), default=0), max(map(len, shown.values()), default=0)
-        lines = [f"  {name:{width}} = {shown[name]:>{digits}}" for name in sorted(shown)]
-        self.run.console.say("\n".join([f"***** {split} metrics *****", *lines]))
-
-    def save_metrics(self, split: str, metrics: Mapping[str, object], combined: bool = True) -> None:
-        """Write metrics to `output_dir/SPLIT_results.json`, `combined` also into `all_results.json`; rank 0 writes."""
-        folder = Path(self.args.output_dir)
-        if not self.is_world_process_zero():
-            return
-        write_object(folder / f"{split}_results.json", metrics)
-        if combined:
-            everything = folder / "all_results.json"
-            earlier = read_json(everything) if everything.is_file() else {}
-            write_object(everything, {**(earlier if isinstance(earlier, dict) else {}), **metrics})
-
-    def save_state(self) -> None:
-        """Write the state with its history of logs to `output_dir/trainer_state.json`; rank 0 writes."""
-        if self.is_world_process_zero():
-            write_object(Path(self.args.output_dir) / "trainer_state.json", asdict(self.state))
-
-    def push_to_hub(
-        self,
-        commit_message: str = "End of training",
-        *,
-        repo_id: str | None = None,
-        private: bool | None = None,
-        token: str | None = None,
-        revision: str | None = None,
-    ) -> str:
-        """Write the model and upload its files to the hub, as `repo_id` (default: the name of `output_dir`); return the
-        address of the commit. All ranks call it. UserError if it cannot be uploaded.
-        """
-        folder = self.save_model()
-        send = partial(upload, folder, commit_message, repo_id=repo_id, private=private, token=token, revision=revision)
-        return all_or_none(lambda: send() if self.is_world_process_zero() else "")
 
     if not TYPE_CHECKING:  # a type checker knows the methods that there are
 

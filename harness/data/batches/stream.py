@@ -123,6 +123,16 @@ class BatchStream:
         self.length, self._tokens, self._masked = plan.length, plan.tokens, masked
         return micro_batches
 
+    def first_pass(self) -> list[list[int]]:
+        """Return the rows of this rank's micro-batches in the first pass through the data, and in what fills its last
+        round. UserError for a stream, whose rows are read once."""
+        if isinstance(self.dataset, OwnOrder) and self.dataset.endless:
+            raise UserError("a stream is read once, while training: iterate over the data set itself")
+        round_size = self.micro_batch * self.dp_size
+        rows = self._order(0, -(-self.n // round_size) * round_size).reshape(-1, self.micro_batch)
+        mine: list[list[int]] = rows[self.dp_rank :: self.dp_size].tolist()
+        return mine
+
     def tokens(self, units: int) -> int:
         """Return the tokens of the last step on all data ranks, without padding; `units`: on this one, with padding.
 

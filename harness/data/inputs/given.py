@@ -37,17 +37,27 @@ def require_types(
             require_dataset(each_name, each)
 
 
+SAMPLE_KEYS = frozenset(["input_ids", "labels", "text", "messages", "prompt", "completion"])
+
+
 def require_dataset(name: str, dataset: object) -> None:
     """Raise UserError unless `dataset` has a length and an index, or is an IterableDataset."""
     if isinstance(dataset, Mapping) and not dataset:
         raise UserError(f"{name} is an empty {_kind(dataset)}: give a data set or a list of samples")
+    if isinstance(dataset, Mapping) and dataset.keys() & SAMPLE_KEYS:
+        raise UserError(
+            f"{name} is a {_kind(dataset)} of columns ({', '.join(map(str, list(dataset)[:4]))}): give "
+            "datasets.Dataset.from_dict of it, or a list of samples"
+        )
     if isinstance(dataset, Mapping):
         raise UserError(
             f"{name} is a {_kind(dataset)} of {', '.join(map(str, list(dataset)[:4]))}: give one data set, such as one "
             "split of it, or a list of samples"
         )
     if isinstance(dataset, str):
-        raise UserError(f"{name} is the text {dataset!r}: give a data set, such as datasets.load_dataset makes of it")
+        raise UserError(
+            f"{name} is the text {dataset[:60]!r}: give a data set, such as datasets.load_dataset makes of it"
+        )
     if is_iterable(dataset):
         return
     try:

@@ -154,7 +154,6 @@ class Recorder:
         except signals.Interrupted:
             return None
         step = self.state.global_step
-        self.state.log_history.append({"step": step, **metrics})
         if self._evaluations is not None:
             self._evaluations.write({"step": step, **metrics})
         if self._monitors is not None:
@@ -178,7 +177,7 @@ class Recorder:
 
 def _shown(metrics: Mapping[str, object]) -> dict[str, float]:
     """Return the numbers of an evaluation that monitors show, by their names there; perplexity is the loss again."""
-    left_out = ("eval_samples", "eval_seconds")
+    left_out = ("eval_samples", "eval_seconds", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
     named = {name: value for name, value in metrics.items() if name.startswith("eval_") and name not in left_out}
     return {f"eval/{n.removeprefix('eval_')}": v for n, v in named.items() if isinstance(v, int | float)}
 

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from harness.errors import UserError
-from harness.planner.model_config import SIZE_NAMES, decoder_of, families, text_decoder
+from harness.hf.counts import counted, read_config
+from harness.planner.model_config import (
+    SIZE_NAMES,
+    NoSize,
+    counted_decoder,
+    decoder_of,
+    families,
+    text_decoder,
+    with_counts,
+)
 from harness.planner.shape import LayerShape, context
+from harness.planner.workload import stages_of
 
 PLAIN: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 100}
 MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+INFINITY = [0.0, {"__float__": "Infinity"}]  # as transformers writes it
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "moe_intermediate_size": 16}
 
 
@@ -87,11 +101,48 @@ def test_a_window_is_in_the_layers_that_the_config_names(changes: dict[str, Any]
 
 
 def test_what_nobody_has_held_against_a_model_is_a_guess() -> None:
-    assert not decoder_of({**PLAIN, "model_type": "llama"}, "it").guessed
+    sizes = {**PLAIN, "intermediate_size": 64}
+    assert not decoder_of({**sizes, "model_type": "llama"}, "it").guessed
+    assert not decoder_of({"model_type": "llama"}, "it").guessed  # all of the family's own
     assert decoder_of({**PLAIN, "model_type": "of tomorrow"}, "it").guessed
     usual = families()["opt"]["unread"]["word_embed_proj_dim"]
-    assert not decoder_of({**PLAIN, "model_type": "opt", "word_embed_proj_dim": usual}, "it").guessed
-    assert decoder_of({**PLAIN, "model_type": "opt", "word_embed_proj_dim": 2 * usual}, "it").guessed
+    assert not decoder_of({**sizes, "model_type": "opt", "word_embed_proj_dim": usual}, "it").guessed
+    assert decoder_of({**sizes, "model_type": "opt", "word_embed_proj_dim": 2 * usual}, "it").guessed
+    assert decoder_of({**PLAIN, "model_type": "llama", "ffn_width": 64}, "it").guessed  # by a name of its own
+    whole = {"model_type": "mistral3", "text_config": {**sizes, "model_type": "mistral"}}
+    assert text_decoder(whole, "it").guessed  # whether its table is tied, the family of the whole model says
+    assert not text_decoder({**whole, "tie_word_embeddings": False}, "it").guessed
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"model_type": "bloom", "n_embed": 32, "n_layer": 2, "num_attention_heads": 4}, id="old names"),
+        pytest.param({"model_type": "gpt_bigcode", "n_embd": 32, "n_head": 4, "multi_query": False}, id="derived size"),
+        pytest.param({"model_type": "lfm2", "hidden_size": 32, "block_ff_dim": 96}, id="width by another key"),
+        pytest.param({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2}, id="no attention"),
+        pytest.param({"model_type": "opt", "hidden_size": 48, "word_embed_proj_dim": 16}, id="narrow table"),
+        pytest.param(
+            {"model_type": "mamba2", "hidden_size": 32, "head_dim": 8, "num_heads": 8, "time_step_limit": INFINITY},
+            id="infinity",
+        ),
+    ],
+)
+def test_what_is_not_read_is_counted_on_the_model(config: dict[str, Any]) -> None:
+    config = {"num_hidden_layers": 2, "vocab_size": 100, **config}
+    with suppress(NoSize):
+        assert text_decoder(config, "it").guessed
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_config(config))
+    complete, counts = counted(config)
+    shape = with_counts(decoder_of(complete, "it", counts), counts)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters()) and not shape.guessed
+    assert len(stages_of(shape, 2, "balanced", 64, False)) == 2
+
+
+def test_transformers_is_asked_in_a_process_of_its_own() -> None:
+    _, shape, doubt = counted_decoder({"model_type": "mamba", "num_hidden_layers": 2, "vocab_size": 100}, "it")
+    assert (len(shape.layers), shape.vocab, shape.layers[0].heads, doubt) == (2, 100, 0, "")
 
 
 @pytest.mark.parametrize(

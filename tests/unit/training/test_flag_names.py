@@ -198,10 +198,8 @@ def test_all_keys_of_another_program_are_answered_at_once(tmp_path: Path, capsys
 
 def test_a_run_json_repeats_the_run_without_its_defaults(tmp_path: Path) -> None:
     _, args, lora = command_line("--max_steps", "7", "--warmup_steps", "0.5", "--use_peft", "--lora_r", "4")
-    recorded = {"run_id": "x", "arguments": {**vars(args), **vars(lora)}, "config": {}}
-    for flags in (args, lora):
-        recorded["arguments"] |= {item.name: getattr(flags, item.name) for item in fields(flags)}
-    del recorded["arguments"]["_given"]
+    arguments = {item.name: getattr(flags, item.name) for flags in (args, lora) for item in fields(flags)}
+    recorded = {"run_id": "x", "arguments": arguments, "config": {}}
     (tmp_path / "run.json").write_text(json.dumps(recorded))
     _, again, adapters = command_line("--config", str(tmp_path / "run.json"))
     assert (again, adapters) == (args, lora)

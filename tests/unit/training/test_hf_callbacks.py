@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
@@ -50,8 +51,8 @@ def test_a_callback_of_theirs_and_several_evaluation_sets(tmp_path: Path, capsys
     trainer = Trainer("tiny-llama", args, rows(), sets, callbacks=[theirs, worst])
     trainer.train()
     state = trainer.state
-    evaluations = ["eval_a_loss", "eval_b_loss"]
-    steps = [True, (1, True), *evaluations, True, *evaluations, True, (3, True), *evaluations]
+    of_step = [["eval_a_loss", "eval_b_loss", (step, True)] for step in (1, 2, 3)]  # each evaluation is logged, too
+    steps = [True, (1, True), *of_step[0], True, *of_step[1], True, (3, True), *of_step[2], (3, True)]
     assert theirs.moments == [(5, 3, True), *steps]
     assert (state.global_step, state.best_global_step) == (3, 1)  # the first is the best, two do not improve
     written = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
@@ -131,7 +132,8 @@ class Saves(TrainerCallback):
         self.losses.append(kwargs["record"].loss)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.logged.append((state.global_step, kwargs["logs"]["loss"]))
+        if "loss" in kwargs["logs"]:
+            self.logged.append((state.global_step, kwargs["logs"]["loss"]))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.saved.append((state.global_step, kwargs["checkpoint"].name))
@@ -181,7 +183,8 @@ def test_metrics_and_state_are_written_where_theirs_are(done: Any) -> None:
     assert json.loads((folder / "train_results.json").read_text()) == pytest.approx(output.metrics)
     assert json.loads((folder / "all_results.json").read_text()) == pytest.approx({**output.metrics, "eval_loss": 2.5})
     state = json.loads((folder / "trainer_state.json").read_text())
-    assert state["global_step"] == 5 and [logs["step"] for logs in state["log_history"]] == [2, 4, 5]
+    assert state["global_step"] == 5 and [logs["step"] for logs in state["log_history"]] == [2, 4, 5, 5]
+    assert output.metrics.items() <= state["log_history"][-1].items()
     assert trainer.is_world_process_zero() and trainer.is_local_process_zero()
 
 
@@ -193,7 +196,7 @@ def test_a_second_call_says_that_nothing_is_left(done: Any) -> None:
 
 def test_other_methods_of_theirs_are_refused_in_a_line(done: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, _, _ = done
-    for name in ("get_train_dataloader", "compute_loss", "hyperparameter_search"):
+    for name in ("create_optimizer", "compute_loss", "hyperparameter_search"):
         assert not hasattr(trainer, name)
         with pytest.raises(UserError, match=f"Trainer.{name} is a method of HuggingFace's Trainer: "):
             getattr(trainer, name)
@@ -202,3 +205,57 @@ def test_other_methods_of_theirs_are_refused_in_a_line(done: Any, monkeypatch: p
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"push_to_hub: .*; the model is in .*: `hf upload` can send it"):
         trainer.push_to_hub()
+
+
+def test_a_model_card_is_written_and_what_others_wrote_stays(done: Any) -> None:
+    trainer, _, _ = done
+    path = Path(trainer.args.output_dir) / "README.md"
+    trainer.create_model_card(finetuned_from="base/model", tasks="text-generation", dataset_tags=["a/b"], language="en")
+    card = path.read_text()
+    assert card.startswith("---\n") and "base_model: base/model" in card and "pipeline_tag: text-generation" in card
+    path.write_text("mine")
+    trainer.create_model_card()
+    assert path.read_text() == "mine"
+
+
+def test_data_loaders_have_the_batches_that_training_and_evaluation_read(tmp_path: Path) -> None:
+    args = settings(tmp_path, eval_steps=None)
+    trainer = Trainer("tiny-llama", args, rows(), {"a": rows()[:6], "b": rows()[:1]})
+    looked_at = [batch["input_ids"] for batch in trainer.get_train_dataloader()]
+    read = [trainer.stream.next_step()[0][0] for _ in looked_at]
+    assert all(map(torch.equal, looked_at, read)) and len(looked_at) == len(trainer.get_train_dataloader()) == 2
+    evaluated = list(trainer.get_eval_dataloader("a"))
+    assert [batch["labels"].shape[0] for batch in evaluated] == [4, 2]
+    assert evaluated[0]["input_ids"].tolist() == [row["input_ids"] for row in rows()[:4]]
+    assert [batch["labels"].shape[0] for batch in trainer.get_eval_dataloader(rows()[:5])] == [4, 1]
+    with pytest.raises(UserError, match="needs one eval_dataset"):
+        trainer.get_eval_dataloader()
+    trainer.close()
+
+
+def test_what_scripts_read_of_the_trainer_is_there_or_answered(done: Any) -> None:
+    trainer, _, _ = done
+    assert trainer.model_wrapped is trainer.engine.deepspeed and trainer.optimizer is trainer.model_wrapped.optimizer
+    assert trainer.get_learning_rates() == trainer.lr_scheduler.get_last_lr()
+    assert trainer.get_num_trainable_parameters() == sum(p.numel() for p in trainer.model.parameters())
+    assert trainer.evaluate(rows()[:4], [], "mine")["mine_runtime"] > 0
+    assert trainer.predict(rows()[:1], ignore_keys=None).metrics["test_samples_per_second"] > 0
+    assert trainer.state.log_history[-1]["mine_samples"] == 4
+    trainer.log({"mine": 1.0})
+    assert trainer.state.log_history[-1] == {"mine": 1.0, "step": 5, "epoch": trainer.state.epoch}
+    for owner, name, words in ((trainer, "accelerator", "model_wrapped"), (trainer.state, "total_flos", "6 x")):
+        with pytest.raises(AttributeError, match=f"{name} is .* of HuggingFace's .*{words}"):
+            getattr(owner, name)
+
+
+def test_what_scripts_read_of_the_arguments_is_there(tmp_path: Path) -> None:
+    args = settings(tmp_path, do_train=True, ddp_timeout=1800, warmup_steps=0.5)
+    assert (args.do_train, args.ddp_timeout, args.push_to_hub, args.deepspeed) == (True, 1800, False, None)
+    assert (args.world_size, args.process_index, args.n_gpu, str(args.device)) == (1, 0, 0, "cpu")
+    assert args.should_log and args.should_save and args.parallel_mode.value == "not_parallel"
+    assert args.get_warmup_steps(10) == 5 and args.train_batch_size == args.eval_batch_size == 4
+    assert json.loads(args.to_json_string())["max_steps"] == args.to_sanitized_dict()["max_steps"] == 3
+    with args.main_process_first(desc="tokenising"):
+        pass
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = args.nothing

@@ -1,0 +1,232 @@
+"""What scripts for HuggingFace's Trainer call before and after training: reports, files, data loaders.
+
+The Trainer has these methods by inheritance; none of them is a part of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from huggingface_hub import ModelCardData
+from torch.utils.data import DataLoader, Dataset
+
+from harness.arguments import TrainingArguments
+from harness.config.values.json_file import read_json
+from harness.data.batches.collate import AnyDataset, Collator, MapDataset
+from harness.data.batches.evaluation import EvaluationData
+from harness.data.batches.stream import BatchStream, read_micro_batch
+from harness.errors import UserError
+from harness.topology.agreement import all_or_none
+from harness.training.callbacks import TrainerState
+from harness.training.evaluate import default_batch, tokens_of_new
+from harness.training.huggingface import upload
+from harness.training.recording.files import write_object
+from harness.training.run import Run
+
+CARD = "<!-- written by ds-harness -->"
+Batches: TypeAlias = "DataLoader[object]"
+"""Micro-batches of one rank, as `MicroBatches` gives them."""
+
+
+class MicroBatches(Dataset[object]):
+    """Micro-batches of one rank by number: dicts of input_ids, labels and perhaps position_ids; else pairs."""
+
+    def __init__(self, dataset: MapDataset, rows: Sequence[Sequence[int]], collator: Collator) -> None:
+        self.dataset, self.rows, self.collator = dataset, rows, collator
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> object:
+        (inputs, labels), _ = read_micro_batch(self.dataset, self.rows[number], self.collator)
+        if not isinstance(self.dataset[self.rows[number][0]], Mapping):
+            return inputs, labels
+        has_positions = isinstance(inputs, tuple | list)
+        named = (
+            dict(zip(("input_ids", "position_ids"), inputs, strict=True)) if has_positions else {"input_ids": inputs}
+        )
+        return {**named, "labels": labels}
+
+
+class ScriptMethods:
+    """The base of the Trainer; the attributes are its own."""
+
+    run: Run
+    args: TrainingArguments
+    state: TrainerState
+    stream: BatchStream | None
+    eval_dataset: EvaluationData
+
+    def save_model(self, output_dir: str | Path | None = None) -> Path:
+        """Write a HuggingFace directory."""
+        raise NotImplementedError
+
+    @property
+    def model(self) -> Any:
+        """This rank's layers, and the config; `trained_model()` gathers the whole model."""
+        module: Any = self.run.module
+        if self.run.trainable.causal is not None:
+            module.config = self.run.trainable.causal.source.config
+        return module
+
+    @property
+    def model_wrapped(self) -> Any:
+        """DeepSpeed's engine around `model`."""
+        return self.run.engine.deepspeed
+
+    @property
+    def optimizer(self) -> object:
+        """DeepSpeed's optimizer on this rank."""
+        return self.model_wrapped.optimizer
+
+    @property
+    def lr_scheduler(self) -> object:
+        """The schedule of the learning rate."""
+        return self.model_wrapped.lr_scheduler
+
+    @property
+    def data_collator(self) -> Collator:
+        """What makes micro-batches of samples."""
+        return self.run.data_collator
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """True: DeepSpeed's engines always train."""
+        return True
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.state.is_world_process_zero
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first rank of its host."""
+        return self.state.is_local_process_zero
+
+    def get_num_trainable_parameters(self) -> int:
+        """Return how many parameters of the whole model are trained."""
+        return self.run.trainable.size(trained=True)
+
+    def get_learning_rates(self) -> list[float]:
+        """Return the learning rate of each parameter group for the next step."""
+        return [float(group["lr"]) for group in self.model_wrapped.optimizer.param_groups]
+
+    def get_train_dataloader(self) -> Batches:
+        """Return the micro-batches of this rank in the first pass through the data, to look at: training reads its own.
+
+        UserError without training data, and for a stream, which is read once.
+        """
+        if self.stream is None:
+            raise UserError("get_train_dataloader() needs a train_dataset")
+        rows = self.stream.first_pass()
+        return DataLoader(MicroBatches(self.stream.dataset, rows, self.stream.collator), batch_size=None)
+
+    def get_eval_dataloader(self, eval_dataset: AnyDataset | str | None = None) -> Batches:
+        """Return the micro-batches of this rank in an evaluation, to look at; `eval_dataset` as in `evaluate`."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            return self.get_test_dataloader(eval_dataset)
+        data = self.eval_dataset
+        if eval_dataset is not None:
+            data = data.get(eval_dataset) if isinstance(data, Mapping) else None
+        if data is None or isinstance(data, Mapping):
+            raise UserError("get_eval_dataloader() needs one eval_dataset: give it, or the name of one")
+        return self._in_order(data)
+
+    def get_test_dataloader(self, test_dataset: AnyDataset) -> Batches:
+        """Return the micro-batches of this rank in a prediction, to look at."""
+        return self._in_order(tokens_of_new(self.run, test_dataset, "test_dataset"))
+
+    def _in_order(self, data: MapDataset) -> Batches:
+        run, place = self.run, self.run.groups.coordinate.dp_rank
+        size = run.args.per_device_eval_batch_size or default_batch(run.trainable.loss, run.resolved.micro_batch)
+        rows = [list(range(start, min(start + size, len(data)))) for start in range(0, len(data), size)]
+        mine = rows[place :: run.groups.layout.dp_size]
+        return DataLoader(MicroBatches(data, mine, run.data_check.collator), batch_size=None)
+
+    def log_metrics(self, split: str, metrics: Mapping[str, object]) -> None:
+        """Print metrics of `split` (train, eval, test) as a table, on rank 0."""
+        shown = {name: f"{value:,.4f}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
+        width, digits = max(map(len, shown), default=0), max(map(len, shown.values()), default=0)
+        lines = [f"  {name:{width}} = {shown[name]:>{digits}}" for name in sorted(shown)]
+        self.run.console.say("\n".join([f"***** {split} metrics *****", *lines]))
+
+    def save_metrics(self, split: str, metrics: Mapping[str, object], combined: bool = True) -> None:
+        """Write metrics to `output_dir/SPLIT_results.json`, `combined` also into `all_results.json`; rank 0 writes."""
+        folder = Path(self.args.output_dir)
+        if not self.is_world_process_zero():
+            return
+        write_object(folder / f"{split}_results.json", metrics)
+        if combined:
+            everything = folder / "all_results.json"
+            earlier = read_json(everything) if everything.is_file() else {}
+            write_object(everything, {**(earlier if isinstance(earlier, dict) else {}), **metrics})
+
+    def save_state(self) -> None:
+        """Write the state with its history of logs to `output_dir/trainer_state.json`; rank 0 writes."""
+        if self.is_world_process_zero():
+            write_object(Path(self.args.output_dir) / "trainer_state.json", asdict(self.state))
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """Write `output_dir/README.md` for the hub: what the model was made of, and its last evaluation; rank 0 writes.
+
+        A README.md that somebody else has written stays.
+        """
+        path = Path(self.args.output_dir) / "README.md"
+        if not self.is_world_process_zero() or (path.is_file() and CARD not in path.read_text(encoding="utf-8")):
+            return
+        data = ModelCardData(
+            language=language,
+            license=license,
+            tags=[*_words(tags), "ds-harness"],
+            base_model=finetuned_from,
+            datasets=dataset_tags,
+            pipeline_tag=next(iter(_words(tasks)), None),
+        )
+        names = [*_words(dataset), *_words(dataset_args)]
+        of_data = f" Trained on {', '.join(names)}." if names else ""
+        evaluations = [row for row in self.state.log_history if any(key.endswith("_loss") for key in row)]
+        figures = [f"- {key}: {value:.4g}" for key, value in (evaluations or [{}])[-1].items() if key.endswith("_loss")]
+        of_base = f"Fine-tuned from {finetuned_from}." if finetuned_from else "Trained from its config."
+        heading = f"# {model_name or path.parent.name}"
+        parts = [f"---\n{data.to_yaml()}\n---", CARD, heading, of_base + of_data, "\n".join(figures)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,  # noqa: ARG002  # it always waits
+        token: str | None = None,
+        revision: str | None = None,
+        *,
+        repo_id: str | None = None,
+        private: bool | None = None,
+        **card: str | None,
+    ) -> str:
+        """Write the model and upload its files to the hub, as `repo_id` (default: the name of `output_dir`).
+
+        Returns the address of the commit, when all is sent, whatever `blocking` says. All ranks call it. `card` goes to
+        `create_model_card`. UserError if it cannot be uploaded.
+        """
+        folder = self.save_model()
+        self.create_model_card(**card)
+        send = partial(upload, folder, commit_message, repo_id=repo_id, private=private, token=token, revision=revision)
+        return all_or_none(lambda: send() if self.is_world_process_zero() else "")
+
+
+def _words(given: str | list[str] | None) -> list[str]:
+    return [given] if isinstance(given, str) else given or []
